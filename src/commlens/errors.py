@@ -1,0 +1,56 @@
+"""Every exception that commlens raises on purpose.
+
+    CommlensError
+    ├── CommandError        what a command refuses: wrong usage, unreadable input; carries the exit status
+    │   ├── EvidenceError   too little that can be read (exit status 3)
+    │   └── ConfigError     a setting's key or value is wrong
+    ├── FormatError         a file is not what it should be
+    └── MissingDependency   a feature needs a package that is not installed
+
+Each has a ``slug``, its heading in docs/errors.md.
+"""
+
+from __future__ import annotations
+
+
+class CommlensError(Exception):
+    """Base of all. The message is a full sentence: what happened, where, and what to do."""
+
+    slug = "commlens-error"
+
+
+class CommandError(CommlensError):
+    """A command cannot do what was asked. ``exit_code`` is the process's status (2: wrong usage)."""
+
+    slug = "command-error"
+
+    def __init__(self, message: str, *, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class EvidenceError(CommandError):
+    """There is not enough readable evidence for a verdict."""
+
+    slug = "not-enough-evidence"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, exit_code=3)
+
+
+class ConfigError(CommandError):
+    """A setting is wrong. The message names the key, where it was set, and the accepted values."""
+
+    slug = "bad-setting"
+
+
+class FormatError(CommlensError):
+    """A file cannot be read as what it claims to be. The message names the file."""
+
+    slug = "unreadable-file"
+
+
+class MissingDependency(CommlensError):
+    """A feature needs a package that is not installed. The message holds the pip line to type."""
+
+    slug = "missing-dependency"

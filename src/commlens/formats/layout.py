@@ -1,0 +1,124 @@
+"""The black box's layout, version 1: one place for its writer (capture) and its readers. docs/protocol.md explains it.
+
+Standard library only, because it is imported into the training process. All numbers are little-endian.
+
+    header    4096 bytes   static part (checksummed), live words, a JSON text about the process
+    ring      capacity records of RECORD_SIZE bytes
+    side      append-only ring of blobs: groups, what was asked, stacks, texts
+    evidence  two slots, written in turn: the threads' stacks, taken by the process's own watchdog thread
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Final
+
+MAGIC: Final = b"COMMLENS"
+VERSION: Final = 1
+HEADER_SIZE: Final = 4096
+SUFFIX: Final = ".box"
+
+# --- header: static part -----------------------------------------------------------------------------------------
+# magic, version, header size, record size, capacity, side offset, side size, evidence offset, evidence slot size,
+# total size, pid, rank, world size, local rank (-1: not known), start time of the process in clock ticks,
+# CLOCK_MONOTONIC at creation, Unix time at creation, length of the JSON text, CRC-32 of that text
+STATIC: Final = struct.Struct("<8sIIIIQQQQQIiIiQQQII")
+STATIC_CRC_AT: Final = STATIC.size  # u32: CRC-32 of the static part
+ABOUT_AT: Final = 2048
+ABOUT_MAX: Final = HEADER_SIZE - ABOUT_AT
+
+# --- header: live words, each an aligned u64 ---------------------------------------------------------------------
+HEARTBEAT_MONO: Final = 256  # CLOCK_MONOTONIC ns of the watchdog thread's last sign of life
+HEARTBEAT_UNIX: Final = 264  # the same moment, Unix ns
+NEXT_INDEX: Final = 272  # records announced so far
+SIDE_HEAD: Final = 280  # bytes ever written to the side table
+PHASE: Final = 288  # one of PHASE_*
+STEPS: Final = 296  # optimizer steps completed
+OLDEST_INDEX: Final = 304  # oldest record in flight, as the watchdog thread last saw; 0: none
+OLDEST_SINCE: Final = 312  # its announcement, CLOCK_MONOTONIC ns
+LOST: Final = 320  # records not written because of an error of ours
+EVIDENCE_SEQ: Final = 328  # evidence writes so far; number n is in slot n % 2
+EXPECTING: Final = 336  # blob {"k": "text"}: label of an open expect_slow, else 0
+EXCEPTION: Final = 344  # blob {"k": "exception"}: the uncaught exception, else 0
+MAIN_STACK_SINCE: Final = 352  # since when the main thread's stack has not changed, CLOCK_MONOTONIC ns; 0: not known
+RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, when learnt after creation; else 0
+LIVE_WORD: Final = struct.Struct("<Q")
+
+PHASE_CREATED: Final = 0  # inside init_process_group
+PHASE_INITIALISED: Final = 1
+PHASE_CLOSED: Final = 2  # said goodbye
+PHASE_CLOSED_BY_EXCEPTION: Final = 3  # said goodbye after an uncaught exception or a non-zero sys.exit
+
+# --- records -----------------------------------------------------------------------------------------------------
+# index (from 1), announced (CLOCK_MONOTONIC ns), blobs: group, asked, stack, module label (0: none),
+# sequence number, step, coalescing id, tag, native thread id, flags, peer (global rank, -1), coalesced members
+RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")
+RECORD_CRC_AT: Final = RECORD.size  # u32: CRC-32 of the bytes before it
+RECORD_SIZE: Final = 192
+
+FLAG_COALESCED_MEMBER: Final = 1 << 0
+FLAG_COALESCED_END: Final = 1 << 1  # closes a coalesced group
+FLAG_CONCURRENT: Final = 1 << 2  # another thread was issuing on the same channel
+FLAG_ENTERED: Final = 1 << 3  # entered the backend at once: the ENTERED word is not written
+FLAG_ANY_SOURCE: Final = 1 << 4  # a receive from any rank
+FLAG_LIBRARY: Final = 1 << 5  # issued by C++ or by a library, not by a call of the user
+FLAG_CAPTURE: Final = 1 << 6  # during CUDA graph capture: recorded once, replayed unseen
+
+# --- records: life words, aligned u64. The low 16 bits repeat the record's index, so that a word left by the slot's
+# former record is never taken for this one's. Times are ticks of 100 ns since the box's creation.
+TICK_NS: Final = 100
+ENTERED: Final = 120
+RETURNED: Final = 128
+WAIT_BEGAN: Final = 136
+WAIT_ENDED: Final = 144
+DONE: Final = 152
+OUTCOME: Final = 160  # wait thread id << 32 | outcome << 24 | how << 16 | tag
+FAILURE: Final = 168  # blob {"k": "text"} position << 16 | tag
+REDUCE_OP: Final = 176  # (code + 1) << 16 | tag; codes index REDUCE_OPS
+DURATION: Final = 184  # ticks << 16 | tag: on the device, with timing
+TAG_MASK: Final = 0xFFFF
+CAPACITY_MAX: Final = 65_000  # below 2**16, so that tags tell a slot's records apart
+
+OUTCOME_NONE: Final = 0
+OUTCOME_COMPLETED: Final = 1
+OUTCOME_FAILED: Final = 2
+OUTCOME_UNKNOWN: Final = 3
+
+HOW_NOT_YET: Final = 0
+HOW_RETURN: Final = 1
+HOW_WAIT: Final = 2
+HOW_POLL: Final = 3
+HOW_NATIVE_RECORDER: Final = 4
+HOW_UNKNOWN: Final = 5
+
+REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
+"""torch's ReduceOp.RedOpType, in the order of its values (torch 2.6 to 2.15)."""
+
+# --- side table --------------------------------------------------------------------------------------------------
+BLOB: Final = struct.Struct("<IIQ")  # payload length, CRC-32 of (position, payload), position
+BLOB_ALIGN: Final = 8
+BLOB_MAX: Final = 64 * 1024
+# A position is the value of SIDE_HEAD at which the blob starts; it lies at side offset + (position - 1) % side size.
+# Positions start at 1, 0 means none. A blob never wraps: where it would, the writer skips to the table's start.
+# A blob is alive while position > SIDE_HEAD - side size.
+
+# --- evidence ----------------------------------------------------------------------------------------------------
+EVIDENCE: Final = struct.Struct("<IIQQ")  # payload length, CRC-32 of payload, number, CLOCK_MONOTONIC ns
+EVIDENCE_SLOT: Final = 128 * 1024
+
+
+def side_size(capacity: int) -> int:
+    """Bytes of the side table for a ring of ``capacity`` records."""
+    return (512 * 1024 + capacity * 512 + 4095) // 4096 * 4096
+
+
+def box_size(capacity: int) -> int:
+    """Bytes of a whole box. 2000 records: 2.2 MB."""
+    ring = (capacity * RECORD_SIZE + 4095) // 4096 * 4096
+    return HEADER_SIZE + ring + side_size(capacity) + 2 * EVIDENCE_SLOT
+
+
+def blob_crc(position: int, payload: bytes) -> int:
+    """Checksum of a blob: its position is part of it, so that an old blob at the same place is not taken for it."""
+    return zlib.crc32(payload, position & 0xFFFFFFFF)
