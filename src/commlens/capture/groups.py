@@ -1,0 +1,136 @@
+"""Process groups and their channels, as the recorder needs them on the hot path.
+
+torch's bookkeeping of groups (``distributed_c10d._world``) is private; this is the one module that reads it.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. Where it is not as expected, a group is known by its name and size alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+
+from commlens.model.ranks import format_ranks
+
+
+class Channel:
+    """Counters of one group on one device type."""
+
+    __slots__ = ("blob", "busy", "device", "group", "next_number", "pairs", "polls")
+
+    def __init__(self, group: Group, device: str) -> None:
+        self.group = group
+        self.device = device
+        self.blob = 0  # position of its description in the side table
+        self.busy = 0  # native id of the thread that is issuing on it right now
+        self.next_number = itertools.count(1).__next__
+        self.pairs: dict[tuple[int, str], Any] = {}
+        self.polls = device == "cpu"  # whether a Work may be held and asked; never on an accelerator
+
+    def next_of_pair(self, peer: int, op: str) -> int:
+        """Next sequence number of point-to-point ops with one peer in one direction."""
+        counter = self.pairs.get((peer, op))
+        if counter is None:
+            counter = self.pairs[(peer, op)] = itertools.count(1).__next__
+        number: int = counter()
+        return number
+
+    def describe(self) -> dict[str, Any]:
+        """The group's blob, as docs/protocol.md has it."""
+        group = self.group
+        return {
+            "k": "group",
+            "name": group.name,
+            "desc": group.description,
+            "ranks": format_ranks(group.ranks),
+            "backend": group.backend(self.device),
+            "device": self.device,
+            "mesh_dim": group.mesh_dim,
+            "inc": group.incarnation,
+        }
+
+
+class Group:
+    """A process group of this process."""
+
+    __slots__ = ("channels", "description", "incarnation", "mesh_dim", "name", "ranks", "ref")
+
+    def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str]) -> None:
+        # Held weakly: a group must die when the user destroys it, and an id would be reused.
+        self.ref = weakref.ref(process_group)
+        self.name = str(process_group.group_name)
+        self.description = str(getattr(process_group, "group_desc", "") or "")
+        self.incarnation = incarnation
+        self.ranks = _global_ranks(process_group)
+        mesh_dim = self.description.removeprefix("mesh_") if self.description.startswith("mesh_") else None
+        self.mesh_dim = mesh_dims.get(self.name, None if mesh_dim == "default" else mesh_dim)
+        self.channels: dict[str, Channel] = {}
+
+    def channel(self, device: str) -> Channel:
+        """The group's channel for a device type."""
+        found = self.channels.get(device)
+        if found is None:
+            found = self.channels[device] = Channel(self, device)
+        return found
+
+    def global_rank(self, group_rank: int) -> int:
+        """Global rank of a member; the same number where it is out of range."""
+        return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
+
+    def backend(self, device: str) -> str:
+        """Name of the backend that serves a device type."""
+        process_group = self.ref()
+        if process_group is None:
+            return ""
+        try:
+            import torch
+
+            return str(process_group._get_backend(torch.device(device)).name())
+        except Exception:
+            try:
+                return str(process_group.name())
+            except Exception:
+                return ""
+
+
+def _global_ranks(process_group: Any) -> tuple[int, ...]:
+    try:
+        mapping = c10d._world.pg_group_ranks[process_group]
+        return tuple(rank for rank, _ in sorted(mapping.items(), key=lambda item: item[1]))
+    except Exception:
+        return tuple(range(process_group.size()))
+
+
+class Groups:
+    """All groups that have been seen, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Group] = {}
+        self.incarnation = -1  # the first init_process_group makes it 0
+        self.mesh_dims: dict[str, str] = {}
+
+    def find(self, process_group: Any) -> Group:
+        """The group of a ProcessGroup object."""
+        group = self.by_name.get(process_group.group_name)
+        if group is not None and group.ref() is process_group:
+            return group
+        group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
+        self.by_name[group.name] = group
+        return group
+
+    def started_again(self) -> None:
+        """``init_process_group`` was called: names start again."""
+        self.incarnation += 1
+        self.by_name = {}
+        self.mesh_dims = {}
+
+    def name_mesh_dim(self, group_name: str, mesh_dim: str) -> None:
+        """A DeviceMesh calls this group ``mesh_dim``. A group that spans the world is shared, so the mesh names it late."""
+        self.mesh_dims[group_name] = mesh_dim
+        group = self.by_name.get(group_name)
+        if group is not None and group.mesh_dim != mesh_dim:
+            group.mesh_dim = mesh_dim
+            for channel in group.channels.values():
+                channel.blob = 0

@@ -1,0 +1,471 @@
+"""The recorder: the tap's subscriber that writes the black box.
+
+The hot path is ``begin``, ``returned`` and ``wait``. An error of ours on it is counted, logged once, and the collective goes
+its way as if nobody recorded.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import logging
+import sys
+import threading
+import time
+import weakref
+from typing import Any
+
+import torch
+
+from commlens.capture import stacks, tap
+from commlens.capture.boxwriter import BoxWriter
+from commlens.capture.groups import Channel, Groups
+from commlens.formats import layout as L
+from commlens.model.ops import wire_op
+
+log = logging.getLogger("commlens")
+
+_ASKED_LIMIT = 10_000
+_monotonic = time.monotonic_ns
+_thread_id = threading.get_native_id
+_Tensor = torch.Tensor
+_strided = torch.strided
+
+
+class Asked:
+    """What a collective asked for, interned: most programs repeat a few."""
+
+    __slots__ = ("blob", "content", "device", "dispatcher_op", "flags", "op", "peer", "tag", "wait_tells")
+
+    def __init__(self, content: dict[str, Any], device: str, peer: int, tag: int, flags: int) -> None:
+        self.content = content
+        self.device = device
+        self.peer = peer  # group rank, -1 where there is none
+        self.tag = tag
+        self.flags = flags
+        self.op: str = content["op"]
+        self.dispatcher_op: str = content["dop"]
+        self.blob = 0
+        # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
+        self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
+
+
+class Token:
+    """A collective under way in this process."""
+
+    __slots__ = ("asked", "channel", "coalescing", "index", "offset", "pointers", "reduce_op", "since", "thread", "work_ref")
+
+    def __init__(self, index: int, offset: int, channel: Channel, asked: Asked, since: int, thread: int) -> None:
+        self.index = index
+        self.offset = offset
+        self.channel = channel
+        self.asked = asked
+        self.since = since
+        self.thread = thread
+        self.reduce_op: Any = None
+        self.work_ref: Any = None
+        self.pointers: tuple[int, ...] = ()
+        self.coalescing: Any = None
+
+
+class _Coalescing(threading.local):
+    """The coalesced group that this thread is building, if any."""
+
+    current: dict[str, Any] | None = None
+
+
+class Recorder:
+    """Records every collective of the process into ``writer``."""
+
+    def __init__(self, writer: BoxWriter, groups: Groups, *, cpp_stack: bool = False, timing: bool = False) -> None:
+        self.writer = writer
+        self.groups = groups
+        self.cpp_stack = cpp_stack
+        self.timing = timing
+        self.steps = 0
+        self.stacks = stacks.StackTable(writer)
+        self.in_flight: dict[Any, Token] = {}  # Work (its one Python object) to token; emptied as soon as it is done
+        self.loose: dict[int, Token] = {}  # by index: in flight, its Work no longer held
+        self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
+        self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(maxlen=writer.capacity)
+        self.unpolled: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
+        self._asked: dict[Any, Asked] = {}
+        self._coalescing = _Coalescing()
+        self._coalescing_ids = itertools.count(1).__next__
+        self._logged = False
+        self.lost = 0
+
+    # --- the tap's calls
+
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], concurrent_safe: bool = True) -> Token | None:
+        """Write the record, before the backend sees the op."""
+        try:
+            group = self.groups.find(tap.unbox_group(arguments[spec.process_group]))
+            asked = self._what_was_asked(spec, arguments, group)
+            channel = group.channels.get(asked.device) or group.channel(asked.device)
+            # frame 0 is this one, 1 the tap's kernel, 2 the code that called torch
+            if self.cpp_stack:
+                stack = self.writer.add_blob({"k": "stack", "f": stacks.native_frames()})
+            else:
+                stack = self.stacks.position(sys._getframe(2))
+            token = self._announce(channel, asked, stack)
+            if spec.reduce_op >= 0:
+                token.reduce_op = arguments[spec.reduce_op]
+                self.reduce_ops.append((token.offset, token.index, token.reduce_op))
+            if channel.polls and self.by_pointer_needed(spec, arguments):
+                token.pointers = _pointers(spec, arguments)
+        except Exception as error:
+            self._failed(error)
+            return None
+        return token
+
+    def by_pointer_needed(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
+        """Whether a functional wait may ask for this op by the address of its output: not when it is known to be synchronous."""
+        at = spec.asynchronous
+        return bool(spec.tensors) and not (0 <= at < len(arguments) and arguments[at] is False)
+
+    def _announce(self, channel: Channel, asked: Asked, stack: int) -> Token:
+        writer = self.writer
+        if asked.blob == 0 or not writer.side_alive(asked.blob):
+            asked.blob = writer.add_blob(asked.content)
+        if channel.blob == 0 or not writer.side_alive(channel.blob):
+            channel.blob = writer.add_blob(channel.describe())
+        thread = _thread_id()
+        flags = asked.flags
+        busy = channel.busy
+        if busy and busy != thread:
+            flags |= L.FLAG_CONCURRENT
+        channel.busy = thread
+        peer = channel.group.global_rank(asked.peer) if asked.peer >= 0 else -1
+        coalescing = self._coalescing.current
+        coalescing_id = 0
+        if coalescing is not None:
+            flags |= L.FLAG_COALESCED_MEMBER
+            coalescing_id = coalescing["id"]
+            coalescing["members"].append(asked)
+            coalescing["channel"] = channel
+        if asked.op in ("send", "recv"):
+            number = channel.next_of_pair(peer, asked.op)
+        elif coalescing is not None:
+            number = coalescing.get("number") or coalescing.setdefault("number", channel.next_number())
+        else:
+            number = channel.next_number()
+        index = writer.next_index()
+        now = _monotonic()
+        offset = writer.announce(
+            index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, peer, 0
+        )
+        token = Token(index, offset, channel, asked, now, thread)
+        token.coalescing = coalescing
+        return token
+
+    def returned(self, token: Token | None, result: Any) -> None:
+        """The backend has it. Hold its Work where that is allowed, to learn when it is done."""
+        if token is None:
+            return
+        try:
+            writer = self.writer
+            token.channel.busy = 0
+            now = _monotonic()
+            writer.mark(token.offset, L.RETURNED, token.index, now)
+            if token.coalescing is not None:
+                return  # the record that closes the group carries the state
+            boxed = tap.work_of(result)
+            if boxed is None:
+                self._done(token, L.HOW_RETURN, now)
+            elif not token.channel.polls:
+                writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+                self.unpolled.append(token)
+            else:
+                self._hold(token, tap.unbox_work(boxed))
+        except Exception as error:
+            self._failed(error)
+
+    def raised(self, token: Token | None, error: BaseException) -> None:
+        """The backend refused it, or waited in vain."""
+        if token is None:
+            return
+        try:
+            token.channel.busy = 0
+            self._mark_failed(token, error)
+        except Exception as ours:
+            self._failed(ours)
+
+    # --- completion
+
+    def _hold(self, token: Token, work: Any) -> None:
+        in_flight = self.in_flight
+        if in_flight:
+            # Amortised: each new collective looks at the oldest one, so that no Work (and no tensor) is held for long.
+            oldest = next(iter(in_flight.items()), None)
+            if oldest is not None and not oldest[1].asked.wait_tells and oldest[0].is_completed():
+                self._completed(oldest[0], oldest[1], L.HOW_POLL)
+        in_flight[work] = token
+        for pointer in token.pointers:
+            self.by_pointer[pointer] = token
+
+    def _completed(self, work: Any, token: Token, how: int) -> None:
+        if self.in_flight.pop(work, None) is not None:
+            self._forget_pointers(token)
+            self._done(token, how, _monotonic())
+
+    def _forget_pointers(self, token: Token) -> None:
+        for pointer in token.pointers:
+            if self.by_pointer.get(pointer) is token:
+                del self.by_pointer[pointer]
+
+    def _done(self, token: Token, how: int, now: int, thread: int = 0) -> None:
+        self.writer.mark(token.offset, L.DONE, token.index, now)
+        self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_COMPLETED, how, thread)
+
+    def _mark_failed(self, token: Token, error: BaseException, thread: int = 0) -> None:
+        writer = self.writer
+        text = f"{type(error).__name__}: {error}"[:2000]
+        writer.mark_value(token.offset, L.FAILURE, token.index, writer.add_blob({"k": "text", "text": text}))
+        writer.mark(token.offset, L.DONE, token.index, _monotonic())
+        writer.mark_outcome(token.offset, token.index, L.OUTCOME_FAILED, L.HOW_RETURN, thread)
+
+    def wait_begins(self, work: Any) -> Token | None:
+        """A thread is about to block in ``work.wait()``."""
+        token = self.in_flight.get(work)
+        if token is not None:
+            self._wait_marks(token)
+        return token
+
+    def _wait_marks(self, token: Token) -> None:
+        writer = self.writer
+        writer.mark(token.offset, L.WAIT_BEGAN, token.index, _monotonic())
+        writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NOT_YET, _thread_id())
+
+    def wait_ended(self, work: Any, token: Token, error: BaseException | None) -> None:
+        """That wait is over."""
+        self.in_flight.pop(work, None)
+        self._after_wait(token, error)
+
+    def _after_wait(self, token: Token, error: BaseException | None) -> None:
+        try:
+            self.loose.pop(token.index, None)
+            if token.pointers:
+                self._forget_pointers(token)
+            thread = _thread_id()
+            if error is not None:
+                self._mark_failed(token, error, thread)
+                return
+            now = _monotonic()
+            self.writer.mark(token.offset, L.WAIT_ENDED, token.index, now)
+            self._done(token, L.HOW_WAIT, now, thread)
+        except Exception as ours:
+            self._failed(ours)
+
+    def tensor_wait_begins(self, tensor: Any) -> tuple[Any, Token] | None:
+        """A thread is about to block in ``wait_tensor(tensor)``."""
+        try:
+            if not self.by_pointer:
+                return None
+            token = self.by_pointer.get(tensor.data_ptr())
+            if token is None:
+                return None
+            self._wait_marks(token)
+            work = next((work for work, other in list(self.in_flight.items()) if other is token), None)
+        except Exception as error:
+            self._failed(error)
+            return None
+        return work, token
+
+    def tensor_wait_ended(self, held: tuple[Any, Token], error: BaseException | None) -> None:
+        """That wait is over."""
+        work, token = held
+        if work is not None:
+            self.in_flight.pop(work, None)
+        self._after_wait(token, error)
+
+    def sweep(self) -> Token | None:
+        """Look at what is in flight, from the watchdog thread. Returns the oldest that is not done.
+
+        A Work that cannot say whether it is done is not held longer than until the next sweep: it would keep tensors alive.
+        It is watched through a weak reference from then on, which lives as long as the user's own handle.
+        """
+        oldest: Token | None = None
+        now = _monotonic()
+        for work, token in list(self.in_flight.items()):
+            if token.asked.wait_tells:
+                if now - token.since > 200_000_000:
+                    token.work_ref = weakref.ref(work)
+                    self.loose[token.index] = token
+                    self.in_flight.pop(work, None)
+            elif work.is_completed():
+                self._completed(work, token, L.HOW_POLL)
+                continue
+            if oldest is None or token.index < oldest.index:
+                oldest = token
+            del work
+        for index, token in list(self.loose.items()):
+            if self._still_loose(index, token, now) and (oldest is None or index < oldest.index):
+                oldest = token
+        return oldest
+
+    def _still_loose(self, index: int, token: Token, now: int) -> bool:
+        if self.writer_overwrote(index):
+            self.loose.pop(index, None)
+            self._forget_pointers(token)
+            return False
+        return True
+
+    def writer_overwrote(self, index: int) -> bool:
+        """Whether a record's slot has been given to a newer one."""
+        return index + self.writer.capacity <= int.from_bytes(self.writer.read(L.NEXT_INDEX, 8), "little")
+
+    def wait_on_loose(self, work: Any) -> Token | None:
+        """The token of a Work that is watched weakly, when a thread waits on it after all."""
+        for token in list(self.loose.values()):
+            if token.work_ref is not None and token.work_ref() is work:
+                self._wait_marks(token)
+                return token
+        return None
+
+    def decode_reduce_ops(self) -> None:
+        """Fill in reduce ops, from the watchdog thread: reading one costs more than the whole rest of a record."""
+        while self.reduce_ops:
+            offset, index, boxed = self.reduce_ops.popleft()
+            code = _reduce_op_code(boxed)
+            if code is None or self.writer_overwrote(index):
+                continue
+            self.writer.mark_value(offset, L.REDUCE_OP, index, code + 1)
+
+    # --- coalesced groups
+
+    def coalescing_starts(self, process_group: Any) -> None:
+        """``ProcessGroup._start_coalescing`` was called."""
+        self._coalescing.current = {"id": self._coalescing_ids(), "members": [], "channel": None}
+
+    def coalescing_ends(self) -> Token | None:
+        """``ProcessGroup._end_coalescing`` is about to be called: record the group as one collective."""
+        current, self._coalescing.current = self._coalescing.current, None
+        if current is None or current["channel"] is None:
+            return None
+        try:
+            channel: Channel = current["channel"]
+            members: list[Asked] = current["members"]
+            content = {**members[0].content, "op": "coalesced", "dop": "coalesced"}
+            asked = Asked(content, channel.device, -1, 0, L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            asked.blob = self.writer.add_blob(content)
+            thread = _thread_id()
+            index = self.writer.next_index()
+            now = _monotonic()
+            offset = self.writer.announce(
+                index, now, channel.blob, asked.blob, self.stacks.position(sys._getframe(2)), 0, current.get("number", 0),
+                self.steps, current["id"], 0, thread, asked.flags, -1, len(members),
+            )  # fmt: skip
+            return Token(index, offset, channel, asked, now, thread)
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    # --- what was asked
+
+    def _what_was_asked(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Any) -> Asked:
+        given = len(arguments)
+        signature = tuple([_signature(arguments[i]) for i in spec.tensors])
+        root = arguments[spec.root] if 0 <= spec.root < given else None
+        asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else None
+        if spec.tag >= 0:
+            key: Any = (spec.name, group.name, signature, arguments[spec.peer] if spec.peer >= 0 else -1, arguments[spec.tag])
+        elif spec.splits[0] >= 0:
+            key = (spec.name, group.name, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
+        else:
+            key = (spec.name, group.name, signature, root, asynchronous)
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = self._ask(key, spec, arguments, group, root, asynchronous)
+        return asked
+
+    def _ask(self, key: Any, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Any, root: int | None, asynchronous: Any) -> Asked:
+        inputs: list[Any] = []
+        outputs: list[Any] = []
+        devices: list[str] = []
+        for i in spec.tensors:
+            _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
+        point_to_point = spec.tag >= 0
+        content = {
+            "k": "asked",
+            "op": wire_op(spec.name),
+            "dop": spec.name,
+            "in": inputs,
+            "out": outputs,
+            "rop": None,
+            "root": None if root is None else group.global_rank(int(root)),
+            "is": list(arguments[spec.splits[0]]) if spec.splits[0] >= 0 else [],
+            "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
+            "async": asynchronous if isinstance(asynchronous, bool) else None,
+        }
+        flags = L.FLAG_ENTERED | (L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0)
+        asked = Asked(
+            content,
+            devices[0] if devices else "cpu",
+            int(arguments[spec.peer]) if spec.peer >= 0 else -1,
+            int(arguments[spec.tag]) if point_to_point else 0,
+            flags,
+        )
+        if len(self._asked) >= _ASKED_LIMIT:
+            self._asked = {}
+        self._asked[key] = asked
+        return asked
+
+    def _failed(self, error: Exception) -> None:
+        self.lost += 1
+        try:
+            self.writer.word(L.LOST, self.lost)
+        finally:
+            if not self._logged:
+                self._logged = True
+                log.warning("commlens could not record a collective and goes on without it: %s: %s", type(error).__name__, error)
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, _Tensor):
+        layout = value.layout
+        if layout is _strided:
+            return (value.shape, value.dtype, value.device, None if value.is_contiguous() else value.stride())
+        return (value.shape, value.dtype, value.device, layout)
+    return tuple([_signature(item) for item in value]) if value is not None else None
+
+
+def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
+    if isinstance(value, _Tensor):
+        order = None
+        if value.layout is _strided and not value.is_contiguous():
+            strides = value.stride()
+            order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+            order = None if order == list(range(value.dim())) else order
+        devices.append(value.device.type)
+        dtype, layout = str(value.dtype).removeprefix("torch."), str(value.layout).removeprefix("torch.")
+        into.append([list(value.shape), dtype, value.device.type, layout, order])
+    elif value is not None:
+        for item in value:
+            _describe(item, into, devices)
+
+
+def _pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    where = spec.writes or spec.tensors
+    found: list[int] = []
+    _collect_pointers(arguments[where[0]], found)
+    return tuple(found)
+
+
+def _collect_pointers(value: Any, into: list[int]) -> None:
+    if isinstance(value, _Tensor):
+        if value.layout is _strided:
+            into.append(value.data_ptr())
+    elif value is not None:
+        for item in value:
+            _collect_pointers(item, into)
+
+
+def _reduce_op_code(boxed: Any) -> int | None:
+    """The value of a ReduceOp; None where torch gives no way to read it (2.6 to 2.9 for C++ callers)."""
+    if isinstance(boxed, int):
+        return boxed
+    try:
+        return int(boxed.op())
+    except Exception:
+        return None

@@ -1,0 +1,122 @@
+"""Python stacks: interned on the hot path, and of all threads for the watchdog."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+from types import CodeType, FrameType
+from typing import Any
+
+MAX_FRAMES = 96
+_CACHE_LIMIT = 20_000
+
+
+class StackTable:
+    """Positions in the side table of stacks that have been seen.
+
+    A stack's key is its code objects and instruction offsets. The code objects are kept, since an id is only good as long as
+    its object lives. Symbols (file, line) are looked up once, when a stack is new.
+    """
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self._known: dict[tuple[int, ...], tuple[int, list[CodeType], list[list[Any]]]] = {}
+
+    def position(self, frame: FrameType | None) -> int:
+        """Position of the stack that ends (innermost) with ``frame``; 0 when there is none."""
+        if frame is None:
+            return 0
+        walk: FrameType | None = frame
+        key: list[int] = []
+        add = key.append
+        while walk is not None:
+            add(id(walk.f_code))
+            add(walk.f_lasti)
+            walk = walk.f_back
+        packed = tuple(key)
+        known = self._known.get(packed)
+        if known is not None and self._writer.side_alive(known[0]):
+            return known[0]
+        return self._add(packed, frame, known)
+
+    def _add(self, key: tuple[int, ...], frame: FrameType, known: tuple[int, list[CodeType], list[list[Any]]] | None) -> int:
+        if known is None:
+            codes, frames = [], []
+            walk: FrameType | None = frame
+            while walk is not None:
+                codes.append(walk.f_code)
+                frames.append([walk.f_code.co_filename, walk.f_lineno or 0, _function(walk.f_code)])
+                walk = walk.f_back
+            frames = shortened(frames)
+            if len(self._known) >= _CACHE_LIMIT:
+                self._known = {}
+        else:
+            _, codes, frames = known
+        position: int = self._writer.add_blob({"k": "stack", "f": frames})
+        self._known[key] = (position, codes, frames)
+        return position
+
+
+def shortened(frames: list[list[Any]]) -> list[list[Any]]:
+    """At most MAX_FRAMES, the middle left out: the ends of a deep recursion tell more than its inside."""
+    if len(frames) <= MAX_FRAMES:
+        return frames
+    half = MAX_FRAMES // 2
+    return [*frames[:half], ["...", 0, f"({len(frames) - 2 * half} frames)"], *frames[-half:]]
+
+
+def _function(code: CodeType) -> str:
+    return code.co_name
+
+
+def frames_of(frame: FrameType | None) -> list[list[Any]]:
+    """``[[file, line, function], ...]``, innermost first."""
+    frames: list[list[Any]] = []
+    while frame is not None:
+        frames.append([frame.f_code.co_filename, frame.f_lineno or 0, _function(frame.f_code)])
+        frame = frame.f_back
+    return shortened(frames)
+
+
+def all_threads() -> tuple[list[dict[str, Any]], int]:
+    """Every thread's stack as the evidence holds it, the main thread first, and a hash of the main thread's.
+
+    The calling thread is left out.
+    """
+    current = sys._current_frames()
+    names = {thread.ident: thread for thread in threading.enumerate()}
+    main = threading.main_thread()
+    own = threading.get_ident()
+    threads: list[dict[str, Any]] = []
+    main_hash = 0
+    for ident, frame in current.items():
+        if ident == own:
+            continue
+        thread = names.get(ident)
+        is_main = thread is main
+        frames = frames_of(frame)
+        if is_main:
+            main_hash = hash((frame.f_lasti, *itertools.chain.from_iterable((file, line) for file, line, _ in frames)))
+        threads.append(
+            {
+                "tid": (thread.native_id or 0) if thread is not None else 0,
+                "name": thread.name if thread is not None else f"thread {ident}",
+                "main": is_main,
+                "f": frames,
+            }
+        )
+    threads.sort(key=lambda entry: not entry["main"])
+    return threads, main_hash
+
+
+def native_frames(limit: int = 64) -> list[list[Any]]:
+    """C++ and Python frames of the calling thread, innermost first, by torch's own unwinder. Slow: for those who ask for it."""
+    from torch._C._profiler import gather_traceback, symbolize_tracebacks
+
+    (frames,) = symbolize_tracebacks([gather_traceback(True, False, True)])
+    result: list[list[Any]] = []
+    for frame in frames[: 4 * limit]:
+        file, line, name = str(frame.get("filename", "")), int(frame.get("line", 0)), str(frame.get("name", "??"))
+        result.append([file, line, name] if file.endswith(".py") else [file, line, name, "n"])
+    return result[: 2 * limit]

@@ -1,0 +1,184 @@
+"""The tap: the one function through which every collective of the process passes.
+
+A kernel at dispatch key ``BackendSelect`` for every ``c10d::*`` op that takes a process group. The key is in every thread's
+default dispatch state and below Python, Autograd and Functionalize, so the kernel sees collectives from Python, from C++
+(DDP's reducer), from functional collectives, DTensor, FSDP2, compiled code and other threads, on any backend. An exception
+raised in it reaches the caller with its type.
+
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. The kernels are registered when the first subscriber attaches and stay registered
+(removing them while threads are inside is unproven); without a subscriber they redispatch at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch._C import DispatchKey
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+_AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+_META = DispatchKey.Meta
+
+NO_ARGUMENT = -1
+"""Index of an argument that an op does not have."""
+
+
+class OpSpec:
+    """Where a ``c10d`` op keeps what matters among its arguments. Found by schema, since versions differ."""
+
+    __slots__ = ("asynchronous", "name", "peer", "process_group", "reduce_op", "root", "splits", "tag", "tensors", "writes")
+
+    def __init__(self, name: str, schema: Any) -> None:
+        names = [argument.name for argument in schema.arguments]
+        types = [str(argument.type) for argument in schema.arguments]
+
+        def find(*candidates: str) -> int:
+            return next((names.index(c) for c in candidates if c in names), NO_ARGUMENT)
+
+        self.name = name
+        self.process_group = find("process_group")
+        self.reduce_op = find("reduce_op")
+        self.root = find("root_rank", "root") if name not in ("send", "recv_") else NO_ARGUMENT
+        self.peer = find("dst") if name == "send" else find("src") if name == "recv_" else NO_ARGUMENT
+        self.tag = find("tag")
+        self.splits = (find("input_split_sizes"), find("output_split_sizes"))
+        self.asynchronous = find("async_op", "asyncOp")
+        tensor_arguments = [i for i, kind in enumerate(types) if "Tensor" in kind and names[i] != "sparse_indices"]
+        self.tensors = tuple(tensor_arguments)
+        # Outputs are named so; an op with one tensor argument works in place (or, for barriers, on nothing that matters).
+        self.writes = tuple(i for i in tensor_arguments if names[i].startswith("output"))
+
+
+class Subscriber(Protocol):
+    """What hears of collectives. Methods run on the issuing thread, on the hot path; they must not raise, but to refuse."""
+
+    def begin(self, spec: OpSpec, arguments: tuple[Any, ...], concurrent_safe: bool) -> Any:
+        """Before issue. What it returns is handed to the other two. An exception refuses the collective."""
+
+    def returned(self, token: Any, result: Any) -> None:
+        """The backend's call returned ``result`` (a Work, or a tuple that ends with one, or nothing)."""
+
+    def raised(self, token: Any, error: BaseException) -> None:
+        """The backend's call raised."""
+
+
+_subscribers: tuple[Subscriber, ...] = ()
+_lock = threading.Lock()
+_libraries: list[Any] = []  # keeps the registrations alive
+_wait_listener: Callable[[Any], Any] | None = None
+_wait_ended: Callable[[Any, BaseException | None], None] | None = None
+
+
+def attach(subscriber: Subscriber) -> None:
+    """Let ``subscriber`` hear of every collective from now on. The first call registers the kernels."""
+    global _subscribers
+    with _lock:
+        _install()
+        if subscriber not in _subscribers:
+            _subscribers = (*_subscribers, subscriber)
+
+
+def detach(subscriber: Subscriber) -> None:
+    """Stop it. Calls already under way still get their end."""
+    global _subscribers
+    with _lock:
+        _subscribers = tuple(other for other in _subscribers if other is not subscriber)
+
+
+def detach_all() -> None:
+    """Stop everybody at once, without a lock: for the child of a fork."""
+    global _subscribers
+    _subscribers = ()
+
+
+def listen_to_waits(began: Callable[[Any], Any] | None, ended: Callable[[Any, BaseException | None], None] | None) -> None:
+    """Hear of functional collectives' waits: ``began(tensor) -> token`` and ``ended(token, error)``."""
+    global _wait_listener, _wait_ended
+    _wait_listener, _wait_ended = began, ended
+
+
+def _install() -> None:
+    if _libraries:
+        return
+    library = torch.library.Library("c10d", "IMPL")
+    _libraries.append(library)
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("c10d::") and not schema.overload_name and any(a.name == "process_group" for a in schema.arguments):
+            name = schema.name.removeprefix("c10d::")
+            library.impl(name, _kernel(getattr(torch.ops.c10d, name).default, OpSpec(name, schema)), "BackendSelect", with_keyset=True)
+    waits = torch.library.Library("_c10d_functional", "IMPL")
+    _libraries.append(waits)
+    waits.impl("wait_tensor", _wait_kernel(torch.ops._c10d_functional.wait_tensor.default), "BackendSelect", with_keyset=True)
+
+
+def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
+    redispatch = op._handle.redispatch_boxed
+
+    def commlens_tap(keys: Any, *arguments: Any) -> Any:
+        subscribers = _subscribers
+        # FakeTensor and meta tensors: nothing is communicated.
+        if not subscribers or keys.has(_META):
+            return redispatch(keys & _AFTER, *arguments)
+        if len(subscribers) == 1:
+            subscriber = subscribers[0]
+            token = subscriber.begin(spec, arguments, True)
+            try:
+                result = redispatch(keys & _AFTER, *arguments)
+            except BaseException as error:
+                subscriber.raised(token, error)
+                raise
+            subscriber.returned(token, result)
+            return result
+        tokens = [(subscriber, subscriber.begin(spec, arguments, False)) for subscriber in subscribers]
+        try:
+            result = redispatch(keys & _AFTER, *arguments)
+        except BaseException as error:
+            for subscriber, token in tokens:
+                subscriber.raised(token, error)
+            raise
+        for subscriber, token in tokens:
+            subscriber.returned(token, result)
+        return result
+
+    return commlens_tap
+
+
+def _wait_kernel(op: Any) -> Callable[..., Any]:
+    redispatch = op._handle.redispatch_boxed
+
+    def commlens_tap_wait(keys: Any, tensor: Any) -> Any:
+        began, ended = _wait_listener, _wait_ended
+        if began is None or ended is None or keys.has(_META):
+            return redispatch(keys & _AFTER, tensor)
+        token = began(tensor)
+        if token is None:
+            return redispatch(keys & _AFTER, tensor)
+        try:
+            result = redispatch(keys & _AFTER, tensor)
+        except BaseException as error:
+            ended(token, error)
+            raise
+        ended(token, None)
+        return result
+
+    return commlens_tap_wait
+
+
+unbox_group = ProcessGroup.unbox
+"""ScriptObject to the one Python object of that process group."""
+
+unbox_work = Work.unbox
+
+
+def work_of(result: Any) -> Any:
+    """The boxed Work in what an op returned; None where there is none (``monitored_barrier_``)."""
+    return result[-1] if type(result) is tuple else result
+
+
+def is_distributed_initialised() -> bool:
+    """Whether the default process group exists."""
+    return dist.is_available() and dist.is_initialized()
