@@ -55,6 +55,7 @@ class BoxWriter:
         self._side_lock = threading.Lock()
         self._side_head = 0
         self._evidence_seq = 0
+        self.last_index = 0
         self.epoch = _monotonic()
         # Built under a temporary name: a reader that lists the folder never sees a box without its header.
         building = path.with_suffix(".new")
@@ -111,6 +112,7 @@ class BoxWriter:
         )
         self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = record + _crc32(record).to_bytes(_CRC_BYTES, "little")
         _pack_word(self._map, L.NEXT_INDEX, index)
+        self.last_index = index
         return offset
 
     def mark(self, offset: int, field: int, index: int, now: int) -> None:

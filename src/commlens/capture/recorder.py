@@ -7,6 +7,7 @@ its way as if nobody recorded.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from commlens.capture import stacks, tap
+from commlens.capture import native, stacks, tap
 from commlens.capture.boxwriter import BoxWriter
 from commlens.capture.groups import Channel, Groups
 from commlens.formats import layout as L
@@ -26,6 +27,7 @@ from commlens.model.ops import wire_op
 log = logging.getLogger("commlens")
 
 _ASKED_LIMIT = 10_000
+_LOOSEN_AFTER_NS = 200_000_000
 _monotonic = time.monotonic_ns
 _thread_id = threading.get_native_id
 _Tensor = torch.Tensor
@@ -53,18 +55,18 @@ class Asked:
 class Token:
     """A collective under way in this process."""
 
-    __slots__ = ("asked", "channel", "coalescing", "index", "offset", "pointers", "reduce_op", "since", "thread", "work_ref")
+    __slots__ = ("asked", "channel", "coalescing", "index", "offset", "pointers", "since", "unknown", "waiting", "work_ref")
 
-    def __init__(self, index: int, offset: int, channel: Channel, asked: Asked, since: int, thread: int) -> None:
+    def __init__(self, index: int, offset: int, channel: Channel, asked: Asked, since: int) -> None:
         self.index = index
         self.offset = offset
         self.channel = channel
         self.asked = asked
         self.since = since
-        self.thread = thread
-        self.reduce_op: Any = None
+        self.waiting = False  # a thread is blocked on it
+        self.unknown = False  # nobody holds its Work any more
         self.work_ref: Any = None
-        self.pointers: tuple[int, ...] = ()
+        self.pointers: tuple[int, ...] = ()  # addresses of its outputs
         self.coalescing: Any = None
 
 
@@ -110,19 +112,13 @@ class Recorder:
                 stack = self.stacks.position(sys._getframe(2))
             token = self._announce(channel, asked, stack)
             if spec.reduce_op >= 0:
-                token.reduce_op = arguments[spec.reduce_op]
-                self.reduce_ops.append((token.offset, token.index, token.reduce_op))
-            if channel.polls and self.by_pointer_needed(spec, arguments):
+                self.reduce_ops.append((token.offset, token.index, arguments[spec.reduce_op]))
+            if channel.polls and _may_be_waited_by_address(spec, arguments):
                 token.pointers = _pointers(spec, arguments)
         except Exception as error:
             self._failed(error)
             return None
         return token
-
-    def by_pointer_needed(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
-        """Whether a functional wait may ask for this op by the address of its output: not when it is known to be synchronous."""
-        at = spec.asynchronous
-        return bool(spec.tensors) and not (0 <= at < len(arguments) and arguments[at] is False)
 
     def _announce(self, channel: Channel, asked: Asked, stack: int) -> Token:
         writer = self.writer
@@ -155,7 +151,7 @@ class Recorder:
         offset = writer.announce(
             index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, peer, 0
         )
-        token = Token(index, offset, channel, asked, now, thread)
+        token = Token(index, offset, channel, asked, now)
         token.coalescing = coalescing
         return token
 
@@ -169,17 +165,37 @@ class Recorder:
             now = _monotonic()
             writer.mark(token.offset, L.RETURNED, token.index, now)
             if token.coalescing is not None:
-                return  # the record that closes the group carries the state
+                # The record that closes the group carries the state that counts.
+                writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+                return
             boxed = tap.work_of(result)
             if boxed is None:
                 self._done(token, L.HOW_RETURN, now)
-            elif not token.channel.polls:
-                writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
-                self.unpolled.append(token)
-            else:
+            elif token.channel.polls:
                 self._hold(token, tap.unbox_work(boxed))
+            else:
+                self._unpolled(token)
         except Exception as error:
             self._failed(error)
+
+    def returned_work(self, token: Token, work: Any) -> None:
+        """The same for a call that returned its Work unboxed, or None where the group's ops have been waited for."""
+        try:
+            now = _monotonic()
+            self.writer.mark(token.offset, L.RETURNED, token.index, now)
+            if work is None:
+                self._done(token, L.HOW_RETURN, now)
+            elif token.channel.polls:
+                self._hold(token, work)
+            else:
+                self._unpolled(token)
+        except Exception as error:
+            self._failed(error)
+
+    def _unpolled(self, token: Token) -> None:
+        """On an accelerator a Work would keep tensors alive, and asking it queries an event: torch's recorder tells, or nobody."""
+        self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+        self.unpolled.append(token)
 
     def raised(self, token: Token | None, error: BaseException) -> None:
         """The backend refused it, or waited in vain."""
@@ -197,9 +213,13 @@ class Recorder:
         in_flight = self.in_flight
         if in_flight:
             # Amortised: each new collective looks at the oldest one, so that no Work (and no tensor) is held for long.
-            oldest = next(iter(in_flight.items()), None)
-            if oldest is not None and not oldest[1].asked.wait_tells and oldest[0].is_completed():
-                self._completed(oldest[0], oldest[1], L.HOW_POLL)
+            try:
+                oldest, waiting = next(iter(in_flight.items()))
+            except (RuntimeError, StopIteration):  # another thread took it away just now
+                pass
+            else:
+                if not waiting.asked.wait_tells and oldest.is_completed():
+                    self._completed(oldest, waiting, L.HOW_POLL)
         in_flight[work] = token
         for pointer in token.pointers:
             self.by_pointer[pointer] = token
@@ -227,12 +247,19 @@ class Recorder:
 
     def wait_begins(self, work: Any) -> Token | None:
         """A thread is about to block in ``work.wait()``."""
-        token = self.in_flight.get(work)
-        if token is not None:
-            self._wait_marks(token)
+        try:
+            token = self.in_flight.get(work)
+            if token is None and self.loose:
+                token = next((t for t in list(self.loose.values()) if t.work_ref() is work), None)
+            if token is not None:
+                self._wait_marks(token)
+        except Exception as error:
+            self._failed(error)
+            return None
         return token
 
     def _wait_marks(self, token: Token) -> None:
+        token.waiting = True
         writer = self.writer
         writer.mark(token.offset, L.WAIT_BEGAN, token.index, _monotonic())
         writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NOT_YET, _thread_id())
@@ -282,14 +309,15 @@ class Recorder:
     def sweep(self) -> Token | None:
         """Look at what is in flight, from the watchdog thread. Returns the oldest that is not done.
 
-        A Work that cannot say whether it is done is not held longer than until the next sweep: it would keep tensors alive.
-        It is watched through a weak reference from then on, which lives as long as the user's own handle.
+        A Work that cannot say whether it is done (gloo's reduce_scatter, send and recv) is held no longer than until the next
+        sweep: it would keep tensors alive. From then on it is watched through a weak reference, which lives as long as the
+        user's own handle. Once that is dropped without a wait, nobody can know any more.
         """
         oldest: Token | None = None
         now = _monotonic()
         for work, token in list(self.in_flight.items()):
             if token.asked.wait_tells:
-                if now - token.since > 200_000_000:
+                if now - token.since > _LOOSEN_AFTER_NS:
                     token.work_ref = weakref.ref(work)
                     self.loose[token.index] = token
                     self.in_flight.pop(work, None)
@@ -298,43 +326,78 @@ class Recorder:
                 continue
             if oldest is None or token.index < oldest.index:
                 oldest = token
-            del work
+        work = None  # the loop's variable must not keep the last one alive
         for index, token in list(self.loose.items()):
-            if self._still_loose(index, token, now) and (oldest is None or index < oldest.index):
+            if self.overwritten(index):
+                self.loose.pop(index, None)
+                self._forget_pointers(token)
+            elif token.waiting:
+                oldest = token if oldest is None or index < oldest.index else oldest
+            elif token.work_ref() is None and not token.unknown:
+                token.unknown = True
+                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+            elif not token.unknown and (oldest is None or index < oldest.index):
                 oldest = token
         return oldest
 
-    def _still_loose(self, index: int, token: Token, now: int) -> bool:
-        if self.writer_overwrote(index):
-            self.loose.pop(index, None)
-            self._forget_pointers(token)
-            return False
-        return True
-
-    def writer_overwrote(self, index: int) -> bool:
+    def overwritten(self, index: int) -> bool:
         """Whether a record's slot has been given to a newer one."""
-        return index + self.writer.capacity <= int.from_bytes(self.writer.read(L.NEXT_INDEX, 8), "little")
-
-    def wait_on_loose(self, work: Any) -> Token | None:
-        """The token of a Work that is watched weakly, when a thread waits on it after all."""
-        for token in list(self.loose.values()):
-            if token.work_ref is not None and token.work_ref() is work:
-                self._wait_marks(token)
-                return token
-        return None
+        return index + self.writer.capacity <= self.writer.last_index
 
     def decode_reduce_ops(self) -> None:
         """Fill in reduce ops, from the watchdog thread: reading one costs more than the whole rest of a record."""
         while self.reduce_ops:
             offset, index, boxed = self.reduce_ops.popleft()
             code = _reduce_op_code(boxed)
-            if code is None or self.writer_overwrote(index):
+            if code is None or self.overwritten(index):
                 continue
             self.writer.mark_value(offset, L.REDUCE_OP, index, code + 1)
 
+    # --- accelerators: torch's recorder tells, nobody else
+
+    def learn_from_native(self, statuses: dict[str, Any]) -> None:
+        """Mark what torch's recorder says is complete. ``statuses``: by its own group id (capture/native.py)."""
+        by_channel: dict[Channel, list[Token]] = {}
+        for token in list(self.unpolled):
+            if self.overwritten(token.index):
+                self._drop_unpolled(token)
+            elif not token.asked.wait_tells or token.asked.op == "reduce_scatter":
+                by_channel.setdefault(token.channel, []).append(token)
+        for channel, tokens in by_channel.items():
+            process_group = channel.group.ref()
+            status = statuses.get(native.group_id(process_group) or "") if process_group is not None else None
+            if status is None:
+                continue
+            # Both count this channel's collectives, from different starts: what torch enqueued last is what we recorded last.
+            # More may have been issued since the status was taken; those are left out, which errs towards "in flight".
+            open_count = max(0, status.enqueued - status.completed)
+            done, pending = tokens[: max(0, len(tokens) - open_count)], tokens[max(0, len(tokens) - open_count) :]
+            for token in done:
+                self._drop_unpolled(token)
+                self._done(token, L.HOW_NATIVE_RECORDER, _monotonic())
+            for token in pending:
+                if not token.waiting:
+                    token.waiting = True
+                    self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NATIVE_RECORDER)
+
+    def _drop_unpolled(self, token: Token) -> None:
+        with contextlib.suppress(ValueError):
+            self.unpolled.remove(token)
+
+    def oldest_unpolled(self) -> Token | None:
+        """The oldest op on an accelerator that torch's recorder says is in flight."""
+        return next((token for token in list(self.unpolled) if token.waiting), None)
+
+    def release(self) -> None:
+        """Let go of every Work."""
+        self.in_flight.clear()
+        self.loose.clear()
+        self.by_pointer.clear()
+        self.reduce_ops.clear()
+
     # --- coalesced groups
 
-    def coalescing_starts(self, process_group: Any) -> None:
+    def coalescing_starts(self) -> None:
         """``ProcessGroup._start_coalescing`` was called."""
         self._coalescing.current = {"id": self._coalescing_ids(), "members": [], "channel": None}
 
@@ -356,7 +419,7 @@ class Recorder:
                 index, now, channel.blob, asked.blob, self.stacks.position(sys._getframe(2)), 0, current.get("number", 0),
                 self.steps, current["id"], 0, thread, asked.flags, -1, len(members),
             )  # fmt: skip
-            return Token(index, offset, channel, asked, now, thread)
+            return Token(index, offset, channel, asked, now)
         except Exception as error:
             self._failed(error)
             return None
@@ -445,6 +508,12 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
             _describe(item, into, devices)
 
 
+def _may_be_waited_by_address(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
+    """Whether ``wait_tensor`` may ask for it by its output: not when it is known to be synchronous."""
+    at = spec.asynchronous
+    return bool(spec.tensors) and not (0 <= at < len(arguments) and arguments[at] is False)
+
+
 def _pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     where = spec.writes or spec.tensors
     found: list[int] = []
@@ -454,7 +523,7 @@ def _pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 def _collect_pointers(value: Any, into: list[int]) -> None:
     if isinstance(value, _Tensor):
-        if value.layout is _strided:
+        if value.layout is _strided and value.numel():
             into.append(value.data_ptr())
     elif value is not None:
         for item in value:

@@ -43,6 +43,7 @@ EXPECTING: Final = 336  # blob {"k": "text"}: label of an open expect_slow, else
 EXCEPTION: Final = 344  # blob {"k": "exception"}: the uncaught exception, else 0
 MAIN_STACK_SINCE: Final = 352  # since when the main thread's stack has not changed, CLOCK_MONOTONIC ns; 0: not known
 RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, when learnt after creation; else 0
+TIMEOUT_MS: Final = 368  # of the default process group; 0: not known
 LIVE_WORD: Final = struct.Struct("<Q")
 
 PHASE_CREATED: Final = 0  # inside init_process_group

@@ -1,0 +1,129 @@
+"""The few places, beside the tap, where torch is patched; each restores nothing and does nothing while no recorder is set.
+
+``Work.wait`` (which thread is blocked in which op, and when it is done), ``ProcessGroup._start_coalescing`` and
+``_end_coalescing`` (they are no ops), ``DeviceMesh`` (names of dimensions), and the optimizers' global post-hook (steps).
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from commlens.capture import tap
+from commlens.capture.recorder import Recorder
+from commlens.formats import layout as L
+
+log = logging.getLogger("commlens")
+
+_recorder: Recorder | None = None
+_installed = False
+
+
+def set_recorder(recorder: Recorder | None) -> None:
+    """Hand what the hooks see to ``recorder``; None makes them pass-through."""
+    global _recorder, _installed
+    _recorder = recorder
+    if recorder is None:
+        tap.listen_to_waits(None, None)
+        return
+    tap.listen_to_waits(recorder.tensor_wait_begins, recorder.tensor_wait_ended)
+    if not _installed:
+        _installed = True
+        for install in (_tap_work_wait, _tap_coalescing, _tap_meshes, _tap_optimizers):
+            try:
+                install()
+            except Exception as error:
+                log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
+
+
+def _tap_work_wait() -> None:
+    original = Work.__dict__["wait"]
+
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        token = recorder.wait_begins(self)
+        if token is None:
+            return original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException as error:
+            recorder.wait_ended(self, token, error)
+            raise
+        recorder.wait_ended(self, token, None)
+        return result
+
+    Work.wait = wait
+
+
+def _tap_coalescing() -> None:
+    start, end = ProcessGroup.__dict__["_start_coalescing"], ProcessGroup.__dict__["_end_coalescing"]
+
+    @functools.wraps(start)
+    def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = start(self, *args, **kwargs)
+        if _recorder is not None:
+            _recorder.coalescing_starts()
+        return result
+
+    @functools.wraps(end)
+    def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        token = recorder.coalescing_ends() if recorder is not None else None
+        if recorder is None or token is None:
+            return end(self, *args, **kwargs)
+        try:
+            work = end(self, *args, **kwargs)
+        except BaseException as error:
+            recorder.raised(token, error)
+            raise
+        recorder.returned_work(token, work)
+        return work
+
+    ProcessGroup._start_coalescing = _start_coalescing
+    ProcessGroup._end_coalescing = _end_coalescing
+
+
+def _tap_meshes() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    original = DeviceMesh.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _recorder is not None:
+            _learn_mesh(self, _recorder)
+
+    DeviceMesh.__init__ = __init__  # type: ignore[method-assign]
+
+
+def _learn_mesh(mesh: Any, recorder: Recorder) -> None:
+    """A dimension that spans the world uses the default group, whose own description does not name it."""
+    try:
+        names = mesh.mesh_dim_names
+        if not names or mesh.mesh.dim() != len(names) or mesh.get_coordinate() is None:
+            return
+        for dim, name in enumerate(names):
+            recorder.groups.name_mesh_dim(str(mesh.get_group(dim).group_name), str(name))
+    except Exception as error:
+        # Sub-meshes without groups of their own end here: their groups were named with their parent.
+        log.debug("commlens: a DeviceMesh's groups could not be read: %s: %s", type(error).__name__, error)
+
+
+def _tap_optimizers() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def commlens_step(*_: Any) -> None:
+        recorder = _recorder
+        if recorder is not None:
+            recorder.steps += 1
+            recorder.writer.word(L.STEPS, recorder.steps)
+
+    register_optimizer_step_post_hook(commlens_step)

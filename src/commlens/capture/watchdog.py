@@ -1,0 +1,123 @@
+"""The rank's own thread: heartbeat, completion, the oldest op in flight, and where every thread is.
+
+It runs four times a second and costs a few tens of microseconds each time. Everything it learns goes into the black box, so
+that whoever reads it from outside needs no help from this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from commlens.capture import native, stacks
+from commlens.capture.recorder import Recorder, Token
+from commlens.formats import layout as L
+
+log = logging.getLogger("commlens")
+
+TICK_S = 0.25
+STACKS_EVERY_NS = 1_000_000_000
+NATIVE_EVERY_NS = 1_000_000_000
+_monotonic = time.monotonic_ns
+
+
+class Watchdog:
+    """A daemon thread that keeps a recorder's box up to date."""
+
+    def __init__(self, recorder: Recorder, *, pipe: Path | None = None, on_pipe: Callable[[], None] | None = None) -> None:
+        self._recorder = recorder
+        self._pipe = pipe
+        self._on_pipe = on_pipe
+        self._pipe_descriptor = -1
+        self._stop = threading.Event()
+        self._failed = False
+        self._last_index = -1
+        self._idle_since = _monotonic()
+        self._stacks_at = 0
+        self._native_at = 0
+        self._main_hash = 0
+        self._thread = threading.Thread(target=self._run, name="commlens-watchdog", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._open_pipe()
+        self._thread.start()
+
+    def stop(self, timeout: float = 1.0) -> None:
+        """End, waiting at most ``timeout`` seconds."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+        if self._pipe_descriptor >= 0:
+            os.close(self._pipe_descriptor)
+            self._pipe_descriptor = -1
+            if self._pipe is not None:
+                self._pipe.unlink(missing_ok=True)
+
+    def _run(self) -> None:
+        while not self._stop.wait(TICK_S):
+            try:
+                self.tick()
+            except Exception as error:
+                if not self._failed:
+                    self._failed = True
+                    log.warning("commlens: the watchdog thread met an error and goes on: %s: %s", type(error).__name__, error)
+
+    def tick(self) -> None:
+        """One round."""
+        recorder, writer = self._recorder, self._recorder.writer
+        now = _monotonic()
+        writer.heartbeat()
+        oldest = recorder.sweep()
+        recorder.decode_reduce_ops()
+        if now - self._native_at >= NATIVE_EVERY_NS and recorder.unpolled:
+            self._native_at = now
+            recorder.learn_from_native(native.group_statuses())
+        self._write_oldest(oldest or recorder.oldest_unpolled())
+        if writer.last_index != self._last_index:
+            self._last_index = writer.last_index
+            self._idle_since = now
+            writer.word(L.MAIN_STACK_SINCE, 0)
+            self._main_hash = 0
+        elif now - self._idle_since >= STACKS_EVERY_NS // 2 and now - self._stacks_at >= STACKS_EVERY_NS:
+            self._look_at_stacks(now)
+        if self._pipe_descriptor >= 0:
+            self._read_pipe()
+
+    def _write_oldest(self, oldest: Token | None) -> None:
+        writer = self._recorder.writer
+        writer.word(L.OLDEST_SINCE, oldest.since if oldest is not None else 0)
+        writer.word(L.OLDEST_INDEX, oldest.index if oldest is not None else 0)
+
+    def _look_at_stacks(self, now: int) -> None:
+        self._stacks_at = now
+        threads, main_hash = stacks.all_threads()
+        writer = self._recorder.writer
+        writer.write_evidence(threads, now)
+        if main_hash != self._main_hash:
+            self._main_hash = main_hash
+            writer.word(L.MAIN_STACK_SINCE, now)
+
+    # --- a named pipe, as torch's recorder has it: any byte dumps
+
+    def _open_pipe(self) -> None:
+        if self._pipe is None:
+            return
+        try:
+            self._pipe.unlink(missing_ok=True)
+            os.mkfifo(self._pipe, 0o600)
+            self._pipe_descriptor = os.open(self._pipe, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            log.warning("commlens: no dump on demand through %s: %s", self._pipe, error)
+
+    def _read_pipe(self) -> None:
+        try:
+            asked = os.read(self._pipe_descriptor, 4096)
+        except BlockingIOError:
+            return
+        if asked and self._on_pipe is not None:
+            self._on_pipe()
