@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import socket
+import struct
 import threading
 import time
 import zlib
@@ -23,6 +24,9 @@ from commlens.formats import layout as L
 
 _pack_record = L.RECORD.pack
 _pack_word = L.LIVE_WORD.pack_into
+_pack_wait = struct.Struct("<QQQQ").pack_into  # wait began, wait ended, done, outcome are neighbours
+_pack_end = struct.Struct("<QQQ").pack_into
+_COMPLETED_BY_WAIT = (L.OUTCOME_COMPLETED << 24) | (L.HOW_WAIT << 16)
 _crc32 = zlib.crc32
 _monotonic = time.monotonic_ns
 _CRC_BYTES = 4
@@ -122,6 +126,17 @@ class BoxWriter:
     def mark_value(self, offset: int, field: int, index: int, value: int) -> None:
         """Write a life word that is a value of at most 48 bits."""
         _pack_word(self._map, offset + field, (value << 16) | (index & 0xFFFF))
+
+    def wait_began(self, offset: int, index: int, now: int, thread: int) -> None:
+        """Write at once that ``thread`` waits since ``now``."""
+        tag = index & 0xFFFF
+        _pack_wait(self._map, offset + L.WAIT_BEGAN, ((now - self.epoch) // 100 << 16) | tag, 0, 0, (thread << 32) | tag)
+
+    def wait_completed(self, offset: int, index: int, now: int, thread: int) -> None:
+        """Write at once that the wait ended and the op with it."""
+        tag = index & 0xFFFF
+        ended = ((now - self.epoch) // 100 << 16) | tag
+        _pack_end(self._map, offset + L.WAIT_ENDED, ended, ended, (thread << 32) | _COMPLETED_BY_WAIT | tag)
 
     def mark_outcome(self, offset: int, index: int, outcome: int, how: int, thread: int = 0) -> None:
         """Write how a record ended, or (with outcome 0) which thread waits for it."""

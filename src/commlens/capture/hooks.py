@@ -41,8 +41,13 @@ def set_recorder(recorder: Recorder | None) -> None:
 
 
 def _tap_work_wait() -> None:
-    original = Work.__dict__["wait"]
+    # Classes of C++ works that bring a wait of their own (the fake backend's) do not pass through Work's.
+    for kind in (Work, *Work.__subclasses__()):
+        if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
+            kind.wait = _tapped_wait(kind.__dict__["wait"])
 
+
+def _tapped_wait(original: Any) -> Any:
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
@@ -59,7 +64,7 @@ def _tap_work_wait() -> None:
         recorder.wait_ended(self, token, None)
         return result
 
-    Work.wait = wait
+    return wait
 
 
 def _tap_coalescing() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from commlens.capture import native, stacks, tap
 from commlens.capture.boxwriter import BoxWriter
-from commlens.capture.groups import Channel, Groups
+from commlens.capture.groups import Channel, Group, Groups
 from commlens.formats import layout as L
 from commlens.model.ops import wire_op
 
@@ -28,6 +28,7 @@ log = logging.getLogger("commlens")
 
 _ASKED_LIMIT = 10_000
 _LOOSEN_AFTER_NS = 200_000_000
+_HELD_LIMIT = 512
 _monotonic = time.monotonic_ns
 _thread_id = threading.get_native_id
 _Tensor = torch.Tensor
@@ -53,9 +54,13 @@ class Asked:
 
 
 class Token:
-    """A collective under way in this process."""
+    """A collective under way in this process. Only what the hot path needs is set at birth."""
 
-    __slots__ = ("asked", "channel", "coalescing", "index", "offset", "pointers", "since", "unknown", "waiting", "work_ref")
+    waiting = False  # a thread is blocked on it
+    unknown = False  # nobody holds its Work any more
+    work_ref: Any = None
+    pointers: tuple[int, ...] = ()  # addresses of its outputs
+    coalescing: Any = None
 
     def __init__(self, index: int, offset: int, channel: Channel, asked: Asked, since: int) -> None:
         self.index = index
@@ -63,11 +68,6 @@ class Token:
         self.channel = channel
         self.asked = asked
         self.since = since
-        self.waiting = False  # a thread is blocked on it
-        self.unknown = False  # nobody holds its Work any more
-        self.work_ref: Any = None
-        self.pointers: tuple[int, ...] = ()  # addresses of its outputs
-        self.coalescing: Any = None
 
 
 class _Coalescing(threading.local):
@@ -152,7 +152,8 @@ class Recorder:
             index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, peer, 0
         )
         token = Token(index, offset, channel, asked, now)
-        token.coalescing = coalescing
+        if coalescing is not None:
+            token.coalescing = coalescing
         return token
 
     def returned(self, token: Token | None, result: Any) -> None:
@@ -220,9 +221,18 @@ class Recorder:
             else:
                 if not waiting.asked.wait_tells and oldest.is_completed():
                     self._completed(oldest, waiting, L.HOW_POLL)
+                elif len(in_flight) >= _HELD_LIMIT:
+                    self._let_go(oldest, waiting)
         in_flight[work] = token
         for pointer in token.pointers:
             self.by_pointer[pointer] = token
+
+    def _let_go(self, work: Any, token: Token) -> None:
+        """Too many are held, of a kind that nobody waits for: the state of this one cannot be known any more."""
+        if self.in_flight.pop(work, None) is not None:
+            token.unknown = True
+            self._forget_pointers(token)
+            self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
 
     def _completed(self, work: Any, token: Token, how: int) -> None:
         if self.in_flight.pop(work, None) is not None:
@@ -260,9 +270,7 @@ class Recorder:
 
     def _wait_marks(self, token: Token) -> None:
         token.waiting = True
-        writer = self.writer
-        writer.mark(token.offset, L.WAIT_BEGAN, token.index, _monotonic())
-        writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NOT_YET, _thread_id())
+        self.writer.wait_began(token.offset, token.index, _monotonic(), _thread_id())
 
     def wait_ended(self, work: Any, token: Token, error: BaseException | None) -> None:
         """That wait is over."""
@@ -271,16 +279,14 @@ class Recorder:
 
     def _after_wait(self, token: Token, error: BaseException | None) -> None:
         try:
-            self.loose.pop(token.index, None)
+            if self.loose:
+                self.loose.pop(token.index, None)
             if token.pointers:
                 self._forget_pointers(token)
-            thread = _thread_id()
-            if error is not None:
-                self._mark_failed(token, error, thread)
-                return
-            now = _monotonic()
-            self.writer.mark(token.offset, L.WAIT_ENDED, token.index, now)
-            self._done(token, L.HOW_WAIT, now, thread)
+            if error is None:
+                self.writer.wait_completed(token.offset, token.index, _monotonic(), _thread_id())
+            else:
+                self._mark_failed(token, error, _thread_id())
         except Exception as ours:
             self._failed(ours)
 
@@ -355,21 +361,22 @@ class Recorder:
 
     # --- accelerators: torch's recorder tells, nobody else
 
-    def learn_from_native(self, statuses: dict[str, Any]) -> None:
-        """Mark what torch's recorder says is complete. ``statuses``: by its own group id (capture/native.py)."""
+    def learn_from_native(self) -> None:
+        """Mark what torch's recorder says is complete."""
         by_channel: dict[Channel, list[Token]] = {}
         for token in list(self.unpolled):
             if self.overwritten(token.index):
                 self._drop_unpolled(token)
             elif not token.asked.wait_tells or token.asked.op == "reduce_scatter":
                 by_channel.setdefault(token.channel, []).append(token)
+        # Read after the tokens were listed: what is issued in between is in torch's count alone, which errs towards "in flight".
+        statuses = native.group_statuses() if by_channel else {}
         for channel, tokens in by_channel.items():
             process_group = channel.group.ref()
             status = statuses.get(native.group_id(process_group) or "") if process_group is not None else None
             if status is None:
                 continue
             # Both count this channel's collectives, from different starts: what torch enqueued last is what we recorded last.
-            # More may have been issued since the status was taken; those are left out, which errs towards "in flight".
             open_count = max(0, status.enqueued - status.completed)
             done, pending = tokens[: max(0, len(tokens) - open_count)], tokens[max(0, len(tokens) - open_count) :]
             for token in done:
@@ -426,23 +433,33 @@ class Recorder:
 
     # --- what was asked
 
-    def _what_was_asked(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Any) -> Asked:
+    def _what_was_asked(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
         given = len(arguments)
-        signature = tuple([_signature(arguments[i]) for i in spec.tensors])
-        root = arguments[spec.root] if 0 <= spec.root < given else None
-        asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else None
-        if spec.tag >= 0:
-            key: Any = (spec.name, group.name, signature, arguments[spec.peer] if spec.peer >= 0 else -1, arguments[spec.tag])
-        elif spec.splits[0] >= 0:
-            key = (spec.name, group.name, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
+        asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else spec.asynchronous_default
+        if spec.takes_one_list and len(arguments[0]) == 1:
+            # By far the most common: one dense tensor in a list. The rest is for shapes that differ.
+            tensor = arguments[0][0]
+            try:
+                signature: Any = (tensor.shape, tensor.dtype, tensor.get_device(), tensor.is_contiguous() or tensor.stride())
+            except RuntimeError:  # sparse tensors are neither contiguous nor not
+                signature = _signature(tensor)
         else:
-            key = (spec.name, group.name, signature, root, asynchronous)
+            signature = tuple([_signature(arguments[i]) for i in spec.tensors])
+        if spec.root >= 0:
+            key: Any = (spec.name, group, signature, asynchronous, arguments[spec.root])
+        elif spec.tag >= 0:
+            key = (spec.name, group, signature, arguments[spec.peer] if spec.peer >= 0 else -1, arguments[spec.tag])
+        elif spec.splits[0] >= 0:
+            key = (spec.name, group, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
+        else:
+            key = (spec.name, group, signature, asynchronous)
         asked = self._asked.get(key)
         if asked is None:
-            asked = self._ask(key, spec, arguments, group, root, asynchronous)
+            asked = self._ask(key, spec, arguments, group, asynchronous)
         return asked
 
-    def _ask(self, key: Any, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Any, root: int | None, asynchronous: Any) -> Asked:
+    def _ask(self, key: Any, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group, asynchronous: Any) -> Asked:
+        root = arguments[spec.root] if spec.root >= 0 else None
         inputs: list[Any] = []
         outputs: list[Any] = []
         devices: list[str] = []
@@ -488,8 +505,8 @@ def _signature(value: Any) -> Any:
     if isinstance(value, _Tensor):
         layout = value.layout
         if layout is _strided:
-            return (value.shape, value.dtype, value.device, None if value.is_contiguous() else value.stride())
-        return (value.shape, value.dtype, value.device, layout)
+            return (value.shape, value.dtype, value.get_device(), value.is_contiguous() or value.stride())
+        return (value.shape, value.dtype, value.get_device(), layout)
     return tuple([_signature(item) for item in value]) if value is not None else None
 
 

@@ -30,7 +30,8 @@ NO_ARGUMENT = -1
 class OpSpec:
     """Where a ``c10d`` op keeps what matters among its arguments. Found by schema, since versions differ."""
 
-    __slots__ = ("asynchronous", "name", "peer", "process_group", "reduce_op", "root", "splits", "tag", "tensors", "writes")
+    __slots__ = ("asynchronous", "asynchronous_default", "name", "peer", "process_group", "reduce_op", "root", "splits", "tag", "takes_one_list", "tensors",
+                 "writes")  # fmt: skip
 
     def __init__(self, name: str, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -47,8 +48,12 @@ class OpSpec:
         self.tag = find("tag")
         self.splits = (find("input_split_sizes"), find("output_split_sizes"))
         self.asynchronous = find("async_op", "asyncOp")
+        # Trailing arguments that equal their default do not reach a kernel.
+        default = schema.arguments[self.asynchronous].default_value if self.asynchronous >= 0 else None
+        self.asynchronous_default = default if isinstance(default, bool) else None
         tensor_arguments = [i for i, kind in enumerate(types) if "Tensor" in kind and names[i] != "sparse_indices"]
         self.tensors = tuple(tensor_arguments)
+        self.takes_one_list = self.tensors == (0,) and types[0] == "List[Tensor]"
         # Outputs are named so; an op with one tensor argument works in place (or, for barriers, on nothing that matters).
         self.writes = tuple(i for i in tensor_arguments if names[i].startswith("output"))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from commlens.capture import native, stacks
+from commlens.capture import stacks
 from commlens.capture.recorder import Recorder, Token
 from commlens.formats import layout as L
 
@@ -76,7 +76,7 @@ class Watchdog:
         recorder.decode_reduce_ops()
         if now - self._native_at >= NATIVE_EVERY_NS and recorder.unpolled:
             self._native_at = now
-            recorder.learn_from_native(native.group_statuses())
+            recorder.learn_from_native()
         self._write_oldest(oldest or recorder.oldest_unpolled())
         if writer.last_index != self._last_index:
             self._last_index = writer.last_index
