@@ -5,6 +5,7 @@
     │   ├── EvidenceError   too little that can be read (exit status 3)
     │   └── ConfigError     a setting's key or value is wrong
     ├── FormatError         a file is not what it should be
+    ├── DumpError           a dump could not be saved
     └── MissingDependency   a feature needs a package that is not installed
 
 Each has a ``slug``, its heading in docs/errors.md.
@@ -48,6 +49,12 @@ class FormatError(CommlensError):
     """A file cannot be read as what it claims to be. The message names the file."""
 
     slug = "unreadable-file"
+
+
+class DumpError(CommlensError):
+    """A dump could not be saved, or not all of it. The message names the folder."""
+
+    slug = "dump-not-saved"
 
 
 class MissingDependency(CommlensError):

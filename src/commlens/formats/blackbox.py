@@ -197,6 +197,13 @@ class OpenBox:
             image[offset:end] = part[: max(0, end - offset)]
         return bytes(image)
 
+    def classifier(self) -> Callable[[str], FrameKind]:
+        """Says whose code a file is, by the folders that the process named: for stacks taken of it from outside."""
+        if self._identity is None:
+            self.status()
+        prefixes = _prefixes(self._identity.about) if self._identity is not None else []
+        return lambda file: next((kind for prefix, kind in prefixes if file.startswith(prefix)), FrameKind.USER)
+
     def close(self) -> None:
         """Let go of the file."""
         if self._descriptor >= 0:
@@ -590,11 +597,12 @@ class _Reader:
         if own_position != position or length > L.BLOB_MAX or start + length > len(self.side) or length > self.budget:
             return None  # damaged, or overwritten after the head was copied
         self.budget -= length
-        payload = self.side[start : start + length]
+        payload = bytes(self.side[start : start + length])
         if crc != L.blob_crc(position, payload):
             return None
         try:
-            return _decode_blob(payload)
+            blob: _BlobJson = _decode_blob(payload)
+            return blob
         except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
             return None
 
