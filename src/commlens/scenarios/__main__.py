@@ -1,0 +1,27 @@
+"""One worker of a scenario: ``torchrun --nproc-per-node 4 -m commlens.scenarios NAME``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from commlens.errors import CommandError
+from commlens.scenarios.registry import find
+
+
+def main(arguments: list[str]) -> None:
+    """Run the scenario named by the only argument, in this process."""
+    if len(arguments) != 1:
+        raise CommandError("Exactly one argument is needed: the scenario's name. `commlens demo --list` prints them.")
+    scenario = find(arguments[0])
+    os.environ["COMMLENS_SCENARIO"] = scenario.name
+    importlib.import_module(f"commlens.scenarios.programs.{scenario.program}").main()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,73 @@
+"""What the scenario programs share: a start, a batch, a small model, a last line. Imports torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from commlens.scenarios.truth import FAULT_STEP, culprit_rank
+
+STEPS = 12
+"""Optimizer steps of every program. The fault sits in step :data:`~commlens.scenarios.truth.FAULT_STEP`."""
+
+GROUP_TIMEOUT = timedelta(seconds=25)
+"""Of every process group: a scenario ends by itself, with or without commlens."""
+
+STALL_S = 60.0
+"""How long a rank that "hangs" does so."""
+
+
+def running() -> str:
+    """The name of the scenario that this process runs."""
+    return os.environ.get("COMMLENS_SCENARIO", "")
+
+
+def strikes(name: str, step: int) -> bool:
+    """Whether the fault ``name`` happens here and now: in its own scenario, on the culprit, in the fault's step."""
+    return name == running() and step == FAULT_STEP and dist.get_rank() == culprit_rank(dist.get_world_size())
+
+
+def begin() -> tuple[int, int]:
+    """Join the job; returns rank and world size."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+    return dist.get_rank(), dist.get_world_size()
+
+
+def small_model() -> torch.nn.Module:
+    """A regression model of 1,409 parameters, the same on every rank."""
+    return torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 24), torch.nn.ReLU(), torch.nn.Linear(24, 1))
+
+
+def synthetic_batch(rank: int, step: int, size: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch that depends on nothing but rank and step."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(size, 16, generator=generator)
+    return x, torch.sin(x).sum(dim=1, keepdim=True)
+
+
+def report(step: int, loss: torch.Tensor | float) -> None:
+    """Rank 0 says how it goes."""
+    if dist.get_rank() == 0:
+        print(f"step {step} loss {float(loss):.4f}", flush=True)
+
+
+def pause(seconds: float) -> None:
+    """Stand for work whose length does not matter here."""
+    time.sleep(seconds)
+
+
+def finish(model: torch.nn.Module) -> None:
+    """Leave the job, saying in one line what was learnt: equal lines mean bit-identical runs."""
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        digest.update(local.detach().contiguous().view(-1).numpy().tobytes())
+    print(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}", flush=True)
+    dist.destroy_process_group()

@@ -1,0 +1,1 @@
+"""The programs: ordinary training scripts, in each of which one scenario's fault is marked ``# fault: NAME``."""

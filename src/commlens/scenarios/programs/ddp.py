@@ -1,0 +1,44 @@
+"""DistributedDataParallel: the all_reduces are issued from C++ during backward."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commlens.scenarios import lab
+
+
+def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lab.pause(0.02)
+    return lab.synthetic_batch(rank, step)
+
+
+def mean_loss(loss: torch.Tensor) -> torch.Tensor:
+    losses = [torch.empty(1) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, loss.detach().view(1))  # fault: ddp-skip-backward
+    return torch.cat(losses).mean()
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    if not lab.strikes("ddp-skip-backward", step):  # "this loss looks odd, leave it out"
+        loss.backward()
+    optimizer.step()
+    return mean_loss(loss)
+
+
+def main() -> None:
+    rank, _ = lab.begin()
+    model = DistributedDataParallel(lab.small_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(lab.STEPS):
+        x, y = load_batch(rank, step)
+        loss = train_step(model, optimizer, x, y, step)
+        lab.report(step, loss)
+    lab.finish(model)
+
+
+if __name__ == "__main__":
+    main()

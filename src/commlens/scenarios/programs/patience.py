@@ -1,0 +1,93 @@
+"""Data parallel training in which one rank takes long for a good reason, and the others wait: nothing is wrong."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import commlens
+from commlens.scenarios import lab
+from commlens.scenarios.truth import FAULT_STEP, culprit_rank
+
+SLOW_S = 6.0
+"""Twice the stall timeout of the demo and of the tests."""
+
+
+def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lab.pause(0.02)
+    return lab.synthetic_batch(rank, step)
+
+
+def average_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()  # type: ignore[operator]
+
+
+def save_checkpoint(model: torch.nn.Module, folder: Path) -> None:
+    """Write the model and a large optimizer state, shard by shard, each one safe on the disk before the next."""
+    torch.save(model.state_dict(), folder / "model.pt")
+    until = time.monotonic() + SLOW_S
+    shard = 0
+    while time.monotonic() < until:
+        with (folder / f"optimizer-{shard % 4}.pt").open("wb") as file:
+            torch.save(torch.full((256, 1024), float(shard)), file)
+            file.flush()
+            os.fsync(file.fileno())
+        shard += 1
+
+
+def compile_for_all_lengths(model: torch.nn.Module) -> None:
+    """Compile the model for every batch size of the evaluation, one after the other."""
+    has_compiler = any(shutil.which(name) for name in ("g++", "clang++"))
+    compiled = torch.compile(model, dynamic=False, backend="inductor" if has_compiler else "aot_eager")
+    torch._dynamo.config.recompile_limit = 1000
+    until = time.monotonic() + SLOW_S
+    size = 3
+    while time.monotonic() < until:
+        with torch.no_grad():
+            compiled(torch.ones(size, 16))
+        size += 1
+
+
+def build_index() -> None:
+    """Wait for something outside: nothing of this process moves, so only the marked block says that it is meant."""
+    time.sleep(SLOW_S)
+
+
+def main() -> None:
+    rank, world_size = lab.begin()
+    model = lab.small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    name = lab.running()
+    with tempfile.TemporaryDirectory(prefix="commlens-scenario-") as folder:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        for step in range(lab.STEPS):
+            x, y = load_batch(rank, step)
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            average_gradients(model)
+            optimizer.step()
+            lab.report(step, loss)
+            if step == FAULT_STEP:
+                if name == "slow-checkpoint" and rank == 0:
+                    save_checkpoint(model, Path(folder))
+                if name == "slow-compilation" and rank == culprit_rank(world_size):
+                    compile_for_all_lengths(model)
+                if name == "expect-slow" and rank == culprit_rank(world_size):
+                    with commlens.expect_slow("building the index"):
+                        build_index()
+                dist.barrier()
+    lab.finish(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Data parallel training written by hand: each step averages the gradients with one all_reduce."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+from commlens.scenarios import lab, throttle
+
+
+def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lab.pause(0.02)
+    return lab.synthetic_batch(rank, step)
+
+
+def tokenize(step: int) -> None:
+    if lab.strikes("holds-gil", step):
+        ctypes.PyDLL(None).sleep(int(lab.STALL_S))  # fault: holds-gil
+
+
+def augment(x: torch.Tensor, step: int) -> torch.Tensor:
+    """Some tens of milliseconds of real work on the CPU."""
+    if lab.running() != "throttled":
+        return x
+    if lab.strikes("throttled", step):
+        throttle.squeeze()  # a noisy neighbour: from here on this process gets one hundredth of a core  # fault: throttled
+    mix = torch.eye(256) * 0.5
+    noise = torch.ones(256, 256)
+    for _ in range(80):  # fault: throttled
+        noise = torch.tanh(noise @ mix)  # fault: throttled
+    return x + noise.mean()  # fault: throttled
+
+
+def check_loss(loss: torch.Tensor, step: int) -> None:
+    if lab.strikes("dies-exception", step):
+        raise ValueError(f"loss is not finite: {loss.item():.3f}")  # fault: dies-exception
+    if lab.strikes("dies-exit", step):
+        sys.exit(3)  # fault: dies-exit
+    if lab.strikes("dies-hard-exit", step):
+        os._exit(3)  # fault: dies-hard-exit
+    if lab.strikes("dies-sigkill", step):
+        os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does when memory runs out  # fault: dies-sigkill
+    if lab.strikes("dies-sigabrt", step):
+        os.abort()  # as a failed assertion in C++ does  # fault: dies-sigabrt
+    if lab.strikes("stopped", step):
+        throttle.wake_up_later(lab.STALL_S)
+        os.kill(os.getpid(), signal.SIGSTOP)  # fault: stopped
+
+
+def average_gradients(model: torch.nn.Module) -> None:
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in gradients])
+    dist.all_reduce(flat)  # fault: dies-exit, dies-hard-exit, dies-sigkill, dies-sigabrt
+    flat /= dist.get_world_size()
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(augment(x, step)), y)
+    loss.backward()
+    check_loss(loss, step)
+    average_gradients(model)
+    optimizer.step()
+    return loss.detach()
+
+
+def main() -> None:
+    rank, _ = lab.begin()
+    model = lab.small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(lab.STEPS):
+        x, y = load_batch(rank, step)
+        tokenize(step)
+        loss = train_step(model, optimizer, x, y, step)
+        lab.report(step, loss)
+    lab.finish(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Decentralised training: ranks exchange what they know with neighbours, by send and receive."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from commlens.scenarios import lab
+from commlens.scenarios.truth import culprit_rank
+
+
+def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lab.pause(0.02)
+    return lab.synthetic_batch(rank, step)
+
+
+def swap_with_partner(value: torch.Tensor, rank: int, world_size: int, step: int) -> torch.Tensor:
+    """Ranks talk in pairs: one of each sends first, the other receives first."""
+    partner = rank ^ 1
+    incoming = torch.empty_like(value)
+    sends_first = (rank - culprit_rank(world_size)) % 2 == 0
+    if lab.strikes("both-recv", step):
+        sends_first = False
+    if sends_first:
+        dist.send(value, partner)
+        dist.recv(incoming, partner)
+    else:
+        dist.recv(incoming, partner)  # fault: both-recv
+        dist.send(value, partner)
+    if lab.strikes("recv-without-send", step):
+        dist.recv(incoming, partner)  # nobody sends this one  # fault: recv-without-send
+    return (value + incoming) / 2
+
+
+def halo_exchange(edge: torch.Tensor, rank: int, world_size: int, step: int) -> torch.Tensor:
+    """Everybody sends to the right and receives from the left, in one batch."""
+    incoming = torch.empty_like(edge)
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    ops = [dist.P2POp(dist.isend, edge, right), dist.P2POp(dist.irecv, incoming, left)]
+    if lab.strikes("batched-p2p-missing", step):
+        ops = ops[1:]
+    for work in dist.batch_isend_irecv(ops):  # fault: batched-p2p-missing
+        work.wait()
+    return (edge + incoming) / 2
+
+
+def average_gradients(model: torch.nn.Module) -> None:
+    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    dist.all_reduce(flat)  # fault: batched-p2p-missing
+    offset = 0
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter) / dist.get_world_size())
+        offset += parameter.numel()
+
+
+def main() -> None:
+    rank, world_size = lab.begin()
+    model = lab.small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(lab.STEPS):
+        x, y = load_batch(rank, step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        shown = loss.detach().clone()
+        if lab.running() in ("batched-p2p-missing", "healthy-p2p"):
+            shown = halo_exchange(shown, rank, world_size, step)
+        if lab.running() != "batched-p2p-missing":
+            shown = swap_with_partner(shown, rank, world_size, step)
+        average_gradients(model)
+        optimizer.step()
+        lab.report(step, shown)
+    lab.finish(model)
+
+
+if __name__ == "__main__":
+    main()

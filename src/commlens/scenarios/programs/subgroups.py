@@ -1,0 +1,100 @@
+"""Training over several process groups: which order is legal, and which deadlocks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from commlens.scenarios import lab
+from commlens.scenarios.truth import culprit_rank
+
+
+def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lab.pause(0.02)
+    return lab.synthetic_batch(rank, step)
+
+
+def sync_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)  # type: ignore[operator]
+
+
+def sync_statistics(statistics: torch.Tensor, group: dist.ProcessGroup | None, step: int) -> None:
+    dist.all_reduce(statistics, group=group)  # fault: swap-two-groups
+
+
+def exchange(value: torch.Tensor, group: dist.ProcessGroup) -> None:
+    dist.all_reduce(value, group=group)  # fault: swap-three-groups
+
+
+def halves(rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Even and odd ranks; first and second half: each rank is in one group of both kinds."""
+    mine = []
+    for members in (
+        [[r for r in range(world_size) if r % 2 == k] for k in (0, 1)],
+        [range(world_size // 2), range(world_size // 2, world_size)],
+    ):
+        for ranks in members:
+            group = dist.new_group(list(ranks), group_desc="stride" if len(mine) == 0 else "block")
+            if rank in ranks:
+                chosen = group
+        mine.append(chosen)
+    return mine[0], mine[1]
+
+
+def asynchronously(rank: int, value: torch.Tensor, first: dist.ProcessGroup, second: dist.ProcessGroup) -> torch.Tensor:
+    """Legal: across groups the order of issue is free when nobody waits in between, and so is the order of waiting."""
+    a, b, c = value.clone(), value.clone() * 2, value.clone() * 3
+    order = [(a, first), (b, second), (c, first)] if rank % 2 == 0 else [(b, second), (a, first), (c, first)]
+    works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in order]
+    for work in works if rank % 3 == 0 else reversed(works):
+        assert work is not None
+        work.wait()
+    return a + b + c
+
+
+def main() -> None:
+    rank, world_size = lab.begin()
+    model = lab.small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    everyone = list(range(world_size))
+    name = lab.running()
+    gradients = dist.new_group(everyone, group_desc="gradients")
+    statistics = dist.new_group(everyone, group_desc="statistics")
+    stride, block = halves(rank, world_size) if name == "healthy-subgroups" else (gradients, statistics)
+    edges: list[tuple[list[int], dist.ProcessGroup]] = []
+    if name == "swap-three-groups":
+        a = culprit_rank(world_size)
+        b, c = a - 1, a + 1
+        edges = [(pair, dist.new_group(pair, group_desc=f"edge-{pair[0]}-{pair[1]}")) for pair in ([b, a], [b, c], [a, c])]
+    for step in range(lab.STEPS):
+        x, y = load_batch(rank, step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        shown = loss.detach().clone()
+        if name == "healthy-subgroups":
+            sync_gradients(model, stride)
+            sync_gradients(model, block)
+        elif name == "healthy-async":
+            shown = asynchronously(rank, shown, gradients, statistics)
+            sync_gradients(model, gradients)
+        elif name == "swap-three-groups":
+            mine = [group for pair, group in edges if rank in pair]
+            for group in reversed(mine) if lab.strikes(name, step) else mine:
+                exchange(shown, group)
+            sync_gradients(model, gradients)
+        elif lab.strikes("swap-two-groups", step):
+            sync_statistics(shown, statistics, step)
+            sync_gradients(model, gradients)
+        else:
+            sync_gradients(model, gradients)
+            sync_statistics(shown, statistics, step)
+        optimizer.step()
+        lab.report(step, shown)
+    lab.finish(model)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Data parallel training in which one rank's share of the data is shorter than the others'."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from commlens.scenarios import lab
+
+
+def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    lab.pause(0.02)
+    return lab.synthetic_batch(rank, step)
+
+
+def average_gradients(model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()  # type: ignore[operator]
+
+
+def end_of_epoch() -> None:
+    dist.barrier()  # fault: uneven-then-barrier
+
+
+def wait_for_results() -> None:
+    """Polls for a file that the evaluation writes, as job scripts do."""
+    results = Path(tempfile.gettempdir()) / "no-such-results.json"
+    until = time.monotonic() + lab.STALL_S
+    while not results.exists() and time.monotonic() < until:  # fault: uneven-then-idle
+        time.sleep(1.0)  # fault: uneven-then-idle
+
+
+def main() -> None:
+    rank, _ = lab.begin()
+    model = lab.small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(lab.STEPS):
+        if lab.strikes("uneven-then-barrier", step) or lab.strikes("uneven-then-idle", step):
+            break  # the end of this rank's share
+        x, y = load_batch(rank, step)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        average_gradients(model)
+        optimizer.step()
+        lab.report(step, loss)
+    if lab.running() == "uneven-then-idle":
+        wait_for_results()
+    end_of_epoch()
+    lab.finish(model)
+
+
+if __name__ == "__main__":
+    main()
