@@ -1,8 +1,36 @@
-"""Settings: what they are, and where each value came from."""
+"""Settings: what they are, and where each value came from.
+
+Lowest to highest: the defaults, a YAML file, the environment (torch's own variables for its recorder, then ``COMMLENS_*``), the
+command line or the arguments in code. docs/settings.md explains each of them.
+
+Standard library only, because it is imported into the training process; PyYAML is imported when there is a file to read.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import difflib
+import math
+import os
+import re
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final
+
+from commlens.errors import ConfigError, MissingDependency
+from commlens.formats.layout import CAPACITY_MAX
+
+SWITCH: Final = "COMMLENS"
+"""The variable that switches recording on in a worker."""
+
+CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
+PREFIX: Final = "COMMLENS_"
+NOT_SETTINGS: Final = frozenset({CONFIG_FILE_VARIABLE, "COMMLENS_TEST_DATA"})
+"""``COMMLENS_*`` variables with another meaning than a setting."""
+
+DEFAULT: Final = "default"
+COMMAND_LINE: Final = "command line"
 
 
 @dataclass(frozen=True)
@@ -22,3 +50,319 @@ class Settings:
     dump_pipe: str | None = None  # prefix of a named pipe per rank; any byte written to it dumps
     job: str | None = None  # identity of the job; set by the launcher
     watched: bool = False  # somebody (the launcher) watches already
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The settings in force."""
+
+    settings: Settings
+    origins: dict[str, str]  # for each setting: "default", a file's path, a variable's name, "command line"
+    warnings: list[str]  # what was ignored and why, in sentences
+
+
+def load_settings(
+    *,
+    environ: Mapping[str, str] | None = None,
+    config_file: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    overrides_from: str = COMMAND_LINE,
+    strict: bool = True,
+) -> Resolved:
+    """Put the settings in force together.
+
+    Args:
+        environ: the environment; the process's own when not given.
+        config_file: a YAML file; otherwise ``$COMMLENS_CONFIG_FILE``, otherwise ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME``
+            (``~/.config``) where that exists.
+        overrides: values from the command line or from arguments in code. None means that the setting was not given there.
+        overrides_from: what to call that place.
+        strict: what commands want: an unknown key, a bad value or an unreadable file is an error. Otherwise, as in a
+            worker that was switched on by its environment alone, each becomes a warning and the next lower value holds.
+
+    Raises:
+        ConfigError: with ``strict``. The message names the key, where it was set, and the accepted values.
+        MissingDependency: with ``strict``, when there is a file to read and PyYAML is not installed.
+    """
+    environ = os.environ if environ is None else environ
+    layers = _Layers(strict)
+    _apply_file(layers, environ, config_file)
+    _apply_torch_variables(layers, environ)
+    for variable in sorted(environ):
+        if variable.startswith(PREFIX) and variable not in NOT_SETTINGS and environ[variable].strip():
+            layers.apply(variable.removeprefix(PREFIX).lower(), environ[variable], variable, written=variable)
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            layers.apply(name, value, overrides_from)
+    origins = {name: layers.origins.get(name, DEFAULT) for name in NAMES}
+    return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
+
+
+def settings_environment(settings: Settings) -> dict[str, str]:
+    """The ``COMMLENS_*`` variables by which a launcher hands its settings to the workers.
+
+    Every setting that has a value is among them, defaults too: what the launcher resolved wins over a worker's own file and over
+    torch's variables. Folders become absolute, because a script may change its working directory.
+    """
+    variables = {}
+    for name in NAMES:
+        value = getattr(settings, name)
+        if value is None:
+            continue
+        if name in ("box_dir", "dump_dir", "dump_pipe"):
+            value = os.path.abspath(value) + ("/" if value.endswith("/") else "")  # noqa: PTH100 - keeps a prefix's last slash
+        variables[variable_of(name)] = {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
+    return variables
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of a setting: ``"box_dir" -> "COMMLENS_BOX_DIR"``."""
+    return PREFIX + name.upper()
+
+
+def is_switched_on(environ: Mapping[str, str]) -> bool:
+    """Whether ``COMMLENS`` asks for recording. ``commlens_autoload`` has the same rule."""
+    return environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+# --- what each setting accepts
+
+
+@dataclass(frozen=True)
+class Accepts:
+    """How a setting's value is read, from text or from YAML's types."""
+
+    parse: Callable[[Any], Any]  # raises ValueError
+    words: str  # the accepted values, in words
+    internal: bool = False  # set by the launcher, not by people
+
+
+def _path(value: Any) -> str:
+    if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
+        raise ValueError
+    return os.path.expanduser(str(value))  # noqa: PTH111 - Path would drop a prefix's last slash
+
+
+def _integer(low: int, high: int) -> Callable[[Any], int]:
+    def parse(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError
+        number = int(value)
+        if not low <= number <= high:
+            raise ValueError
+        return number
+
+    return parse
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError
+    number = float(value)
+    if not (math.isfinite(number) and 0 < number <= 1e9):
+        raise ValueError
+    return number
+
+
+def _boolean(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ValueError
+
+
+def _one_of(*words: str) -> Callable[[Any], str]:
+    def parse(value: Any) -> str:
+        if str(value) not in words:
+            raise ValueError
+        return str(value)
+
+    return parse
+
+
+def _signal(value: Any) -> str:
+    name = str(value).strip().upper()
+    name = name if name.startswith("SIG") else f"SIG{name}"
+    if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
+        raise ValueError
+    return name
+
+
+def _job(value: Any) -> str:
+    text = str(value)
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", text):
+        raise ValueError
+    return text
+
+
+ACCEPTED: Final[dict[str, Accepts]] = {
+    "box_dir": Accepts(_path, "a folder"),
+    "box_entries": Accepts(_integer(0, CAPACITY_MAX), f"a whole number from 0 (no recording) to {CAPACITY_MAX}"),
+    "dump_dir": Accepts(_path, "a folder"),
+    "keep_dumps": Accepts(_integer(1, 1_000_000), "a whole number from 1"),
+    "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
+    "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
+    "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
+    "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
+    "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
+    "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),
+    "dump_pipe": Accepts(_path, "the first part of a path"),
+    "job": Accepts(_job, "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash", internal=True),
+    "watched": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)", internal=True),
+}
+
+NAMES: Final = tuple(field.name for field in fields(Settings))
+
+
+class _Layers:
+    """Values as they pile up, lowest first."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.warnings: list[str] = []
+
+    def apply(self, name: str, value: Any, origin: str, *, written: str | None = None) -> None:
+        """Set one value; ``written`` is the name as the user wrote it, where it is not the setting's own."""
+        accepts = ACCEPTED.get(name)
+        if accepts is None:
+            self.refuse(_unknown(name, origin, written))
+            return
+        try:
+            self.values[name] = accepts.parse(value)
+        except (ValueError, TypeError, OverflowError):
+            place = written if written else f"{name} ({origin})"
+            self.refuse(f"{place} is {_shown(value)}, which is not accepted: it takes {accepts.words}.", or_else=f"{name} stays as it was.")
+            return
+        self.origins[name] = origin
+
+    def refuse(self, message: str, *, or_else: str = "It is ignored.") -> None:
+        if self.strict:
+            raise ConfigError(message)
+        self.warnings.append(f"{message} {or_else}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _unknown(name: str, origin: str, written: str | None) -> str:
+    close = difflib.get_close_matches(name, NAMES, n=1)
+    suggestion = (variable_of(close[0]) if written else close[0]) if close else None
+    known = ", ".join(variable_of(each) if written else each for each in NAMES if not ACCEPTED[each].internal)
+    what = f"The variable {written} is" if written else f"{name!r} ({origin}) is"
+    return f"{what} no setting of commlens." + (f" Did you mean {suggestion}?" if suggestion else f" The settings are {known}.")
+
+
+# --- the file
+
+
+def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None) -> None:
+    path, named_by = _config_path(environ, config_file)
+    if path is None:
+        return
+    said = f" ({named_by})" if named_by else ""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
+            return
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
+        layers.refuse(f"The settings file {path}{said} cannot be read: {reason}.")
+        return
+    try:
+        content = _parse_yaml(text, path)
+    except (ConfigError, MissingDependency) as error:
+        if layers.strict:
+            raise
+        layers.warnings.append(f"{error} The file is ignored.")
+        return
+    for key, value in content.items():
+        if isinstance(key, str) and key in ACCEPTED and value is None:
+            continue  # "key:" with nothing behind it leaves the default
+        layers.apply(str(key), value, str(path))
+
+
+def _config_path(environ: Mapping[str, str], config_file: str | Path | None) -> tuple[Path | None, str | None]:
+    """The file to read, and what named it (None: nothing did, so that it need not exist)."""
+    if config_file is not None:
+        return Path(config_file).expanduser(), "--config-file"
+    if environ.get(CONFIG_FILE_VARIABLE):
+        return Path(environ[CONFIG_FILE_VARIABLE]).expanduser(), CONFIG_FILE_VARIABLE
+    if environ.get("XDG_CONFIG_HOME"):
+        return Path(environ["XDG_CONFIG_HOME"]) / "commlens" / "config.yaml", None
+    if environ.get("HOME"):
+        return Path(environ["HOME"]) / ".config" / "commlens" / "config.yaml", None
+    return None, None
+
+
+def _parse_yaml(text: str, path: Path) -> dict[Any, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise MissingDependency(f"The settings file {path} needs PyYAML to be read: pip install PyYAML") from None
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f", line {mark.line + 1}" if mark is not None else ""
+        problem = getattr(error, "problem", None) or type(error).__name__
+        raise ConfigError(f"The settings file {path}{where} is not YAML: {problem}.") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"The settings file {path} must hold lines like 'stall_timeout: 60', and holds a {type(content).__name__}.")
+    return content
+
+
+# --- torch's own variables. They switch torch's recorder; where they say something that holds for ours too, it is taken
+# over. Each pair is (former name, present name); the present name wins, and any COMMLENS_* variable wins over both.
+# A bad value is torch's to complain of: here it is a warning at most.
+
+
+def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
+    def given(*variables: str) -> list[tuple[str, str]]:
+        return [(variable, environ[variable].strip()) for variable in variables if environ.get(variable, "").strip()]
+
+    for variable, text in given("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+        if not re.fullmatch(r"\d{1,18}", text):
+            layers.warnings.append(f"{variable} is {_shown(text)}, which is no number of entries. It is ignored.")
+        elif int(text) == 0:
+            layers.warnings += _left_on(variable, "box_entries", environ)
+        else:
+            if int(text) > CAPACITY_MAX:
+                layers.warnings.append(f"{variable} is {text}, and commlens keeps at most {CAPACITY_MAX} entries: it keeps that many.")
+            layers.apply("box_entries", min(int(text), CAPACITY_MAX), variable)
+    for name, off_is_ours, variables in (
+        ("dump_on_timeout", False, ("TORCH_NCCL_DUMP_ON_TIMEOUT",)),
+        ("cpp_stack", True, ("TORCH_NCCL_TRACE_CPP_STACK", "TORCH_FR_CPP_STACK")),
+        ("timing", True, ("TORCH_NCCL_ENABLE_TIMING",)),
+    ):
+        for variable, text in given(*variables):
+            try:
+                value = _boolean(text)
+            except ValueError:
+                layers.warnings.append(f"{variable} is {_shown(text)}, which is neither on nor off. It is ignored.")
+                continue
+            if value or off_is_ours:
+                layers.apply(name, value, variable)
+            else:
+                layers.warnings += _left_on(variable, name, environ)
+    for variable, text in given("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
+        # torch appends the rank to this path; a folder beside it can never be the file that torch writes.
+        layers.apply("dump_dir", os.path.join(os.path.dirname(text), "commlens"), variable)  # noqa: PTH118, PTH120
+    for variable, text in given("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
+        layers.apply("dump_pipe", text, variable)  # torch's is <value><rank>.pipe, ours <value><rank>.commlens.pipe
+
+
+def _left_on(variable: str, name: str, environ: Mapping[str, str]) -> list[str]:
+    """What a 0 in torch's variable does not do; nothing to say where ours has been set as well."""
+    if variable_of(name) in environ:
+        return []
+    return [f"{variable}=0 switches off torch's recorder and leaves commlens's as it is; {variable_of(name)}=0 switches off commlens's."]

@@ -1,0 +1,64 @@
+"""commlens: which rank, which collective, which line stopped a distributed PyTorch job.
+
+These are the public names. They are loaded when they are first used: importing commlens imports neither torch nor anything
+else that is heavy, and changes nothing in the process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from commlens.capture import disable, enable, expect_slow
+    from commlens.diagnose.paths import diagnose_paths as diagnose
+    from commlens.errors import CommandError, CommlensError, ConfigError, EvidenceError, FormatError, MissingDependency
+    from commlens.model.verdict import Verdict
+    from commlens.watch.snapshot import dump
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommandError",
+    "CommlensError",
+    "ConfigError",
+    "EvidenceError",
+    "FormatError",
+    "MissingDependency",
+    "Verdict",
+    "__version__",
+    "diagnose",
+    "disable",
+    "dump",
+    "enable",
+    "expect_slow",
+]
+
+_FROM = {
+    "CommandError": "commlens.errors",
+    "CommlensError": "commlens.errors",
+    "ConfigError": "commlens.errors",
+    "EvidenceError": "commlens.errors",
+    "FormatError": "commlens.errors",
+    "MissingDependency": "commlens.errors",
+    "Verdict": "commlens.model.verdict",
+    "disable": "commlens.capture",
+    "dump": "commlens.watch.snapshot",
+    "enable": "commlens.capture",
+    "expect_slow": "commlens.capture",
+}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "diagnose":  # the package commlens.diagnose, which can be called: see there
+        return import_module("commlens.diagnose")
+    if name not in _FROM:
+        raise AttributeError(f"module 'commlens' has no attribute {name!r}")
+    value = getattr(import_module(_FROM[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
