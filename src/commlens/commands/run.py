@@ -1,0 +1,40 @@
+"""``commlens run``."""
+
+from __future__ import annotations
+
+import argparse
+
+from commlens.errors import CommandError
+
+
+class RunCommand:
+    """One worker under any other launcher: `srun commlens run train.py`, `torchrun --no-python commlens run train.py`."""
+
+    name = "run"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Settings, then the program and its own arguments, which are not looked at."""
+        from commlens.launch.options import add_settings
+
+        parser.usage = "commlens run [settings] script.py ... | commlens run [settings] -m module ..."
+        add_settings(parser)
+        parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
+        parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Become the program."""
+        from commlens.config import settings_environment
+        from commlens.launch import worker
+        from commlens.launch.options import OPTIONS, settings_from
+
+        program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+        if not program:
+            raise CommandError("Which program? For example: commlens run train.py --lr 0.1")
+        given = settings_from(arguments)
+        # Only what was given here: the rest a worker finds by itself, in the same places.
+        chosen = {name for name in OPTIONS if given.origins[name] == "command line"}
+        names = {f"COMMLENS_{name.upper()}" for name in chosen}
+        environment = {name: value for name, value in settings_environment(given.settings).items() if name in names}
+        if arguments.commlens_config_file:
+            environment["COMMLENS_CONFIG_FILE"] = arguments.commlens_config_file
+        worker.run(program, module=arguments.module, environment=environment)

@@ -1,0 +1,28 @@
+"""Whether PyTorch will load commlens by itself in a worker, through its ``torch.backends`` entry point."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+
+
+def why_not(environ: Mapping[str, str] | None = None) -> str | None:
+    """Why the entry point cannot work in a worker with this environment, in words; None when it can.
+
+    torch 2.5 was the first to load entry points. A commlens that is only on ``PYTHONPATH`` has no entry point, since that is
+    part of an installed distribution's metadata.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        return "TORCH_DEVICE_BACKEND_AUTOLOAD is not 1"
+    if not any(point.value.startswith("commlens_autoload") for point in importlib.metadata.entry_points(group="torch.backends")):
+        return "commlens is importable but not installed"
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # a torch without metadata (built in place): give it the benefit of the doubt
+    numbers = version.split(".")
+    if numbers[0].isdigit() and numbers[1].isdigit() and (int(numbers[0]), int(numbers[1])) < (2, 5):
+        return f"torch {version} does not load entry points (2.5 does)"
+    return None

@@ -1,0 +1,43 @@
+"""The options that `launch` and `run` share: settings given on the command line, before the program."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Final
+
+from commlens.config import ACCEPTED, Resolved, load_settings
+
+OPTIONS: Final = {
+    "stall_timeout": ("SECONDS", "how long a collective may be waited for before the verdict is printed (default 60)"),
+    "on_stall": ("{warn,abort}", "what to do then besides printing it (default warn: the job goes on)"),
+    "dump_dir": ("DIR", "where dumps go, one folder per job (default commlens-dumps)"),
+    "keep_dumps": ("N", "how many jobs' dumps to keep there (default 10)"),
+    "box_entries": ("N", "collectives remembered per rank (default 2000; 0 records nothing)"),
+    "box_dir": ("DIR", "where black boxes live (default: shared memory)"),
+    "dump_signal": ("SIGNAL", "let this signal dump (default: no handler is installed)"),
+    "timing": (None, "record durations on the device"),
+    "cpp_stack": (None, "record C++ frames too"),
+}
+"""Setting to (metavar, help); no metavar: a switch."""
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add the settings that make sense on a command line, and ``--config-file``, as a group of their own."""
+    group = parser.add_argument_group("commlens", "settings; each can also be a COMMLENS_* variable or stand in the settings file")
+    for name, (metavar, help_text) in OPTIONS.items():
+        flag = "--" + name.replace("_", "-")
+        if metavar is None:
+            group.add_argument(flag, dest=f"commlens_{name}", action="store_const", const=True, help=help_text)
+        else:
+            group.add_argument(flag, dest=f"commlens_{name}", metavar=metavar, help=f"{help_text}; {ACCEPTED[name].words}")
+    group.add_argument("--config-file", dest="commlens_config_file", metavar="FILE", help="the settings file (YAML)")
+
+
+def settings_from(arguments: argparse.Namespace) -> Resolved:
+    """The settings in force, the command line's on top.
+
+    Raises:
+        ConfigError: an unknown key or a bad value, wherever it was set.
+    """
+    overrides: dict[str, Any] = {name: getattr(arguments, f"commlens_{name}") for name in OPTIONS}
+    return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)

@@ -1,0 +1,131 @@
+"""torchrun with commlens in every worker: its own parser, its own agent, in this process, and a watcher beside it.
+
+Uses ``torch.distributed.run.get_args_parser`` and ``run`` (torch 2.6 to 2.15), which are what ``torchrun`` itself calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from commlens.config import SWITCH, Settings, settings_environment
+from commlens.errors import MissingDependency
+from commlens.formats import places
+from commlens.launch import autoload
+from commlens.launch.options import add_settings, settings_from
+from commlens.watch.roster import children_workers
+from commlens.watch.watcher import Watcher
+
+FINISH_S = 10.0
+"""How long the end of the job may wait for the watcher's last words."""
+
+
+def torchrun_parser() -> argparse.ArgumentParser:
+    """The parser of torchrun with our settings added.
+
+    Raises:
+        MissingDependency: torch is not installed.
+    """
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError as error:
+        raise MissingDependency(f"commlens launch needs torch, which cannot be imported ({error}): pip install commlens[torch]") from None
+    parser: argparse.ArgumentParser = get_args_parser()
+    parser.prog = "commlens launch"
+    parser.description = "torchrun with commlens in every worker. All of torchrun's options are accepted and mean what they mean there."
+    add_settings(parser)
+    return parser
+
+
+def launch(argv: Sequence[str]) -> int:
+    """Run torchrun with these arguments; its exceptions are not caught, so that the exit status and the output are torchrun's."""
+    arguments = torchrun_parser().parse_args(argv)
+    resolved = settings_from(arguments)
+    for warning in resolved.warnings:
+        print(f"commlens: {warning}", file=sys.stderr)
+    settings = dataclasses.replace(resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True)
+    for name in [name for name in vars(arguments) if name.startswith("commlens_")]:
+        delattr(arguments, name)
+
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+    from torch.distributed.run import run
+
+    if settings.box_entries == 0:
+        record(run)(arguments)
+        return 0
+    _use_worker_half(arguments)
+    os.environ.update(settings_environment(settings))
+    os.environ[SWITCH] = "1"
+    failures: dict[int, tuple[int, int]] = {}
+    with _watching(settings, failures):
+        try:
+            record(run)(arguments)
+        except ChildFailedError as error:
+            failures.update({rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()})
+            raise
+    return 0
+
+
+def job_name(arguments: argparse.Namespace) -> str:
+    """A name for the job, which its dump folder gets too.
+
+    On one node: the program, the time and our pid. On several, the nodes' launchers must agree on it, and what they have in
+    common is the rendezvous.
+    """
+    nodes = str(getattr(arguments, "nnodes", "1")).split(":")[-1]
+    program = places.safe_name(Path(str(arguments.training_script)).stem, 40)
+    if nodes == "1":
+        return f"{program}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    meeting = [str(getattr(arguments, name, "") or "") for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")]
+    slurm = os.environ.get("SLURM_JOB_ID", "")
+    return places.safe_name("-".join([program, slurm, *(part for part in meeting if part not in ("none", ""))]), 120)
+
+
+def _use_worker_half(arguments: argparse.Namespace) -> None:
+    """Where torch will not load commlens by itself, start ``-m commlens run script.py`` in place of ``script.py``."""
+    reason = autoload.why_not()
+    if reason is None:
+        return
+    if arguments.no_python or arguments.run_path:
+        print(f"commlens: the workers are not recorded: {reason}, and a program that is not started as a Python script "
+              "can be recorded in no other way.", file=sys.stderr)  # fmt: skip
+        return
+    module = ["-m"] if arguments.module else []
+    arguments.training_script_args = ["run", *module, arguments.training_script, *arguments.training_script_args]
+    arguments.training_script = "commlens"
+    arguments.module = True
+
+
+@contextlib.contextmanager
+def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> Iterator[None]:
+    """A watcher in a thread of this process while the job runs, and its last words before torchrun's own."""
+    folders = [places.user_folder(root) / str(settings.job) for root in places.box_roots(settings.box_dir)]
+    watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=_end_job)
+    thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
+    # Signals that this process gets are told to the watcher too, by a byte each: torchrun's handlers stay as they are.
+    former: Any = None
+    with contextlib.suppress(ValueError):  # not in the main thread
+        former = signal.set_wakeup_fd(watcher.wake_fileno, warn_on_full_buffer=False)
+    thread.start()
+    try:
+        yield
+    finally:
+        if former is not None:
+            with contextlib.suppress(ValueError):
+                signal.set_wakeup_fd(former)
+        watcher.stop(failures)
+        thread.join(FINISH_S)
+
+
+def _end_job() -> None:
+    """End the workers as torchrun does when it is told to."""
+    os.kill(os.getpid(), signal.SIGTERM)

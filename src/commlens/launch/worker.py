@@ -1,0 +1,101 @@
+"""The worker half: start a user's program with commlens switched on, and otherwise as if we were not there."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import runpy
+import subprocess
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from commlens.errors import CommandError, MissingDependency
+from commlens.launch import autoload
+
+
+def interpreter_flags() -> list[str]:
+    """The flags that this Python was started with (``-u``, ``-X dev``, ``-W error`` ...), so that a successor gets them too."""
+    given = len(sys.argv) - 1
+    head = sys.orig_argv[1 : len(sys.orig_argv) - given] if given else sys.orig_argv[1:]
+    if len(head) >= 2 and head[-2] == "-m":  # python -u -m commlens ...
+        return head[:-2]
+    if head and not head[-1].startswith("-"):  # python -u /venv/bin/commlens ...
+        return head[:-1]
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return flags
+
+
+def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str]) -> NoReturn:
+    """Become the user's program.
+
+    Where torch's entry point works, this process is replaced by ``python program...`` with the environment set: nothing of
+    ours is left but the variables. Elsewhere commlens is switched on here and the program runs in this interpreter.
+
+    Args:
+        program: the script's path (or the module's name) and its arguments.
+        module: run as ``python -m``.
+        environment: variables to add.
+    """
+    os.environ.update(environment)
+    os.environ["COMMLENS"] = "1"
+    reason = autoload.why_not()
+    if reason is None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        command = [sys.executable, *interpreter_flags(), *(["-m"] if module else []), *program]
+        os.execv(sys.executable, command)
+    _switch_on(reason)
+    if module:
+        _run_module(program)
+    else:
+        _run_script(program)
+    sys.exit(0)
+
+
+def _switch_on(reason: str) -> None:
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency(f"commlens run needs torch, which cannot be imported ({error}): pip install commlens[torch]") from None
+    try:
+        from commlens.capture import enable
+
+        enable()
+    except Exception as error:  # the job goes on without us
+        print(f"commlens: recording could not be switched on: {error} (and not by torch either: {reason})", file=sys.stderr)
+
+
+def _run_script(program: Sequence[str]) -> None:
+    """What ``python script.py args`` does, in this interpreter.
+
+    The module stays in ``sys.modules["__main__"]``: spawned children, pickle and exit handlers look it up there.
+    """
+    path = Path(program[0])
+    sys.argv = list(program)
+    if path.is_dir() or path.suffix in (".zip", ".pyz"):
+        sys.path[0] = str(path)
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    try:
+        source = path.read_bytes()
+    except OSError as error:
+        raise CommandError(f"The program {program[0]} cannot be read: {error.strerror}.") from None
+    sys.path[0] = str(path.resolve().parent)
+    main = types.ModuleType("__main__")
+    main.__file__ = program[0]
+    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", program[0])
+    namespace: dict[str, Any] = main.__dict__
+    namespace["__cached__"] = None
+    sys.modules["__main__"] = main
+    exec(compile(source, program[0], "exec", dont_inherit=True), namespace)
+
+
+def _run_module(program: Sequence[str]) -> None:
+    """What ``python -m module args`` does, in this interpreter."""
+    sys.argv = list(program)
+    sys.path[0] = str(Path.cwd())
+    runpy.run_module(program[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,268 @@
+"""Watches the ranks' processes from outside over a sliding window, and says what was seen as Observations."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+from commlens.model.collective import FrameKind
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.watch import process
+from commlens.watch.pyspy import TIMEOUT_S, Classify, Pending, Stacks
+
+WINDOW_S: Final = 10.0
+SILENT_S: Final = 1.5
+"""The watchdog thread beats four times a second; after six beats missed it cannot run."""
+LOOKS_APART_S: Final = 1.0
+"""How often the watchdog thread looks at the stacks."""
+_STACKS_FRESH_S: Final = 5.0
+_CGROUP_EVERY_S: Final = 1.0
+_IO_EVERY_S: Final = 0.4
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a rank's box says of its life at one moment; times are CLOCK_MONOTONIC ns."""
+
+    heartbeat_ns: int = 0
+    main_stack_since_ns: int = 0  # 0: not known
+    records: int = 0
+    closed: bool = False
+
+
+@dataclass(frozen=True)
+class _Sample:
+    at_ns: int  # CLOCK_MONOTONIC
+    state: str
+    cpu_s: float
+    pulse: Pulse
+
+
+@dataclass
+class _Subject:
+    pid: int
+    start_ticks: int
+    classify: Classify
+    samples: deque[_Sample] = field(default_factory=deque)
+    io: deque[tuple[int, int]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, bytes so far)
+    throttled: deque[tuple[int, float]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, seconds so far)
+    cgroup: process.Cgroup | None = None
+    pressure: float | None = None
+    oom_kills_before: int | None = None
+    pending: Pending | None = None
+    stacks: Stacks | None = None
+    stacks_at: float = 0.0  # time.monotonic()
+    end: Observation | None = None
+
+
+class Observer:
+    """Collects samples for the ranks of this node.
+
+    One sample costs a read of ``/proc/PID/stat``; io and cgroup files are read less often. Nobody needs to sample while
+    nothing is wrong.
+
+    Args:
+        window_s: how far back an Observation looks.
+        stacks_from_outside: whether py-spy may be used for ranks that cannot tell their own stack.
+    """
+
+    def __init__(self, window_s: float = WINDOW_S, *, stacks_from_outside: bool = True) -> None:
+        self._window_ns = int(window_s * 1e9)
+        self._stacks_from_outside = stacks_from_outside
+        self._subjects: dict[int, _Subject] = {}  # by pid
+
+    def add(self, pid: int, start_ticks: int, classify: Classify = lambda _: FrameKind.USER) -> None:
+        """Observe this process. ``classify`` says whose code a file is, for stacks taken from outside."""
+        subject = _Subject(pid, start_ticks, classify)
+        subject.cgroup = process.Cgroup.of(pid)
+        subject.oom_kills_before = subject.cgroup.look().oom_kills
+        self._subjects[pid] = subject
+
+    def remove(self, pid: int) -> None:
+        """Forget it: its rank has been started anew."""
+        self._subjects.pop(pid, None)
+
+    def sample(self, pid: int, pulse: Pulse) -> None:
+        """Look at one process now. Its own state changes are seen only as often as this is called."""
+        subject = self._subjects[pid]
+        if subject.end is not None:
+            return
+        now = time.monotonic_ns()
+        seen = process.look(subject.pid)
+        if seen is None or (subject.start_ticks and seen.start_ticks != subject.start_ticks):
+            return
+        subject.samples.append(_Sample(now, seen.state, seen.cpu_s, pulse))
+        _forget(subject.samples, now - self._window_ns)
+        if not subject.io or now - subject.io[-1][0] > _IO_EVERY_S * 1e9:
+            total = process.io_bytes(subject.pid)
+            if total is not None:
+                subject.io.append((now, total))
+                _forget_pairs(subject.io, now - self._window_ns)
+        if subject.cgroup is not None and (not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9):
+            counters = subject.cgroup.look()
+            subject.pressure = counters.memory_pressure
+            subject.throttled.append((now, counters.throttled_s if counters.throttled_s is not None else -1.0))
+            _forget_pairs(subject.throttled, now - self._window_ns)
+        if self._stacks_from_outside and self._cannot_tell(subject):
+            self._ask_py_spy(subject)
+
+    def forget_samples(self) -> None:
+        """Start anew: what was seen belongs to a stall that is over."""
+        for subject in self._subjects.values():
+            subject.samples.clear()
+            subject.io.clear()
+            subject.throttled.clear()
+            subject.stacks = None
+            subject.pending = None
+
+    def ended(self, pid: int, ending: process.Ending, *, clean: bool | None = None, at_ns: int = 0) -> Observation:
+        """Note that a process ended.
+
+        Args:
+            pid: which.
+            ending: its exit status as far as it is known.
+            clean: what its box says where the status is lost: True after a goodbye, False after an uncaught exception.
+            at_ns: Unix ns, now by default.
+        """
+        subject = self._subjects[pid]
+        if subject.end is not None:
+            return subject.end
+        end = End.GONE
+        if ending.signal is not None:
+            end = End.KILLED
+        elif ending.exit_code is not None:
+            end = End.CLEAN if ending.exit_code == 0 else End.FAILED
+        elif clean is not None:
+            end = End.CLEAN if clean else End.FAILED
+        oom: bool | None = None
+        if subject.cgroup is not None and subject.oom_kills_before is not None:
+            kills = subject.cgroup.look().oom_kills
+            if kills is not None:
+                oom = ending.signal == "SIGKILL" and kills > subject.oom_kills_before
+        last = self._window(subject, time.monotonic_ns())
+        last.end, last.exit_code, last.signal, last.oom_killed = end, ending.exit_code, ending.signal, oom
+        last.ended_ns = at_ns or time.time_ns()
+        last.seen_ns = last.ended_ns
+        last.holds_gil = None
+        subject.end = last
+        return last
+
+    def observe(self, pid: int, log: RankLog | None = None, *, wait_s: float = 0.0) -> Observation:
+        """What was seen of a process.
+
+        Args:
+            pid: which.
+            log: its box as read, to judge whether its own stacks are stale.
+            wait_s: how long to wait for a py-spy that is still at it.
+        """
+        subject = self._subjects.get(pid)
+        if subject is None:
+            return Observation(stacks_note="its process was not watched from here")
+        if subject.end is not None:
+            return subject.end
+        seen = self._window(subject, time.monotonic_ns())
+        if self._stacks_from_outside and (self._cannot_tell(subject) or (log is not None and not log.stacks)):
+            self._ask_py_spy(subject)
+        self._collect(subject, wait_s)
+        if subject.stacks is not None:
+            seen.stacks, seen.stacks_note = subject.stacks.threads, subject.stacks.note
+        return seen
+
+    def _window(self, subject: _Subject, now: int) -> Observation:
+        """The samples of the window in one Observation."""
+        seen = Observation(end=End.RUNNING, seen_ns=time.time_ns())
+        if not subject.samples:
+            last = process.look(subject.pid)
+            seen.proc_state = last.state if last else None
+            return seen
+        first, last_sample = subject.samples[0], subject.samples[-1]
+        span = (last_sample.at_ns - first.at_ns) / 1e9
+        seen.window_s = round(span, 3)
+        seen.proc_state = last_sample.state
+        if span > 0:
+            seen.cpu_s = round(max(0.0, last_sample.cpu_s - first.cpu_s), 3)
+        seen.stopped_fraction = round(sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3)
+        if len(subject.io) > 1:
+            seen.io_bytes = max(0, subject.io[-1][1] - subject.io[0][1])
+        if len(subject.throttled) > 1 and subject.throttled[0][1] >= 0:
+            over = (subject.throttled[-1][0] - subject.throttled[0][0]) / 1e9
+            # v1 and v2 add up the CPUs' times, so that it can exceed the window.
+            seen.throttled_fraction = round(min(1.0, max(0.0, subject.throttled[-1][1] - subject.throttled[0][1]) / over), 3)
+        seen.memory_pressure = subject.pressure
+        seen.holds_gil = _holds_gil(subject, now)
+        seen.stack_moved = _stack_moved(subject, now)
+        return seen
+
+    def _cannot_tell(self, subject: _Subject) -> bool:
+        """Whether its watchdog thread does not run, so that its stacks in the box are old."""
+        pulse = subject.samples[-1].pulse if subject.samples else Pulse()
+        return bool(pulse.heartbeat_ns) and not pulse.closed and _silent_s(pulse, time.monotonic_ns()) > SILENT_S
+
+    def _ask_py_spy(self, subject: _Subject) -> None:
+        self._collect(subject, 0.0)
+        if subject.pending is None and (subject.stacks is None or time.monotonic() - subject.stacks_at > _STACKS_FRESH_S):
+            subject.pending = Pending(subject.pid, subject.classify)
+
+    def _collect(self, subject: _Subject, wait_s: float) -> None:
+        if subject.pending is None:
+            return
+        result = subject.pending.wait(wait_s)
+        if result is not None:
+            subject.stacks, subject.stacks_at, subject.pending = result, time.monotonic(), None
+        elif time.monotonic() - subject.pending.asked_at > TIMEOUT_S + 1:
+            subject.stacks, subject.pending = Stacks([], "py-spy did not answer"), None
+
+
+def _silent_s(pulse: Pulse, now: int) -> float:
+    return (now - pulse.heartbeat_ns) / 1e9
+
+
+def _holds_gil(subject: _Subject, now: int) -> bool | None:
+    """Alive and running, yet no Python thread of it can run but one.
+
+    Stopped, in uninterruptible sleep, and starved of CPU by its quota look the same in the heartbeat: they are told apart by
+    the states seen since the heart stopped beating.
+    """
+    last = subject.samples[-1]
+    if not last.pulse.heartbeat_ns or last.pulse.closed:
+        return None
+    if _silent_s(last.pulse, now) <= SILENT_S:
+        return False
+    since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
+    if not since or any(sample.state in "TtDZX" for sample in since):
+        return False
+    if len(subject.throttled) > 1 and subject.throttled[0][1] >= 0:
+        over = (subject.throttled[-1][0] - subject.throttled[0][0]) / 1e9
+        if over > 0 and (subject.throttled[-1][1] - subject.throttled[0][1]) / over > 0.5:
+            return False
+    return True
+
+
+def _stack_moved(subject: _Subject, now: int) -> bool | None:
+    """Whether its main thread's stack changed, or it issued something, within the window.
+
+    The box says since when the stack has been the same, counted from its watchdog's first look after the last collective. That
+    first look is no change, so two different moments must have been seen.
+    """
+    last = subject.samples[-1]
+    if last.pulse.records != subject.samples[0].pulse.records:
+        return True
+    since = {sample.pulse.main_stack_since_ns for sample in subject.samples} - {0}
+    if len(since) > 1:
+        return True
+    # Where the watchdog cannot run, or has just begun to look, nobody can say.
+    if not since or last.at_ns - max(since) < LOOKS_APART_S * 1e9 or _silent_s(last.pulse, now) > SILENT_S:
+        return None
+    return False
+
+
+def _forget(samples: deque[_Sample], before_ns: int) -> None:
+    while len(samples) > 2 and samples[1].at_ns < before_ns:
+        samples.popleft()
+
+
+def _forget_pairs(pairs: deque[tuple[int, int]] | deque[tuple[int, float]], before_ns: int) -> None:
+    while len(pairs) > 2 and pairs[1][0] < before_ns:
+        pairs.popleft()

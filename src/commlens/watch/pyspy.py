@@ -1,0 +1,119 @@
+"""Python stacks taken from outside with py-spy, for a process that cannot tell its own.
+
+``--nonblocking`` reads the memory without stopping the process: a process that is stuck does not move anyway, and one that
+is not must not be touched.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import ThreadStack
+
+TIMEOUT_S: Final = 5.0
+_FRAMES_MAX: Final = 200
+
+Classify = Callable[[str], FrameKind]
+
+
+def find() -> str | None:
+    """The py-spy program: beside this Python, else on the path."""
+    beside = Path(sys.executable).parent / "py-spy"
+    return str(beside) if beside.exists() else shutil.which("py-spy")
+
+
+class Stacks:
+    """What py-spy said of one process."""
+
+    def __init__(self, threads: list[ThreadStack], note: str | None, gil_owner: int | None = None) -> None:
+        self.threads = threads
+        self.note = note  # why there are none
+        self.gil_owner = gil_owner  # native id of the thread that holds the GIL
+
+
+def take(pid: int, classify: Classify, *, timeout_s: float = TIMEOUT_S) -> Stacks:
+    """Take the stacks of all threads of a process.
+
+    Args:
+        pid: the process.
+        classify: says whose code a file is.
+        timeout_s: py-spy is killed after that.
+    """
+    program = find()
+    if program is None:
+        return Stacks([], "py-spy is not installed: `pip install commlens[stacks]`")
+    command = [program, "dump", "--json", "--nonblocking", "--full-filenames", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Stacks([], f"py-spy did not answer within {timeout_s:.0f} s")
+    except OSError as error:
+        return Stacks([], f"py-spy could not be started: {error}")
+    if done.returncode:
+        return Stacks([], _reason(done.stderr.decode("utf-8", "replace")))
+    try:
+        return parse(json.loads(done.stdout), pid, classify, time.time_ns())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Stacks([], "py-spy's answer could not be understood")
+
+
+def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
+    """Turn py-spy's JSON (a list of threads, frames innermost first) into our stacks."""
+    threads: list[ThreadStack] = []
+    owner: int | None = None
+    for thread in answer:
+        native = int(thread.get("os_thread_id") or 0)
+        frames = tuple(
+            Frame(
+                file=frame.get("filename") or "?",
+                line=int(frame.get("line") or 0),
+                function=frame.get("name") or "?",
+                kind=classify(frame.get("filename") or ""),
+            )
+            for frame in thread["frames"][:_FRAMES_MAX]
+        )
+        main = native == pid
+        name = thread.get("thread_name") or ("MainThread" if main else "")
+        threads.append(ThreadStack(thread=native, name=name, frames=frames, taken_ns=taken_ns, is_main=main))
+        if thread.get("owns_gil"):
+            owner = native
+    threads.sort(key=lambda stack: not stack.is_main)
+    return Stacks(threads, None if threads else "py-spy found no Python thread", owner)
+
+
+def _reason(stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    text = " ".join(lines)
+    if "ermission" in text:
+        return "py-spy may not read the process (it needs the right to trace it: SYS_PTRACE in a container, or kernel.yama.ptrace_scope=0)"
+    return f"py-spy failed: {text[:200] or 'no reason given'}"
+
+
+class Pending:
+    """py-spy running aside, so that whoever asked need not wait for it."""
+
+    def __init__(self, pid: int, classify: Classify) -> None:
+        self.asked_at = time.monotonic()
+        self.result: Stacks | None = None
+        self._thread = threading.Thread(target=self._run, args=(pid, classify), name="commlens-py-spy", daemon=True)
+        self._thread.start()
+
+    def _run(self, pid: int, classify: Classify) -> None:
+        try:
+            self.result = take(pid, classify)
+        except Exception as error:
+            self.result = Stacks([], f"py-spy failed: {error}")
+
+    def wait(self, timeout_s: float) -> Stacks | None:
+        """Its answer, None while it has none."""
+        self._thread.join(max(0.0, timeout_s))
+        return self.result

@@ -1,0 +1,276 @@
+"""The processes of a job on this node: found by their black boxes, or as children of the launcher; watched for their end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commlens.errors import FormatError
+from commlens.formats import places
+from commlens.formats.blackbox import BoxStatus, OpenBox
+from commlens.formats.layout import PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION
+from commlens.watch import process
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A rank's process as its parent, the launcher, knows it: before it has a box, or when it never gets one."""
+
+    rank: int
+    pid: int
+    start_ticks: int
+    world_size: int = 0
+    local_rank: int | None = None
+    restart: int = 0
+
+
+Workers = Callable[[], list[Worker]]
+
+
+@dataclass(eq=False)
+class Member:
+    """One rank's process."""
+
+    pid: int
+    start_ticks: int
+    rank: int
+    world_size: int
+    local_rank: int | None
+    restart: int
+    handle: process.Handle
+    here: bool = True  # its pid means something here: same host, same pid namespace
+    box: OpenBox | None = None
+    status: BoxStatus | None = None
+    ending: process.Ending | None = None  # once it has ended
+    ended_ns: int = 0  # Unix ns at which that was noticed
+    unreadable: str | None = None  # why its box cannot be read
+
+    @property
+    def alive(self) -> bool:
+        """Still running, as far as can be told from here."""
+        return self.ending is None
+
+    @property
+    def ended_well(self) -> bool | None:
+        """Exit status 0, or a goodbye where the status is lost; None while it runs, or when nobody can say."""
+        if self.ending is None:
+            return None
+        if self.ending.signal is not None:
+            return False
+        if self.ending.exit_code is not None:
+            return self.ending.exit_code == 0
+        return self.said_goodbye
+
+    @property
+    def said_goodbye(self) -> bool | None:
+        """What its box says: True after a goodbye, False after an uncaught exception, None when it said nothing."""
+        phase = self.status.phase if self.status is not None else None
+        return {PHASE_CLOSED: True, PHASE_CLOSED_BY_EXCEPTION: False}.get(phase) if phase is not None else None
+
+
+@dataclass
+class Roster:
+    """All members, by pid, and those of the current generation (torchelastic restarts its workers)."""
+
+    folders: Sequence[Path]  # the job's folders of boxes; more than one where the ranks may have had to choose
+    workers: Workers | None = None
+    members: dict[int, Member] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
+        self._by_fileno: dict[int, Member] = {}
+        self._seen: dict[Path, int] = {}  # folder to its time of change
+        self._refused: set[Path] = set()
+        self._host = os.uname().nodename
+        self._namespace = process.pid_namespace()
+        self._workers_at = 0.0
+
+    @property
+    def wake_fileno(self) -> int:
+        """Whatever is written here ends :meth:`wait` at once; the bytes are returned by it."""
+        return self._wake_write
+
+    def refresh(self) -> list[Member]:
+        """Look for new processes and new boxes. Returns the members that are new."""
+        return [member for folder in self.folders for member in self._from_boxes(folder)] + self._from_workers()
+
+    def _from_boxes(self, folder: Path) -> list[Member]:
+        try:
+            changed = folder.stat().st_mtime_ns
+        except OSError:
+            return []
+        if changed == self._seen.get(folder):
+            return []
+        new: list[Member] = []
+        for path in places.boxes(folder):
+            if path in self._refused or any(member.box is not None and member.box.path == path for member in self.members.values()):
+                continue
+            try:
+                box = OpenBox(path)
+                status = box.status()
+            except FormatError:
+                self._refused.add(path)
+                continue
+            here = status.host in ("", self._host) and (not status.pid_namespace or status.pid_namespace == self._namespace)
+            member = self.members.get(status.pid)
+            if member is None or member.start_ticks not in (0, status.start_ticks):
+                handle = process.Handle(status.pid, status.start_ticks) if here else process.Handle.nobody(status.pid)
+                member = Member(
+                    status.pid, status.start_ticks, status.rank, status.world_size, status.local_rank, status.restart, handle, here
+                )
+                self._adopt(member)
+                new.append(member)
+            member.box, member.status = box, status
+        self._seen[folder] = changed
+        return new
+
+    def _from_workers(self) -> list[Member]:
+        if self.workers is None or time.monotonic() - self._workers_at < 0.1:
+            return []
+        self._workers_at = time.monotonic()
+        new: list[Member] = []
+        for worker in self.workers():
+            if worker.pid not in self.members:
+                handle = process.Handle(worker.pid, worker.start_ticks)
+                new.append(
+                    Member(worker.pid, worker.start_ticks, worker.rank, worker.world_size, worker.local_rank, worker.restart, handle)
+                )
+                self._adopt(new[-1])
+        return new
+
+    def _adopt(self, member: Member) -> None:
+        self.members[member.pid] = member
+        if member.handle.fileno is not None:
+            self._poll.register(member.handle.fileno, select.POLLIN)
+            self._by_fileno[member.handle.fileno] = member
+
+    def adopt_ended(self, worker: Worker, ending: process.Ending) -> Member:
+        """Add a process of which only its end is known."""
+        handle = process.Handle.nobody(worker.pid)
+        member = Member(worker.pid, worker.start_ticks, worker.rank, worker.world_size, worker.local_rank, worker.restart, handle)
+        member.ending, member.ended_ns = ending, time.time_ns()
+        self.members[worker.pid] = member
+        return member
+
+    def current(self) -> list[Member]:
+        """The newest process of each rank, of the newest generation, by rank."""
+        newest: dict[int, Member] = {}
+        generation = max((member.restart for member in self.members.values()), default=0)
+        for member in self.members.values():
+            known = newest.get(member.rank)
+            if member.restart == generation and (known is None or member.start_ticks > known.start_ticks):
+                newest[member.rank] = member
+        return [newest[rank] for rank in sorted(newest)]
+
+    def poll(self) -> None:
+        """Read the header of every living member's box."""
+        for member in self.current():
+            if member.box is None or not member.alive:
+                continue
+            try:
+                member.status = member.box.status()
+                member.rank = member.status.rank if member.status.rank >= 0 else member.rank
+                member.world_size = member.status.world_size or member.world_size
+                member.unreadable = None
+            except FormatError as error:
+                member.unreadable = str(error)
+
+    def wait(self, seconds: float) -> bytes:
+        """Sleep until a process ends, somebody writes to :attr:`wake_fileno`, or the time is over. Returns what was written."""
+        for fileno, _ in self._poll.poll(max(0, int(seconds * 1000))):
+            if fileno == self._wake_read:
+                with contextlib.suppress(BlockingIOError):
+                    return os.read(self._wake_read, 4096)
+        return b""
+
+    def take_ended(self) -> list[Member]:
+        """Members whose end has not been told yet."""
+        ready = {fileno for fileno, _ in self._poll.poll(0)}
+        ended: list[Member] = []
+        for member in self.members.values():
+            if not member.alive or not member.here:
+                continue
+            handle = member.handle
+            if handle.exists and handle.fileno is not None and handle.fileno not in ready:
+                continue
+            if handle.exists and handle.fileno is None and process.runs(member.pid, member.start_ticks):
+                continue
+            ending = handle.ending()
+            if ending is None:
+                continue
+            member.ending, member.ended_ns = ending, time.time_ns()
+            if handle.fileno is not None:
+                self._poll.unregister(handle.fileno)
+                del self._by_fileno[handle.fileno]
+                handle.close()
+            if member.box is not None:
+                with contextlib.suppress(FormatError):
+                    member.status = member.box.status()
+            ended.append(member)
+        return ended
+
+    def forget(self, members: list[Member], *, remove_boxes: bool = False) -> None:
+        """Drop members, for example those of a former generation."""
+        for member in members:
+            if member.handle.fileno is not None:
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(member.handle.fileno)
+                self._by_fileno.pop(member.handle.fileno, None)
+                member.handle.close()
+            if member.box is not None:
+                if remove_boxes:
+                    with contextlib.suppress(OSError):
+                        member.box.path.unlink()
+                member.box.close()
+            self.members.pop(member.pid, None)
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.forget(list(self.members.values()))
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+def children_workers(parent: int) -> Workers:
+    """The ranks among a launcher's children, told by the environment that torchrun gives them."""
+    known: dict[tuple[int, int], Worker | None] = {}
+
+    def workers() -> list[Worker]:
+        found: list[Worker] = []
+        for pid in process.children(parent):
+            seen = process.look(pid)
+            if seen is None:
+                continue
+            key = (pid, seen.start_ticks)
+            if key not in known:
+                if seen.ended:
+                    continue
+                environ = process.environment(pid)
+                # Between fork and exec a child shows its parent's environment: look again.
+                if "RANK" not in environ or "TORCHELASTIC_RUN_ID" not in environ:
+                    continue
+                known[key] = _worker(pid, seen.start_ticks, environ)
+            worker = known[key]
+            if worker is not None:
+                found.append(worker)
+        return found
+
+    return workers
+
+
+def _worker(pid: int, start_ticks: int, environ: dict[str, str]) -> Worker | None:
+    def number(name: str, default: int) -> int:
+        text = environ.get(name, "")
+        return int(text) if text.isdigit() else default
+
+    rank = number("RANK", -1)
+    if rank < 0:
+        return None
+    return Worker(rank, pid, start_ticks, number("WORLD_SIZE", 0), number("LOCAL_RANK", 0), number("TORCHELASTIC_RESTART_COUNT", 0))

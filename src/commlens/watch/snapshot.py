@@ -1,0 +1,133 @@
+"""Everything known of a job's ranks on this node, now: black boxes joined with what is seen of their processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from commlens.config import Settings
+from commlens.errors import CommandError, FormatError
+from commlens.formats import places
+from commlens.model.ranklog import Observation, RankLog
+from commlens.watch.observer import Observer, Pulse
+from commlens.watch.process import Ending
+from commlens.watch.roster import Member, Roster
+
+_LOOK_EVERY_S = 0.1
+
+
+def pulse_of(member: Member) -> Pulse:
+    """What a member's box says of its life, as of the last poll."""
+    status = member.status
+    if status is None:
+        return Pulse()
+    return Pulse(status.heartbeat_mono_ns, status.main_stack_since_mono_ns, status.issued, status.closed)
+
+
+def read_logs(members: list[Member], observations: dict[int, Observation]) -> tuple[list[RankLog], list[str]]:
+    """Read the members' boxes.
+
+    A rank that has no box (it has not come to ``init_process_group``, or ended before) gets an empty log, so that it is known
+    to exist.
+
+    Returns:
+        The logs, each with its observation, and what could not be read, in sentences.
+    """
+    logs: list[RankLog] = []
+    problems: list[str] = []
+    host = os.uname().nodename
+    for member in members:
+        log: RankLog | None = None
+        if member.box is not None:
+            try:
+                log = member.box.log()
+            except FormatError as error:
+                problems.append(str(error))
+        if log is None:
+            log = RankLog(
+                rank=member.rank, world_size=member.world_size, host=host, pid=member.pid, local_rank=member.local_rank,
+                restart=member.restart, captured_ns=time.time_ns(),
+            )  # fmt: skip
+        log.observation = observations.get(member.pid, Observation())
+        logs.append(log)
+    # A rank without a box does not know the job's name: it is that of the others.
+    job = next((log.job for log in logs if log.job), "")
+    for log in logs:
+        log.job = log.job or job
+    return logs, problems
+
+
+def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int, Observation]:
+    """Look at a roster's processes for ``window_s`` seconds. Returns the observations by pid."""
+    for member in roster.refresh():
+        if member.here:
+            observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
+    end = time.monotonic() + window_s
+    while True:
+        roster.poll()
+        for member in roster.take_ended():
+            observer.ended(member.pid, member.ending or Ending(), clean=member.said_goodbye)
+        for member in roster.current():
+            if member.alive and member.here:
+                observer.sample(member.pid, pulse_of(member))
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        time.sleep(min(_LOOK_EVERY_S, left))
+    return {member.pid: observer.observe(member.pid, wait_s=2.0) for member in roster.current() if member.here}
+
+
+def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
+    """Read all black boxes of a job, and look at its processes for a moment.
+
+    Args:
+        job_dir: the job's folder of boxes, from :func:`commlens.formats.places.live_jobs`.
+        window_s: how long to look at the processes: whether one works or sleeps shows only over time.
+    """
+    roster = Roster([job_dir])
+    try:
+        observations = observe(roster, Observer(), window_s=window_s)
+        return read_logs(roster.current(), observations)[0]
+    finally:
+        roster.close()
+
+
+def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None) -> Path:
+    """Copy a job's black boxes, and what is seen of its processes, into a folder below ``directory``.
+
+    Args:
+        directory: where; the job's folder is made in it.
+        job_dir: which job; by default the one whose rank this process is.
+        window_s: how long to look at the processes.
+        keep: how many jobs' dumps to keep there; by default as set.
+
+    Returns:
+        The dump's folder.
+
+    Raises:
+        CommandError: this process is no recorded rank.
+    """
+    from commlens.formats import dumps
+
+    job_dir = job_dir or own_job()
+    if job_dir is None:
+        raise CommandError(
+            "This process records nothing that could be dumped: start it with `commlens run`, or call commlens.enable() first."
+        )
+    roster = Roster([job_dir])
+    try:
+        observations = observe(roster, Observer(), window_s=window_s)
+        by_rank = {member.rank: observations[member.pid] for member in roster.current() if member.pid in observations}
+    finally:
+        roster.close()
+    return dumps.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=Settings.keep_dumps if keep is None else keep)
+
+
+def own_job(box_dir: str | None = None) -> Path | None:
+    """The job whose rank this process is."""
+    mine = os.getpid()
+    for job in places.live_jobs(box_dir or os.environ.get("COMMLENS_BOX_DIR")):
+        if any(places.box_pid(box) == mine for box in places.boxes(job)):
+            return job
+    return None
