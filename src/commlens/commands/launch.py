@@ -6,7 +6,10 @@ import argparse
 
 
 class LaunchCommand:
-    """Torchrun with a black box in every rank; prints the verdict itself when the job stalls or dies."""
+    """Run a script under torchrun with a black box in every worker.
+
+    When the job stalls or dies, the verdict is printed by itself. All of torchrun's options are accepted.
+    """
 
     name = "launch"
 

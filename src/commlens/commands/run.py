@@ -8,7 +8,10 @@ from commlens.errors import CommandError
 
 
 class RunCommand:
-    """One worker under any other launcher: `srun commlens run train.py`, `torchrun --no-python commlens run train.py`."""
+    """Run a script as one worker with a black box, under any other launcher.
+
+    For example: srun commlens run train.py; torchrun -m commlens run train.py; accelerate launch -m commlens run train.py.
+    """
 
     name = "run"
 
