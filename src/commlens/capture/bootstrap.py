@@ -178,6 +178,7 @@ def _begin(session: Session, rank: int, world_size: int) -> None:
         session.writer = writer
         session.recorder = Recorder(writer, Groups(), cpp_stack=session.settings.cpp_stack, timing=session.settings.timing)
         session.recorder.groups.started_again()
+        session.recorder.on_unreadable_reduce_op = hooks.tap_reduce_ops
         hooks.set_recorder(session.recorder)
         tap.attach(session.recorder)
         pipe = Path(f"{session.settings.dump_pipe}{rank}.commlens.pipe") if session.settings.dump_pipe else None

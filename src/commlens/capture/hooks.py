@@ -132,3 +132,39 @@ def _tap_optimizers() -> None:
             recorder.writer.word(L.STEPS, recorder.steps)
 
     register_optimizer_step_post_hook(commlens_step)
+
+
+_REDUCING_METHODS = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+
+
+def tap_reduce_ops() -> None:
+    """For a torch whose boxed ReduceOp cannot be read (2.6 to 2.9): note it where Python hands it over.
+
+    There C++ callers' reduce ops (DDP's, which are sums) stay unknown.
+    """
+    global _reduce_ops_tapped
+    if _reduce_ops_tapped:
+        return
+    _reduce_ops_tapped = True
+    for name in _REDUCING_METHODS:
+        if name in ProcessGroup.__dict__:
+            setattr(ProcessGroup, name, _noting_reduce_op(ProcessGroup.__dict__[name]))
+
+
+_reduce_ops_tapped = False
+
+
+def _noting_reduce_op(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        options = next((a for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
+        recorder.noted_reduce_op.value = getattr(options, "reduceOp", None)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            recorder.noted_reduce_op.value = None
+
+    return method

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,6 +77,12 @@ class _Coalescing(threading.local):
     current: dict[str, Any] | None = None
 
 
+class _NotedReduceOp(threading.local):
+    """What Python is just handing to the backend, where torch's box of it cannot be read (see hooks.tap_reduce_ops)."""
+
+    value: Any = None
+
+
 class Recorder:
     """Records every collective of the process into ``writer``."""
 
@@ -93,6 +100,8 @@ class Recorder:
         self.unpolled: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
         self._asked: dict[Any, Asked] = {}
         self._coalescing = _Coalescing()
+        self.noted_reduce_op = _NotedReduceOp()
+        self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._coalescing_ids = itertools.count(1).__next__
         self._logged = False
         self.lost = 0
@@ -112,7 +121,7 @@ class Recorder:
                 stack = self.stacks.position(sys._getframe(2))
             token = self._announce(channel, asked, stack)
             if spec.reduce_op >= 0:
-                self.reduce_ops.append((token.offset, token.index, arguments[spec.reduce_op]))
+                self.reduce_ops.append((token.offset, token.index, self.noted_reduce_op.value or arguments[spec.reduce_op]))
             if channel.polls and _may_be_waited_by_address(spec, arguments):
                 token.pointers = _pointers(spec, arguments)
         except Exception as error:
@@ -355,9 +364,11 @@ class Recorder:
         while self.reduce_ops:
             offset, index, boxed = self.reduce_ops.popleft()
             code = _reduce_op_code(boxed)
-            if code is None or self.overwritten(index):
-                continue
-            self.writer.mark_value(offset, L.REDUCE_OP, index, code + 1)
+            if code is None:
+                if self.on_unreadable_reduce_op is not None:
+                    self.on_unreadable_reduce_op()
+            elif not self.overwritten(index):
+                self.writer.mark_value(offset, L.REDUCE_OP, index, code + 1)
 
     # --- accelerators: torch's recorder tells, nobody else
 
@@ -547,11 +558,12 @@ def _collect_pointers(value: Any, into: list[int]) -> None:
             _collect_pointers(item, into)
 
 
-def _reduce_op_code(boxed: Any) -> int | None:
-    """The value of a ReduceOp; None where torch gives no way to read it (2.6 to 2.9 for C++ callers)."""
-    if isinstance(boxed, int):
-        return boxed
+def _reduce_op_code(reduce_op: Any) -> int | None:
+    """The value of a ReduceOp, boxed or not; None where torch gives no way to read it (boxed, 2.6 to 2.9)."""
+    op = getattr(reduce_op, "op", None)
+    if op is None:
+        return None
     try:
-        return int(boxed.op())
+        return int(op() if callable(op) else op)
     except Exception:
         return None

@@ -1,0 +1,397 @@
+"""The tap, the recorder and completion, on real gloo processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commlens.formats import layout as L
+from commlens.formats import places
+from commlens.formats.blackbox import read_box
+from commlens.model.collective import Collective, FrameKind, LearnedHow, State
+from commlens.model.ranklog import RankLog
+from tests.integration.processes import Ended, run_ranks
+
+
+def logs(box_dir: Path) -> list[RankLog]:
+    found = [read_box(path) for path in places.boxes(places.user_folder(box_dir) / "job")]
+    return sorted(found, key=lambda log: log.rank)
+
+
+EVERY_KIND = """
+import torch.distributed._functional_collectives as fc
+from torch.distributed.device_mesh import init_device_mesh
+import threading
+
+def plain(t):
+    dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    dist.all_reduce(t, async_op=True).wait()
+    dist.broadcast(t.view(2, 2).t(), 1)
+    dist.reduce(t, 1)
+    out = torch.zeros(2)
+    dist.reduce_scatter_tensor(out, t)
+    dist.reduce_scatter_tensor(out, t, async_op=True).wait()
+    dist.all_gather([torch.zeros(4), torch.zeros(4)], t)
+    dist.all_gather_into_tensor(torch.zeros(8), t)
+    dist.all_to_all_single(torch.zeros(4), t, [1, 3] if rank == 0 else [3, 1], [1, 3] if rank == 0 else [3, 1])
+    dist.gather(t, [torch.zeros(4), torch.zeros(4)] if rank == 0 else None, dst=0)
+    dist.scatter(t, [torch.zeros(4), torch.zeros(4)] if rank == 1 else None, src=1)
+    dist.barrier()
+    dist.monitored_barrier()
+    dist.all_gather_object([None, None], {"rank": rank})
+
+def point_to_point(t):
+    if rank == 0:
+        dist.isend(t, 1, tag=7).wait()
+        dist.recv(t)
+    else:
+        dist.irecv(t, 0, tag=7).wait()
+        dist.send(t, 0)
+    ops = [dist.P2POp(dist.isend, t, 1 - rank), dist.P2POp(dist.irecv, torch.zeros(4), 1 - rank)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+def functional(t, mesh):
+    (fc.reduce_scatter_tensor(t, "sum", 0, mesh.get_group("tp")) + 1)
+    (fc.all_reduce(t, "sum", (mesh, 1)) + 1)
+    (fc.all_gather_tensor(t, 0, (mesh, 1)) + 1)
+
+def ddp():
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+def in_a_thread(t, group):
+    thread = threading.Thread(target=lambda: dist.all_reduce(t, group=group), name="second")
+    thread.start()
+    thread.join()
+
+dist.init_process_group("gloo")
+mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+extra = dist.new_group([0, 1], group_desc="mine")
+plain(torch.ones(4))
+point_to_point(torch.ones(4))
+functional(torch.ones(4), mesh)
+ddp()
+in_a_thread(torch.ones(4), extra)
+time.sleep(0.6)
+recorder = bootstrap.session().recorder
+assert recorder.lost == 0
+assert not recorder.in_flight and not recorder.by_pointer, (recorder.in_flight, recorder.loose)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def every_kind(tmp_path_factory: pytest.TempPathFactory) -> list[RankLog]:
+    box_dir = tmp_path_factory.mktemp("every")
+    run_ranks(EVERY_KIND, box_dir)
+    return logs(box_dir)
+
+
+def of(log: RankLog, op: str) -> list[Collective]:
+    return [c for c in log.collectives if c.op == op]
+
+
+def test_every_op_is_recorded_once_and_completed(every_kind: list[RankLog]) -> None:
+    for log in every_kind:
+        assert not log.problems
+        seen = {c.op for c in log.collectives}
+        assert seen == {
+            "all_reduce", "broadcast", "reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "scatter", "barrier",
+            "monitored_barrier", "send", "recv",
+        }  # fmt: skip
+        assert [c.index for c in log.collectives] == list(range(1, log.issued + 1))
+        assert {c.state for c in log.collectives} == {State.COMPLETED}, [(c.op, c.state) for c in log.collectives if c.state != State.COMPLETED]
+
+
+def test_ranks_agree_on_channels_and_sequence_numbers(every_kind: list[RankLog]) -> None:
+    first, second = (
+        [(c.channel.key, c.sequence_number, c.op) for c in log.collectives if not c.is_point_to_point] for log in every_kind
+    )
+    assert sorted(first) == sorted(second)
+
+
+def test_what_was_asked(every_kind: list[RankLog]) -> None:
+    log = every_kind[0]
+    first, second = of(log, "all_reduce")[:2]
+    assert (first.asked.reduce_op, second.asked.reduce_op) == ("MAX", "SUM")
+    if first.asked.asynchronous is not None:  # torch 2.6 does not say
+        assert (first.asked.asynchronous, second.asked.asynchronous) == (False, True)
+    broadcast = of(log, "broadcast")[0]
+    assert broadcast.asked.root == 1
+    assert broadcast.asked.inputs[0].memory_order == (1, 0)
+    assert of(log, "all_to_all")[0].asked.input_splits == (1, 3)
+    assert of(log, "reduce")[0].asked.root == 1
+    gathered = of(log, "all_gather")[0].asked
+    assert [spec.shape for spec in gathered.inputs] == [(4,)]
+    assert [spec.shape for spec in gathered.outputs] == [(4,), (4,)]
+
+
+def test_point_to_point_has_peer_tag_and_numbers_of_its_own(every_kind: list[RankLog]) -> None:
+    sends = of(every_kind[0], "send")
+    receives = of(every_kind[0], "recv")
+    assert [(c.peer, c.tag, c.sequence_number) for c in sends] == [(1, 7, 1), (1, 0, 2)]
+    assert receives[0].peer is None  # from any rank
+    assert (receives[1].peer, receives[1].sequence_number) == (1, 1)
+
+
+def test_groups_are_known_by_name_description_ranks_and_mesh_dimension(every_kind: list[RankLog]) -> None:
+    groups = {c.channel.group.label: c.channel.group for log in every_kind for c in log.collectives}
+    assert groups["mine"].ranks == (0, 1)
+    assert groups["tp"].mesh_dim == "tp"
+    assert all(group.backend == "gloo" for group in groups.values())
+
+
+def test_lines_are_the_users(every_kind: list[RankLog]) -> None:
+    functions = {c.source.function for log in every_kind for c in log.collectives if c.source}
+    assert {"plain", "point_to_point", "functional", "ddp", "<lambda>"} == functions
+    assert all(c.source is not None and c.source.file.endswith("program.py") for log in every_kind for c in log.collectives)
+    kinds = {frame.kind for c in every_kind[0].collectives for frame in c.stack}
+    assert {FrameKind.USER, FrameKind.TORCH} <= kinds
+
+
+def test_how_completion_was_learned(every_kind: list[RankLog]) -> None:
+    by_function: dict[str, set[LearnedHow]] = {}
+    for c in every_kind[0].collectives:
+        assert c.source is not None
+        by_function.setdefault(c.source.function, set()).add(c.learned_how)
+    assert by_function["functional"] == {LearnedHow.WAIT}
+    assert by_function["ddp"] == {LearnedHow.POLL}  # the reducer waits in C++
+    (barrier,) = of(every_kind[0], "monitored_barrier")
+    assert barrier.learned_how is LearnedHow.RETURN
+    waited = [c for c in every_kind[0].collectives if c.learned_how is LearnedHow.WAIT]
+    assert all(c.announced_ns <= c.returned_ns <= c.wait_began_ns <= c.wait_ended_ns for c in waited)
+    assert all(c.wait_thread == c.issue_thread for c in waited)
+
+
+def test_optimizer_steps_are_counted(every_kind: list[RankLog]) -> None:
+    assert every_kind[0].steps == 2
+    assert {c.step for c in every_kind[0].collectives} == {0, 1, 2}
+
+
+def test_the_goodbye(every_kind: list[RankLog]) -> None:
+    assert all(log.closed and log.initialised and log.world_size == 2 for log in every_kind)
+    assert all(log.timeout_s == 1800 for log in every_kind)
+
+
+def test_threads(every_kind: list[RankLog]) -> None:
+    (threaded,) = [c for c in every_kind[0].collectives if c.channel.group.label == "mine"]
+    assert threaded.issue_thread not in {c.issue_thread for c in every_kind[0].collectives if c is not threaded}
+
+
+def test_killed_in_mid_collective_loses_nothing(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        for _ in range(5):
+            dist.all_reduce(torch.ones(3))
+        if rank == 1:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        import threading
+        threading.Timer(0.7, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        dist.broadcast(torch.ones(3), 1)
+        """,
+        tmp_path,
+        expect=-signal.SIGKILL,
+    )
+    killed, other = logs(tmp_path)
+    assert killed.issued == 6
+    last = killed.collectives[-1]
+    assert (last.op, last.state, last.waited_for) == ("broadcast", State.ISSUED, True)
+    assert last.source is not None and last.source.function == "<module>"
+    assert not killed.closed
+    assert other.issued == 5 and {c.state for c in other.collectives} == {State.COMPLETED}
+
+
+def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        try:
+            dist.all_to_all_single(torch.zeros(4), torch.zeros(4), [1, 1], [1, 1])
+        except RuntimeError as error:
+            print("caught", error)
+        dist.all_reduce(torch.ones(1))
+        raise ValueError("a fault of the user")
+        """,
+        tmp_path,
+        expect=1,
+    )
+    log = logs(tmp_path)[0]
+    failed, fine = log.collectives
+    assert failed.state is State.FAILED and failed.error
+    assert fine.state is State.COMPLETED
+    assert log.closed and log.exception == "ValueError: a fault of the user"
+    assert log.exception_stack[0].function == "<module>"
+
+
+def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> None:
+    program = """
+        import gc, weakref
+        dist.init_process_group("gloo")
+        torch.manual_seed(rank)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            optimizer.step(); optimizer.zero_grad()
+            dist.all_reduce(loss.detach())
+            print("LOSS", step, loss.item().hex())
+        kept = []
+        for kind in ("sync", "async", "p2p", "scattered"):
+            tensor = torch.ones(1000)
+            kept.append(weakref.ref(tensor))
+            if kind == "sync": dist.all_reduce(tensor)
+            elif kind == "async": dist.all_reduce(tensor, async_op=True).wait()
+            elif kind == "p2p": (dist.send if rank == 0 else dist.recv)(tensor, 1 - rank)
+            else: dist.reduce_scatter_tensor(torch.zeros(500), tensor)
+        del tensor
+        dist.barrier()
+        print("KEPT", [ref() is not None for ref in kept])
+        """
+    recorded = run_ranks(program, tmp_path)
+    bare = run_ranks(program, tmp_path, RECORD="0")
+
+    def results(ended: list[Ended]) -> list[list[str]]:
+        return [[line for line in end.output.splitlines() if line.startswith(("LOSS", "KEPT"))] for end in ended]
+
+    assert results(recorded) == results(bare)
+    assert results(recorded)[0][-1] == "KEPT [False, False, False, False]"
+
+
+def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        import multiprocessing, subprocess
+
+        def child():
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+            bootstrap.start(config.Settings(box_dir=os.environ["BOX_DIR"], job="job", watched=True))
+            if dist.is_initialized():  # forked: the parent's group is there, and must not be used
+                os._exit(0)
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+            dist.all_reduce(torch.ones(1))
+            os._exit(0)
+
+        if __name__ == "__main__":
+            dist.init_process_group("gloo")
+            dist.all_reduce(torch.ones(1))
+            pid = os.fork()
+            if pid == 0:
+                assert bootstrap.session().recorder is None
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+            if rank == 0:
+                worker = multiprocessing.get_context("spawn").Process(target=child)
+                worker.start(); worker.join(40)
+                assert worker.exitcode == 0
+            loader = torch.utils.data.DataLoader(torch.arange(8), num_workers=1)
+            assert len(list(loader)) == 8
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+    assert [(log.rank, log.issued) for log in logs(tmp_path)] == [(0, 2), (1, 2)]
+    assert len(places.boxes(places.user_folder(tmp_path) / "job")) == 2
+
+
+def test_the_ring_wraps(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        for size in range(1, 60):
+            dist.all_reduce(torch.ones(size))
+        """,
+        tmp_path,
+        ENTRIES="16",
+    )
+    log = logs(tmp_path)[0]
+    assert log.issued == 59
+    assert [c.index for c in log.collectives] == list(range(44, 60))
+    assert [c.asked.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
+
+
+@pytest.mark.parametrize("place", ["absent", "read-only", "full"])
+def test_without_room_the_job_runs_on_with_one_line(tmp_path: Path, place: str) -> None:
+    box_dir = tmp_path / place
+    if place == "absent":
+        box_dir = Path("/proc/nowhere")
+    elif place == "read-only":
+        box_dir.touch()  # a file where the folder should be: root may write anywhere else
+    else:
+        box_dir = Path("/dev/full/nowhere")
+    program = f"""
+        os.environ["BOX_DIR"] = {str(box_dir)!r}
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        print("DONE")
+        """
+    program = f"import os\nos.environ['BOX_DIR'] = {str(box_dir)!r}\n" if False else program
+    ended = run_ranks(program, tmp_path, RECORD_DIR=str(box_dir))
+    assert all("DONE" in end.output for end in ended)
+
+
+def test_cpp_frames_on_request(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        """,
+        tmp_path,
+        CPP_STACK="1",
+    )
+    stack = logs(tmp_path)[0].collectives[0].stack
+    native = [frame.function for frame in stack if frame.kind is FrameKind.NATIVE]
+    assert any("c10d::" in function and "allreduce" in function for function in native), native
+    assert any(frame.kind is FrameKind.USER for frame in stack)
+
+
+def test_layout_constants_match_torch() -> None:
+    import torch.distributed as dist
+
+    values = {name: int(value) for name, value in dist.ReduceOp.RedOpType.__members__.items()}
+    assert tuple(sorted(values, key=values.__getitem__)) == L.REDUCE_OPS
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
+def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(tmp_path: Path) -> None:
+    import subprocess
+
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this machine does not let us mount a tmpfs")
+    try:
+        ended = run_ranks(
+            """
+            dist.init_process_group("gloo")
+            dist.all_reduce(torch.ones(1))
+            if rank == 0:
+                try:
+                    with open(os.environ["BOX_DIR"] + "/filler", "wb") as filler:
+                        while True: filler.write(bytes(65536))
+                except OSError:
+                    pass
+            for size in range(300):
+                dist.all_reduce(torch.ones(size + 1))
+            print("DONE")
+            """,
+            tmp_path,
+            world_size=3,
+        )
+        assert all("DONE" in end.output for end in ended)
+        unrecorded = [end for end in ended if "is not recorded" in end.output]
+        assert len(unrecorded) == 1, "5 MB hold two boxes of 2.2 MB: the third rank must say that it has none"
+        assert [log.issued for log in logs(tmp_path)] == [301, 301]
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=False)
