@@ -66,7 +66,6 @@ class Box:
             "commlens": "0.1.0",
             "prefixes": {"torch": TORCH, "commlens": COMMLENS, "python": [STDLIB, "<frozen"]},
             "coverage": [],
-            "timeout_s": 1800.0,
         } | (about or {})
         self.head = 0
         self.index = 0
@@ -74,6 +73,7 @@ class Box:
         self.write_header()
         self.heartbeat(MONO)
         self.word(288, 1)
+        self.word(368, 1_800_000)
 
     def write_header(self, text: bytes | None = None, **changed: Any) -> None:
         """Write the static part again, with some of its fields changed and a right checksum."""
