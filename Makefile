@@ -1,0 +1,53 @@
+# Linux, Python 3.10 to 3.13 and make are all that is needed: the targets make their own virtual environments.
+
+VENV := .venv
+PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
+TORCH_VERSION := $(PINNED_TORCH)
+
+# The first of these that is a suitable Python and can make virtual environments.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
+	$$python -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
+	&& { command -v $$python; break; }; done)
+
+# PyTorch's index of CPU builds, where it can be reached: PyPI's own builds for Linux bring gigabytes of CUDA along.
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null \
+	&& echo --extra-index-url $(CPU_INDEX))
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench compat clean
+
+help: ## Say what there is to make
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told why (DEMO=NAME for another fault, DEMO=--list)
+	@$(VENV)/bin/python -m commlens demo $(DEMO)
+
+test: $(VENV)/.ready ## Run all the tests (ARGS="-k name" for some of them)
+	$(VENV)/bin/python -m pytest $(ARGS)
+
+lint: $(VENV)/.ready ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: $(VENV)/.ready ## Measure what recording costs
+	@for benchmark in $(wildcard benchmarks/*.py); do $(VENV)/bin/python $$benchmark || exit 1; done
+
+compat: ## Run all the tests on another torch, in an environment of its own: make compat TORCH=2.15.0
+	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH_VERSION=$(TORCH) test
+
+clean: ## Remove the virtual environments
+	rm -rf .venv .venv-torch-*
+
+# torch comes first; another than the pinned one brings the versions of its dependencies that it asks for itself.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
+	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once, some minutes where torch has to be downloaded."
+	@rm -rf $(VENV)
+	@$(PYTHON) -m venv $(VENV)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH_VERSION) $(USE_CPU_INDEX) \
+		$(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),--constraint constraints.txt)
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint]' --constraint constraints.txt
+	@touch $@

@@ -1,0 +1,88 @@
+"""What all tests share: a clean environment, hard timeouts (pyproject.toml), and a look for processes that were left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "src"
+MARK = "PYTEST_COMMLENS_SESSION"  # every process that a test starts inherits this variable
+GRACE_S = 10.0  # watchers end by themselves, with the job
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """No setting of the person who runs the tests reaches them."""
+    for name in list(os.environ):
+        if (name.startswith("COMMLENS") and name != "COMMLENS_TEST_DATA") or name.startswith(("TORCH_NCCL_", "TORCH_FR_")):
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    """The folder of real dumps that are too large for the repository."""
+    folder = os.environ.get("COMMLENS_TEST_DATA")
+    if not folder:
+        pytest.skip("COMMLENS_TEST_DATA does not name the folder of real dumps")
+    return Path(folder)
+
+
+RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_commlens(tmp_path: Path) -> RunCommlens:
+    """Call the command line in a process of its own: ``run_commlens("config", "show", environ={...})``."""
+
+    def run(*arguments: str, environ: dict[str, str] | None = None, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "commlens", *arguments],
+            env={**os.environ, "PYTHONPATH": str(SOURCE), **(environ or {})},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    return run
+
+
+def _left_behind(mark: str) -> Iterator[tuple[int, str]]:
+    """Processes, other than this one, that a test started: their pids and command lines."""
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit() or int(folder.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name), (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def pytest_sessionstart() -> None:
+    os.environ[MARK] = uuid.uuid4().hex
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    mark = os.environ.pop(MARK, None)
+    if mark is None:
+        return
+    deadline = time.monotonic() + GRACE_S
+    while (left := list(_left_behind(mark))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid, command in left:
+        print(f"\nleft behind by the tests and ended now: {pid} {command}", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    if left and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
