@@ -108,7 +108,9 @@ def _use_worker_half(arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> Iterator[None]:
     """A watcher in a thread of this process while the job runs, and its last words before torchrun's own."""
-    folders = [places.user_folder(root) / str(settings.job) for root in places.box_roots(settings.box_dir)]
+    # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
+    roots = list(dict.fromkeys(root.resolve() for root in places.box_roots(settings.box_dir)))
+    folders = [places.user_folder(root) / str(settings.job) for root in roots]
     watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=_end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
     # Signals that this process gets are told to the watcher too, by a byte each: torchrun's handlers stay as they are.

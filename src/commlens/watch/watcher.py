@@ -327,7 +327,7 @@ class Watcher:
         if self._episode is not None and self._episode.verdict is not None and oldest_ns > self._episode.since_ns:
             self._wait_ended(self._episode)
             self._episode = None
-        if age < max(patience / 2, patience - WINDOW_S - 2) and not striking and not clean_due and self._clean_due is None:
+        if age < max(patience / 4, patience - WINDOW_S - 2) and not striking and not clean_due and self._clean_due is None:
             if self._episode is not None:
                 self._episode = None
                 self._observer.forget_samples()

@@ -1,0 +1,158 @@
+"""What a process looks like from outside over a window."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from watch_ranks import eventually
+
+from commlens.formats import places
+from commlens.model.collective import FrameKind
+from commlens.model.ranklog import End
+from commlens.watch import process, pyspy
+from commlens.watch.observer import Observer, Pulse
+
+SECOND = 1_000_000_000
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    """A process that sleeps until it is told to spin."""
+    code = "import sys\nprint('up', flush=True)\nfor line in sys.stdin:\n    sum(i for i in range(6_000_000))\n    print('spun', flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None
+        started.stdout.readline()
+        yield started
+        started.kill()
+
+
+def pulse(**changed: int) -> Pulse:
+    return Pulse(**({"heartbeat_ns": time.monotonic_ns(), "main_stack_since_ns": 1, "records": 5} | changed))
+
+
+def observer_of(child: subprocess.Popen[str]) -> Observer:
+    observer = Observer(stacks_from_outside=False)
+    observer.add(child.pid, places.start_ticks(child.pid))
+    return observer
+
+
+def test_sleeping_then_computing(child: subprocess.Popen[str]) -> None:
+    observer = observer_of(child)
+    observer.sample(child.pid, pulse())
+    time.sleep(0.05)
+    observer.sample(child.pid, pulse())
+    asleep = observer.observe(child.pid)
+    assert asleep.end is End.RUNNING
+    assert asleep.proc_state == "S"
+    assert asleep.cpu_s is not None
+    assert asleep.cpu_s < 0.04
+    assert child.stdin is not None
+    assert child.stdout is not None
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    child.stdout.readline()
+    observer.sample(child.pid, pulse())
+    worked = observer.observe(child.pid)
+    assert worked.cpu_s is not None
+    assert worked.cpu_s >= 0.05
+
+
+def test_stopped_is_not_holding_the_gil(child: subprocess.Popen[str]) -> None:
+    observer = observer_of(child)
+    silent = time.monotonic_ns() - 3 * SECOND
+    os.kill(child.pid, signal.SIGSTOP)
+    eventually(lambda: (seen := process.look(child.pid)) is not None and seen.state == "T")
+    observer.sample(child.pid, pulse(heartbeat_ns=silent))
+    observer.sample(child.pid, pulse(heartbeat_ns=silent))
+    seen = observer.observe(child.pid)
+    assert (seen.proc_state, seen.stopped_fraction, seen.holds_gil) == ("T", 1.0, False)
+
+
+def test_a_silent_heart_in_a_running_process_holds_the_gil(child: subprocess.Popen[str]) -> None:
+    observer = observer_of(child)
+    silent = time.monotonic_ns() - 3 * SECOND
+    observer.sample(child.pid, pulse(heartbeat_ns=silent))
+    observer.sample(child.pid, pulse(heartbeat_ns=silent))
+    assert observer.observe(child.pid).holds_gil is True
+    observer.sample(child.pid, pulse())
+    assert observer.observe(child.pid).holds_gil is False
+    observer.sample(child.pid, pulse(heartbeat_ns=silent, closed=True))
+    assert observer.observe(child.pid).holds_gil is None, "after a goodbye there is no watchdog thread"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "moved"),
+    [
+        ({"records": 5}, {"records": 6}, True),
+        ({"main_stack_since_ns": 1}, {"main_stack_since_ns": 2}, True),
+        ({"main_stack_since_ns": 1}, {"main_stack_since_ns": 1}, False),
+        ({"main_stack_since_ns": 0}, {"main_stack_since_ns": 1}, False),  # the first look after a collective is no movement
+        ({"main_stack_since_ns": 0}, {"main_stack_since_ns": 0}, None),
+    ],
+)
+def test_stack_moved(child: subprocess.Popen[str], first: dict[str, int], second: dict[str, int], moved: bool | None) -> None:
+    observer = observer_of(child)
+    observer.sample(child.pid, pulse(**first))
+    observer.sample(child.pid, pulse(**second))
+    assert observer.observe(child.pid).stack_moved is moved
+
+
+def test_the_end_is_remembered(child: subprocess.Popen[str]) -> None:
+    observer = observer_of(child)
+    child.kill()
+    child.wait(10)
+    seen = observer.ended(child.pid, process.Ending(signal="SIGKILL"), at_ns=123)
+    assert (seen.end, seen.signal, seen.ended_ns) == (End.KILLED, "SIGKILL", 123)
+    assert observer.observe(child.pid) is seen
+
+
+@pytest.mark.parametrize(
+    ("ending", "clean", "end"),
+    [
+        (process.Ending(exit_code=0), None, End.CLEAN),
+        (process.Ending(exit_code=0), False, End.CLEAN),
+        (process.Ending(exit_code=3), True, End.FAILED),
+        (process.Ending(), True, End.CLEAN),
+        (process.Ending(), False, End.FAILED),
+        (process.Ending(), None, End.GONE),
+    ],
+)
+def test_exit_status_beats_the_box_which_beats_nothing(
+    child: subprocess.Popen[str], ending: process.Ending, clean: bool | None, end: End
+) -> None:
+    assert observer_of(child).ended(child.pid, ending, clean=clean).end is end
+
+
+def test_pyspy_answer() -> None:
+    answer = [
+        {"os_thread_id": 8, "thread_name": "other", "owns_gil": True, "frames": []},
+        {"os_thread_id": 7, "thread_name": None, "owns_gil": False, "frames": [{"name": "f", "filename": "/x/torch/a.py", "line": 3}]},
+    ]
+    stacks = pyspy.parse(answer, 7, lambda file: FrameKind.TORCH if "torch" in file else FrameKind.USER, 99)
+    assert stacks.gil_owner == 8
+    main = stacks.threads[0]
+    assert (main.is_main, main.name, main.taken_ns, main.frames[0].kind) == (True, "MainThread", 99, FrameKind.TORCH)
+
+
+@pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
+def test_stacks_of_a_real_process(child: subprocess.Popen[str]) -> None:
+    stacks = pyspy.take(child.pid, lambda _: FrameKind.USER)
+    if stacks.note is not None and "may not read" in stacks.note:
+        pytest.skip(stacks.note)
+    assert stacks.note is None
+    assert stacks.threads[0].is_main
+    assert stacks.threads[0].frames[-1].function == "<module>"
+
+
+def test_no_stacks_of_a_process_that_is_gone() -> None:
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    stacks = pyspy.take(gone.pid, lambda _: FrameKind.USER)
+    assert stacks.threads == []
+    assert stacks.note

@@ -1,0 +1,290 @@
+"""The watcher on small real processes with real black boxes; what is wrong is told by a judge of a few lines."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from watch_ranks import Rank, eventually
+
+from commlens.config import Settings
+from commlens.model.ranklog import End, RankLog
+from commlens.model.verdict import CollectiveRef, Verdict
+from commlens.watch.roster import Worker
+from commlens.watch.watcher import Watcher, patience_s, timeout_lead_s
+
+BAD = (End.FAILED, End.KILLED, End.GONE)
+
+
+def judge(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
+    dead = [log for log in logs if log.observation.end in BAD]
+    if dead:
+        first = min(dead, key=lambda log: log.observation.ended_ns)
+        return Verdict(kind="dead", culprits=[first.rank], summary=f"rank {first.rank} died")
+    waiting = [log.rank for log in logs if any(each.in_flight for each in log.collectives)]
+    absent = [log for log in logs if log.rank not in waiting]
+    if not waiting or not absent:
+        return Verdict()
+    works = any((log.observation.cpu_s or 0) > 0.3 for log in absent)
+    newest = max(log.collectives[-1].sequence_number for log in logs if log.rank in waiting)
+    return Verdict(
+        kind="waiting" if works else "missing",
+        culprits=[log.rank for log in absent],
+        victims=waiting,
+        summary=f"rank {absent[0].rank} is missing",
+        collective=CollectiveRef("all_reduce", newest),
+    )
+
+
+class Job:
+    """A job of some ranks, and the watcher of it in a thread."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        self.folder = tmp_path / "boxes" / "job-1"
+        self.dumps = tmp_path / "dumps"
+        self.ranks: list[Rank] = []
+        self.said: list[str] = []
+        self.times: list[float] = []
+        self.watcher: Watcher | None = None
+        self.thread: threading.Thread | None = None
+
+    def start(self, world_size: int = 2, **options: object) -> None:
+        self.ranks = [Rank(self.folder, rank, world_size, **options) for rank in range(world_size)]
+
+    def say(self, what: str | Verdict) -> None:
+        self.said.append(what if isinstance(what, str) else f"{what.kind} {what.culprits}")
+        self.times.append(time.monotonic())
+
+    def watch(self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[], None] | None = None, **changed: object) -> None:
+        settings = Settings(**({"stall_timeout": 0.6, "dump_dir": str(self.dumps)} | changed))  # type: ignore[arg-type]
+        self.watcher = Watcher([self.folder], settings, say=self.say, judge=judge, workers=workers, end_job=end_job)
+        self.thread = threading.Thread(target=self.watcher.run, daemon=True)
+        self.thread.start()
+
+    def ended(self) -> bool:
+        return self.thread is not None and not self.thread.is_alive()
+
+    def heard(self, text: str) -> bool:
+        return any(text in said for said in self.said)
+
+    @property
+    def saved(self) -> list[str]:
+        return sorted(path.name.split(".")[0] for path in self.dumps.glob("*/rank*.box"))
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.end()
+        if self.thread is not None:
+            self.thread.join(10)
+            assert not self.thread.is_alive(), "the watcher outlived its job"
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.close()
+
+
+def test_patience() -> None:
+    assert patience_s(60, 0) == 180
+    assert patience_s(60, 1) == 60
+    assert patience_s(2, 0) == 2, "a short timeout is taken literally"
+    assert timeout_lead_s(600) == 15
+    assert timeout_lead_s(30) == 3
+
+
+def test_a_stall_is_told_once_with_a_dump_and_its_end(job: Job) -> None:
+    job.start()
+    job.watch()
+    job.ranks[0].tell("announce")
+    began = time.monotonic()
+    eventually(lambda: job.heard("missing [1]"))
+    assert job.times[0] - began >= 0.55
+    eventually(lambda: job.heard("everything known is in"))
+    assert job.saved == ["rank0", "rank1"]
+    time.sleep(1.0)
+    assert len(job.said) == 2, f"said again: {job.said}"
+    job.ranks[1].tell("announce")
+    for rank in job.ranks:
+        rank.tell("done")
+    eventually(lambda: job.heard("rank 1 arrived after"))
+    assert job.said[-1].endswith("the job goes on.")
+    # Another stall is another verdict.
+    job.ranks[1].tell("announce")
+    eventually(lambda: job.heard("missing [0]"))
+
+
+def test_a_clean_end_leaves_nothing(job: Job) -> None:
+    job.start()
+    job.watch()
+    for rank in job.ranks:
+        rank.tell("announce")
+        rank.tell("done")
+        rank.tell("phase 2")
+        rank.tell("exit 0", answers=False)
+    eventually(job.ended)
+    assert job.said == []
+    assert not job.folder.exists()
+    assert job.saved == []
+
+
+def test_a_rank_that_works_is_waited_for(job: Job) -> None:
+    job.start()
+    job.watch(stall_timeout=1.5)
+    job.ranks[1].tell("spin 4", answers=False)
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.said != [])
+    assert job.said == ["rank 1 is missing."], "a notice, no verdict"
+    assert job.saved == []
+
+
+@pytest.mark.parametrize(("how", "words"), [("exit 3", "dead [1]"), ("kill", "dead [1]")])
+def test_a_death_is_told_at_once(job: Job, how: str, words: str) -> None:
+    job.start(3)
+    job.watch(stall_timeout=60.0)
+    job.ranks[0].tell("announce")
+    time.sleep(0.3)
+    if how == "kill":
+        os.kill(job.ranks[1].pid, signal.SIGKILL)
+    else:
+        job.ranks[1].tell(how, answers=False)
+    began = time.monotonic()
+    eventually(lambda: job.heard(words))
+    assert time.monotonic() - began < 2
+    # What falls after it is not told again.
+    os.kill(job.ranks[0].pid, signal.SIGKILL)
+    os.kill(job.ranks[2].pid, signal.SIGTERM)
+    eventually(job.ended)
+    assert len([said for said in job.said if said.startswith("dead")]) == 1
+    assert job.saved == ["rank0", "rank1", "rank2"]
+    assert not job.folder.exists(), "kept in the dump, gone from memory"
+
+
+def test_a_job_that_is_told_to_stop_did_not_die(job: Job) -> None:
+    job.start()
+    job.watch(stall_timeout=60.0)
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGTERM)
+    eventually(job.ended)
+    assert job.said == []
+    assert not job.folder.exists()
+
+
+def test_one_rank_that_gets_a_sigterm_died(job: Job) -> None:
+    job.start()
+    job.watch(stall_timeout=60.0)
+    eventually(lambda: job.watcher is not None)
+    time.sleep(0.3)
+    os.kill(job.ranks[1].pid, signal.SIGTERM)
+    eventually(lambda: job.heard("dead [1]"))
+
+
+def test_abort_ends_the_ranks(job: Job) -> None:
+    job.start()
+    job.watch(on_stall="abort")
+    job.ranks[0].tell("announce")
+    eventually(job.ended)
+    assert job.said[0] == "missing [1]"
+    assert [rank.process.wait(5) for rank in job.ranks] == [-signal.SIGTERM, -signal.SIGTERM]
+    assert job.saved == ["rank0", "rank1"]
+    assert not job.heard("dead")
+
+
+def test_abort_kills_those_that_do_not_hear(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlens.watch.watcher.KILL_AFTER_S", 0.5)
+    job.start()
+    os.kill(job.ranks[1].pid, signal.SIGSTOP)
+    job.watch(on_stall="abort")
+    job.ranks[0].tell("announce")
+    eventually(job.ended)
+    assert job.ranks[1].process.wait(5) == -signal.SIGKILL
+
+
+def test_a_dump_before_the_groups_timeout_strikes(job: Job) -> None:
+    job.start(2, timeout_s=2.0)
+    job.watch(stall_timeout=60.0)
+    job.ranks[0].tell("announce")
+    began = time.monotonic()
+    eventually(lambda: job.heard("about to strike (2 s)"))
+    assert 1.5 < time.monotonic() - began < 2.5
+    assert job.saved == ["rank0", "rank1"]
+    assert job.heard("missing [1]"), "the timeout will end the job: this is the last chance to say why"
+
+
+def test_silent_heart_and_no_dump_folder(job: Job, tmp_path: Path) -> None:
+    """Nothing that goes wrong with a dump keeps the verdict from being told."""
+    (tmp_path / "file").write_text("")
+    job.start()
+    job.watch(dump_dir=str(tmp_path / "file" / "below"))
+    job.ranks[1].tell("silence")
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.heard("missing [1]"))
+    eventually(lambda: job.heard("no dump could be saved"))
+
+
+def test_the_ranks_of_a_launcher(job: Job) -> None:
+    """A worker that never comes to a box is known, and what the launcher does after the first death says nothing."""
+    job.start(2)
+    quiet = Rank(job.folder.with_name("elsewhere"), 2, 3)
+    job.ranks.append(quiet)
+    workers = [Worker(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
+    job.watch(workers=lambda: workers, stall_timeout=60.0)
+    time.sleep(0.5)
+    quiet.tell("exit 1", answers=False)
+    eventually(lambda: job.heard("dead [2]"))
+    for rank in job.ranks[:2]:
+        os.kill(rank.pid, signal.SIGTERM)
+    assert job.watcher is not None
+    time.sleep(0.3)
+    assert not job.ended(), "a launcher may start its workers anew"
+    job.watcher.stop()
+    eventually(job.ended)
+    assert [said for said in job.said if said.startswith("dead")] == ["dead [2]"]
+    assert not job.folder.exists()
+
+
+def test_failures_that_only_the_agent_saw(job: Job) -> None:
+    job.watch(workers=list, stall_timeout=60.0)
+    assert job.watcher is not None
+    job.watcher.stop({1: (2**22 + 5, -11), 0: (2**22 + 6, 1)})
+    eventually(job.ended)
+    assert any(said.startswith("dead") for said in job.said)
+
+
+def test_a_restart_begins_anew(job: Job) -> None:
+    job.start(2)
+    job.watch(workers=list, stall_timeout=60.0)
+    time.sleep(0.4)
+    job.ranks[1].tell("exit 3", answers=False)
+    eventually(lambda: job.heard("dead [1]"))
+    job.ranks[0].end()
+    again = [Rank(job.folder, rank, 2, restart=1) for rank in range(2)]
+    job.ranks += again
+    eventually(lambda: len(list(job.folder.glob("*.box"))) == 2)
+    again[0].tell("exit 4", answers=False)
+    eventually(lambda: job.heard("dead [0]"))
+    assert job.watcher is not None
+    again[1].end()
+    job.watcher.stop()
+    eventually(job.ended)
+
+
+def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.start()
+    job.watch()
+    assert job.watcher is not None
+
+    def broken(*_: object, **__: object) -> Verdict:
+        raise RuntimeError("no idea")
+
+    job.watcher._judge = broken
+    job.ranks[0].tell("announce")
+    eventually(job.ended)
+    assert "steps aside" in caplog.text
+    assert job.ranks[0].process.poll() is None
