@@ -361,7 +361,7 @@ def test_layout_constants_match_torch() -> None:
     import torch.distributed as dist
 
     values = {name: int(value) for name, value in dist.ReduceOp.RedOpType.__members__.items()}
-    assert tuple(sorted(values, key=values.__getitem__)) == L.REDUCE_OPS
+    assert tuple(sorted(values, key=values.__getitem__)) == L.REDUCE_OPS[: len(values)]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")

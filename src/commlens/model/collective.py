@@ -34,6 +34,7 @@ class FrameKind(str, Enum):
     """Whose code a stack frame is. Only the user's are shown; the others are folded."""
 
     USER = "user"
+    LIBRARY = "library"  # an installed package that is not torch: shown where no line of the user's is in the stack
     TORCH = "torch"
     COMMLENS = "commlens"
     PYTHON = "python"
@@ -59,8 +60,9 @@ Stack = tuple[Frame, ...]
 
 
 def user_frame(stack: Stack) -> Frame | None:
-    """The innermost frame of the user's own code, if the stack has one."""
-    return next((frame for frame in stack if frame.kind is FrameKind.USER), None)
+    """The innermost frame of the user's own code; where there is none, of an installed library; else None."""
+    by_kind = {frame.kind: frame for frame in reversed(stack)}
+    return by_kind.get(FrameKind.USER) or by_kind.get(FrameKind.LIBRARY)
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
