@@ -305,7 +305,7 @@ def _about(job: str) -> dict[str, Any]:
 
     def namespace() -> str:
         with contextlib.suppress(OSError):
-            return os.readlink("/proc/self/ns/pid")
+            return str(Path("/proc/self/ns/pid").readlink())
         return ""
 
     coverage = ["custom all-reduce kernels, symmetric memory and Python process groups are not seen"]
@@ -342,7 +342,7 @@ def _start_watcher(session: Session) -> None:
         return
     environ = {**os.environ, **config.settings_environment(session.settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ.pop("COMMLENS", None)
-    subprocess.Popen(  # noqa: S603 - it outlives us by design and ends with the job
+    subprocess.Popen(  # it outlives us by design and ends with the job
         [sys.executable, "-m", "commlens.watch", str(session.job_dir)],
         env=environ,
         stdin=subprocess.DEVNULL,

@@ -60,6 +60,7 @@ class BoxWriter:
         self._side_head = 0
         self._evidence_seq = 0
         self.last_index = 0
+        self.side_floor = 0  # blobs up to here are too old to be referred to by new records
         self.epoch = _monotonic()
         # Built under a temporary name: a reader that lists the folder never sees a box without its header.
         building = path.with_suffix(".new")
@@ -144,10 +145,6 @@ class BoxWriter:
 
     # --- side table
 
-    def side_alive(self, position: int) -> bool:
-        """Whether a blob is far enough from being overwritten that new records may still refer to it."""
-        return position > self._side_head - self._side_size // 2
-
     def add_blob(self, content: dict[str, Any]) -> int:
         """Append a JSON object to the side table and return its position; 0 when it is too large."""
         payload = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
@@ -162,6 +159,7 @@ class BoxWriter:
             at = self._side_at + self._side_head % self._side_size
             # The head moves first: a reader must know the old blobs here to be dead before they are overwritten.
             self._side_head += need
+            self.side_floor = max(0, self._side_head - self._side_size // 2)
             self.word(L.SIDE_HEAD, self._side_head)
             self._map[at + L.BLOB.size : at + L.BLOB.size + len(payload)] = payload
             self._map[at : at + L.BLOB.size] = L.BLOB.pack(len(payload), L.blob_crc(position, payload), position)

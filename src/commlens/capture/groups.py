@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
@@ -26,16 +27,15 @@ class Channel:
         self.blob = 0  # position of its description in the side table
         self.busy = 0  # native id of the thread that is issuing on it right now
         self.next_number = itertools.count(1).__next__
-        self.pairs: dict[tuple[int, str], Any] = {}
+        self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
         self.polls = device == "cpu"  # whether a Work may be held and asked; never on an accelerator
 
-    def next_of_pair(self, peer: int, op: str) -> int:
-        """Next sequence number of point-to-point ops with one peer in one direction."""
+    def pair(self, peer: int, op: str) -> Callable[[], int]:
+        """The counter of point-to-point ops with one peer in one direction."""
         counter = self.pairs.get((peer, op))
         if counter is None:
             counter = self.pairs[(peer, op)] = itertools.count(1).__next__
-        number: int = counter()
-        return number
+        return counter
 
     def describe(self) -> dict[str, Any]:
         """The group's blob, as docs/protocol.md has it."""

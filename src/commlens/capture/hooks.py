@@ -44,7 +44,7 @@ def _tap_work_wait() -> None:
     # Classes of C++ works that bring a wait of their own (the fake backend's) do not pass through Work's.
     for kind in (Work, *Work.__subclasses__()):
         if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
-            kind.wait = _tapped_wait(kind.__dict__["wait"])
+            setattr(kind, "wait", _tapped_wait(kind.__dict__["wait"]))  # noqa: B010 - a plain assignment is what type checkers refuse
 
 
 def _tapped_wait(original: Any) -> Any:
@@ -91,8 +91,8 @@ def _tap_coalescing() -> None:
         recorder.returned_work(token, work)
         return work
 
-    ProcessGroup._start_coalescing = _start_coalescing
-    ProcessGroup._end_coalescing = _end_coalescing
+    for function in (_start_coalescing, _end_coalescing):
+        setattr(ProcessGroup, function.__name__, function)
 
 
 def _tap_meshes() -> None:
@@ -106,7 +106,7 @@ def _tap_meshes() -> None:
         if _recorder is not None:
             _learn_mesh(self, _recorder)
 
-    DeviceMesh.__init__ = __init__  # type: ignore[method-assign]
+    setattr(DeviceMesh, "__init__", __init__)  # noqa: B010
 
 
 def _learn_mesh(mesh: Any, recorder: Recorder) -> None:
@@ -134,7 +134,14 @@ def _tap_optimizers() -> None:
     register_optimizer_step_post_hook(commlens_step)
 
 
-_REDUCING_METHODS = ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+_REDUCING_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
 
 
 def tap_reduce_ops() -> None:

@@ -31,7 +31,7 @@ def group_statuses() -> dict[str, GroupStatus]:
                 key: GroupStatus(int(value["last_enqueued_collective"]), int(value["last_completed_collective"]))
                 for key, value in status.items()
             }
-        except Exception:  # noqa: S112 - whatever it answers instead, nothing is known
+        except Exception:  # whatever it answers instead, nothing is known
             continue
     return {}
 

@@ -23,7 +23,7 @@ from commlens.capture import native, stacks, tap
 from commlens.capture.boxwriter import BoxWriter
 from commlens.capture.groups import Channel, Group, Groups
 from commlens.formats import layout as L
-from commlens.model.ops import wire_op
+from commlens.model.ops import POINT_TO_POINT, wire_op
 
 log = logging.getLogger("commlens")
 
@@ -37,19 +37,19 @@ _strided = torch.strided
 
 
 class Asked:
-    """What a collective asked for, interned: most programs repeat a few."""
+    """What a collective asked for, and of which channel, interned: most programs repeat a few."""
 
-    __slots__ = ("blob", "content", "device", "dispatcher_op", "flags", "op", "peer", "tag", "wait_tells")
+    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "tag", "wait_tells")
 
-    def __init__(self, content: dict[str, Any], device: str, peer: int, tag: int, flags: int) -> None:
+    def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = L.FLAG_ENTERED) -> None:
         self.content = content
-        self.device = device
-        self.peer = peer  # group rank, -1 where there is none
+        self.channel = channel
+        self.peer = peer  # global rank, -1 where there is none
         self.tag = tag
         self.flags = flags
-        self.op: str = content["op"]
-        self.dispatcher_op: str = content["dop"]
         self.blob = 0
+        self.op: str = content["op"]
+        self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
         # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
         self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
 
@@ -63,18 +63,34 @@ class Token:
     pointers: tuple[int, ...] = ()  # addresses of its outputs
     coalescing: Any = None
 
-    def __init__(self, index: int, offset: int, channel: Channel, asked: Asked, since: int) -> None:
+    def __init__(self, index: int, offset: int, asked: Asked, since: int) -> None:
         self.index = index
         self.offset = offset
-        self.channel = channel
         self.asked = asked
         self.since = since
+
+
+class CoalescedGroup:
+    """A coalesced group that a thread is building: one collective with its members."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.members: list[Asked] = []
+        self.sequence_number = 0
+
+    def add(self, asked: Asked) -> int:
+        """One more member. Returns its sequence number: collectives share the group's, point-to-point keeps its pair's."""
+        self.members.append(asked)
+        if asked.op in POINT_TO_POINT:
+            return asked.next_number()
+        self.sequence_number = self.sequence_number or asked.next_number()
+        return self.sequence_number
 
 
 class _Coalescing(threading.local):
     """The coalesced group that this thread is building, if any."""
 
-    current: dict[str, Any] | None = None
+    current: CoalescedGroup | None = None
 
 
 class _NotedReduceOp(threading.local):
@@ -108,61 +124,43 @@ class Recorder:
 
     # --- the tap's calls
 
-    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], concurrent_safe: bool = True) -> Token | None:
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Token | None:
         """Write the record, before the backend sees the op."""
         try:
-            group = self.groups.find(tap.unbox_group(arguments[spec.process_group]))
-            asked = self._what_was_asked(spec, arguments, group)
-            channel = group.channels.get(asked.device) or group.channel(asked.device)
+            asked = self._what_was_asked(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
+            channel = asked.channel
+            writer = self.writer
+            if asked.blob <= writer.side_floor:
+                asked.blob = writer.add_blob(asked.content)
+            if channel.blob <= writer.side_floor:
+                channel.blob = writer.add_blob(channel.describe())
             # frame 0 is this one, 1 the tap's kernel, 2 the code that called torch
-            if self.cpp_stack:
-                stack = self.writer.add_blob({"k": "stack", "f": stacks.native_frames()})
+            stack = self.stacks.position(sys._getframe(2)) if not self.cpp_stack else self.stacks.native_position()
+            thread = _thread_id()
+            flags = asked.flags
+            if channel.busy and channel.busy != thread:
+                flags |= L.FLAG_CONCURRENT
+            channel.busy = thread
+            coalescing = self._coalescing.current
+            if coalescing is None:
+                number, coalescing_id = asked.next_number(), 0
             else:
-                stack = self.stacks.position(sys._getframe(2))
-            token = self._announce(channel, asked, stack)
-            if spec.reduce_op >= 0:
-                self.reduce_ops.append((token.offset, token.index, self.noted_reduce_op.value or arguments[spec.reduce_op]))
-            if channel.polls and _may_be_waited_by_address(spec, arguments):
+                number, coalescing_id, flags = coalescing.add(asked), coalescing.id, flags | L.FLAG_COALESCED_MEMBER
+            index = writer.next_index()
+            now = _monotonic()
+            offset = writer.announce(
+                index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
+            )
+            token = Token(index, offset, asked, now)
+            if coalescing is not None:
+                token.coalescing = coalescing
+            elif channel.polls and _may_be_waited_by_address(spec, arguments):
                 token.pointers = _pointers(spec, arguments)
+            if spec.reduce_op >= 0:
+                self.reduce_ops.append((offset, index, self.noted_reduce_op.value or arguments[spec.reduce_op]))
         except Exception as error:
             self._failed(error)
             return None
-        return token
-
-    def _announce(self, channel: Channel, asked: Asked, stack: int) -> Token:
-        writer = self.writer
-        if asked.blob == 0 or not writer.side_alive(asked.blob):
-            asked.blob = writer.add_blob(asked.content)
-        if channel.blob == 0 or not writer.side_alive(channel.blob):
-            channel.blob = writer.add_blob(channel.describe())
-        thread = _thread_id()
-        flags = asked.flags
-        busy = channel.busy
-        if busy and busy != thread:
-            flags |= L.FLAG_CONCURRENT
-        channel.busy = thread
-        peer = channel.group.global_rank(asked.peer) if asked.peer >= 0 else -1
-        coalescing = self._coalescing.current
-        coalescing_id = 0
-        if coalescing is not None:
-            flags |= L.FLAG_COALESCED_MEMBER
-            coalescing_id = coalescing["id"]
-            coalescing["members"].append(asked)
-            coalescing["channel"] = channel
-        if asked.op in ("send", "recv"):
-            number = channel.next_of_pair(peer, asked.op)
-        elif coalescing is not None:
-            number = coalescing.get("number") or coalescing.setdefault("number", channel.next_number())
-        else:
-            number = channel.next_number()
-        index = writer.next_index()
-        now = _monotonic()
-        offset = writer.announce(
-            index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, peer, 0
-        )
-        token = Token(index, offset, channel, asked, now)
-        if coalescing is not None:
-            token.coalescing = coalescing
         return token
 
     def returned(self, token: Token | None, result: Any) -> None:
@@ -170,49 +168,35 @@ class Recorder:
         if token is None:
             return
         try:
-            writer = self.writer
-            token.channel.busy = 0
-            now = _monotonic()
-            writer.mark(token.offset, L.RETURNED, token.index, now)
+            token.asked.channel.busy = 0
             if token.coalescing is not None:
                 # The record that closes the group carries the state that counts.
-                writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
                 return
             boxed = tap.work_of(result)
-            if boxed is None:
-                self._done(token, L.HOW_RETURN, now)
-            elif token.channel.polls:
-                self._hold(token, tap.unbox_work(boxed))
-            else:
-                self._unpolled(token)
+            self.returned_work(token, tap.unbox_work(boxed) if boxed is not None and token.asked.channel.polls else boxed)
         except Exception as error:
             self._failed(error)
 
     def returned_work(self, token: Token, work: Any) -> None:
-        """The same for a call that returned its Work unboxed, or None where the group's ops have been waited for."""
-        try:
-            now = _monotonic()
-            self.writer.mark(token.offset, L.RETURNED, token.index, now)
-            if work is None:
-                self._done(token, L.HOW_RETURN, now)
-            elif token.channel.polls:
-                self._hold(token, work)
-            else:
-                self._unpolled(token)
-        except Exception as error:
-            self._failed(error)
-
-    def _unpolled(self, token: Token) -> None:
-        """On an accelerator a Work would keep tensors alive, and asking it queries an event: torch's recorder tells, or nobody."""
-        self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
-        self.unpolled.append(token)
+        """The same with the Work itself, or None where the backend's call has waited."""
+        now = _monotonic()
+        self.writer.mark(token.offset, L.RETURNED, token.index, now)
+        if work is None:
+            self._done(token, L.HOW_RETURN, now)
+        elif token.asked.channel.polls:
+            self._hold(token, work)
+        else:
+            # On an accelerator a Work would keep tensors alive, and asking it queries an event: torch's recorder tells, or nobody.
+            self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+            self.unpolled.append(token)
 
     def raised(self, token: Token | None, error: BaseException) -> None:
         """The backend refused it, or waited in vain."""
         if token is None:
             return
         try:
-            token.channel.busy = 0
+            token.asked.channel.busy = 0
             self._mark_failed(token, error)
         except Exception as ours:
             self._failed(ours)
@@ -379,7 +363,7 @@ class Recorder:
             if self.overwritten(token.index):
                 self._drop_unpolled(token)
             elif not token.asked.wait_tells or token.asked.op == "reduce_scatter":
-                by_channel.setdefault(token.channel, []).append(token)
+                by_channel.setdefault(token.asked.channel, []).append(token)
         # Read after the tokens were listed: what is issued in between is in torch's count alone, which errs towards "in flight".
         statuses = native.group_statuses() if by_channel else {}
         for channel, tokens in by_channel.items():
@@ -417,27 +401,25 @@ class Recorder:
 
     def coalescing_starts(self) -> None:
         """``ProcessGroup._start_coalescing`` was called."""
-        self._coalescing.current = {"id": self._coalescing_ids(), "members": [], "channel": None}
+        self._coalescing.current = CoalescedGroup(self._coalescing_ids())
 
     def coalescing_ends(self) -> Token | None:
         """``ProcessGroup._end_coalescing`` is about to be called: record the group as one collective."""
-        current, self._coalescing.current = self._coalescing.current, None
-        if current is None or current["channel"] is None:
+        group, self._coalescing.current = self._coalescing.current, None
+        if group is None or not group.members:
             return None
         try:
-            channel: Channel = current["channel"]
-            members: list[Asked] = current["members"]
-            content = {**members[0].content, "op": "coalesced", "dop": "coalesced"}
-            asked = Asked(content, channel.device, -1, 0, L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            channel = group.members[0].channel
+            content = {**group.members[0].content, "op": "coalesced", "dop": "coalesced"}
+            asked = Asked(content, channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
             asked.blob = self.writer.add_blob(content)
-            thread = _thread_id()
             index = self.writer.next_index()
             now = _monotonic()
             offset = self.writer.announce(
-                index, now, channel.blob, asked.blob, self.stacks.position(sys._getframe(2)), 0, current.get("number", 0),
-                self.steps, current["id"], 0, thread, asked.flags, -1, len(members),
+                index, now, channel.blob, asked.blob, self.stacks.position(sys._getframe(2)), 0, group.sequence_number,
+                self.steps, group.id, 0, _thread_id(), asked.flags, -1, len(group.members),
             )  # fmt: skip
-            return Token(index, offset, channel, asked, now)
+            return Token(index, offset, asked, now)
         except Exception as error:
             self._failed(error)
             return None
@@ -476,7 +458,6 @@ class Recorder:
         devices: list[str] = []
         for i in spec.tensors:
             _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
-        point_to_point = spec.tag >= 0
         content = {
             "k": "asked",
             "op": wire_op(spec.name),
@@ -489,13 +470,12 @@ class Recorder:
             "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
             "async": asynchronous if isinstance(asynchronous, bool) else None,
         }
-        flags = L.FLAG_ENTERED | (L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0)
         asked = Asked(
             content,
-            devices[0] if devices else "cpu",
-            int(arguments[spec.peer]) if spec.peer >= 0 else -1,
-            int(arguments[spec.tag]) if point_to_point else 0,
-            flags,
+            group.channel(devices[0] if devices else "cpu"),
+            group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
+            int(arguments[spec.tag]) if spec.tag >= 0 else 0,
+            L.FLAG_ENTERED | (L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0),
         )
         if len(self._asked) >= _ASKED_LIMIT:
             self._asked = {}

@@ -36,9 +36,14 @@ class StackTable:
             walk = walk.f_back
         packed = tuple(key)
         known = self._known.get(packed)
-        if known is not None and self._writer.side_alive(known[0]):
+        if known is not None and known[0] > self._writer.side_floor:
             return known[0]
         return self._add(packed, frame, known)
+
+    def native_position(self) -> int:
+        """The same with C++ frames, which are not interned: for those who ask for them."""
+        position: int = self._writer.add_blob({"k": "stack", "f": native_frames()})
+        return position
 
     def _add(self, key: tuple[int, ...], frame: FrameType, known: tuple[int, list[CodeType], list[list[Any]]] | None) -> int:
         if known is None:

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch._C import DispatchKey
 from torch._C._distributed_c10d import ProcessGroup, Work
 
@@ -29,9 +28,6 @@ NO_ARGUMENT = -1
 
 class OpSpec:
     """Where a ``c10d`` op keeps what matters among its arguments. Found by schema, since versions differ."""
-
-    __slots__ = ("asynchronous", "asynchronous_default", "name", "peer", "process_group", "reduce_op", "root", "splits", "tag", "takes_one_list", "tensors",
-                 "writes")  # fmt: skip
 
     def __init__(self, name: str, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -61,7 +57,7 @@ class OpSpec:
 class Subscriber(Protocol):
     """What hears of collectives. Methods run on the issuing thread, on the hot path; they must not raise, but to refuse."""
 
-    def begin(self, spec: OpSpec, arguments: tuple[Any, ...], concurrent_safe: bool) -> Any:
+    def begin(self, spec: OpSpec, arguments: tuple[Any, ...]) -> Any:
         """Before issue. What it returns is handed to the other two. An exception refuses the collective."""
 
     def returned(self, token: Any, result: Any) -> None:
@@ -130,7 +126,7 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
             return redispatch(keys & _AFTER, *arguments)
         if len(subscribers) == 1:
             subscriber = subscribers[0]
-            token = subscriber.begin(spec, arguments, True)
+            token = subscriber.begin(spec, arguments)
             try:
                 result = redispatch(keys & _AFTER, *arguments)
             except BaseException as error:
@@ -138,7 +134,7 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
                 raise
             subscriber.returned(token, result)
             return result
-        tokens = [(subscriber, subscriber.begin(spec, arguments, False)) for subscriber in subscribers]
+        tokens = [(subscriber, subscriber.begin(spec, arguments)) for subscriber in subscribers]
         try:
             result = redispatch(keys & _AFTER, *arguments)
         except BaseException as error:
@@ -182,8 +178,3 @@ unbox_work = Work.unbox
 def work_of(result: Any) -> Any:
     """The boxed Work in what an op returned; None where there is none (``monitored_barrier_``)."""
     return result[-1] if type(result) is tuple else result
-
-
-def is_distributed_initialised() -> bool:
-    """Whether the default process group exists."""
-    return dist.is_available() and dist.is_initialized()

@@ -28,7 +28,7 @@ _monotonic = time.monotonic_ns
 class Watchdog:
     """A daemon thread that keeps a recorder's box up to date."""
 
-    def __init__(self, recorder: Recorder, *, pipe: Path | None = None, on_pipe: Callable[[], None] | None = None) -> None:
+    def __init__(self, recorder: Recorder, *, pipe: Path | None = None, on_pipe: Callable[[], object] | None = None) -> None:
         self._recorder = recorder
         self._pipe = pipe
         self._on_pipe = on_pipe
