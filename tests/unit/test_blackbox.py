@@ -361,6 +361,8 @@ class TestFrames:
             (f"{STDLIB}/threading.py", FrameKind.PYTHON),
             ("<frozen runpy>", FrameKind.PYTHON),
             ("<string>", FrameKind.USER),
+            ("/other/lib/python3.12/threading.py", FrameKind.PYTHON),
+            ("/other/lib/python3.12/site-packages/torch/nn/x.py", FrameKind.TORCH),
             ("<eval_with_key>.7", FrameKind.TORCH),
             (f"{COMMLENS}/capture/tap.py", FrameKind.COMMLENS),
             (f"{COMMLENS}/scenarios/programs/ddp.py", FrameKind.USER),

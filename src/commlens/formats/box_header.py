@@ -18,7 +18,7 @@ WORLD_MAX: Final = 1 << 20
 INT_MAX: Final = (1 << 63) - 1
 """The largest integer that JSON encoders agree on."""
 
-_LIVE: Final = struct.Struct("<14Q")  # from HEARTBEAT_MONO to RANK_WORLD
+_LIVE: Final = struct.Struct("<15Q")  # from HEARTBEAT_MONO to TIMEOUT_MS
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -168,7 +168,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         raise FormatError("The black box was cut off while it was read.")
     words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
     (heartbeat_mono, heartbeat_unix, issued, _head, phase, steps, oldest, oldest_since, lost, evidence, expecting, exception,
-     main_since, rank_world) = (min(word, INT_MAX) for word in words)  # fmt: skip
+     main_since, rank_world, timeout_ms) = (min(word, INT_MAX) for word in words)  # fmt: skip
     rank, world_size = identity.rank, identity.world_size
     if 0 < rank_world >> 32 <= rank_world & 0xFFFFFFFF <= WORLD_MAX:
         rank, world_size = (rank_world >> 32) - 1, rank_world & 0xFFFFFFFF
@@ -185,7 +185,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         pid=identity.pid,
         start_ticks=min(identity.start_ticks, INT_MAX),
         script=about_text(about, "script"),
-        timeout_s=float(about_number(about, "timeout_s")),
+        timeout_s=timeout_ms / 1000,
         capacity=identity.capacity,
         created_mono_ns=identity.created_mono_ns,
         created_ns=identity.created_ns,

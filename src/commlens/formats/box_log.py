@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import zlib
 from typing import Any, Final
@@ -38,6 +39,7 @@ from commlens.model.ranks import parse_ranks
 
 _RANKS_MAX: Final = 500_000  # ranks spelled out over all groups of a box: the text "0-99999999" is cheap, its tuple is not
 _PREFIXES_MAX: Final = 32
+_STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
 _TICKS_MASK: Final = (1 << 48) - 1
 _CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # by how much a wall clock is set while a job runs, at most
 _TEXT_MAX: Final = 4000  # characters of an exception's text that are kept
@@ -364,8 +366,7 @@ def _tensor(spec: TensorJson) -> TensorSpec:
 def prefixes_of(about: dict[str, Any]) -> list[tuple[str, FrameKind]]:
     """Which kind each path prefix stands for, the first match counting.
 
-    Packages beside torch in site-packages are the user's: they issue collectives in the user's name, and their lines are
-    what can be looked at.
+    Packages beside torch in site-packages are libraries: shown where the stack holds no line of the user's own.
     """
     named = about.get("prefixes")
     named = named if isinstance(named, dict) else {}
@@ -381,12 +382,20 @@ def prefixes_of(about: dict[str, Any]) -> list[tuple[str, FrameKind]]:
     result += [(folder, FrameKind.TORCH) for folder in torch]
     for folder in python:
         if not folder.startswith("<"):
-            result += [(f"{folder}site-packages/", FrameKind.USER), (f"{folder}dist-packages/", FrameKind.USER)]
+            result += [(f"{folder}site-packages/", FrameKind.LIBRARY), (f"{folder}dist-packages/", FrameKind.LIBRARY)]
     result += [(folder, FrameKind.PYTHON) for folder in python]
     result += [("<frozen", FrameKind.PYTHON), ("<eval_with_key", FrameKind.TORCH)]
     return result
 
 
 def kind_of(file: str, prefixes: list[tuple[str, FrameKind]]) -> FrameKind:
-    """Whose code a file is, by the folders that the process named."""
-    return next((kind for prefix, kind in prefixes if file.startswith(prefix)), FrameKind.USER)
+    """Whose code a file is, by the folders that the process named; where it is in none, by how such folders are called."""
+    named = next((kind for prefix, kind in prefixes if file.startswith(prefix)), None)
+    if named is not None:
+        return named
+    for packages in ("/site-packages/", "/dist-packages/"):
+        _, found, inside = file.rpartition(packages)
+        if found:
+            own = FrameKind.USER if inside.startswith("commlens/scenarios/") else FrameKind.COMMLENS
+            return {"torch": FrameKind.TORCH, "commlens": own}.get(inside.split("/")[0], FrameKind.LIBRARY)
+    return FrameKind.PYTHON if _STDLIB.search(file) else FrameKind.USER
