@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 
-from commlens.errors import CommandError
+from commlens.errors import CommandError, CommlensError, MissingDependency
 from commlens.scenarios.registry import find
 
 
@@ -15,13 +14,17 @@ def main(arguments: list[str]) -> None:
     if len(arguments) != 1:
         raise CommandError("Exactly one argument is needed: the scenario's name. `commlens demo --list` prints them.")
     scenario = find(arguments[0])
-    os.environ["COMMLENS_SCENARIO"] = scenario.name
+    try:
+        from commlens.scenarios import lab
+    except ImportError as error:
+        raise MissingDependency(f"The scenarios need torch, which cannot be imported ({error}): pip install commlens[torch]") from None
+    lab.running_name = scenario.name
     importlib.import_module(f"commlens.scenarios.programs.{scenario.program}").main()
 
 
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
-    except CommandError as error:
+    except CommlensError as error:
         print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        sys.exit(error.exit_code if isinstance(error, CommandError) else 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import time
 from datetime import timedelta
 
@@ -22,9 +21,13 @@ STALL_S = 60.0
 """How long a rank that "hangs" does so."""
 
 
+running_name = ""
+"""Set by ``python -m commlens.scenarios NAME``."""
+
+
 def running() -> str:
     """The name of the scenario that this process runs."""
-    return os.environ.get("COMMLENS_SCENARIO", "")
+    return running_name
 
 
 def strikes(name: str, step: int) -> bool:
@@ -32,11 +35,11 @@ def strikes(name: str, step: int) -> bool:
     return name == running() and step == FAULT_STEP and dist.get_rank() == culprit_rank(dist.get_world_size())
 
 
-def begin() -> tuple[int, int]:
+def begin(timeout: timedelta = GROUP_TIMEOUT) -> tuple[int, int]:
     """Join the job; returns rank and world size."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    dist.init_process_group("gloo", timeout=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", timeout=timeout)
     return dist.get_rank(), dist.get_world_size()
 
 
@@ -70,4 +73,7 @@ def finish(model: torch.nn.Module) -> None:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(local.detach().contiguous().view(-1).numpy().tobytes())
     print(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}", flush=True)
+    # Nobody leaves before all have come. It also gives gloo's threads the time to let go of the last tensors: torch 2.13 destroys a
+    # gloo group while holding the GIL, and for ever if such a thread still needs it (seen with DDP).
+    dist.barrier()
     dist.destroy_process_group()

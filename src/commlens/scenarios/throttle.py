@@ -28,7 +28,7 @@ def _cgroup_parent() -> tuple[Path, bool] | None:
         if "cpu" in controllers.split(","):
             for mount in ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct"):
                 for parent in (Path(mount + path), Path(mount)):
-                    if (parent / "cpu.cfs_quota_us").exists() or parent == Path(mount) and (parent / "cgroup.procs").exists():
+                    if (parent / "cpu.cfs_quota_us").exists() or (parent == Path(mount) and (parent / "cgroup.procs").exists()):
                         return parent, False
     root = Path("/sys/fs/cgroup")
     try:

@@ -18,8 +18,10 @@ def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def agree_on_rate(store: dist.Store, rank: int, step: int) -> float:
     rate = torch.tensor([0.01 / (1 + step)]) if rank == 0 else torch.zeros(1)
     if rank == 0:
-        dist.broadcast(rate, src=0)
+        work = dist.broadcast(rate, src=0, async_op=True)
         store.set(f"rate-{step}", "sent")
+        assert work is not None
+        work.wait()
     else:
         store.wait([f"rate-{step}"], timedelta(seconds=20))
         dist.broadcast(rate, src=0)

@@ -17,7 +17,7 @@ def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def sync_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size(group)  # type: ignore[operator]
+        parameter.grad /= dist.get_world_size(group)
 
 
 def sync_statistics(statistics: torch.Tensor, group: dist.ProcessGroup | None, step: int) -> None:
@@ -30,7 +30,7 @@ def exchange(value: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 def halves(rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Even and odd ranks; first and second half: each rank is in one group of both kinds."""
-    mine = []
+    mine: list[dist.ProcessGroup] = []
     for members in (
         [[r for r in range(world_size) if r % 2 == k] for k in (0, 1)],
         [range(world_size // 2), range(world_size // 2, world_size)],

@@ -20,7 +20,7 @@ def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 def average_gradients(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()  # type: ignore[operator]
+        parameter.grad /= dist.get_world_size()
 
 
 def end_of_epoch() -> None:

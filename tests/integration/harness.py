@@ -1,0 +1,310 @@
+"""Runs scenarios as jobs of real processes over real gloo, watched as the launcher watches, and shows everything when one goes wrong.
+
+The ranks are forks of one process that has imported torch already (``zygote.py``). Nothing is left behind: every process that was
+started is killed at the end, and the job's folder of black boxes is looked for afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from commlens.config import Settings, settings_environment
+from commlens.formats import dumps, places
+from commlens.model.ranklog import RankLog
+from commlens.model.verdict import Verdict
+from commlens.scenarios import Scenario
+from commlens.watch.roster import Worker
+from commlens.watch.watcher import Watcher
+
+HERE = Path(__file__).parent
+STALL_TIMEOUT_S = 2.0
+JOB_TIMEOUT_S = 50.0
+MONITOR_S = 0.1  # torchrun looks at its workers this often
+_numbers = itertools.count(1)
+
+
+@dataclass
+class JobResult:
+    """What became of a job."""
+
+    scenario: str
+    world_size: int
+    exits: dict[int, int] = field(default_factory=dict)  # exit status, or minus the signal's number
+    outputs: dict[int, str] = field(default_factory=dict)
+    said: list[tuple[float, str | Verdict]] = field(default_factory=list)  # Unix time, what the watcher said
+    verdict: Verdict | None = None  # the last one that it printed
+    dump: Path | None = None
+    boxes_left: list[Path] = field(default_factory=list)
+    seconds: float = 0.0
+    timed_out: bool = False
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """All that was printed, in order."""
+        return [what for _, what in self.said if isinstance(what, Verdict)]
+
+    @property
+    def lines(self) -> list[str]:
+        """The watcher's other lines."""
+        return [what for _, what in self.said if isinstance(what, str)]
+
+    def logs(self) -> list[RankLog]:
+        """What the dump holds."""
+        return dumps.read_evidence([self.dump]).logs if self.dump is not None else []
+
+    def results(self) -> list[str]:
+        """The lines in which the program says what it computed."""
+        wanted = ("step ", "rank ")
+        return [line for rank in sorted(self.outputs) for line in self.outputs[rank].splitlines() if line.startswith(wanted)]
+
+    def __str__(self) -> str:
+        parts = [f"{self.scenario} at {self.world_size} ranks, {self.seconds:.1f} s, exits {self.exits}, timed out: {self.timed_out}"]
+        for at, what in self.said:
+            parts.append(f"--- said at {at:.2f}\n{shown(what) if isinstance(what, Verdict) else what}")
+        for rank, text in sorted(self.outputs.items()):
+            parts.append(f"--- output of rank {rank}, the last 3000 characters\n{text[-3000:]}")
+        return "\n".join(parts)
+
+
+def shown(verdict: Verdict) -> str:
+    """The verdict as a user sees it."""
+    import io
+
+    from commlens.reports.terminal import print_verdict
+
+    text = io.StringIO()
+    print_verdict(verdict, file=text, width=120, colour=False)
+    return text.getvalue()
+
+
+def start_ticks(pid: int) -> int:
+    return places.start_ticks(pid)
+
+
+def state(pid: int) -> str | None:
+    """The process's state letter, None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return text[text.rfind(")") + 2]
+
+
+class Zygote:
+    """The process that forks ranks."""
+
+    def __init__(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
+        environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONUNBUFFERED="1")
+        environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), environment.get("PYTHONPATH", "")])
+        self.process = subprocess.Popen(
+            [sys.executable, str(HERE / "zygote.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            cwd=HERE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        ready = self._answer(60.0)
+        assert ready["threads"] == 1, f"The zygote has {ready['threads']} threads: forking it is not safe."
+
+    def _answer(self, timeout_s: float) -> dict:
+        assert self.process.stdout is not None
+        line = b""
+        deadline = time.monotonic() + timeout_s
+        while not line.endswith(b"\n"):
+            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            chunk = os.read(self.process.stdout.fileno(), 65536) if readable else b""
+            if not chunk:
+                raise RuntimeError(f"The zygote gave no answer within {timeout_s:.0f} s (exit status {self.process.poll()}).")
+            line += chunk
+        return json.loads(line)
+
+    def ask(self, **request: object) -> dict:
+        """One request, one answer."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        return self._answer(20.0)
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(5)
+        self.process.stdout.close()
+
+
+class Harness:
+    """Starts jobs. One per test session."""
+
+    def __init__(self) -> None:
+        self.zygote = Zygote()
+
+    def close(self) -> None:
+        """End the zygote."""
+        self.zygote.close()
+
+    def run_job(
+        self,
+        scenario: Scenario,
+        world_size: int,
+        folder: Path,
+        *,
+        settings: Settings | None = None,
+        recorded: bool = True,
+        environment: Mapping[str, str] | None = None,
+        timeout_s: float = JOB_TIMEOUT_S,
+        on_stall: str = "abort",
+    ) -> JobResult:
+        """Run one scenario to its end, its abort or the timeout.
+
+        Args:
+            scenario: which.
+            world_size: number of ranks.
+            folder: for outputs and dumps.
+            settings: for the ranks and the watcher; stall_timeout is STALL_TIMEOUT_S by default.
+            recorded: False runs it without commlens.
+            environment: more variables for every rank.
+            timeout_s: after which everything is killed.
+            on_stall: as the setting.
+        """
+        began = time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        job = f"test-{scenario.name}-{world_size}-{os.getpid()}-{next(_numbers)}"
+        settings = replace(
+            settings or Settings(stall_timeout=STALL_TIMEOUT_S),
+            job=job,
+            watched=True,
+            dump_dir=str(folder / "dumps"),
+            on_stall=on_stall,
+        )
+        result = JobResult(scenario.name, world_size)
+        common = {
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(world_size),
+            "TORCHELASTIC_RUN_ID": job,
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TMPDIR": str(folder),
+            **({**settings_environment(settings), "COMMLENS": "1"} if recorded else {}),
+            **(environment or {}),
+        }
+        ranks = [
+            {
+                "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r), "GROUP_RANK": "0"},
+                "arguments": [scenario.program, scenario.name],
+            }
+            for r in range(world_size)
+        ]
+        started = self.zygote.ask(do="start", folder=str(folder), ranks=ranks)
+        pids: list[int] = started["pids"]
+        workers = [Worker(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)]
+        watcher = None
+        thread = None
+        if recorded:
+            roots = [places.user_folder(root) / job for root in places.box_roots(settings.box_dir)]
+            watcher = Watcher(
+                roots,
+                settings,
+                say=lambda what: result.said.append((time.time(), what)),
+                workers=lambda: workers,
+                end_job=lambda: kill(pids, signal.SIGTERM),
+            )
+            thread = threading.Thread(target=watcher.run, name="watcher")
+            thread.start()
+        try:
+            result.timed_out = not _await_end(pids, began + timeout_s)
+        finally:
+            kill(pids, signal.SIGKILL)
+            if watcher is not None and thread is not None:
+                _await_end(pids, time.monotonic() + 5)
+                watcher.stop()
+                thread.join(15)
+                assert not thread.is_alive(), "The watcher did not come to an end."
+                result.verdict, result.dump = watcher.verdict, watcher.dump
+            kill([started["store"]], signal.SIGKILL)
+            statuses = self._reap([*pids, started["store"]])
+        result.seconds = time.monotonic() - began
+        for rank, pid in enumerate(pids):
+            result.exits[rank] = os.waitstatus_to_exitcode(statuses[pid])
+            result.outputs[rank] = (folder / f"rank{rank}.out").read_text(errors="replace")
+        if recorded:
+            result.boxes_left = [box for root in roots for box in places.boxes(root)]
+            for root in roots:
+                with contextlib.suppress(OSError):
+                    dumps.discard_job(root)
+        return result
+
+    def _reap(self, pids: list[int]) -> dict[int, int]:
+        statuses: dict[int, int] = {}
+        deadline = time.monotonic() + 10
+        while len(statuses) < len(pids) and time.monotonic() < deadline:
+            answer = self.zygote.ask(do="reap", pids=[pid for pid in pids if pid not in statuses])
+            statuses.update({int(pid): status for pid, status in answer["ended"].items()})
+            if len(statuses) < len(pids):
+                time.sleep(0.02)
+        assert len(statuses) == len(pids), f"Processes {set(pids) - set(statuses)} cannot be ended."
+        return statuses
+
+
+def kill(pids: list[int], number: signal.Signals) -> None:
+    """Send a signal to those that still run."""
+    for pid in pids:
+        if state(pid) not in (None, "Z", "X"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def exit_status(pid: int) -> int:
+    """The wait status of a zombie, 0 when it cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+        return int(text[text.rfind(")") + 2 :].split()[49])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _await_end(pids: list[int], deadline: float) -> bool:
+    """Wait until all have ended. As torchrun does, end the others when one has failed. False when time is over."""
+    failed_at: float | None = None
+    while time.monotonic() < deadline:
+        ended = [pid for pid in pids if state(pid) in (None, "Z", "X")]
+        if len(ended) == len(pids):
+            return True
+        now = time.monotonic()
+        if failed_at is None and any(exit_status(pid) != 0 for pid in ended):
+            failed_at = now
+            time.sleep(MONITOR_S)
+            kill(pids, signal.SIGTERM)
+        elif failed_at is not None and now - failed_at > 3.0:
+            kill(pids, signal.SIGKILL)
+        time.sleep(0.02)
+    return False
+
+
+@contextlib.contextmanager
+def harness() -> Iterator[Harness]:
+    """A harness for a session."""
+    made = Harness()
+    try:
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,133 @@
+"""A process that has imported torch and forks ranks on request, so that a job of 4 ranks does not pay for 4 imports.
+
+Lines of JSON in on stdin, one line of JSON back for each on stdout:
+
+    {"do": "start", "folder": ..., "ranks": [{"environment": {...}, "arguments": [...]}, ...]}  ->  {"pids": [...], "store": pid}
+    {"do": "reap", "pids": [...]}  ->  {"ended": {pid: status}}     (waitpid statuses; until then they stay zombies)
+
+The ranks are ordinary processes in all that matters: their own pid, real gloo, the interpreter's own way of ending. A further
+process serves the job's store, as torchrun's agent does.
+"""
+
+import atexit
+import gc
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch._dynamo  # the first optimizer step would import it
+import torch.distributed as dist
+import torch.distributed.device_mesh
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+import torch.nn.parallel
+import torch.optim
+
+
+def answer(**fields):
+    os.write(1, json.dumps(fields).encode() + b"\n")
+
+
+def serve_store(port_pipe: int) -> None:
+    """In a child: the job's store, until it is killed."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    os.write(port_pipe, f"{store.port}\n".encode())
+    signal.pause()
+
+
+def redirect(folder: Path, name: str) -> None:
+    null = os.open("/dev/null", os.O_RDONLY)
+    out = os.open(folder / f"{name}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(null, 0)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.close(null)
+    os.close(out)
+
+
+def start(request):
+    """Fork the job. Returns (environment, arguments) in a rank, None in the zygote."""
+    folder = Path(request["folder"])
+    read, write = os.pipe()
+    store = os.fork()
+    if store == 0:
+        os.setsid()
+        redirect(folder, "store")
+        os.close(read)
+        serve_store(write)
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        port = pipe.readline().strip()
+    pids = []
+    for number, rank in enumerate(request["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()
+            redirect(folder, f"rank{number}")
+            return {**rank["environment"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, rank["arguments"]
+        pids.append(pid)
+    answer(pids=pids, store=store)
+    return None
+
+
+def reap(request):
+    ended = {}
+    for pid in request["pids"]:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            ended[str(pid)] = status
+    answer(ended=ended)
+
+
+def serve():
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the forks share these pages for as long as nobody counts references in them
+    answer(ready=True, threads=len(list(Path("/proc/self/task").iterdir())))
+    buffer = b""
+    while True:
+        while b"\n" not in buffer:
+            chunk = os.read(0, 65536)
+            if not chunk:
+                os._exit(0)
+            buffer += chunk
+        line, buffer = buffer.split(b"\n", 1)
+        request = json.loads(line)
+        if request["do"] == "reap":
+            reap(request)
+        elif request["do"] == "start":
+            job = start(request)
+            if job is not None:
+                return job
+
+
+# What follows runs in a rank only.
+environment, arguments = serve()
+for key, value in environment.items():
+    os.environ[key] = value
+if os.environ.get("COMMLENS") == "1":
+    import commlens_autoload  # torch's entry point would have done this at the end of `import torch`
+
+    commlens_autoload.start()
+sys.argv = arguments
+code = 0
+try:
+    runpy.run_module("commlens.scenarios", run_name="__main__", alter_sys=True)
+except SystemExit as error:
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+except BaseException as error:
+    sys.excepthook(type(error), error, error.__traceback__)
+    code = 1
+# What the interpreter does at its end, without taking torch apart object by object: that costs half a second of CPU in a fork.
+threading._shutdown()
+atexit._run_exitfuncs()
+sys.stdout.flush()
+sys.stderr.flush()
+os._exit(code)
