@@ -1,0 +1,107 @@
+"""Every scenario gets its verdict: the kind, the reason, the true culprits and nobody else, the collective, the culprit's own line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import STALL_TIMEOUT_S, Harness, JobResult, harness
+
+from commlens.commands.demo import differences
+from commlens.scenarios import SCENARIOS, Ending, find
+
+FAULTY = [scenario for scenario in SCENARIOS if not scenario.healthy]
+CALM = [scenario for scenario in SCENARIOS if scenario.healthy and not scenario.waits]
+PATIENT = [scenario for scenario in SCENARIOS if scenario.waits]
+
+# With two ranks there is no majority, and with eight more can be confused: not everything again, but each way of reasoning.
+SMALL = [s.name for s in FAULTY if 2 in s.worlds and s.name != "throttled"]
+LARGE = ["data-loader", "mesh-cascade", "dies-sigkill", "skip-then-other", "swap-two-groups", "swap-three-groups", "pipeline-lost-send",
+         "mismatch-root", "fsdp2-forward-order", "batched-p2p-missing", "ddp-skip-backward", "uneven-then-barrier"]  # fmt: skip
+RUNS = [(s.name, 4) for s in FAULTY] + [(name, 2) for name in SMALL] + [(name, 8) for name in LARGE]
+
+SPEAKS_WITHIN_S = 2.0
+"""After the stall timeout."""
+
+
+@pytest.fixture(scope="session")
+def jobs() -> Iterator[Harness]:
+    with harness() as made:
+        yield made
+
+
+def run(jobs: Harness, name: str, world_size: int, folder: Path, **options: object) -> JobResult:
+    scenario = find(name)
+    reason = scenario.impossible()
+    if reason is not None:
+        pytest.skip(reason)
+    result = jobs.run_job(scenario, world_size, folder, **options)  # type: ignore[arg-type]
+    print(result)  # pytest shows it when the test fails
+    assert not result.timed_out
+    return result
+
+
+def waiting_began(result: JobResult) -> float:
+    """When the oldest wait of the dump began, Unix time."""
+    return min(c.announced_ns for log in result.logs() for c in log.collectives if c.in_flight) / 1e9
+
+
+def seconds_to_verdict(result: JobResult) -> float:
+    at = next(at for at, what in result.said if not isinstance(what, str))
+    return at - waiting_began(result)
+
+
+def steps(result: JobResult) -> int:
+    return sum(line.startswith("step ") for line in result.results())
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("name", "world_size"), RUNS, ids=[f"{name}-{world_size}" for name, world_size in RUNS])
+def test_verdict_is_the_truth(jobs: Harness, tmp_path: Path, name: str, world_size: int) -> None:
+    scenario = find(name)
+    result = run(jobs, name, world_size, tmp_path)
+    assert result.verdict is not None, "Nothing was said."
+    assert differences(result.verdict, scenario.truth(world_size)) == []
+    assert steps(result) >= 6, "The fault comes after six healthy steps."
+    faults = [verdict for verdict in result.verdicts if verdict.is_fault]
+    assert all(differences(verdict, scenario.truth(world_size)) == [] for verdict in faults), "A wrong verdict came first."
+    if scenario.ending is Ending.HANGS:
+        assert seconds_to_verdict(result) < STALL_TIMEOUT_S + SPEAKS_WITHIN_S
+    assert not result.boxes_left
+    assert result.dump is not None
+
+
+def assert_nothing_wrong(result: JobResult) -> None:
+    assert set(result.exits.values()) == {0}
+    assert not [verdict for verdict in result.verdicts if verdict.is_fault]
+    assert result.dump is None
+    assert not result.boxes_left
+
+
+CALM_RUNS = [
+    (s.name, w) for s in CALM for w in s.worlds if w == 4 or s.name in ("healthy-ddp", "healthy-pipeline", "healthy-p2p", "healthy-2d")
+]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("name", "world_size"), CALM_RUNS, ids=[f"{name}-{world_size}" for name, world_size in CALM_RUNS])
+def test_healthy_jobs_are_left_alone(jobs: Harness, tmp_path: Path, name: str, world_size: int) -> None:
+    """No fault is ever printed, and what is computed is bit-identical to a run without commlens."""
+    recorded = run(jobs, name, world_size, tmp_path / "recorded")
+    assert_nothing_wrong(recorded)
+    assert not recorded.said
+    plain = run(jobs, name, world_size, tmp_path / "plain", recorded=False)
+    assert set(plain.exits.values()) == {0}
+    assert plain.results() == recorded.results()
+    assert len(plain.results()) == 12 + world_size
+    assert plain.outputs == recorded.outputs
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", [s.name for s in PATIENT])
+def test_waiting_is_not_stuck(jobs: Harness, tmp_path: Path, name: str) -> None:
+    """The others wait for longer than the stall timeout: it may be said, but as no fault, although the job would be ended for one."""
+    result = run(jobs, name, 4, tmp_path, timeout_s=100)
+    assert_nothing_wrong(result)
+    assert steps(result) == 12
