@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -25,12 +26,35 @@ from commlens.model.ranklog import RankLog
 CAPACITY = 64
 
 
+class Slowly:
+    """A map that takes what is written to it eight bytes at a time, so that a reader often comes in between."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        self.mapped = mapped
+
+    def __setitem__(self, where: slice, content: bytes) -> None:
+        for at in range(0, len(content), 8):
+            piece = content[at : at + 8]
+            self.mapped[where.start + at : where.start + at + len(piece)] = piece
+
+
+class SlowBox(Box):
+    """A box in a file that is written in place."""
+
+    def put_into(self, path: Path) -> None:
+        path.write_bytes(self.data)
+        with path.open("r+b") as file:
+            self.mapped = mmap.mmap(file.fileno(), 0)
+        self.data = Slowly(self.mapped)  # type: ignore[assignment]
+
+    def word(self, offset: int, value: int) -> None:
+        struct.pack_into("<Q", getattr(self, "mapped", self.data), offset, value)  # live words are written whole
+
+
 def write_for_ever(path: str) -> None:
     """The writer process: every field of every record follows from its index, every blob's text from its number."""
-    box = Box(capacity=CAPACITY)
-    Path(path).write_bytes(box.data)
-    with Path(path).open("r+b") as file:
-        box.data = mmap.mmap(file.fileno(), 0)  # type: ignore[assignment]
+    box = SlowBox(capacity=CAPACITY)
+    box.put_into(Path(path))
     group, number = box.group(), 0
     print("writing", flush=True)
     while True:
@@ -40,7 +64,7 @@ def write_for_ever(path: str) -> None:
             line = [["/home/me/train.py", number, f"f{number}"]] * (number % 400)
             box.evidence([{"tid": number, "name": str(number), "main": True, "f": line}], MONO + number * 100)
         asked = box.asked(op=f"op{number}", shape=(number, number * 2))
-        stack = box.stack(*[("/home/me/train.py", number, f"f{number}")] * (number % 50 + 1))
+        stack = box.stack(*[("/home/me/train.py", number, f"f{number}")] * (number % 10 + 1))
         for _ in range(5):
             index = box.index + 1
             box.record(
