@@ -91,6 +91,8 @@ class Roster:
         self._host = os.uname().nodename
         self._namespace = process.pid_namespace()
         self._workers_at = 0.0
+        self._current: list[Member] | None = None  # made when asked for, dropped when a member comes, goes or learns its rank
+        self._ready: set[int] = set()  # descriptors that the last poll named
 
     @property
     def wake_fileno(self) -> int:
@@ -147,6 +149,7 @@ class Roster:
 
     def _adopt(self, member: Member) -> None:
         self.members[member.pid] = member
+        self._current = None
         if member.handle.fileno is not None:
             self._poll.register(member.handle.fileno, select.POLLIN)
             self._by_fileno[member.handle.fileno] = member
@@ -157,17 +160,20 @@ class Roster:
         member = Member(worker.pid, worker.start_ticks, worker.rank, worker.world_size, worker.local_rank, worker.restart, handle)
         member.ending, member.ended_ns = ending, time.time_ns()
         self.members[worker.pid] = member
+        self._current = None
         return member
 
     def current(self) -> list[Member]:
         """The newest process of each rank, of the newest generation, by rank."""
-        newest: dict[int, Member] = {}
-        generation = max((member.restart for member in self.members.values()), default=0)
-        for member in self.members.values():
-            known = newest.get(member.rank)
-            if member.restart == generation and (known is None or member.start_ticks > known.start_ticks):
-                newest[member.rank] = member
-        return [newest[rank] for rank in sorted(newest)]
+        if self._current is None:
+            newest: dict[int, Member] = {}
+            generation = max((member.restart for member in self.members.values()), default=0)
+            for member in self.members.values():
+                known = newest.get(member.rank)
+                if member.restart == generation and (known is None or member.start_ticks > known.start_ticks):
+                    newest[member.rank] = member
+            self._current = [newest[rank] for rank in sorted(newest)]
+        return self._current
 
     def poll(self) -> None:
         """Read the header of every living member's box."""
@@ -176,7 +182,8 @@ class Roster:
                 continue
             try:
                 member.status = member.box.status()
-                member.rank = member.status.rank if member.status.rank >= 0 else member.rank
+                if member.rank != member.status.rank >= 0:
+                    member.rank, self._current = member.status.rank, None
                 member.world_size = member.status.world_size or member.world_size
                 member.unreadable = None
             except FormatError as error:
@@ -184,21 +191,20 @@ class Roster:
 
     def wait(self, seconds: float) -> bytes:
         """Sleep until a process ends, somebody writes to :attr:`wake_fileno`, or the time is over. Returns what was written."""
-        for fileno, _ in self._poll.poll(max(0, int(seconds * 1000))):
-            if fileno == self._wake_read:
-                with contextlib.suppress(BlockingIOError):
-                    return os.read(self._wake_read, 4096)
+        self._ready = {fileno for fileno, _ in self._poll.poll(max(0, int(seconds * 1000)))}
+        if self._wake_read in self._ready:
+            with contextlib.suppress(BlockingIOError):
+                return os.read(self._wake_read, 4096)
         return b""
 
     def take_ended(self) -> list[Member]:
-        """Members whose end has not been told yet."""
-        ready = {fileno for fileno, _ in self._poll.poll(0)}
+        """Members that were found to have ended by the last :meth:`wait`, and have not been told of yet."""
         ended: list[Member] = []
         for member in self.members.values():
             if not member.alive or not member.here:
                 continue
             handle = member.handle
-            if handle.exists and handle.fileno is not None and handle.fileno not in ready:
+            if handle.exists and handle.fileno is not None and handle.fileno not in self._ready:
                 continue
             if handle.exists and handle.fileno is None and process.runs(member.pid, member.start_ticks):
                 continue
@@ -230,6 +236,7 @@ class Roster:
                         member.box.path.unlink()
                 member.box.close()
             self.members.pop(member.pid, None)
+        self._current = None
 
     def close(self) -> None:
         """Let go of everything."""

@@ -65,6 +65,7 @@ def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int,
             observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
     end = time.monotonic() + window_s
     while True:
+        roster.wait(0)
         roster.poll()
         for member in roster.take_ended():
             observer.ended(member.pid, member.ending or Ending(), clean=member.said_goodbye)

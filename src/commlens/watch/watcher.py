@@ -1,7 +1,8 @@
 """Watches one job on this node: notices a stall, a death, an end, and says what is wrong.
 
-Polling costs one read of 4 KiB per rank, six times a second. Everything else (samples of ``/proc``, whole boxes, the diagnosis)
-happens only while something has been waited for suspiciously long, or has ended.
+Polling costs one read of 4 KiB per rank, two to six times a second; the end of a process wakes the watcher at once. All else
+(samples of ``/proc``, whole boxes, the diagnosis) happens only while something has been waited for suspiciously long, or has
+ended.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ Say = Callable[[str | Verdict], None]
 Judge = Callable[..., Verdict]
 
 POLL_S: Final = 0.16
+CALM_POLL_S: Final = 0.5  # with a long timeout, once all ranks are known; ends are noticed at once anyway
 LOOK_S: Final = 0.1  # between samples while something is suspicious
 SLOW_LOOK_S: Final = 0.5  # the same when it has been for long
 CONFIRM_S: Final = 0.25  # a verdict of a stall must be reached twice, this far apart: boxes are read one after the other
@@ -209,7 +211,8 @@ class Watcher:
 
     def _pause_s(self) -> float:
         if self._episode is None:
-            return POLL_S
+            calm = all(member.box is not None for member in self._roster.current()) and time.monotonic() - self._started > 10
+            return min(CALM_POLL_S, max(POLL_S, self.settings.stall_timeout / 12)) if calm else POLL_S
         long = max(60.0, 3 * self.settings.stall_timeout)
         return LOOK_S if (time.monotonic_ns() - self._episode.since_ns) / 1e9 < long else SLOW_LOOK_S
 
@@ -501,6 +504,7 @@ class Watcher:
     def _finish(self) -> None:
         """All has ended: save what is worth it, take the boxes out of shared memory."""
         self._roster.refresh()
+        self._roster.wait(0)
         self._roster.poll()
         ended = self._roster.take_ended()
         if ended:
