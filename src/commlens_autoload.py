@@ -23,4 +23,4 @@ def start() -> None:
         raise
     except BaseException as error:  # SystemExit too: whatever went wrong in commlens, torch can be imported
         with contextlib.suppress(Exception):  # no standard error, or a closed one
-            print(f"commlens: not recording: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            sys.stderr.write(f"commlens: not recording: {type(error).__name__}: {error}\n")

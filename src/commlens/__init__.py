@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from commlens.capture import disable, enable, expect_slow
     from commlens.diagnose.paths import diagnose_paths as diagnose
-    from commlens.errors import CommandError, CommlensError, ConfigError, EvidenceError, FormatError, MissingDependency
+    from commlens.errors import CommandError, CommlensError, ConfigError, DumpError, EvidenceError, FormatError, MissingDependency
     from commlens.model.verdict import Verdict
     from commlens.watch.snapshot import dump
 
@@ -21,6 +21,7 @@ __all__ = [
     "CommandError",
     "CommlensError",
     "ConfigError",
+    "DumpError",
     "EvidenceError",
     "FormatError",
     "MissingDependency",
@@ -37,6 +38,7 @@ _FROM = {
     "CommandError": "commlens.errors",
     "CommlensError": "commlens.errors",
     "ConfigError": "commlens.errors",
+    "DumpError": "commlens.errors",
     "EvidenceError": "commlens.errors",
     "FormatError": "commlens.errors",
     "MissingDependency": "commlens.errors",

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SOURCE, RunCommlens
 
 from commlens.config import ACCEPTED, NAMES, Resolved, Settings, is_switched_on, load_settings, settings_environment, variable_of
 from commlens.errors import ConfigError
+from conftest import SOURCE, RunCommlens
 
 
 def load(environ: dict[str, str] | None = None, **kwargs: Any) -> Resolved:
@@ -227,9 +227,20 @@ class TestTorchsOwnVariables:
 def test_a_launcher_hands_its_settings_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     handed = Settings(
-        box_dir="boxes", box_entries=7, dump_dir="here", keep_dumps=2, dump_on_timeout=False, stall_timeout=1.5, on_stall="abort", cpp_stack=True,
-        timing=True, dump_signal="SIGUSR2", dump_pipe="pipes/", job="job-1", watched=True,
-    )  # fmt: skip
+        box_dir="boxes",
+        box_entries=7,
+        dump_dir="here",
+        keep_dumps=2,
+        dump_on_timeout=False,
+        stall_timeout=1.5,
+        on_stall="abort",
+        cpp_stack=True,
+        timing=True,
+        dump_signal="SIGUSR2",
+        dump_pipe="pipes/",
+        job="job-1",
+        watched=True,
+    )
     received = load(settings_environment(handed)).settings
     absolute = {"box_dir": str(tmp_path / "boxes"), "dump_dir": str(tmp_path / "here"), "dump_pipe": f"{tmp_path}/pipes/"}
     assert received == dataclasses.replace(handed, **absolute)

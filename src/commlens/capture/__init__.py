@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 from commlens.capture.bootstrap import expect_slow
+from commlens.errors import MissingDependency
 
 __all__ = ["disable", "enable", "expect_slow"]
 
@@ -19,11 +21,14 @@ def enable(**settings: Any) -> None:
 
     Raises:
         ConfigError: an unknown setting or a bad value.
+        MissingDependency: torch is not installed.
     """
     from commlens import config
     from commlens.capture import bootstrap
 
-    bootstrap.start(config.load_settings(overrides=settings, strict=True).settings)
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("commlens.enable() records what torch does, and torch is not installed: pip install 'commlens[torch]'")
+    bootstrap.start(config.load_settings(overrides=settings, overrides_from="argument of commlens.enable", strict=True).settings)
 
 
 def disable() -> None:

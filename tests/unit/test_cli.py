@@ -1,0 +1,122 @@
+"""The command line itself: what each verb does is tested where the verb is."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+from commlens import __version__, commands, errors
+from commlens.commands import COMMANDS, main
+from conftest import SOURCE, RunCommlens
+
+
+def test_help_names_every_verb(run_commlens: RunCommlens):
+    done = run_commlens("--help")
+    assert done.returncode == 0
+    for entry in COMMANDS:
+        assert f"  {entry.name:<10}{entry.help}\n" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+def test_help_and_version_import_nothing_heavy():
+    program = (
+        "import sys; from commlens.commands import main; main(['--help']); main(['--version']);"
+        "sys.exit(str({'torch', 'rich', 'numpy', 'msgspec', 'yaml'} & set(sys.modules)) if"
+        " {'torch', 'rich', 'numpy', 'msgspec', 'yaml'} & set(sys.modules) else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_a_commands_class_matches_the_list(entry):
+    module = importlib.import_module(f"commlens.commands.{entry.name}")
+    kind = getattr(module, f"{entry.name.capitalize()}Command")
+    assert kind.name == entry.name
+    assert (inspect.getdoc(kind) or "").splitlines()[0] == entry.help
+    assert entry.help.endswith(".")
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_every_command_has_help(entry, run_commlens: RunCommlens):
+    done = run_commlens(entry.name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert f"commlens {entry.name}" in done.stdout
+
+
+def test_no_command_shows_the_help_and_is_wrong_usage(run_commlens: RunCommlens):
+    done = run_commlens()
+    assert done.returncode == 2 and done.stdout == "" and "commlens demo" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["-V"]])
+def test_version(arguments, capsys):
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"commlens {__version__}\n"
+
+
+def test_a_misspelt_command_gets_a_suggestion(capsys):
+    assert main(["dignose"]) == 2
+    assert capsys.readouterr().err == "commlens: commlens has no command 'dignose'. Did you mean diagnose?\n"
+
+
+def test_an_unknown_option_is_named(capsys):
+    assert main(["--frobnicate"]) == 2
+    assert "no option '--frobnicate'" in capsys.readouterr().err
+
+
+class Failing:
+    """Raise what the test wants."""
+
+    name = "status"
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def add_arguments(self, parser):
+        parser.add_argument("program", nargs="*")
+
+    def run(self, arguments):
+        raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errors.CommandError("No such job."), 2),
+        (errors.CommandError("No such job.", exit_code=7), 7),
+        (errors.EvidenceError("Nothing to read."), 3),
+        (errors.ConfigError("No such key."), 2),
+        (errors.FormatError("Not a box."), 2),
+        (errors.MissingDependency("Needs torch."), 2),
+    ],
+)
+def test_an_error_is_one_line_and_an_exit_status(error, status, monkeypatch, capsys):
+    monkeypatch.setattr(commands.Entry, "load", lambda entry: Failing(error))
+    assert main(["status"]) == status
+    captured = capsys.readouterr()
+    assert captured.err == f"commlens: {error}\n" and captured.out == ""
+
+
+def test_an_interrupt_is_quiet(monkeypatch, capsys):
+    monkeypatch.setattr(commands.Entry, "load", lambda entry: Failing(KeyboardInterrupt()))
+    assert main(["status"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BrokenPipeError()])
+def test_what_the_users_program_raises_under_run_is_its_own_affair(error, monkeypatch):
+    monkeypatch.setattr(commands.Entry, "load", lambda entry: Failing(error))
+    with pytest.raises(type(error)):
+        main(["run", "script.py"])
+
+
+def test_a_reader_that_went_away_is_quiet():
+    command = f"{sys.executable} -m commlens config show | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    assert done.stderr == ""

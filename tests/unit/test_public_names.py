@@ -1,0 +1,99 @@
+"""What ``import commlens`` gives, and what it costs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+import commlens
+from conftest import SOURCE
+
+
+def python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)}
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_names_are_sorted_and_there():
+    assert commlens.__all__ == sorted(commlens.__all__)
+    for name in commlens.__all__:
+        assert getattr(commlens, name) is not None
+    assert dir(commlens) == commlens.__all__
+
+
+def test_what_type_checkers_see_is_what_is_there():
+    import ast
+
+    tree = ast.parse((SOURCE / "commlens" / "__init__.py").read_text())
+    seen = next(node for node in tree.body if isinstance(node, ast.If))
+    names = {alias.asname or alias.name for node in seen.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert names | {"__version__"} == set(commlens.__all__)
+
+
+def test_every_error_is_public():
+    from commlens import errors
+
+    classes = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.CommlensError)}
+    assert classes <= set(commlens.__all__)
+
+
+def test_the_version_is_the_distributions():
+    assert importlib.metadata.version("commlens") == commlens.__version__
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'commlens' has no attribute 'nonsense'"):
+        _ = commlens.nonsense  # type: ignore[attr-defined]
+
+
+def test_importing_commlens_is_cheap_and_changes_nothing():
+    heavy = "{'torch', 'rich', 'numpy', 'msgspec', 'yaml', 'argparse', 'asyncio', 'inspect'}"
+    program = f"import sys; sys.modules.pop('torch', None); import commlens; print(sorted({heavy} & set(sys.modules)))"
+    assert python(program) == "[]"
+
+
+@pytest.mark.parametrize(
+    "imported",
+    ["", "import commlens.diagnose", "from commlens.diagnose import diagnose", "from commlens import diagnose", "commlens.diagnose"],
+)
+def test_the_function_diagnose_and_the_package_of_its_name_do_not_break_one_another(imported, tmp_path):
+    program = f"""
+import commlens, inspect
+{imported}
+try:
+    commlens.diagnose({str(tmp_path)!r})
+except commlens.EvidenceError as error:
+    print("called")
+import commlens.diagnose
+from commlens.diagnose import diagnose as inner
+assert inspect.isfunction(inner) and commlens.diagnose.diagnose is inner
+from commlens import diagnose
+assert diagnose is commlens.diagnose and callable(diagnose)
+"""
+    assert python(program) == "called"
+
+
+@pytest.mark.parametrize("call", ["commlens.enable()", "commlens.enable(stall_timeout=3)"])
+def test_enable_without_torch_says_which_line_to_type(call):
+    program = f"""
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import commlens
+try:
+    {call}
+except commlens.MissingDependency as error:
+    print(error)
+"""
+    assert "pip install 'commlens[torch]'" in python(program)
+
+
+def test_expect_slow_without_torch_does_nothing():
+    program = "import sys; sys.modules['torch'] = None; import commlens\nwith commlens.expect_slow('checkpoint'):\n    print('done')"
+    assert python(program) == "done"
