@@ -113,10 +113,7 @@ def read_evidence(paths: Iterable[str | Path], *, job: str | None = None) -> Evi
     for name in names:
         if name != chosen:
             left = [found.path for found in boxes if found.log.job == name]
-            problems.append(
-                f"{_count(left, 'black box', 'black boxes')} of another job ({name or 'without a name'}, not {chosen}) left out: "
-                f"{_some(left)}."
-            )
+            problems.append(_left_out(left, f"another job ({name or 'without a name'}, not {chosen})"))
     mine = _one_per_rank([found for found in boxes if found.log.job == chosen], problems)
     seen = [one for one in observed if one.job == chosen]
     _join(mine, seen)
@@ -289,10 +286,7 @@ def _one_per_rank(boxes: list[_Found], problems: list[str]) -> list[_Found]:
     restart = max((found.log.restart for found in boxes), default=0)
     earlier = [found for found in boxes if found.log.restart < restart]
     if earlier:
-        problems.append(
-            f"The job was restarted {restart} times: {_count(earlier, 'black box', 'black boxes')} of earlier runs left out: "
-            f"{_some(found.path for found in earlier)}."
-        )
+        problems.append(_left_out([found.path for found in earlier], f"runs before restart {restart} of the job"))
     ranks: dict[int, list[_Found]] = defaultdict(list)
     for found in boxes:
         if found.log.restart == restart:
@@ -369,14 +363,15 @@ def _runs_here(status: BoxStatus) -> bool:
 
 def _here() -> tuple[str, str]:
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return boot_id, str(Path("/proc/self/ns/pid").readlink())
     except (OSError, ValueError):
         return "", ""
 
 
-def _count(things: list[Any], one: str, several: str) -> str:
-    return f"1 {one} is" if len(things) == 1 else f"{len(things)} {several} are"
+def _left_out(paths: list[Path], whose: str) -> str:
+    boxes = f"1 black box of {whose} is" if len(paths) == 1 else f"{len(paths)} black boxes of {whose} are"
+    return f"{boxes} left out: {_some(paths)}."
 
 
 def _some(paths: Iterable[Path]) -> str:

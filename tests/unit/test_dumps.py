@@ -1,0 +1,461 @@
+"""Dumps are saved whole, read in any order, and only what commlens made is deleted."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from boxes import MONO, UNIX, Box, busy_box
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from commlens.errors import CommandError, DumpError
+from commlens.formats import places
+from commlens.formats.blackbox import read_box
+from commlens.formats.dumps import MARKER, Evidence, discard_job, read_evidence, save_dump
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import End, Observation, ThreadStack
+
+SEEN = Observation(
+    end=End.KILLED, signal="SIGKILL", seen_ns=UNIX + 9, window_s=1.0, cpu_s=0.5, proc_state="S",
+    stacks=[
+        ThreadStack(
+            4121, "MainThread", (Frame("/me/a.py", 57, "load", FrameKind.USER), Frame("x.so", 0, "g", FrameKind.NATIVE)), UNIX, True
+        )
+    ],
+)  # fmt: skip
+
+
+def live_job(folder: Path, ranks: int = 4, *, job: str = "job-1", **options: object) -> Path:
+    job_dir = folder / "commlens-0" / job
+    for rank in range(ranks):
+        busy_box(rank, ranks, job=job, pid=100 + rank, **options).write(job_dir)  # type: ignore[arg-type]
+    (job_dir / ".lock").touch()
+    return job_dir
+
+
+def ranks_of(evidence: Evidence) -> list[int]:
+    return [log.rank for log in evidence.logs]
+
+
+class TestRoundTrip:
+    def test_what_is_saved_is_what_is_read(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        saved = save_dump(job_dir, tmp_path / "dumps", {2: SEEN}, host="n03", keep=10)
+        assert saved == tmp_path / "dumps" / "job-1"
+        assert sorted(path.name for path in saved.iterdir()) == [
+            MARKER, "observed-n03.json", *(f"rank{rank}.{100 + rank}.box" for rank in range(4)),
+        ]  # fmt: skip
+        for path in places.boxes(job_dir):
+            assert (saved / path.name).read_bytes() == path.read_bytes()
+        evidence = read_evidence([saved])
+        assert (evidence.problems, evidence.job, evidence.other_jobs) == ([], "job-1", [])
+        assert ranks_of(evidence) == [0, 1, 2, 3]
+        assert evidence.logs[2].observation == SEEN
+        assert evidence.logs[1].observation == Observation()
+        assert [got.index for got in evidence.logs[3].collectives] == [*range(1, 11)]
+
+    def test_a_log_is_dated_by_its_copying(self, tmp_path: Path) -> None:
+        saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=10)
+        for path in saved.glob("*.box"):
+            os.utime(path, (0, 0))
+        moments = json.loads((saved / "observed-n03.json").read_text())["saved"]
+        assert [log.captured_ns for log in read_evidence([saved]).logs] == [moments[name] for name in sorted(moments)]
+
+    def test_without_a_date_it_is_the_jobs_last_sign_of_life(self, tmp_path: Path) -> None:
+        late = busy_box(1)
+        late.heartbeat(MONO + 77_000_000_000)
+        late.write(tmp_path)
+        busy_box(0).write(tmp_path)
+        assert [log.captured_ns for log in read_evidence([tmp_path]).logs] == [UNIX + 77_000_000_000] * 2
+
+    def test_saving_again_overwrites(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        save_dump(job_dir, tmp_path / "dumps", {}, host="n03", keep=10)
+        busy_box(0, 4, pid=100, records=12).write(job_dir)
+        saved = save_dump(job_dir, tmp_path / "dumps", {0: SEEN}, host="n03", keep=10)
+        evidence = read_evidence([saved])
+        assert (evidence.problems, evidence.logs[0].issued, evidence.logs[0].observation) == ([], 12, SEEN)
+
+    def test_several_hosts_save_into_one_folder(self, tmp_path: Path) -> None:
+        for host, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
+            job_dir = tmp_path / host / "commlens-0" / "job-1"
+            for rank in ranks:
+                busy_box(rank).write(job_dir)
+            save_dump(job_dir, tmp_path / "dumps", dict.fromkeys(ranks, SEEN), host=host, keep=10)
+        evidence = read_evidence([tmp_path / "dumps"])
+        assert (ranks_of(evidence), evidence.problems) == ([0, 1, 2, 3], [])
+        assert all(log.observation == SEEN for log in evidence.logs)
+
+    def test_a_rank_that_died_before_it_had_a_box(self, tmp_path: Path) -> None:
+        saved = save_dump(live_job(tmp_path, 2), tmp_path / "dumps", {1: SEEN, 2: SEEN, 3: Observation()}, host="n03", keep=10)
+        evidence = read_evidence([saved])
+        assert ranks_of(evidence) == [0, 1, 2]
+        assert (evidence.logs[2].observation, evidence.logs[2].collectives) == (SEEN, [])
+        assert evidence.problems == ["There is no black box of rank 2, only what was seen of the process from outside."]
+
+    def test_what_was_observed_of_another_process_is_not_joined(self, tmp_path: Path) -> None:
+        saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {2: SEEN}, host="n03", keep=10)
+        (saved / "rank2.102.box").unlink()
+        busy_box(2, pid=999).write(saved)
+        assert read_evidence([saved]).logs[2].observation == Observation()
+
+
+class TestReading:
+    def test_the_order_and_the_names_of_files_change_nothing(self, tmp_path: Path) -> None:
+        saved = save_dump(live_job(tmp_path, 4), tmp_path / "dumps", {1: SEEN}, host="n03", keep=10)
+        busy_box(1, job="stray", pid=7).write(saved)
+        busy_box(3, pid=9).write(saved)
+        (saved / "notes.txt").write_text("note")
+        files = sorted(path for path in saved.iterdir() if path.name != MARKER)
+        expected = read_evidence(files)
+        assert len(expected.problems) == 3
+        order = random.Random(7)
+        for _ in range(10):
+            order.shuffle(files)
+            assert read_evidence([*files, files[0]]) == expected
+        for number, path in enumerate(sorted(saved.glob("*.box"))):
+            path.rename(saved / f"{'cxabz'[number % 5]}{number}")
+        renamed = read_evidence([saved])
+        assert ranks_of(renamed) == [0, 1, 2, 3]
+        assert [log.collectives for log in renamed.logs] == [log.collectives for log in expected.logs]
+
+    def test_files_folders_and_folders_of_jobs(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        for paths in ([job_dir], [str(job_dir.parent)], [*job_dir.glob("*.box")], [job_dir / "rank0.100.box", job_dir]):
+            assert ranks_of(read_evidence(paths)) == [0, 1, 2, 3]
+        assert ranks_of(read_evidence([tmp_path])) == []  # one level of folders, and no further
+
+    def test_one_process_with_two_copies(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path, 2)
+        saved = save_dump(job_dir, tmp_path / "dumps", {}, host="n03", keep=10)
+        busy_box(0, 2, pid=100, records=14).write(job_dir)
+        evidence = read_evidence([saved, job_dir])
+        assert [log.issued for log in evidence.logs] == [14, 10]
+        assert evidence.problems[0] == (f"{saved}/rank0.100.box is another copy of the black box {job_dir}/rank0.100.box, and is left out.")
+
+    def test_two_processes_of_one_rank(self, tmp_path: Path) -> None:
+        busy_box(0, pid=1).write(tmp_path)
+        newer = busy_box(0, pid=2)
+        newer.write_header(unix=UNIX + 1)
+        newer.write(tmp_path)
+        evidence = read_evidence([tmp_path])
+        assert [log.pid for log in evidence.logs] == [2]
+        assert evidence.problems == [
+            f"{tmp_path}/rank0.1.box is of another process (pid 1) of rank 0 than {tmp_path}/rank0.2.box, and is left out."
+        ]
+
+    def test_earlier_runs_of_a_restarted_job(self, tmp_path: Path) -> None:
+        for rank in range(3):
+            busy_box(rank, pid=10 + rank).write(tmp_path)
+        for rank in range(2):
+            busy_box(rank, pid=20 + rank, about={"restart": 1}).write(tmp_path)
+        evidence = read_evidence([tmp_path])
+        assert [(log.rank, log.pid) for log in evidence.logs] == [(0, 20), (1, 21)]
+        assert len(evidence.problems) == 1
+        assert evidence.problems[0].startswith("3 black boxes of runs before restart 1 of the job are left out: ")
+
+    def test_a_box_of_another_job_in_the_folder(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        stray = busy_box(2, job="other", pid=5)
+        stray.heartbeat(MONO + 10**12)  # though it is newer
+        stray.write(job_dir)
+        evidence = read_evidence([job_dir])
+        assert (ranks_of(evidence), evidence.job, evidence.other_jobs) == ([0, 1, 2, 3], "job-1", ["other"])
+        assert evidence.problems == [f"1 black box of another job (other, not job-1) is left out: {job_dir}/rank2.5.box."]
+        assert ranks_of(read_evidence([job_dir], job="other")) == [2]
+        assert read_evidence([job_dir], job="third").problems[0] == "There is no black box of job third here, only of job-1, other."
+
+    def test_of_several_jobs_the_last_one(self, tmp_path: Path) -> None:
+        for number, job in enumerate(("b", "c", "a")):
+            box = busy_box(0, 2, job=job)
+            box.heartbeat(MONO + number * 10**9)
+            box.write(tmp_path / job)
+        evidence = read_evidence([tmp_path])
+        assert (evidence.job, evidence.other_jobs) == ("a", ["b", "c"])
+
+    def test_a_box_without_a_rank(self, tmp_path: Path) -> None:
+        Box(-1, 0).write(tmp_path)
+        evidence = read_evidence([tmp_path])
+        assert evidence.logs == []
+        assert "never learnt its rank" in evidence.problems[0]
+
+    def test_a_path_that_does_not_exist(self, tmp_path: Path) -> None:
+        for path in (tmp_path / "nothing", "nul\0byte"):
+            with pytest.raises(CommandError, match="cannot be read") as error:
+                read_evidence([path])
+            assert error.value.exit_code == 2
+
+    def test_everything_that_is_not_evidence_gets_a_sentence(self, tmp_path: Path) -> None:
+        good = busy_box(0).write(tmp_path)
+        (tmp_path / "empty.box").touch()
+        (tmp_path / "rank1.1.box").write_bytes(good.read_bytes()[:2000])
+        (tmp_path / "rank2.1.box").write_bytes(b"PK\x03\x04")
+        flipped = bytearray(good.read_bytes())
+        flipped[40] ^= 1
+        (tmp_path / "rank3.1.box").write_bytes(flipped)
+        version = busy_box(4)
+        version.write_header(version=9)
+        version.write(tmp_path)
+        (tmp_path / "nccl_trace_rank_0").write_bytes(b"\x80\x04\x95")
+        (tmp_path / "train.log").write_text("hello")
+        (tmp_path / "other.json").write_text('{"a": 1}')
+        (tmp_path / "observed-x.json").write_text('{"schema": "commlens.observed/1", "ranks": {')
+        (tmp_path / "observed-y.json").write_text('{"schema": "commlens.observed/7"}')
+        (tmp_path / "observed-z.json").write_text(
+            '{"schema": "commlens.observed/1", "job": "job-1", "ranks": {"0": {"end": "?", "signal": "SIGTERM"}, "x": 1}}'
+        )
+        os.mkfifo(tmp_path / "pipe.box")
+        (tmp_path / "loop").symlink_to(tmp_path)
+        (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
+        evidence = read_evidence([tmp_path])
+        assert ranks_of(evidence) == [0]
+        assert evidence.logs[0].observation == Observation(signal="SIGTERM")
+        bad = {path.name for path in tmp_path.iterdir()} - {good.name}
+        for name in bad:
+            assert sum(f"{tmp_path}/{name} " in problem for problem in evidence.problems) == 1, name
+        assert len(evidence.problems) == len(bad)
+        assert all(problem.endswith(".") for problem in evidence.problems)
+
+    def test_many_foreign_files_are_summed_up(self, tmp_path: Path) -> None:
+        busy_box(0).write(tmp_path)
+        for number in range(50):
+            (tmp_path / f"{number}.txt").write_text("x")
+        problems = read_evidence([tmp_path]).problems
+        assert len(problems) == 11
+        assert problems[-1] == f"40 more files in {tmp_path} are not part of a dump."
+
+    def test_devices_and_pipes_are_never_opened(self) -> None:
+        evidence = read_evidence(["/dev/zero"])
+        assert evidence.problems == ["/dev/zero is not a regular file."]
+
+    def test_without_permission(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        (job_dir / "rank1.101.box").chmod(0)
+        hidden = tmp_path / "hidden"
+        hidden.mkdir(mode=0o700)
+        hidden.chmod(0)
+        for parent in (tmp_path, *tmp_path.parents[:2]):
+            parent.chmod(parent.stat().st_mode | 0o755)
+        for path in job_dir.iterdir():
+            if path.name != "rank1.101.box":
+                path.chmod(0o644)
+        with unprivileged():
+            evidence = read_evidence([job_dir, hidden])
+        assert ranks_of(evidence) == [0, 2, 3]
+        hidden.chmod(0o700)
+        assert evidence.problems == [
+            f"{job_dir}/rank1.101.box could not be opened: permission denied.",
+            f"{hidden} could not be listed: permission denied.",
+        ]
+
+    def test_it_needs_neither_torch_nor_rich_nor_numpy(self) -> None:
+        code = "import sys, commlens.formats.dumps; print(sorted({'torch', 'rich', 'numpy'} & set(sys.modules)))"
+        assert run(code).strip() == "[]"
+
+    @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(st.data())
+    def test_damage_of_any_file_of_a_dump(self, tmp_path: Path, data: st.DataObject) -> None:
+        dump = tmp_path / "dumps"
+        shutil.rmtree(dump, ignore_errors=True)
+        saved = save_dump(live_job(tmp_path, 3), dump, {0: SEEN, 1: SEEN}, host="n03", keep=10)
+        victim = data.draw(st.sampled_from(sorted(saved.iterdir())))
+        content = bytearray(victim.read_bytes())
+        match data.draw(st.sampled_from(["cut", "flip", "replace", "delete"])):
+            case "cut":
+                del content[data.draw(st.integers(0, len(content))) :]
+            case "flip":
+                for at in data.draw(st.lists(st.integers(0, min(len(content), 9000) - 1), min_size=1, max_size=5)):
+                    content[at] ^= 1 << data.draw(st.integers(0, 7))
+            case "replace":
+                content = bytearray(data.draw(st.binary(max_size=200)))
+        if content:
+            victim.write_bytes(content)
+        else:
+            victim.unlink()
+        evidence = read_evidence([saved])
+        untouched = {0, 1, 2} - ({int(victim.name[4])} if victim.suffix == ".box" else set())
+        assert untouched <= set(ranks_of(evidence)) or evidence.other_jobs
+        assert len(ranks_of(evidence)) == len(set(ranks_of(evidence)))
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """Without root's right to open everything, where the tests run as root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+def run(code: str) -> str:
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+class TestSaving:
+    def test_older_jobs_of_ours_are_pruned_and_nothing_else(self, tmp_path: Path) -> None:
+        dumps = tmp_path / "dumps"
+        dumps.mkdir()
+        (dumps / "mine").mkdir()
+        (dumps / "mine" / "rank0.1.box").write_bytes(busy_box().bytes())
+        (dumps / "readme.md").write_text("x")
+        precious = tmp_path / "precious"
+        precious.mkdir()
+        (precious / MARKER).write_text('{"schema": "commlens.dump/1", "saved_ns": 1}')
+        (precious / "rank0.1.box").write_bytes(busy_box().bytes())
+        (dumps / "link").symlink_to(precious)
+        for number in range(5):
+            save_dump(live_job(tmp_path, 1, job=f"job-{number}"), dumps, {}, host="n03", keep=3)
+            if number == 0:
+                (dumps / "job-0" / "notes.txt").write_text("keep me")
+        assert sorted(path.name for path in dumps.iterdir()) == ["job-0", "job-2", "job-3", "job-4", "link", "mine", "readme.md"]
+        assert [path.name for path in (dumps / "job-0").iterdir()] == ["notes.txt"]
+        assert (dumps / "mine" / "rank0.1.box").exists()
+        assert len(list(precious.iterdir())) == 2
+
+    def test_a_folder_of_somebody_elses_is_filled_but_never_marked(self, tmp_path: Path) -> None:
+        target = tmp_path / "dumps" / "job-1"
+        target.mkdir(parents=True)
+        (target / "theirs.txt").write_text("x")
+        save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
+        assert not (target / MARKER).exists()
+        save_dump(live_job(tmp_path, job="job-2"), tmp_path / "dumps", {}, host="n03", keep=1)
+        assert len(list(target.iterdir())) == 6
+
+    def test_a_link_in_the_jobs_place_is_not_followed(self, tmp_path: Path) -> None:
+        elsewhere = tmp_path / "elsewhere"
+        elsewhere.mkdir()
+        (tmp_path / "dumps").mkdir()
+        (tmp_path / "dumps" / "job-1").symlink_to(elsewhere)
+        with pytest.raises(DumpError, match="No dump could be written to"):
+            save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
+        assert list(elsewhere.iterdir()) == []
+
+    def test_a_box_that_is_too_large_or_damaged_is_left_out_with_a_sentence(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path, 2)
+        busy_box(2, pid=102, capacity=4000).write(job_dir)
+        (job_dir / "rank3.103.box").write_bytes(b"x" * 5000)
+        saved = save_dump(job_dir, tmp_path / "dumps", {}, host="n03", keep=3, max_bytes=1 << 20)
+        evidence = read_evidence([saved])
+        assert ranks_of(evidence) == [0, 1]
+        large, damaged = evidence.problems
+        assert large.startswith("rank2.102.box was not saved: it has ")
+        assert damaged == f"rank3.103.box was not saved: {job_dir}/rank3.103.box is not a commlens black box."
+        with pytest.raises(DumpError, match=r"None of the 4 black boxes in .* could be saved: rank0\.100\.box was not saved"):
+            save_dump(job_dir, tmp_path / "dumps2", {}, host="n03", keep=3, max_bytes=100)
+
+    def test_nothing_to_save(self, tmp_path: Path) -> None:
+        with pytest.raises(DumpError, match="There are no black boxes in"):
+            save_dump(tmp_path / "gone", tmp_path / "dumps", {}, host="n03", keep=3)
+        assert not (tmp_path / "dumps").exists()
+
+    def test_names_from_the_environment_stay_inside(self, tmp_path: Path) -> None:
+        job_dir = tmp_path / "box" / "..evil"
+        busy_box().write(job_dir)
+        saved = save_dump(job_dir, tmp_path / "dumps", {}, host="../../n03\n", keep=3)
+        assert saved.parent == tmp_path / "dumps"
+        assert len(list(saved.iterdir())) == 3
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["box", "dumps"]
+
+    @pytest.mark.parametrize("root", ["file/dumps", "file", "/proc/nothing/here"])
+    def test_a_folder_that_cannot_be_made(self, tmp_path: Path, root: str) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(DumpError, match=r"No dump could be written to .*: .*\. Choose another folder"):
+            save_dump(live_job(tmp_path), tmp_path / root, {}, host="n03", keep=3)
+
+    def test_a_read_only_folder(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path, 1)
+        dumps = tmp_path / "dumps"
+        dumps.mkdir(mode=0o555)
+        for path in (tmp_path, *tmp_path.parents[:2], *tmp_path.rglob("*")):
+            path.chmod(0o755 if path.is_dir() and path != dumps else path.stat().st_mode | 0o444)
+        with unprivileged(), pytest.raises(DumpError) as error:
+            save_dump(job_dir, dumps, {}, host="n03", keep=3)
+        assert str(error.value) == (
+            f"No dump could be written to {dumps}/job-1: permission denied. Choose another folder with the setting dump_dir."
+        )
+
+    @pytest.mark.parametrize(("limit", "saved"), [(100, 0), (1_000_000, 1)])
+    def test_no_room(self, tmp_path: Path, limit: int, saved: int) -> None:
+        """A limit on the size of files stands for a full disk: the write fails in the middle of a file."""
+        job_dir = live_job(tmp_path, 1)
+        busy_box(1, pid=200, capacity=2000).write(job_dir)
+        code = f"""
+import resource
+from pathlib import Path
+from commlens.errors import DumpError
+from commlens.formats.dumps import save_dump
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
+try:
+    save_dump(Path({str(job_dir)!r}), Path({str(tmp_path / "dumps")!r}), {{}}, host="n03", keep=3)
+except DumpError as error:
+    print(error)
+"""
+        assert f"could not be written (file too large); {saved} of 2 black boxes were saved" in run(code)
+        left = [path for path in (tmp_path / "dumps").rglob("*") if path.is_file()]
+        assert sorted(path.name for path in left) == ([] if not saved else [MARKER, "rank0.100.box"])
+        for path in left:
+            if path.suffix == ".box":
+                assert read_box(path).problems == []
+
+
+class TestDiscarding:
+    def test_our_files_and_the_folder_go(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        (job_dir / "rank9.1.new").write_bytes(bytes(5000))  # its process died while it made it
+        discard_job(job_dir)
+        assert not job_dir.exists()
+        assert job_dir.parent.exists()
+        discard_job(job_dir)
+
+    def test_nothing_else_goes(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path, 1)
+        (job_dir / "rank1.5.box").write_bytes(b"not a black box")
+        (job_dir / "notes.txt").touch()
+        target = tmp_path / "target.box"
+        target.write_bytes(busy_box().bytes())
+        (job_dir / "rank2.5.box").symlink_to(target)
+        (job_dir / "rank3.5.box").mkdir()
+        discard_job(job_dir)
+        assert sorted(path.name for path in job_dir.iterdir()) == ["notes.txt", "rank1.5.box", "rank2.5.box", "rank3.5.box"]
+        assert target.exists()
+
+    def test_a_link_to_a_job_is_not_followed(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path)
+        (tmp_path / "link").symlink_to(job_dir)
+        discard_job(tmp_path / "link")
+        assert len(places.boxes(job_dir)) == 4
+        assert (tmp_path / "link").is_symlink()
+
+    def test_several_at_once(self, tmp_path: Path) -> None:
+        job_dir = live_job(tmp_path, 16)
+        failures: list[BaseException] = []
+
+        def discard() -> None:
+            try:
+                discard_job(job_dir)
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=discard) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert failures == []
+        assert not job_dir.exists()
