@@ -25,6 +25,7 @@ from commlens.formats import layout as L
 _pack_record = L.RECORD.pack
 _pack_word = L.LIVE_WORD.pack_into
 _pack_wait = struct.Struct("<QQQQ").pack_into  # wait began, wait ended, done, outcome are neighbours
+_pack_returned = struct.Struct("<QQQQQ").pack_into  # the same with returned before it
 _pack_end = struct.Struct("<QQQ").pack_into
 _COMPLETED_BY_WAIT = (L.OUTCOME_COMPLETED << 24) | (L.HOW_WAIT << 16)
 _crc32 = zlib.crc32
@@ -128,10 +129,14 @@ class BoxWriter:
         """Write a life word that is a value of at most 48 bits."""
         _pack_word(self._map, offset + field, (value << 16) | (index & 0xFFFF))
 
-    def wait_began(self, offset: int, index: int, now: int, thread: int) -> None:
-        """Write at once that ``thread`` waits since ``now``."""
+    def wait_began(self, offset: int, index: int, now: int, thread: int, returned: bool) -> None:
+        """Write at once that ``thread`` waits since ``now``, and with ``returned`` that the issuing call came back just before."""
         tag = index & 0xFFFF
-        _pack_wait(self._map, offset + L.WAIT_BEGAN, ((now - self.epoch) // 100 << 16) | tag, 0, 0, (thread << 32) | tag)
+        began = ((now - self.epoch) // 100 << 16) | tag
+        if returned:
+            _pack_returned(self._map, offset + L.RETURNED, began, began, 0, 0, (thread << 32) | tag)
+        else:
+            _pack_wait(self._map, offset + L.WAIT_BEGAN, began, 0, 0, (thread << 32) | tag)
 
     def wait_completed(self, offset: int, index: int, now: int, thread: int) -> None:
         """Write at once that the wait ended and the op with it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 from typing import Any
 
 from torch._C._distributed_c10d import ProcessGroup, Work
@@ -168,10 +169,11 @@ def _noting_reduce_op(original: Any) -> Any:
         if recorder is None:
             return original(self, *args, **kwargs)
         options = next((a for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
-        recorder.noted_reduce_op.value = getattr(options, "reduceOp", None)
+        thread = threading.get_native_id()
+        recorder.noted_reduce_ops[thread] = getattr(options, "reduceOp", None)
         try:
             return original(self, *args, **kwargs)
         finally:
-            recorder.noted_reduce_op.value = None
+            recorder.noted_reduce_ops.pop(thread, None)
 
     return method

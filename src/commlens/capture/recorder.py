@@ -30,6 +30,7 @@ log = logging.getLogger("commlens")
 _ASKED_LIMIT = 10_000
 _LOOSEN_AFTER_NS = 200_000_000
 _HELD_LIMIT = 512
+_REDUCE_OPS_AT_ONCE = 500
 _monotonic = time.monotonic_ns
 _thread_id = threading.get_native_id
 _Tensor = torch.Tensor
@@ -39,7 +40,7 @@ _strided = torch.strided
 class Asked:
     """What a collective asked for, and of which channel, interned: most programs repeat a few."""
 
-    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "tag", "wait_tells")
+    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "synchronous", "tag", "wait_tells")
 
     def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = L.FLAG_ENTERED) -> None:
         self.content = content
@@ -50,6 +51,7 @@ class Asked:
         self.blob = 0
         self.op: str = content["op"]
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
+        self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
         # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
         self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
 
@@ -63,11 +65,12 @@ class Token:
     pointers: tuple[int, ...] = ()  # addresses of its outputs
     coalescing: Any = None
 
-    def __init__(self, index: int, offset: int, asked: Asked, since: int) -> None:
+    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int) -> None:
         self.index = index
         self.offset = offset
         self.asked = asked
         self.since = since
+        self.thread = thread
 
 
 class CoalescedGroup:
@@ -87,18 +90,6 @@ class CoalescedGroup:
         return self.sequence_number
 
 
-class _Coalescing(threading.local):
-    """The coalesced group that this thread is building, if any."""
-
-    current: CoalescedGroup | None = None
-
-
-class _NotedReduceOp(threading.local):
-    """What Python is just handing to the backend, where torch's box of it cannot be read (see hooks.tap_reduce_ops)."""
-
-    value: Any = None
-
-
 class Recorder:
     """Records every collective of the process into ``writer``."""
 
@@ -109,14 +100,15 @@ class Recorder:
         self.timing = timing
         self.steps = 0
         self.stacks = stacks.StackTable(writer)
+        self.synchronous: dict[int, Token] = {}  # by thread: issued by a call that waits for it right away
         self.in_flight: dict[Any, Token] = {}  # Work (its one Python object) to token; emptied as soon as it is done
         self.loose: dict[int, Token] = {}  # by index: in flight, its Work no longer held
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
         self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(maxlen=writer.capacity)
         self.unpolled: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
         self._asked: dict[Any, Asked] = {}
-        self._coalescing = _Coalescing()
-        self.noted_reduce_op = _NotedReduceOp()
+        self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
+        self.noted_reduce_ops: dict[int, Any] = {}  # by thread, where torch's box of it cannot be read (hooks.tap_reduce_ops)
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._coalescing_ids = itertools.count(1).__next__
         self._logged = False
@@ -141,7 +133,7 @@ class Recorder:
             if channel.busy and channel.busy != thread:
                 flags |= L.FLAG_CONCURRENT
             channel.busy = thread
-            coalescing = self._coalescing.current
+            coalescing = self._coalescing.get(thread) if self._coalescing else None
             if coalescing is None:
                 number, coalescing_id = asked.next_number(), 0
             else:
@@ -151,13 +143,14 @@ class Recorder:
             offset = writer.announce(
                 index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
             )
-            token = Token(index, offset, asked, now)
+            token = Token(index, offset, asked, now, thread)
             if coalescing is not None:
                 token.coalescing = coalescing
-            elif channel.polls and _may_be_waited_by_address(spec, arguments):
+            elif not asked.synchronous and channel.polls:
                 token.pointers = _pointers(spec, arguments)
             if spec.reduce_op >= 0:
-                self.reduce_ops.append((offset, index, self.noted_reduce_op.value or arguments[spec.reduce_op]))
+                noted = self.noted_reduce_ops.get(thread) if self.noted_reduce_ops else None
+                self.reduce_ops.append((offset, index, noted or arguments[spec.reduce_op]))
         except Exception as error:
             self._failed(error)
             return None
@@ -168,13 +161,18 @@ class Recorder:
         if token is None:
             return
         try:
-            token.asked.channel.busy = 0
+            asked = token.asked
+            asked.channel.busy = 0
+            boxed = result[-1] if type(result) is tuple else result
+            if asked.synchronous and boxed is not None:
+                # The caller waits in its next breath. That wait will say that the call returned, and needs no Work to find us.
+                self.synchronous[token.thread] = token
+                return
             if token.coalescing is not None:
                 # The record that closes the group carries the state that counts.
                 self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
                 return
-            boxed = tap.work_of(result)
-            self.returned_work(token, tap.unbox_work(boxed) if boxed is not None and token.asked.channel.polls else boxed)
+            self.returned_work(token, tap.unbox_work(boxed) if boxed is not None and asked.channel.polls else boxed)
         except Exception as error:
             self._failed(error)
 
@@ -252,6 +250,8 @@ class Recorder:
         """A thread is about to block in ``work.wait()``."""
         try:
             token = self.in_flight.get(work)
+            if token is None and self.synchronous:
+                token = self.synchronous.get(_thread_id())
             if token is None and self.loose:
                 token = next((t for t in list(self.loose.values()) if t.work_ref() is work), None)
             if token is not None:
@@ -263,11 +263,14 @@ class Recorder:
 
     def _wait_marks(self, token: Token) -> None:
         token.waiting = True
-        self.writer.wait_began(token.offset, token.index, _monotonic(), _thread_id())
+        self.writer.wait_began(token.offset, token.index, _monotonic(), _thread_id(), token.asked.synchronous)
 
     def wait_ended(self, work: Any, token: Token, error: BaseException | None) -> None:
         """That wait is over."""
-        self.in_flight.pop(work, None)
+        if token.asked.synchronous:
+            self.synchronous.pop(token.thread, None)
+        else:
+            self.in_flight.pop(work, None)
         self._after_wait(token, error)
 
     def _after_wait(self, token: Token, error: BaseException | None) -> None:
@@ -326,6 +329,11 @@ class Recorder:
             if oldest is None or token.index < oldest.index:
                 oldest = token
         work = None  # the loop's variable must not keep the last one alive
+        for thread, token in list(self.synchronous.items()):
+            if token.waiting:
+                oldest = token if oldest is None or token.index < oldest.index else oldest
+            elif now - token.since > _LOOSEN_AFTER_NS and self.synchronous.pop(thread, None) is token:
+                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)  # its caller never waited
         for index, token in list(self.loose.items()):
             if self.overwritten(index):
                 self.loose.pop(index, None)
@@ -345,8 +353,10 @@ class Recorder:
 
     def decode_reduce_ops(self) -> None:
         """Fill in reduce ops, from the watchdog thread: reading one costs more than the whole rest of a record."""
-        while self.reduce_ops:
-            offset, index, boxed = self.reduce_ops.popleft()
+        for _ in range(_REDUCE_OPS_AT_ONCE):
+            if not self.reduce_ops:
+                return
+            offset, index, boxed = self.reduce_ops.pop()  # the newest first: what is too much is forgotten at the other end
             code = _reduce_op_code(boxed)
             if code is None:
                 if self.on_unreadable_reduce_op is not None:
@@ -392,6 +402,7 @@ class Recorder:
 
     def release(self) -> None:
         """Let go of every Work."""
+        self.synchronous.clear()
         self.in_flight.clear()
         self.loose.clear()
         self.by_pointer.clear()
@@ -401,11 +412,12 @@ class Recorder:
 
     def coalescing_starts(self) -> None:
         """``ProcessGroup._start_coalescing`` was called."""
-        self._coalescing.current = CoalescedGroup(self._coalescing_ids())
+        self._coalescing[_thread_id()] = CoalescedGroup(self._coalescing_ids())
 
     def coalescing_ends(self) -> Token | None:
         """``ProcessGroup._end_coalescing`` is about to be called: record the group as one collective."""
-        group, self._coalescing.current = self._coalescing.current, None
+        thread = _thread_id()
+        group = self._coalescing.pop(thread, None)
         if group is None or not group.members:
             return None
         try:
@@ -417,9 +429,9 @@ class Recorder:
             now = _monotonic()
             offset = self.writer.announce(
                 index, now, channel.blob, asked.blob, self.stacks.position(sys._getframe(2)), 0, group.sequence_number,
-                self.steps, group.id, 0, _thread_id(), asked.flags, -1, len(group.members),
+                self.steps, group.id, 0, thread, asked.flags, -1, len(group.members),
             )  # fmt: skip
-            return Token(index, offset, asked, now)
+            return Token(index, offset, asked, now, thread)
         except Exception as error:
             self._failed(error)
             return None
@@ -516,14 +528,10 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
             _describe(item, into, devices)
 
 
-def _may_be_waited_by_address(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> bool:
-    """Whether ``wait_tensor`` may ask for it by its output: not when it is known to be synchronous."""
-    at = spec.asynchronous
-    return bool(spec.tensors) and not (0 <= at < len(arguments) and arguments[at] is False)
-
-
 def _pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     where = spec.writes or spec.tensors
+    if not where:
+        return ()
     found: list[int] = []
     _collect_pointers(arguments[where[0]], found)
     return tuple(found)

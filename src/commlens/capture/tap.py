@@ -173,8 +173,3 @@ unbox_group = ProcessGroup.unbox
 """ScriptObject to the one Python object of that process group."""
 
 unbox_work = Work.unbox
-
-
-def work_of(result: Any) -> Any:
-    """The boxed Work in what an op returned; None where there is none (``monitored_barrier_``)."""
-    return result[-1] if type(result) is tuple else result
