@@ -24,7 +24,9 @@ SECOND = 1_000_000_000
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     """A process that sleeps until it is told to spin."""
-    code = "import sys\nprint('up', flush=True)\nfor line in sys.stdin:\n    sum(i for i in range(6_000_000))\n    print('spun', flush=True)"
+    code = (
+        "import sys\nprint('up', flush=True)\nfor line in sys.stdin:\n    sum(i for i in range(6_000_000))\n    print('spun', flush=True)"
+    )
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as started:
         assert started.stdout is not None
         started.stdout.readline()

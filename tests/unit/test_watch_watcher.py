@@ -60,7 +60,9 @@ class Job:
         self.said.append(what if isinstance(what, str) else f"{what.kind} {what.culprits}")
         self.times.append(time.monotonic())
 
-    def watch(self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[], None] | None = None, **changed: object) -> None:
+    def watch(
+        self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[], None] | None = None, **changed: object
+    ) -> None:
         settings = Settings(**({"stall_timeout": 0.6, "dump_dir": str(self.dumps)} | changed))  # type: ignore[arg-type]
         self.watcher = Watcher([self.folder], settings, say=self.say, judge=judge, workers=workers, end_job=end_job)
         self.thread = threading.Thread(target=self.watcher.run, daemon=True)

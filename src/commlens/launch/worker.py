@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import os
 import runpy
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from commlens.errors import CommandError, MissingDependency
+from commlens.errors import CommandError, CommlensError, MissingDependency
 from commlens.launch import autoload
 
 
@@ -48,11 +49,27 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
         command = [sys.executable, *interpreter_flags(), *(["-m"] if module else []), *program]
         os.execv(sys.executable, command)
     _switch_on(reason)
-    if module:
-        _run_module(program)
-    else:
-        _run_script(program)
+    try:
+        if module:
+            _run_module(program)
+        else:
+            _run_script(program)
+    except CommlensError:
+        raise
+    except Exception as error:
+        # As without us: the traceback begins in the user's program.
+        error.__traceback__ = _users_part(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
     sys.exit(0)
+
+
+def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename in ours:
+        part = part.tb_next
+    return part or trace
 
 
 def _switch_on(reason: str) -> None:
@@ -83,15 +100,15 @@ def _run_script(program: Sequence[str]) -> None:
         source = path.read_bytes()
     except OSError as error:
         raise CommandError(f"The program {program[0]} cannot be read: {error.strerror}.") from None
+    file = str(path.absolute())
     sys.path[0] = str(path.resolve().parent)
     main = types.ModuleType("__main__")
-    main.__file__ = program[0]
-    main.__builtins__ = __builtins__  # type: ignore[attr-defined]
-    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", program[0])
+    main.__file__ = file
+    main.__loader__ = importlib.machinery.SourceFileLoader("__main__", file)
     namespace: dict[str, Any] = main.__dict__
-    namespace["__cached__"] = None
+    namespace.update(__builtins__=builtins, __cached__=None, __annotations__={})
     sys.modules["__main__"] = main
-    exec(compile(source, program[0], "exec", dont_inherit=True), namespace)
+    exec(compile(source, file, "exec", dont_inherit=True), namespace)
 
 
 def _run_module(program: Sequence[str]) -> None:
