@@ -86,6 +86,19 @@ class TestRoundTrip:
         evidence = read_evidence([saved])
         assert (evidence.problems, evidence.logs[0].issued, evidence.logs[0].observation) == ([], 12, SEEN)
 
+    def test_a_job_whose_boxes_lie_in_two_folders(self, tmp_path: Path) -> None:
+        for rank, root in enumerate(("shm", "run", "shm", "run")):
+            busy_box(rank, pid=100 + rank).write(tmp_path / root / "commlens-0" / "job-1")
+        for root in ("shm", "run"):
+            saved = save_dump(
+                tmp_path / root / "commlens-0" / "job-1", tmp_path / "dumps", dict.fromkeys(range(4), SEEN), host="n03", keep=10
+            )
+        evidence = read_evidence([saved])
+        assert (ranks_of(evidence), evidence.problems) == ([0, 1, 2, 3], [])
+        observed = json.loads((saved / "observed-n03.json").read_text())
+        assert [observed["ranks"][str(rank)]["pid"] for rank in range(4)] == [100, 101, 102, 103]
+        assert sorted(observed["saved"]) == [f"rank{rank}.{100 + rank}.box" for rank in range(4)]
+
     def test_several_hosts_save_into_one_folder(self, tmp_path: Path) -> None:
         for host, ranks in (("n1", (0, 1)), ("n2", (2, 3))):
             job_dir = tmp_path / host / "commlens-0" / "job-1"

@@ -20,7 +20,7 @@ from commlens.errors import DumpError, FormatError
 from commlens.formats import layout as L
 from commlens.formats import places
 from commlens.formats.blackbox import SIZE_MAX, BoxStatus, OpenBox, reason
-from commlens.formats.evidence import BOX_NAME, MARKER, OBSERVED_SCHEMA, Evidence, read_evidence
+from commlens.formats.evidence import BOX_NAME, MARKER, OBSERVED_MAX, OBSERVED_SCHEMA, Evidence, read_evidence
 from commlens.model.ranklog import Observation
 
 __all__ = ["BOX_BYTES_MAX", "DUMP_SCHEMA", "MARKER", "OBSERVED_SCHEMA", "Evidence", "discard_job", "read_evidence", "save_dump"]
@@ -32,6 +32,15 @@ BOX_BYTES_MAX: Final = SIZE_MAX
 _OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
 _TEMPORARY_NAME: Final = re.compile(r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json)\.\d+\.tmp")
 _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
+
+
+class _BeforeRank(msgspec.Struct):
+    pid: int = 0
+
+
+class _Before(msgspec.Struct):
+    ranks: dict[str, _BeforeRank] = {}
+    saved: dict[str, int] = {}
 
 
 def save_dump(
@@ -89,11 +98,10 @@ def save_dump(
                 if known is None or known.created_ns < status.created_ns:
                     newest[status.rank] = status
             name = f"observed-{places.safe_name(host)}.json"
-            ranks = {
-                str(rank): {"pid": newest[rank].pid if rank in newest else 0, **_known(observation)}
-                for rank, observation in sorted(observations.items())
-            }
-            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": saved, "problems": notes}
+            pids, moments = _saved_before(folder, name)
+            pids |= {rank: status.pid for rank, status in newest.items()}
+            ranks = {str(rank): {"pid": pids.get(rank, 0), **_known(observation)} for rank, observation in sorted(observations.items())}
+            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": moments | saved, "problems": notes}
             _write(folder, name, _json({**about, "ranks": ranks}))
         except OSError as error:
             if made and not saved:
@@ -114,6 +122,22 @@ def discard_job(job_dir: Path) -> None:
     Only what commlens made is deleted; a folder that holds anything else stays. Others may be doing the same.
     """
     _discard(job_dir)
+
+
+def _saved_before(folder: int, name: str) -> tuple[dict[int, int], dict[str, int]]:
+    """What an earlier observed-*.json of this host says of boxes that are still there: pids by rank, moments by file name.
+
+    A job whose boxes lie in several folders (one of them was full) is saved in several calls.
+    """
+    try:
+        before = msgspec.json.decode(_peek(folder, name, OBSERVED_MAX) or b"", type=_Before)
+    except (ValueError, RecursionError):
+        return {}, {}
+    here = set(_names(folder))
+    pids = {
+        int(rank): entry.pid for rank, entry in before.ranks.items() if rank.isdecimal() and places.box_name(int(rank), entry.pid) in here
+    }
+    return pids, {name: moment for name, moment in before.saved.items() if name in here}
 
 
 def _known(observation: Observation) -> dict[str, Any]:

@@ -30,7 +30,9 @@ OBSERVED_SCHEMA: Final = "commlens.observed/1"
 BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(box|new)")
 """Names of black boxes, finished or being made."""
 
-_OBSERVED_MAX: Final = 32 << 20  # bytes of an observed-*.json; a node's ranks with all their stacks take less than 2 MB
+OBSERVED_MAX: Final = 32 << 20
+"""Largest observed-*.json that is read, in bytes; a node's ranks with all their stacks take less than 2 MB."""
+
 _FOREIGN_MAX: Final = 10  # sentences about files of other programs for each folder
 _FIELDS: Final = {info.name: info.type for info in msgspec.structs.fields(Observation)}
 
@@ -210,8 +212,8 @@ def _read_file(path: Path, problems: list[str]) -> _Found | _Observed | None:
 
 def _read_observed(path: Path, problems: list[str]) -> _Observed:
     foreign = FormatError(f"{path} is neither a black box nor part of a dump.")
-    content = _head(path, _OBSERVED_MAX + 1)
-    if len(content) > _OBSERVED_MAX:
+    content = _head(path, OBSERVED_MAX + 1)
+    if len(content) > OBSERVED_MAX:
         raise foreign
     try:
         whole = msgspec.json.decode(content)
