@@ -1,0 +1,53 @@
+"""The docs name everything that there is: errors, settings, commands; and their links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from commlens import errors
+from commlens.commands import COMMANDS
+from commlens.config import Settings
+from conftest import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def test_every_error_has_its_heading_and_every_heading_its_error():
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, errors.CommlensError)]
+    headings = re.findall(r"^## (.+)$", (DOCS / "errors.md").read_text(), flags=re.MULTILINE)
+    assert sorted(headings) == sorted(kind.slug for kind in classes)
+    for kind in classes:
+        section = (DOCS / "errors.md").read_text().split(f"## {kind.slug}\n")[1].split("\n## ")[0]
+        assert f"`{kind.__name__}`" in section
+        assert kind.__name__ in (errors.__doc__ or ""), "the tree at the top of errors.py"
+
+
+@pytest.mark.parametrize("field", fields(Settings), ids=lambda field: field.name)
+def test_every_setting_has_its_row_with_its_default(field):
+    default = "-" if field.default is None else f"`{str(field.default).lower()}`"
+    default = f"`{field.default:g}`" if isinstance(field.default, float) else default
+    assert f"\n| `{field.name}` | {default} | " in (DOCS / "settings.md").read_text()
+
+
+@pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
+def test_every_command_is_in_a_pages_heading_and_in_the_readme(entry):
+    headings = [page.read_text().splitlines()[0].replace("`", "") for page in DOCS.glob("*.md")]
+    assert any(re.search(rf"\bcommlens {entry.name}\b", heading) for heading in headings)
+    assert f"commlens {entry.name}" in (REPOSITORY / "README.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_can_be_reached_from_the_index():
+    linked = set(re.findall(r"\]\(([\w-]+\.md)", (DOCS / "index.md").read_text()))
+    assert {page.name for page in DOCS.glob("*.md")} - {"index.md"} == linked
