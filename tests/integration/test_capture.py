@@ -15,7 +15,7 @@ from commlens.formats import places
 from commlens.formats.blackbox import read_box
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
 from commlens.model.ranklog import RankLog
-from tests.integration.processes import Ended, run_ranks
+from processes import Ended, run_ranks
 
 
 def logs(box_dir: Path) -> list[RankLog]:
@@ -109,13 +109,13 @@ def test_every_op_is_recorded_once_and_completed(every_kind: list[RankLog]) -> N
             "monitored_barrier", "send", "recv",
         }  # fmt: skip
         assert [c.index for c in log.collectives] == list(range(1, log.issued + 1))
-        assert {c.state for c in log.collectives} == {State.COMPLETED}, [(c.op, c.state) for c in log.collectives if c.state != State.COMPLETED]
+        assert {c.state for c in log.collectives} == {State.COMPLETED}, [
+            (c.op, c.state) for c in log.collectives if c.state != State.COMPLETED
+        ]
 
 
 def test_ranks_agree_on_channels_and_sequence_numbers(every_kind: list[RankLog]) -> None:
-    first, second = (
-        [(c.channel.key, c.sequence_number, c.op) for c in log.collectives if not c.is_point_to_point] for log in every_kind
-    )
+    first, second = ([(c.channel.key, c.sequence_number, c.op) for c in log.collectives if not c.is_point_to_point] for log in every_kind)
     assert sorted(first) == sorted(second)
 
 
