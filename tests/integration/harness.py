@@ -170,6 +170,7 @@ class Harness:
         *,
         settings: Settings | None = None,
         recorded: bool = True,
+        detached: bool = False,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = JOB_TIMEOUT_S,
         on_stall: str = "abort",
@@ -182,6 +183,7 @@ class Harness:
             folder: for outputs and dumps.
             settings: for the ranks and the watcher; stall_timeout is STALL_TIMEOUT_S by default.
             recorded: False runs it without commlens.
+            detached: nobody watches from here: the lowest rank starts the watcher, as with COMMLENS=1. Its words are in that rank's output.
             environment: more variables for every rank.
             timeout_s: after which everything is killed.
             on_stall: as the setting.
@@ -192,7 +194,7 @@ class Harness:
         settings = replace(
             settings or Settings(stall_timeout=STALL_TIMEOUT_S),
             job=job,
-            watched=True,
+            watched=not detached,
             dump_dir=str(folder / "dumps"),
             on_stall=on_stall,
         )
@@ -219,8 +221,8 @@ class Harness:
         workers = [Worker(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)]
         watcher = None
         thread = None
-        if recorded:
-            roots = [places.user_folder(root) / job for root in places.box_roots(settings.box_dir)]
+        roots = [places.user_folder(root) / job for root in places.box_roots(settings.box_dir)]
+        if recorded and not detached:
             watcher = Watcher(
                 roots,
                 settings,
@@ -240,6 +242,8 @@ class Harness:
                 thread.join(15)
                 assert not thread.is_alive(), "The watcher did not come to an end."
                 result.verdict, result.dump = watcher.verdict, watcher.dump
+            elif recorded:
+                _await_watchers(roots, time.monotonic() + 20)
             kill([started["store"]], signal.SIGKILL)
             statuses = self._reap([*pids, started["store"]])
         result.seconds = time.monotonic() - began
@@ -298,6 +302,26 @@ def _await_end(pids: list[int], deadline: float) -> bool:
             kill(pids, signal.SIGKILL)
         time.sleep(0.02)
     return False
+
+
+def _await_watchers(roots: list[Path], deadline: float) -> None:
+    """Wait until the job's detached watcher has cleaned up and ended."""
+    while time.monotonic() < deadline:
+        if not any(root.exists() for root in roots) and not _watchers(roots):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"The detached watcher of {roots[0].name} does not end: {_watchers(roots)}")
+
+
+def _watchers(roots: list[Path]) -> list[int]:
+    """Processes ``python -m commlens.watch JOB_DIR`` of this job."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            arguments = (process / "cmdline").read_bytes().split(b"\0")
+            if b"commlens.watch" in arguments and any(os.fsencode(root) in arguments for root in roots):
+                found.append(int(process.name))
+    return found
 
 
 @contextlib.contextmanager

@@ -1,0 +1,149 @@
+"""Scenarios as a user meets them: through `commlens demo`, `commlens launch`, and with COMMLENS=1 in the environment alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import Harness, harness
+
+from commlens.formats import places
+from commlens.scenarios import find
+
+SOURCE = Path(__file__).parents[2] / "src"
+
+
+def commlens(*arguments: str, folder: Path, timeout: float = 80, **options: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "commlens", *arguments], env=environment(), cwd=folder, capture_output=True, text=True, timeout=timeout
+    )
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["data-loader", "dies-exception", "mismatch-reduce-op", "healthy-plain"])
+def test_demo_finds_the_truth(tmp_path: Path, name: str) -> None:
+    done = commlens("demo", name, "--dump-dir", str(tmp_path / "dumps"), folder=tmp_path)
+    print(done.stdout, done.stderr, sep="\n--- stderr\n")
+    assert done.returncode == 0
+    assert "step 5 loss" in done.stdout
+    assert done.stdout.rstrip().splitlines()[-1].startswith("Next: ")
+    if name == "data-loader":
+        assert "VERDICT" in done.stdout + done.stderr
+        assert "load_batch" in done.stdout + done.stderr
+    jobs = list((tmp_path / "dumps").glob("*"))
+    assert len(jobs) == (0 if name == "healthy-plain" else 1)
+    if jobs:
+        read = commlens("diagnose", "--json", str(jobs[0]), folder=tmp_path)
+        assert read.returncode == 1
+        assert json.loads(read.stdout)["culprits"] == [2]
+
+
+def test_demo_lists_its_scenarios(tmp_path: Path) -> None:
+    done = commlens("demo", "--list", folder=tmp_path)
+    assert done.returncode == 0
+    assert "data-loader" in done.stdout
+    assert "healthy-plain" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-thing"], "no scenario 'no-such-thing'"),
+        (["--nproc-per-node", "3"], "4, 8"),
+        (["swap-three-groups", "--nproc-per-node", "2"], "4, 8"),
+    ],
+)
+def test_demo_refuses_what_it_has_not(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = commlens("demo", *arguments, folder=tmp_path)
+    assert done.returncode == 2
+    assert words in done.stderr
+
+
+@pytest.mark.timeout(100)
+def test_launch_leaves_a_healthy_job_alone(tmp_path: Path) -> None:
+    """The same output and status as torchrun's, nothing said, nothing left."""
+    arguments = ["--nproc-per-node", "2", "-m", "commlens.scenarios", "healthy-ddp"]
+    watched = commlens("launch", *arguments, folder=tmp_path)
+    print(watched.stdout, watched.stderr, sep="\n--- stderr\n")
+    plain = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        env=environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=80,
+    )
+    assert watched.returncode == plain.returncode == 0
+    assert sorted(watched.stdout.splitlines()) == sorted(plain.stdout.splitlines())
+    assert "commlens" not in watched.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[Harness]:
+    with harness() as made:
+        yield made
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("name", ["data-loader", "dies-sigkill", "swap-two-groups"])
+def test_detached_watcher_says_it(jobs: Harness, tmp_path: Path, name: str) -> None:
+    """With COMMLENS=1 alone, the lowest rank starts a watcher, which outlives it and ends with the job."""
+    result = jobs.run_job(find(name), 4, tmp_path, detached=True)
+    print(result)
+    assert "VERDICT" in result.outputs[0]
+    assert "rank 2" in result.outputs[0]
+    assert not result.boxes_left
+    assert list((tmp_path / "dumps").glob("*/rank2.*.box"))
+
+
+@pytest.mark.timeout(90)
+def test_detached_watcher_is_silent_about_health(jobs: Harness, tmp_path: Path) -> None:
+    result = jobs.run_job(find("healthy-2d"), 4, tmp_path, detached=True)
+    print(result)
+    assert set(result.exits.values()) == {0}
+    assert len(result.results()) == 12 + 4
+    assert all("commlens" not in output for output in result.outputs.values())
+    assert not result.boxes_left
+
+
+@pytest.mark.timeout(100)
+def test_demo_leaves_nothing_behind_when_interrupted(tmp_path: Path) -> None:
+    def job_folders() -> set[Path]:
+        return {job for job in places.live_jobs(None) if job.name.startswith("commlens.scenarios") or "scenarios" in job.name}
+
+    before = job_folders()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "commlens", "demo", "healthy-plain", "--nproc-per-node", "2"],
+        env=environment(),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 0"):
+                break
+        process.send_signal(signal.SIGINT)
+        rest, _ = process.communicate(timeout=40)
+        print(rest)
+    finally:
+        process.kill()
+        process.wait()
+    deadline = time.monotonic() + 10
+    while job_folders() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not job_folders() - before
