@@ -1,0 +1,90 @@
+"""From the ranks' logs to a verdict: align, wait-for graph, findings, words. No torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlens.diagnose.choose import choose
+from commlens.diagnose.findings import Findings
+from commlens.diagnose.graph import Builder
+from commlens.diagnose.mismatch import find_troubles
+from commlens.diagnose.words import count, ranks_phrase
+from commlens.diagnose.world import World, build
+from commlens.model.ranklog import RankLog
+from commlens.model.verdict import Finding, Verdict
+
+__all__ = ["diagnose"]
+
+
+def diagnose(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
+    """Say what is wrong with a job, and who did it.
+
+    A pure function; the order of the logs does not matter.
+
+    Args:
+        logs: what each rank recorded, of one job. Of several jobs, the one with most ranks is diagnosed.
+        problems: what could not be read, in sentences; they become part of the verdict's missing evidence.
+        stalled_after_s: a collective in flight for less than this in a process that runs is not stuck.
+    """
+    chosen, notes = choose(logs)
+    missing = [*problems, *notes]
+    if not chosen:
+        return Verdict(
+            summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's log could be read."]
+        )
+    world = build(chosen, stalled_after_s)
+    troubles = find_troubles(world)
+    graph = Builder(world, troubles).build()
+    findings = Findings(world, troubles, graph).collect()
+    missing += _not_known(world)
+    looked_at = _looked_at(world)
+    if not findings:
+        return _healthy(world, missing, looked_at)
+    return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+
+
+def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
+    everybody = len(world.views) == world.size
+    known = (
+        "every collective agrees and nobody waits" if any(v.log.collectives for v in world.views.values()) else "no collective was recorded"
+    )
+    summary = f"nothing is wrong: {known}" if everybody else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
+    ended = [rank for rank, view in world.views.items() if view.fate.kind == "clean"]
+    explanation = f"{ranks_phrase(ended).capitalize()} finished." if ended else ""
+    finding = Finding(
+        kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],
+        confidence="high" if everybody else "medium", summary=summary, explanation=explanation,
+    )  # fmt: skip
+    return Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at, findings=[])
+
+
+def _looked_at(world: World) -> str:
+    total = sum(len(view.log.collectives) for view in world.views.values())
+    ranks = count(len(world.views), "rank")
+    of = f" of {world.size}" if world.size != len(world.views) else ""
+    return f"{ranks}{of}, {count(total, 'record')} on {count(len(world.channels), 'channel')}"
+
+
+def _not_known(world: World) -> list[str]:
+    """What could not be known from these logs, in sentences."""
+    notes: list[str] = []
+    if world.no_record:
+        notes.append(f"{ranks_phrase(world.no_record).capitalize()} of {world.size} left no record.")
+    if world.elsewhere:
+        hosts = sorted({view.log.host for view in world.views.values() if view.log.host})
+        of = f" of {', '.join(hosts[:4])}" if hosts else ""
+        notes.append(
+            f"There are no records of {ranks_phrase(world.elsewhere)} of {world.size}, which probably run on another node: "
+            f"only those{of} are here."
+        )
+    by_text: dict[str, list[int]] = {}
+    for rank, view in world.views.items():
+        log = view.log
+        for text in [*log.problems, *log.coverage]:
+            by_text.setdefault(text.rstrip("."), []).append(rank)
+        if log.issued > len(log.collectives) and not log.problems:
+            dropped = log.issued - len(log.collectives)
+            by_text.setdefault(f"the oldest {count(dropped, 'record')} had been overwritten", []).append(rank)
+    for text, ranks in by_text.items():
+        notes.append(f"{ranks_phrase(ranks).capitalize()}: {text}.")
+    return notes

@@ -1,0 +1,154 @@
+"""How each process ended, and whether of its own cause or because another one did."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+import msgspec
+
+from commlens.model.collective import Frame, State, user_frame
+from commlens.model.ranklog import End, RankLog
+from commlens.model.verdict import Why
+
+Kind = Literal["alive", "clean", "own", "peer", "told", "gone"]
+"""``own``: of its own cause. ``peer``: because a peer ended or a wait timed out. ``told``: stopped by the launcher or a user.
+``gone``: ended, and nobody knows how."""
+
+# What gloo, NCCL and torch's store say when the other side is the one that failed (torch 2.6 to 2.15).
+_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted)|socket (closed|timeout)|"
+    r"timed? ?out|timeout|remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
+    r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut ?down|destroyed|aborted)|"
+    r"communicator was aborted|pair closure|rank \d+ .* (left|failed)|SignalException",
+    re.IGNORECASE,
+)
+# What they say when the two sides do not fit: the records tell who it was.
+_DISAGREEMENT = re.compile(
+    r"EnforceNotMet|enforce fail|preamble|op\.nbytes|gloo/transport|mismatch between collectives|CollectiveFingerPrint|"
+    r"invalid (tensor|collective)|unexpected (size|length)|size mismatch",
+    re.IGNORECASE,
+)
+_TOLD = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+_TOLD_CODES = frozenset({143, 130, 129, -15, -2, -1})
+_LATE_KILL_NS = 5_000_000_000
+
+
+class Fate(msgspec.Struct):
+    """A process's end, or that it has none."""
+
+    kind: Kind
+    why: Why = "unknown"
+    at_ns: int = 0  # Unix ns; 0: not known
+    text: str = ""  # "died of SIGKILL", "exited with status 3", "raised ValueError: ..."
+    source: Frame | None = None  # the user's line that raised
+    says_disagreement: bool = False  # its error is one that ranks which do not fit cause
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended, in whatever way."""
+        return self.kind != "alive"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly."""
+        return self.kind not in ("alive", "clean")
+
+
+def is_peer_error(text: str | None) -> bool:
+    """Whether an error says that somebody else failed, or that a wait took too long."""
+    return bool(text) and _PEER.search(text or "") is not None
+
+
+def fate_of(log: RankLog) -> Fate:
+    """Read one rank's end from its box and from what was observed."""
+    seen = log.observation
+    end = seen.end
+    at = seen.ended_ns or (log.heartbeat_ns if end is not End.RUNNING else 0)
+    exception = log.exception
+    if exception is None and not log.closed and end in (End.RUNNING, End.UNKNOWN):
+        return Fate("alive")
+    if end is End.CLEAN or (exception is None and end in (End.RUNNING, End.UNKNOWN)):
+        return Fate("clean", "finished", at, "finished")
+    if exception is not None and end is not End.KILLED:
+        return _by_exception(log, exception, at)
+    if end is End.KILLED:
+        return _by_signal(log, at)
+    failure = _last_failure(log)
+    if end is End.GONE:
+        if is_peer_error(failure):
+            return Fate("peer", "exception", at, f"ended after {_short(failure)}")
+        if log.closed:
+            return Fate("clean", "finished", at, "finished")
+        return Fate("gone", "unknown", at, "is gone, and nobody saw how it ended")
+    text = f"exited with status {seen.exit_code}" if seen.exit_code is not None else "failed"
+    if seen.exit_code in _TOLD_CODES:
+        return Fate("told", "killed", at, text)
+    if is_peer_error(failure):
+        return Fate("peer", "exception", at, f"{text} after {_short(failure)}")
+    return Fate("own", "exit", at, text, says_disagreement=_DISAGREEMENT.search(failure or "") is not None)
+
+
+def _by_exception(log: RankLog, exception: str, at: int) -> Fate:
+    name = exception.split(":", 1)[0].strip()
+    frame = user_frame(log.exception_stack)
+    if name == "KeyboardInterrupt":
+        return Fate("told", "killed", at, "was interrupted", frame)
+    if name == "SystemExit":
+        code = log.observation.exit_code
+        status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
+        return Fate("own", "exit", at, f"exited with status {status}", frame)
+    peer = is_peer_error(exception) and (_in_torch(log) or is_peer_error(_last_failure(log)) or name.startswith("Dist"))
+    says = _DISAGREEMENT.search(exception) is not None
+    return Fate("peer" if peer else "own", "exception", at, f"raised {_short(exception)}", frame, says_disagreement=says)
+
+
+def _in_torch(log: RankLog) -> bool:
+    """Whether the exception came out of a collective: only then "timeout" speaks of a peer and not of a file server."""
+    if not log.exception_stack:
+        return True
+    return any("torch/distributed" in frame.file or "torch/autograd" in frame.file for frame in log.exception_stack)
+
+
+def _by_signal(log: RankLog, at: int) -> Fate:
+    signal = log.observation.signal or "a signal"
+    if log.observation.oom_killed:
+        return Fate("own", "out-of-memory", at, f"was killed by the kernel for its memory ({signal})")
+    if signal in _TOLD:
+        return Fate("told", "killed", at, f"was ended by {signal}")
+    if signal != "SIGKILL" and log.exception is not None:
+        return _by_exception(log, log.exception, at)
+    if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
+        return Fate("peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}")
+    return Fate("own", "killed", at, f"died of {signal}", says_disagreement=signal in ("SIGABRT", "SIGSEGV"))
+
+
+def _last_failure(log: RankLog) -> str | None:
+    """The error of the last collective that failed, if nothing completed after it."""
+    for op in reversed(log.collectives):
+        if op.state is State.FAILED:
+            return op.error or "a failed collective"
+        if op.state is State.COMPLETED:
+            return None
+    return None
+
+
+def _short(text: str | None) -> str:
+    first = (text or "").strip().splitlines()[0] if (text or "").strip() else "an error"
+    return first if len(first) <= 160 else first[:157] + "..."
+
+
+def sort_out(fates: dict[int, Fate]) -> dict[int, Fate]:
+    """Look at all ends together: who ended after others had failed was probably ended by them.
+
+    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later.
+    """
+    own = [fate.at_ns for fate in fates.values() if fate.kind == "own" and fate.at_ns]
+    first_failure = min((fate.at_ns for fate in fates.values() if fate.failed and fate.at_ns), default=0)
+    gone = sorted(fate.at_ns for fate in fates.values() if fate.kind == "gone")
+    sorted_out: dict[int, Fate] = {}
+    for rank, fate in fates.items():
+        if (fate.kind == "own" and fate.why == "killed" and "SIGKILL" in fate.text and fate.at_ns > first_failure + _LATE_KILL_NS) or (fate.kind == "gone" and (own or (len(gone) > 1 and fate.at_ns > gone[0] + 600_000_000))):
+            fate = msgspec.structs.replace(fate, kind="told")
+        sorted_out[rank] = fate
+    return sorted_out

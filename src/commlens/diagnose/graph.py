@@ -1,0 +1,357 @@
+"""Who waits for whom: nodes are blocked threads, and what the waiting ends in (its sinks) is what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from commlens.diagnose.fate import is_peer_error
+from commlens.diagnose.mismatch import Trouble, match_pairs
+from commlens.diagnose.world import Block, ChannelKey, View, World
+from commlens.model.collective import Collective, State
+
+
+class Node(NamedTuple):
+    """A thread that waits, or what a wait ends in."""
+
+    kind: str  # "wait"; "absent", "dead", "no-record", "elsewhere", "trouble", "stuck"
+    rank: int = -1
+    detail: int = 0  # thread, or number of the trouble or of the instance
+
+
+class Instance(NamedTuple):
+    """One collective of all its ranks, or one message. Orders by channel and number."""
+
+    key: ChannelKey
+    number: int
+    sender: int = -1  # point-to-point only
+    receiver: int = -1
+
+
+@dataclass
+class Edge:
+    """Why one node waits for another."""
+
+    op: Collective  # the waiting rank's
+    instance: Instance
+    rank: int  # who waits
+
+
+@dataclass
+class Graph:
+    """The wait-for graph."""
+
+    edges: dict[Node, dict[Node, Edge]] = field(default_factory=dict)
+    instances: list[Instance] = field(default_factory=list)  # of "stuck" nodes, by detail
+    blocks: dict[Node, Block] = field(default_factory=dict)
+    back: dict[Node, set[Node]] = field(default_factory=dict)
+
+    def add(self, source: Node, target: Node, edge: Edge) -> None:
+        """Add an edge; of several between two nodes the first is kept."""
+        self.edges.setdefault(source, {}).setdefault(target, edge)
+        self.edges.setdefault(target, {})
+        self.back.setdefault(target, set()).add(source)
+
+    def sinks(self) -> list[Node]:
+        """Nodes that wait for nobody."""
+        return sorted(node for node, targets in self.edges.items() if not targets and node.kind != "wait")
+
+    def reaching(self, targets: Iterable[Node]) -> set[Node]:
+        """All nodes whose waiting ends (also) in these."""
+        seen: set[Node] = set()
+        todo = list(targets)
+        while todo:
+            for source in self.back.get(todo.pop(), ()):
+                if source not in seen:
+                    seen.add(source)
+                    todo.append(source)
+        return seen
+
+    def cycles(self) -> list[list[Node]]:
+        """Strongly connected components of several nodes that nothing leads out of (Tarjan, without recursion)."""
+        index: dict[Node, int] = {}
+        low: dict[Node, int] = {}
+        on_stack: set[Node] = set()
+        stack: list[Node] = []
+        found: list[list[Node]] = []
+        for root in sorted(self.edges):
+            if root in index:
+                continue
+            todo = [(root, iter(sorted(self.edges[root])))]
+            index[root] = low[root] = len(index)
+            stack.append(root)
+            on_stack.add(root)
+            while todo:
+                node, targets = todo[-1]
+                for target in targets:
+                    if target not in index:
+                        index[target] = low[target] = len(index)
+                        stack.append(target)
+                        on_stack.add(target)
+                        todo.append((target, iter(sorted(self.edges[target]))))
+                        break
+                    if target in on_stack:
+                        low[node] = min(low[node], index[target])
+                else:
+                    todo.pop()
+                    if todo:
+                        low[todo[-1][0]] = min(low[todo[-1][0]], low[node])
+                    if low[node] == index[node]:
+                        component = []
+                        while True:
+                            member = stack.pop()
+                            on_stack.discard(member)
+                            component.append(member)
+                            if member == node:
+                                break
+                        members = set(component)
+                        closed = all(target in members for member in component for target in self.edges[member])
+                        loop = len(component) > 1 or node in self.edges[node]
+                        if closed and loop:
+                            found.append(sorted(component))
+        return found
+
+
+class Builder:
+    """Builds the graph from the threads that are stuck."""
+
+    def __init__(self, world: World, troubles: list[Trouble]) -> None:
+        self.world = world
+        self.graph = Graph()
+        self.troubles = troubles
+        self._by_key: dict[ChannelKey, list[int]] = {}
+        self._pair_troubles: dict[int, int] = {}  # id of an op that met another of other size, to the trouble
+        for i, trouble in enumerate(troubles):
+            if trouble.pair is not None:
+                for op in trouble.pair:
+                    self._pair_troubles[id(op)] = i
+            else:
+                self._by_key.setdefault(trouble.key, []).append(i)
+        self._stuck: dict[Instance, int] = {}
+
+    def build(self) -> Graph:
+        """Follow every stuck thread."""
+        for rank in sorted(self.world.views):
+            view = self.world.views[rank]
+            for thread in sorted(view.blocks):
+                block = view.blocks[thread]
+                if block.stuck and view.fate.kind != "own" and not (view.fate.kind == "gone"):
+                    self._follow(view, block)
+        return self.graph
+
+    def _follow(self, view: View, block: Block) -> None:
+        node = Node("wait", view.rank, block.thread)
+        if node in self.graph.blocks:
+            return
+        self.graph.blocks[node] = block
+        self.graph.edges.setdefault(node, {})
+        for part in block.parts:
+            if part.is_point_to_point:
+                self._message(view, node, part)
+            elif part.sequence_number > 0:
+                self._collective(view, node, part)
+
+    # --- collectives
+
+    def _collective(self, view: View, node: Node, op: Collective) -> None:
+        key = op.channel.key
+        track = view.tracks.get(key)
+        numbers = [n for n in (track.open if track else []) if n < op.sequence_number]
+        # What is behind another one that is not complete waits for that one.
+        for number in [*numbers, op.sequence_number]:
+            if self._at(view, node, key, number, last=number == op.sequence_number):
+                return
+
+    def _at(self, view: View, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
+        """Add the edges of one collective. False where nothing holds it up and it is not the last candidate."""
+        track = view.tracks[key]
+        op = track.ops[number]
+        edge = Edge(op, Instance(key, number), view.rank)
+        absent: list[int] = []
+        no_record: list[int] = []
+        behind: list[tuple[int, int]] = []
+        unfinished: list[View] = []
+        for member in key[2]:
+            other = self.world.views.get(member)
+            if member == view.rank:
+                continue
+            if other is None:
+                no_record.append(member)
+                continue
+            theirs = other.tracks.get(key)
+            if theirs is None or theirs.last < number:
+                if theirs is None and other.wrapped and other.log.collectives:
+                    continue  # its records of this channel are gone: nobody can say
+                absent.append(member)
+                continue
+            met = theirs.ops.get(number)
+            if met is not None and met.state is State.FAILED and not is_peer_error(met.error):
+                absent.append(member)
+            elif theirs.open and theirs.open[0] < number:
+                behind.append((member, theirs.open[0]))
+            elif met is not None and met.state is not State.COMPLETED:
+                unfinished.append(other)
+        trouble = self._trouble(key, number, absent)
+        if trouble is not None:
+            self.graph.add(node, Node("trouble", -1, trouble), edge)
+            return True
+        if not (absent or behind or last):
+            return False
+        for member in absent:
+            self._to_absent(node, self.world.views[member], key, edge)
+        for member, _ in behind:
+            self._to_thread(node, self.world.views[member], key, edge)
+        if absent or behind:
+            return True
+        dead = [other for other in unfinished if other.fate.kind in ("own", "gone")]
+        for other in dead:
+            self.graph.add(node, Node("dead", other.rank), edge)
+        if dead:
+            return True
+        if no_record:
+            for member in no_record:
+                self.graph.add(node, Node("no-record" if member in self.world.no_record else "elsewhere", member), edge)
+            return True
+        self._to_stuck(node, edge)
+        return True
+
+    def _trouble(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
+        for i in self._by_key.get(key, ()):
+            if self.troubles[i].explains(self.world, number, absent):
+                return i
+        return None
+
+    def _to_stuck(self, node: Node, edge: Edge) -> None:
+        number = self._stuck.setdefault(edge.instance, len(self.graph.instances))
+        if number == len(self.graph.instances):
+            self.graph.instances.append(edge.instance)
+        self.graph.add(node, Node("stuck", -1, number), edge)
+
+    # --- point to point
+
+    def _message(self, view: View, node: Node, op: Collective) -> None:
+        key = op.channel.key
+        if op.peer is None:
+            self._any_source(view, node, op)
+            return
+        sender, receiver = (view.rank, op.peer) if op.op == "send" else (op.peer, view.rank)
+        edge = Edge(op, Instance(key, op.sequence_number, sender, receiver), view.rank)
+        trouble = self._pair_troubles.get(id(op))
+        if trouble is not None:
+            self.graph.add(node, Node("trouble", -1, trouble), edge)
+            return
+        other = self.world.views.get(op.peer)
+        if other is None:
+            self.graph.add(node, Node("no-record" if op.peer in self.world.no_record else "elsewhere", op.peer), edge)
+            return
+        match = self._match(view, other, key, op)
+        if match is None:
+            self._to_absent(node, other, key, edge)
+        elif other.fate.kind in ("own", "gone"):
+            self.graph.add(node, Node("dead", other.rank), edge)
+        else:
+            self._to_stuck(node, edge)
+
+    def _match(self, view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
+        mine = view.pairs.get((key, other.rank, op.op), [])
+        theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
+        if op.op == "send":
+            pairs = match_pairs(mine, theirs, view, other)
+            met = next((recv for send, recv in pairs if send is op), None)
+            any_source = other.pairs.get((key, -1, "recv"), [])
+            return met or (any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None)
+        pairs = match_pairs(theirs, mine, other, view)
+        return next((send for send, recv in pairs if recv is op), None)
+
+    def _any_source(self, view: View, node: Node, op: Collective) -> None:
+        """A receive from whoever sends: it waits for all others of its group, though one would do."""
+        key = op.channel.key
+        for member in key[2]:
+            other = self.world.views.get(member)
+            if member != view.rank and other is not None:
+                edge = Edge(op, Instance(key, op.sequence_number, member, view.rank), view.rank)
+                self._to_absent(node, other, key, edge)
+
+    # --- ranks that are not there
+
+    def _to_absent(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
+        if other.fate.kind in ("own", "gone"):
+            self.graph.add(node, Node("dead", other.rank), edge)
+        else:
+            self._to_thread(node, other, key, edge)
+
+    def _to_thread(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
+        """To the thread that should issue it, or the rank where that one is not blocked."""
+        block = self._block_of(other, key)
+        if block is None:
+            self.graph.add(node, Node("absent", other.rank), edge)
+            return
+        target = Node("wait", other.rank, block.thread)
+        self.graph.add(node, target, edge)
+        self._follow(other, block)
+
+    def _block_of(self, other: View, key: ChannelKey) -> Block | None:
+        """What the thread is blocked in that uses this channel; the main thread where none has used it."""
+        stuck = {thread: block for thread, block in other.blocks.items() if block.stuck}
+        if not stuck:
+            return None
+        track = other.tracks.get(key)
+        thread = track.thread if track is not None and track.thread else self._pair_thread(other, key) or other.main_thread
+        if thread in stuck:
+            return stuck[thread]
+        stack = next((s for s in other.log.stacks if s.thread == thread), None)
+        if thread != other.main_thread and (stack is None or not stack.frames):
+            # An autograd thread has no Python stack: what holds it up is the main thread.
+            return stuck.get(other.main_thread) or (next(iter(stuck.values())) if len(stuck) == 1 else None)
+        if _waits_for_a_thread(stack.frames if stack is not None else ()):
+            return next(iter(stuck.values()))
+        return None
+
+    def _pair_thread(self, other: View, key: ChannelKey) -> int:
+        last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
+        return last.issue_thread if last is not None else 0
+
+
+def _waits_for_a_thread(frames: tuple[object, ...]) -> bool:
+    """Whether a thread sits in a join, or in a lock or future of Python's: it may wait for another thread of its process."""
+    for frame in frames[:3]:
+        file, function = getattr(frame, "file", ""), getattr(frame, "function", "")
+        if file.endswith(("threading.py", "concurrent/futures/_base.py")) and function in ("join", "_wait_for_tstate_lock", "result"):
+            return True
+    return False
+
+
+def edges_of(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, Node, Edge]]:
+    """A shortest cycle through a component, edge by edge, starting at its smallest node."""
+    members = set(component)
+    best: list[Node] = []
+    for start in sorted(members)[:64]:
+        parents: dict[Node, Node] = {}
+        level = [start]
+        found = False
+        while level and not found:
+            following: list[Node] = []
+            for node in level:
+                for target in sorted(graph.edges[node]):
+                    if target == start:
+                        path = [node]
+                        while path[-1] != start:
+                            path.append(parents[path[-1]])
+                        path.reverse()
+                        if not best or len(path) < len(best):
+                            best = path
+                        found = True
+                        break
+                    if target in members and target not in parents and target != start:
+                        parents[target] = node
+                        following.append(target)
+                if found:
+                    break
+            level = following
+    return [(node, best[(i + 1) % len(best)], graph.edges[node][best[(i + 1) % len(best)]]) for i, node in enumerate(best)]
+
+
+def sizes(mapping: Mapping[Node, set[int]]) -> dict[Node, int]:
+    """How many ranks each node blocks."""
+    return {node: len(ranks) for node, ranks in mapping.items()}

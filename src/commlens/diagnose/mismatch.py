@@ -1,0 +1,258 @@
+"""Ranks that met, but not for the same thing: the one pass over all records, and the troubles that it finds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from commlens.compare import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair
+from commlens.compare.answer import Answer
+from commlens.diagnose.period import expected_token, loose_token, token
+from commlens.diagnose.shift import Shift, find_shifts, skips_by_habit
+from commlens.diagnose.world import ChannelKey, View, World
+from commlens.model.collective import Asked, Channel, Collective, State
+
+
+@dataclass
+class Trouble:
+    """A disagreement at one number of a channel, or a rank out of step from there on."""
+
+    key: ChannelKey
+    channel: Channel
+    number: int
+    ops: dict[int, Collective]  # who met
+    answer: Disagree | None  # None: out of step, and nothing on the wire tells
+    culprits: tuple[int, ...]
+    tie: bool
+    by_history: bool = False  # the culprits were told by their own history, not by a majority
+    shift: Shift | None = None
+    habit: bool = False  # the culprit usually issues this right after what the others wait in
+    again: int = 0  # how many later ones are the same
+    silent: bool = False  # it hung nobody
+    uncertain: bool = False  # issued by several threads at once: their order is not sure
+    pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
+    sides: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def absorbs(self) -> bool:
+        """Whether what goes wrong later on the channel may follow from it."""
+        return self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
+
+    def explains(self, world: World, number: int, absent: Sequence[int]) -> bool:
+        """Whether a rank that is stuck in this channel's ``number`` is stuck because of this."""
+        if not self.absorbs or number < self.number:
+            return False
+        if self.shift is not None or not absent or set(absent) <= set(self.culprits):
+            return True
+        return any(op.state is not State.COMPLETED for op in self.ops.values())
+
+
+def find_troubles(world: World) -> list[Trouble]:
+    """All channels, in an order that does not depend on that of the logs."""
+    troubles: list[Trouble] = []
+    for key in sorted(world.users):
+        troubles += _channel(world, key)
+    troubles += _pairs(world)
+    return troubles
+
+
+# --- collectives -------------------------------------------------------------------------------------------------
+
+
+def _channel(world: World, key: ChannelKey) -> list[Trouble]:
+    users = world.users[key]
+    if len(users) < 2:
+        return []
+    tracks = {rank: world.views[rank].tracks[key] for rank in users}
+    group_ranks = key[2]
+    shifts = find_shifts(world, key)
+    shift = min(shifts, key=lambda s: (s.number, s.rank), default=None)
+    troubles: list[Trouble] = []
+    known: dict[tuple[tuple[int, int], ...], Answer] = {}
+    ids: dict[int, int] = {}
+    asks: dict[Asked, int] = {}
+    kept: list[Asked] = []  # so that an id stays that of one object
+    numbers = sorted({number for track in tracks.values() for number in track.ops})
+    for number in numbers:
+        if shift is not None and number > shift.number and not _is_at(shifts, number):
+            break
+        met = {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
+        if len(met) < 2:
+            continue
+        signature = []
+        coalesced = False
+        for rank, op in met.items():
+            asked = op.asked
+            ident = ids.get(id(asked))
+            if ident is None:
+                ident = ids[id(asked)] = asks.setdefault(asked, len(asks))
+                kept.append(asked)
+            signature.append((rank, ident))
+            coalesced = coalesced or bool(op.coalescing_id)
+        if coalesced:
+            answer = compare_coalesced({rank: tracks[rank].asked(number) for rank in met}, group_ranks)
+        elif len({ident for _, ident in signature}) == 1 and next(iter(met.values())).op != "all_to_all":
+            continue
+        else:
+            code = tuple(signature)
+            found = known.get(code)
+            if found is None:
+                found = known[code] = compare_collectives({rank: op.asked for rank, op in met.items()}, group_ranks)
+            answer = found
+        if not isinstance(answer, Disagree):
+            continue
+        trouble = _trouble(world, key, number, met, answer, shifts)
+        if not _same_again(troubles, trouble):
+            troubles.append(trouble)
+        if trouble.absorbs and not trouble.silent:
+            break
+    if shift is not None and not any(t.shift is shift for t in troubles):
+        earlier = [t for t in troubles if t.number < shift.number]
+        met = {rank: track.ops[shift.number] for rank, track in tracks.items() if shift.number in track.ops}
+        culprits = tuple(sorted(s.rank for s in shifts if s.number == shift.number))
+        trouble = Trouble(key, world.channels[key], shift.number, met, None, culprits, False, shift=shift)
+        trouble.silent = not any(track.open for track in tracks.values())
+        troubles = [*earlier, trouble]
+    return troubles
+
+
+def _is_at(shifts: Sequence[Shift], number: int) -> bool:
+    return any(shift.number == number for shift in shifts)
+
+
+def _trouble(
+    world: World, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree, shifts: Sequence[Shift]
+) -> Trouble:
+    here = [shift for shift in shifts if shift.number == number]
+    culprits, tie, by_history = answer.minority, answer.tie, False
+    if here and set(s.rank for s in here) <= set(met):
+        culprits, tie = tuple(sorted(s.rank for s in here)), False
+    elif tie:
+        odd = leave_routine(world, {rank: op for rank, op in met.items()})
+        if odd:
+            culprits, tie, by_history = odd, False, True
+        else:
+            culprits = tuple(sorted(met))
+    trouble = Trouble(key, world.channels[key], number, dict(met), answer, culprits, tie, by_history)
+    trouble.shift = here[0] if here else None
+    trouble.uncertain = any(op.concurrent for op in met.values())
+    trouble.silent = all(op.state is State.COMPLETED for op in met.values()) and not _stuck_after(world, key, number)
+    if not tie and trouble.shift is None and answer.aspect in ("op", "shape", "dtype") and len(culprits) < len(met):
+        usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
+        trouble.habit = all(skips_by_habit(world, rank, met[rank], usual) for rank in culprits if rank in met)
+    return trouble
+
+
+def _stuck_after(world: World, key: ChannelKey, number: int) -> bool:
+    """Whether anybody is held up on this channel from this number on."""
+    for rank in world.users[key]:
+        view = world.views[rank]
+        if any(n >= number for n in view.tracks[key].open):
+            return True
+        if any(block.op.channel.key == key for block in view.blocks.values()):
+            return True
+    return False
+
+
+def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...]:
+    """Which of the ranks do here what they never did before in this place. Empty where all or none do."""
+    for read in (token, loose_token):
+        odd = []
+        known = 0
+        for rank, op in sorted(ops.items()):
+            history = world.views[rank].log.collectives
+            position = _position(history, op)
+            if position is None:
+                continue
+            usual = expected_token([read(o) for o in history[max(0, position - 2048) : position + 1]], min(position, 2048))
+            known += usual is not None
+            if usual is False:
+                odd.append(rank)
+        if odd and len(odd) < len(ops) and known > len(odd):
+            return tuple(odd)
+        if odd and len(odd) < len(ops) and known == len(odd):
+            return tuple(odd)
+    return ()
+
+
+def _position(history: Sequence[Collective], op: Collective) -> int | None:
+    """Where an op is in a rank's log, which is ordered by index."""
+    low, high = 0, len(history)
+    while low < high:
+        middle = (low + high) // 2
+        if history[middle].index < op.index:
+            low = middle + 1
+        else:
+            high = middle
+    return low if low < len(history) and history[low].index == op.index else None
+
+
+def _same_again(troubles: list[Trouble], trouble: Trouble) -> bool:
+    """Whether an earlier one says the same: a wrong reduce op in every step is one finding."""
+    for earlier in troubles:
+        if earlier.answer is not None and trouble.answer is not None and earlier.shift is None:
+            same = earlier.answer.aspect == trouble.answer.aspect and set(earlier.culprits) == set(trouble.culprits)
+            if same and earlier.silent and trouble.silent and earlier.key == trouble.key:
+                earlier.again += 1
+                return True
+    return False
+
+
+# --- point to point ----------------------------------------------------------------------------------------------
+
+
+def _pairs(world: World) -> list[Trouble]:
+    """Sends and receives that met and do not carry the same."""
+    troubles: list[Trouble] = []
+    for rank in sorted(world.views):
+        view = world.views[rank]
+        for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: (item[0][0], item[0][1], item[0][2])):
+            if direction != "send" or peer not in world.views:
+                continue
+            first = True
+            for send, recv in match_pairs(sends, world.views[peer].pairs.get((key, rank, "recv"), []), view, world.views[peer]):
+                if send is None or recv is None or send.asked == recv.asked:
+                    continue
+                answer = compare_pair(rank, send.asked, peer, recv.asked)
+                if isinstance(answer, Disagree) and first:
+                    troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
+                    first = False
+    return troubles
+
+
+def _pair_trouble(
+    world: World, key: ChannelKey, sender: int, receiver: int, send: Collective, recv: Collective, answer: Disagree
+) -> Trouble:
+    odd = leave_routine(world, {sender: send, receiver: recv})
+    trouble = Trouble(
+        key, world.channels[key], send.sequence_number, {sender: send, receiver: recv}, answer,
+        odd or tuple(sorted((sender, receiver))), not odd, bool(odd), pair=(send, recv),
+    )  # fmt: skip
+    blocked = any(b.op.index in (send.index, recv.index) for r in (sender, receiver) for b in world.views[r].blocks.values())
+    trouble.silent = not blocked
+    return trouble
+
+
+def match_pairs(
+    sends: Sequence[Collective], recvs: Sequence[Collective], sender: View, receiver: View
+) -> list[tuple[Collective | None, Collective | None]]:
+    """Which send met which receive: by tag on gloo, first in, first out on NCCL (where the tag is ignored).
+
+    Numbers count from the first op of the pair, so they align even if older records were overwritten, as long as the tag is
+    always the same. With several tags and records missing nothing is claimed.
+    """
+    tags = {op.tag for op in sends} | {op.tag for op in recvs}
+    backend = (sends or recvs)[0].channel.group.backend if (sends or recvs) else ""
+    if len(tags) < 2 or "nccl" in backend:
+        by_number = {op.sequence_number: op for op in recvs}
+        met: list[tuple[Collective | None, Collective | None]] = [(op, by_number.pop(op.sequence_number, None)) for op in sends]
+        return met + [(None, op) for op in by_number.values()]
+    if sender.wrapped or receiver.wrapped:
+        return []
+    met = []
+    for tag in sorted(tags):
+        out = [op for op in sends if op.tag == tag]
+        into = [op for op in recvs if op.tag == tag]
+        for i in range(max(len(out), len(into))):
+            met.append((out[i] if i < len(out) else None, into[i] if i < len(into) else None))
+    return met

@@ -1,0 +1,106 @@
+"""A rank against its own history: where does it do something else than every time before?
+
+Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This breaks ties that a
+comparison with the other ranks cannot, such as between the two ranks of a pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+from commlens.model.collective import Collective
+
+_CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
+_LOOK_BACK = 4096
+
+
+def token(op: Collective) -> Hashable:
+    """What one op is in a rank's routine: the op, where it goes, the line that issues it, and how much it carries."""
+    source = op.source
+    line = (source.file, source.line) if source is not None else None
+    sizes = tuple(spec.shape for spec in op.asked.inputs[:4])
+    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.asked.root, line, sizes)
+
+
+def loose_token(op: Collective) -> Hashable:
+    """The same without the line and the size, for programs in which these vary."""
+    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer)
+
+
+def first_deviation(ops: Sequence[Collective], since: int = 0) -> int | None:
+    """The first position, from ``since`` on, at which a rank does what it never did before in this place.
+
+    The place is the longest run of preceding ops that has been seen before at least once, with one and the same sequel.
+    None where it keeps to its routine, or has none yet.
+    """
+    ops = ops[-_LOOK_BACK:]
+    for read in (token, loose_token):
+        found = _deviation([read(op) for op in ops], since)
+        if found is not None:
+            return found
+    return None
+
+
+def _deviation(tokens: list[Hashable], since: int) -> int | None:
+    text = _as_text(tokens)
+    for position in range(max(1, since), len(text)):
+        expected = _expected(text, position)
+        if expected is not None and text[position] not in expected:
+            return position
+    return None
+
+
+def expected_token(tokens: Sequence[Hashable], position: int) -> bool | None:
+    """Whether what stands at ``position`` is what history led one to expect there; None without such a history."""
+    text = _as_text(list(tokens))
+    expected = _expected(text, position)
+    return None if expected is None else text[position] in expected
+
+
+def _expected(text: str, position: int) -> set[str] | None:
+    """What followed, every time, the longest context that precedes ``position`` and was seen before."""
+    history = text[:position]
+    for length in _CONTEXTS:
+        if length > position:
+            continue
+        context = history[-length:]
+        sequels: set[str] = set()
+        seen = 0
+        at = history.rfind(context, 0, position - 1)
+        while at >= 0 and seen < 16:
+            sequels.add(text[at + length])
+            seen += 1
+            at = history.rfind(context, 0, at + length - 1)
+        if seen >= (2 if length < 4 else 1):
+            return sequels if len(sequels) == 1 or length >= 8 else None
+    return None
+
+
+def _as_text(tokens: Sequence[Hashable]) -> str:
+    """One character for each different token: searching a string is fast."""
+    letters: dict[Hashable, str] = {}
+    for one in tokens:
+        if one not in letters:
+            code = len(letters) + 0x100
+            letters[one] = chr(code if code < 0xD800 else code + 0x800)
+    return "".join(letters[one] for one in tokens)
+
+
+def leaves_routine_at(ops: Sequence[Collective]) -> tuple[Collective, Collective | None] | None:
+    """Where a rank leaves its routine within its last two steps: the op, and the one that it used to issue in its place."""
+    if not ops:
+        return None
+    ops = ops[-_LOOK_BACK:]
+    last_step = ops[-1].step
+    if ops[0].step < last_step - 1:
+        since = next(i for i, op in enumerate(ops) if op.step >= last_step - 1)
+    else:
+        since = max(1, len(ops) // 2, len(ops) - 64)
+    for read in (token, loose_token):
+        text = _as_text([read(op) for op in ops])
+        position = _deviation([read(op) for op in ops], since)
+        if position is not None:
+            expected = _expected(text, position) or set()
+            usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
+            return ops[position], ops[usual] if usual is not None else None
+    return None
