@@ -61,3 +61,9 @@ class MissingDependency(CommlensError):
     """A feature needs a package that is not installed. The message holds the pip line to type."""
 
     slug = "missing-dependency"
+
+    @classmethod
+    def torch(cls, what: str, error: ImportError | None = None) -> MissingDependency:
+        """``what`` needs torch; ``error`` is why it could not be imported, where it was tried."""
+        reason = "is not installed" if error is None else f"cannot be imported ({error})"
+        return cls(f"{what} needs torch, which {reason}: pip install 'commlens[torch]'")

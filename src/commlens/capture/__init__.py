@@ -27,7 +27,7 @@ def enable(**settings: Any) -> None:
     from commlens.capture import bootstrap
 
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency("commlens.enable() records what torch does, and torch is not installed: pip install 'commlens[torch]'")
+        raise MissingDependency.torch("commlens.enable()")
     bootstrap.start(config.load_settings(overrides=settings, overrides_from="argument of commlens.enable", strict=True).settings)
 
 

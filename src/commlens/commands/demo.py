@@ -53,7 +53,7 @@ class DemoCommand:
             worlds = ", ".join(map(str, scenario.worlds))
             raise CommandError(f"The scenario {scenario.name} runs with {worlds} processes: --nproc-per-node {world_size} is none of them.")
         if importlib.util.find_spec("torch") is None:
-            raise MissingDependency("commlens demo needs torch, which is not installed: pip install commlens[torch]")
+            raise MissingDependency.torch("commlens demo")
         reason = scenario.impossible()
         if reason is not None:
             raise CommandError(f"The scenario {scenario.name} cannot run here. {reason}")

@@ -38,7 +38,7 @@ def torchrun_parser() -> argparse.ArgumentParser:
     try:
         from torch.distributed.run import get_args_parser
     except ImportError as error:
-        raise MissingDependency(f"commlens launch needs torch, which cannot be imported ({error}): pip install commlens[torch]") from None
+        raise MissingDependency.torch("commlens launch", error) from None
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "commlens launch"
     parser.description = "torchrun with commlens in every worker. All of torchrun's options are accepted and mean what they mean there."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.machinery
+import importlib.util
 import os
 import runpy
 import subprocess
@@ -40,6 +41,8 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
         module: run as ``python -m``.
         environment: variables to add.
     """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency.torch("commlens run")
     os.environ.update(environment)
     os.environ["COMMLENS"] = "1"
     reason = autoload.why_not()
@@ -76,7 +79,7 @@ def _switch_on(reason: str) -> None:
     try:
         import torch  # noqa: F401
     except ImportError as error:
-        raise MissingDependency(f"commlens run needs torch, which cannot be imported ({error}): pip install commlens[torch]") from None
+        raise MissingDependency.torch("commlens run", error) from None
     try:
         from commlens.capture import enable
 
