@@ -21,18 +21,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     place = tmp_path_factory.mktemp("fresh")
     venv = place / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=60)
-    pip = [
-        str(venv / "bin" / "python"),
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--retries",
-        "1",
-        "--timeout",
-        "15",
-    ]
+    pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1"]
     # A copy: building must leave nothing in the working tree.
     source = place / "source"
     source.mkdir()
@@ -47,9 +36,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [str(venv / "bin" / program), *arguments]
-        return subprocess.run(
-            command, cwd=place, capture_output=True, text=True, timeout=60, env={"HOME": str(place), "PATH": "/usr/bin:/bin"}
-        )
+        environ = {"HOME": str(place), "PATH": "/usr/bin:/bin", MARK: os.environ[MARK]}
+        return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=60, env=environ)
 
     return run
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 
-from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
 
 EXIT_NOTHING_WRONG = 0
@@ -32,13 +31,9 @@ class DiagnoseCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read the evidence, diagnose, print."""
-        from commlens.diagnose import diagnose
-        from commlens.formats.dumps import read_evidence
+        from commlens.diagnose.paths import diagnose_paths
 
-        evidence = read_evidence(arguments.paths)
-        if not evidence.logs:
-            raise EvidenceError(_nothing(evidence.problems))
-        verdict = diagnose(evidence.logs, problems=evidence.problems, stalled_after_s=arguments.stalled_after)
+        verdict = diagnose_paths(arguments.paths, stalled_after_s=arguments.stalled_after)
         if arguments.json:
             from commlens.reports.json_report import print_json
 
@@ -53,12 +48,6 @@ class DiagnoseCommand:
 def exit_status(verdict: Verdict) -> int:
     """1 for a fault, else 0."""
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
-
-
-def _nothing(problems: list[str]) -> str:
-    told = "".join(f"\n  - {text}" for text in problems[:10])
-    more = f"\n  - and {len(problems) - 10} more" if len(problems) > 10 else ""
-    return f"Nothing here can be diagnosed: there is no readable black box.{told}{more}"
 
 
 def _seconds(text: str) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import sys
+import types
+from collections.abc import Iterable, Sequence
 
 from commlens.diagnose.choose import choose
 from commlens.diagnose.findings import Findings
@@ -88,3 +91,19 @@ def _not_known(world: World) -> list[str]:
     for text, ranks in by_text.items():
         notes.append(f"{ranks_phrase(ranks).capitalize()}: {text}.")
     return notes
+
+
+class _CallablePackage(types.ModuleType):
+    """``commlens.diagnose(paths)`` is a public function, and Python puts this package under the same name.
+
+    So the package answers the call, whichever of the two somebody means and whatever was imported first.
+    """
+
+    def __call__(self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Verdict:
+        """See :func:`commlens.diagnose.paths.diagnose_paths`."""
+        from commlens.diagnose.paths import diagnose_paths
+
+        return diagnose_paths(paths)
+
+
+sys.modules[__name__].__class__ = _CallablePackage
