@@ -29,8 +29,6 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.setsid()
-    with contextlib.suppress(OSError):
-        os.nice(5)
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         # The folder itself is the lock: it leaves nothing behind, and goes with the process.

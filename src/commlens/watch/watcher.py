@@ -189,6 +189,7 @@ class Watcher:
     def run(self) -> None:
         """Watch until all ranks have ended (or, in a launcher, until :meth:`stop`). Its own errors are logged, never raised."""
         try:
+            self._preload()
             while not self._finished():
                 self._hear(self._roster.wait(self._pause_s()))
                 self._tick()
@@ -198,6 +199,15 @@ class Watcher:
             log.debug("the watcher's error", exc_info=True)
         finally:
             self._roster.close()
+
+    def _preload(self) -> None:
+        """What is needed when something is wrong: by then every tenth of a second counts."""
+        if self._judge is None:
+            from commlens.diagnose import diagnose
+
+            self._judge = diagnose
+        if self._say is say_to_stderr:
+            import commlens.reports.terminal  # noqa: F401
 
     def _finished(self) -> bool:
         if self._launched:
@@ -433,10 +443,7 @@ class Watcher:
         return member.ending is not None and member.ending.signal in (_STOP_SIGNALS | {"SIGKILL"} if self._launched else _STOP_SIGNALS)
 
     def _diagnose(self, logs: list[RankLog], problems: list[str]) -> Verdict:
-        if self._judge is None:
-            from commlens.diagnose import diagnose
-
-            self._judge = diagnose
+        assert self._judge is not None
         return self._judge(logs, problems=problems, stalled_after_s=min(1.0, self.settings.stall_timeout / 2))
 
     def _announce(self, verdict: Verdict) -> None:

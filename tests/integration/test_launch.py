@@ -1,0 +1,138 @@
+"""`commlens launch` is torchrun, and says why the job died or stalls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Bench
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+TELLS = """
+import json, os, sys
+import __main__
+import torch
+print(json.dumps([sys.argv, __name__, __main__.__file__, sys.path[0], sys.flags.dev_mode, os.environ["RANK"], sorted(vars(__main__))]))
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("is_installed", [True, False], ids=["entry point", "only on the path"])
+def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, is_installed: bool) -> None:
+    bench = Bench(tmp_path, is_installed=is_installed)
+    (tmp_path / "tells.py").write_text(TELLS)
+    for code in ("0", "3"):
+        arguments = ["tells.py", code, "--stall-timeout", "x", "--", "-m"]
+        ours, theirs = bench.launch("--stall-timeout", "9", *arguments), bench.torchrun(*arguments)
+        assert (ours.end() != 0) == (theirs.end() != 0) == (code != "0")
+        assert ours.process.returncode == theirs.process.returncode
+        assert sorted(ours.out) == sorted(theirs.out), ours.report()
+        assert len(ours.out) == 2 or code != "0"
+        assert json.loads(ours.out[0])[0] == ["tells.py", code, "--stall-timeout", "x", "--", "-m"]
+    bench.close()
+
+
+def test_a_module(bench: Bench) -> None:
+    (bench.folder / "tells.py").write_text(TELLS)
+    ours, theirs = bench.launch("-m", "tells", "0", "a"), bench.torchrun("-m", "tells", "0", "a")
+    assert (ours.end(), theirs.end()) == (0, 0)
+    assert sorted(ours.out) == sorted(theirs.out)
+
+
+def test_a_clean_end_says_and_leaves_nothing(bench: Bench) -> None:
+    program = bench.launch("train.py", "well")
+    assert program.end() == 0
+    assert program.out.count("finished") == 2
+    assert "commlens" not in program.error
+    assert bench.boxes_left == []
+    assert not bench.dumps.exists()
+
+
+@pytest.mark.parametrize("how", ["kill", "raise", "exit"])
+def test_a_death_is_told_before_torchruns_account(bench: Bench, how: str) -> None:
+    program = bench.launch("train.py", how)
+    assert program.end() == 1
+    told, account = program.until("VERDICT", stream="err"), program.until("ChildFailedError", stream="err")
+    assert told <= account
+    assert program.err.index(next(line for line in program.err if "VERDICT" in line)) < program.err.index(
+        next(line for line in program.err if "ChildFailedError" in line)
+    )
+    verdict = next(line for line in program.err if "VERDICT" in line)
+    assert "rank 1" in verdict, program.report()
+    assert bench.dumped == ["rank0", "rank1"]
+    assert bench.boxes_left == []
+
+
+def test_a_stall_is_told_in_time_and_aborted(bench: Bench) -> None:
+    program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "sleep")
+    stalled = program.until("training")
+    told = program.until("VERDICT", stream="err")
+    assert 1.5 < told - stalled < 4.5, program.report()
+    assert program.end() != 0
+    assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
+    assert program.error.count("VERDICT") == 1
+    assert bench.dumped == ["rank0", "rank1"]
+    assert bench.boxes_left == []
+
+
+def test_a_late_rank_and_the_end_of_the_wait(bench: Bench) -> None:
+    program = bench.launch("--stall-timeout", "1.5", "train.py", "late")
+    assert program.end() == 0
+    assert "arrived after" in program.error, program.report()
+    assert bench.boxes_left == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> None:
+    ours, theirs = bench.launch("train.py", "sleep"), bench.torchrun("train.py", "sleep")
+    for program in (ours, theirs):
+        program.until("training")
+        time.sleep(0.5)
+        os.kill(program.process.pid, number)
+    assert ours.end() == theirs.end() != 0
+    assert "VERDICT" not in ours.error
+    assert bench.boxes_left == []
+
+
+def test_restarted_workers_are_another_job_in_the_same_place(bench: Bench) -> None:
+    program = bench.launch("--max-restarts", "1", "train.py", "once")
+    assert program.end() == 0, program.report()
+    assert program.error.count("VERDICT") == 1
+    assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
+    assert bench.boxes_left == []
+
+
+def test_without_torch(bench: Bench) -> None:
+    (bench.folder / "site" / "torch.py").write_text("raise ImportError('no torch here')\n")
+    program = bench.launch("train.py", "well")
+    assert program.end() == 2
+    assert "pip install 'commlens[torch]'" in program.error
+    assert "Traceback" not in program.error
+
+
+def test_a_bad_setting_is_refused(bench: Bench) -> None:
+    program = bench.launch("--on-stall", "panic", "train.py", "well")
+    assert program.end() == 2
+    assert "warn or abort" in program.error
+
+
+def test_help_shows_both(bench: Bench) -> None:
+    program = bench.start("-m", "commlens", "launch", "-h")
+    assert program.end() == 0
+    text = "\n".join(program.out)
+    assert "--stall-timeout" in text
+    assert "--nproc-per-node" in text

@@ -1,0 +1,118 @@
+"""Watching without a launcher, and looking from another terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Bench
+
+from commlens.watch import pyspy
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.close()
+
+
+def watchers(bench: Bench) -> list[int]:
+    return [pid for pid in bench.processes() if b"commlens.watch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def gone(bench: Bench, timeout_s: float = 5.0) -> bool:
+    end = time.monotonic() + timeout_s
+    while watchers(bench):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_switched_on_by_the_environment(bench: Bench) -> None:
+    program = bench.torchrun("train.py", "well", COMMLENS="1")
+    program.until("training")
+    assert len(watchers(bench)) == 1, "one for the node"
+    assert program.end() == 0
+    assert "commlens" not in program.error
+    assert gone(bench)
+    assert bench.boxes_left == []
+
+
+@pytest.mark.parametrize("how", ["the environment", "commlens run", "commlens run without the entry point"])
+def test_a_stall_is_told_by_a_process_of_its_own(bench: Bench, how: str) -> None:
+    environ = {"COMMLENS_STALL_TIMEOUT": "2"}
+    if how == "the environment":
+        program = bench.torchrun("train.py", "sleep", COMMLENS="1", **environ)
+    else:
+        if how.endswith("point"):
+            environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+        program = bench.torchrun("-m", "commlens", "run", "train.py", "sleep", **environ)
+    stalled = program.until("training")
+    told = program.until("VERDICT", stream="err")
+    assert 1.5 < told - stalled < 4.5, program.report()
+    assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
+    os.kill(program.process.pid, signal.SIGTERM)
+    program.end()
+    assert gone(bench)
+    assert bench.boxes_left == []
+    assert bench.dumped == ["rank0", "rank1"]
+
+
+def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
+    """Rank 0 starts the watcher, and is the one that is killed. The other rank notices nothing: it sleeps."""
+    program = bench.torchrun("train.py", "sleep", COMMLENS="1")
+    program.until("training")
+    time.sleep(0.5)
+    box = next(path for path in bench.boxes_left if path.name.startswith("rank0."))
+    os.kill(int(box.name.split(".")[1]), signal.SIGKILL)
+    program.until("VERDICT", stream="err")
+    assert "rank 0" in next(line for line in program.err if "VERDICT" in line), program.report()
+    ended = program.process.wait(60)
+    at = time.monotonic()
+    assert ended == 1
+    program.end()
+    assert program.closed_at - at < 1.5, "the job's pipes were held too long"
+    assert bench.boxes_left == []
+
+
+@pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
+def test_the_line_that_holds_the_gil(bench: Bench) -> None:
+    program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "gil")
+    program.end()
+    assert "rank 1" in next(line for line in program.err if "VERDICT" in line), program.report()
+    assert "train.py:9" in program.error, program.report()
+
+
+def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
+    nothing = bench.start("-m", "commlens", "status")
+    assert nothing.end() == 3
+    assert "No job is recorded" in nothing.error
+    program = bench.launch("train.py", "stop")
+    program.until("training")
+    time.sleep(1.5)
+    status = bench.start("-m", "commlens", "status")
+    assert status.end() == 0, status.report()
+    assert "2 ranks" in status.out[0]
+    assert "train.py stop" in status.out[0]
+    assert "in all_reduce #4 of default_pg [0-1]" in status.out[2]
+    assert "train.py:17 step" in status.out[2]
+    assert "stopped" in status.out[3]
+    assert "after all_reduce #3" in status.out[3]
+    pid = status.out[3].split()[1]
+    dump = bench.start("-m", "commlens", "dump", "-o", "here", pid)
+    assert dump.end() == 0, dump.report()
+    folder = bench.folder / dump.out[0]
+    assert sorted(path.name.split(".")[0] for path in folder.glob("*.box")) == ["rank0", "rank1"]
+    assert "commlens diagnose" in dump.out[1]
+    wrong = bench.start("-m", "commlens", "dump", "no-such-job")
+    assert wrong.end() == 2
+    os.kill(int(pid), signal.SIGCONT)
