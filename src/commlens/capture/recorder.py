@@ -32,9 +32,18 @@ _LOOSEN_AFTER_NS = 200_000_000
 _HELD_LIMIT = 512
 _REDUCE_OPS_AT_ONCE = 500
 _monotonic = time.monotonic_ns
-_thread_id = threading.get_native_id
 _Tensor = torch.Tensor
 _strided = torch.strided
+
+
+class _Here(threading.local):
+    """This thread, by the id that the system gives it. Asked of the system once: a system call costs more than a look-up."""
+
+    def __init__(self) -> None:
+        self.id = threading.get_native_id()
+
+
+_here = _Here()
 
 
 class Asked:
@@ -128,7 +137,7 @@ class Recorder:
                 channel.blob = writer.add_blob(channel.describe())
             # frame 0 is this one, 1 the tap's kernel, 2 the code that called torch
             stack = self.stacks.position(sys._getframe(2)) if not self.cpp_stack else self.stacks.native_position()
-            thread = _thread_id()
+            thread = _here.id
             flags = asked.flags
             if channel.busy and channel.busy != thread:
                 flags |= L.FLAG_CONCURRENT
@@ -251,7 +260,7 @@ class Recorder:
         try:
             token = self.in_flight.get(work)
             if token is None and self.synchronous:
-                token = self.synchronous.get(_thread_id())
+                token = self.synchronous.get(_here.id)
             if token is None and self.loose:
                 token = next((t for t in list(self.loose.values()) if t.work_ref() is work), None)
             if token is not None:
@@ -263,7 +272,7 @@ class Recorder:
 
     def _wait_marks(self, token: Token) -> None:
         token.waiting = True
-        self.writer.wait_began(token.offset, token.index, _monotonic(), _thread_id(), token.asked.synchronous)
+        self.writer.wait_began(token.offset, token.index, _monotonic(), _here.id, token.asked.synchronous)
 
     def wait_ended(self, work: Any, token: Token, error: BaseException | None) -> None:
         """That wait is over."""
@@ -280,9 +289,9 @@ class Recorder:
             if token.pointers:
                 self._forget_pointers(token)
             if error is None:
-                self.writer.wait_completed(token.offset, token.index, _monotonic(), _thread_id())
+                self.writer.wait_completed(token.offset, token.index, _monotonic(), _here.id)
             else:
-                self._mark_failed(token, error, _thread_id())
+                self._mark_failed(token, error, _here.id)
         except Exception as ours:
             self._failed(ours)
 
@@ -412,11 +421,11 @@ class Recorder:
 
     def coalescing_starts(self) -> None:
         """``ProcessGroup._start_coalescing`` was called."""
-        self._coalescing[_thread_id()] = CoalescedGroup(self._coalescing_ids())
+        self._coalescing[_here.id] = CoalescedGroup(self._coalescing_ids())
 
     def coalescing_ends(self) -> Token | None:
         """``ProcessGroup._end_coalescing`` is about to be called: record the group as one collective."""
-        thread = _thread_id()
+        thread = _here.id
         group = self._coalescing.pop(thread, None)
         if group is None or not group.members:
             return None
