@@ -11,7 +11,7 @@ from commlens.diagnose.choose import choose
 from commlens.diagnose.findings import Findings
 from commlens.diagnose.graph import Builder
 from commlens.diagnose.mismatch import find_troubles
-from commlens.diagnose.words import count, ranks_phrase
+from commlens.diagnose.words import capital, count, ranks_phrase
 from commlens.diagnose.world import World, build
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding, Verdict
@@ -53,26 +53,30 @@ def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
     )
     summary = f"nothing is wrong: {known}" if everybody else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
     ended = [rank for rank, view in world.views.items() if view.fate.kind == "clean"]
-    explanation = f"{ranks_phrase(ended).capitalize()} finished." if ended else ""
+    explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
         kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],
         confidence="high" if everybody else "medium", summary=summary, explanation=explanation,
     )  # fmt: skip
-    return Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at, findings=[])
+    verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
+    verdict.findings = []
+    return verdict
 
 
 def _looked_at(world: World) -> str:
     total = sum(len(view.log.collectives) for view in world.views.values())
     ranks = count(len(world.views), "rank")
     of = f" of {world.size}" if world.size != len(world.views) else ""
-    return f"{ranks}{of}, {count(total, 'record')} on {count(len(world.channels), 'channel')}"
+    unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in world.views.values() for text in view.log.coverage})
+    without = f"; not seen are {'; '.join(unseen)}" if unseen else ""
+    return f"{ranks}{of}, {count(total, 'record')} on {count(len(world.channels), 'channel')}{without}"
 
 
 def _not_known(world: World) -> list[str]:
     """What could not be known from these logs, in sentences."""
     notes: list[str] = []
     if world.no_record:
-        notes.append(f"{ranks_phrase(world.no_record).capitalize()} of {world.size} left no record.")
+        notes.append(f"{capital(ranks_phrase(world.no_record))} of {world.size} left no record.")
     if world.elsewhere:
         hosts = sorted({view.log.host for view in world.views.values() if view.log.host})
         of = f" of {', '.join(hosts[:4])}" if hosts else ""
@@ -83,13 +87,13 @@ def _not_known(world: World) -> list[str]:
     by_text: dict[str, list[int]] = {}
     for rank, view in world.views.items():
         log = view.log
-        for text in [*log.problems, *log.coverage]:
+        for text in log.problems:
             by_text.setdefault(text.rstrip("."), []).append(rank)
         if log.issued > len(log.collectives) and not log.problems:
             dropped = log.issued - len(log.collectives)
             by_text.setdefault(f"the oldest {count(dropped, 'record')} had been overwritten", []).append(rank)
     for text, ranks in by_text.items():
-        notes.append(f"{ranks_phrase(ranks).capitalize()}: {text}.")
+        notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")
     return notes
 
 

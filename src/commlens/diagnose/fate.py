@@ -148,7 +148,9 @@ def sort_out(fates: dict[int, Fate]) -> dict[int, Fate]:
     gone = sorted(fate.at_ns for fate in fates.values() if fate.kind == "gone")
     sorted_out: dict[int, Fate] = {}
     for rank, fate in fates.items():
-        if (fate.kind == "own" and fate.why == "killed" and "SIGKILL" in fate.text and fate.at_ns > first_failure + _LATE_KILL_NS) or (fate.kind == "gone" and (own or (len(gone) > 1 and fate.at_ns > gone[0] + 600_000_000))):
+        if (fate.kind == "own" and fate.why == "killed" and "SIGKILL" in fate.text and fate.at_ns > first_failure + _LATE_KILL_NS) or (
+            fate.kind == "gone" and (own or (len(gone) > 1 and fate.at_ns > gone[0] + 600_000_000))
+        ):
             fate = msgspec.structs.replace(fate, kind="told")
         sorted_out[rank] = fate
     return sorted_out

@@ -11,7 +11,7 @@ from commlens.diagnose.graph import Edge, Graph, Instance, Node, edges_of
 from commlens.diagnose.mismatch import Trouble
 from commlens.diagnose.period import leaves_routine_at
 from commlens.diagnose.why import Doing
-from commlens.diagnose.words import count, duration, group_phrase, instance, place, ranks_phrase, tensors, verb
+from commlens.diagnose.words import capital, count, duration, group_phrase, instance, place, ranks_phrase, tensors, verb
 from commlens.diagnose.world import View, World
 from commlens.model.collective import Collective, Frame, State, user_frame
 from commlens.model.verdict import CollectiveRef, Confidence, Finding, GroupRef, Kind, Why
@@ -90,7 +90,7 @@ class Findings:
         return [self.graph.edges[source][node] for source in sorted(self.graph.back.get(node, ()))]
 
     def _waiting_at(self, edges: Sequence[Edge]) -> str:
-        """``"The others wait at train.py:81 step, float32[1048576] SUM"``; by line where the lines differ."""
+        """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM"``; by line where lines differ."""
         places: dict[str, list[int]] = defaultdict(list)
         for edge in edges:
             text = place(edge.op.source)
@@ -98,7 +98,10 @@ class Findings:
         parts = []
         for text, ranks in sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
             where = f" at {text}" if text else ""
-            parts.append(f"{ranks_phrase(ranks)} {verb(ranks, 'waits', 'wait')}{where}")
+            waited = self._longest(ranks)
+            length = f" for {duration(waited)}" if waited >= self.world.stalled_after_ns else ""
+            has = verb(ranks, "has", "have")
+            parts.append(f"{ranks_phrase(ranks)} {has} been waiting{length}{where}")
         what = tensors(edges[0].op) if edges else ""
         return "; ".join(parts) + (f", {what}" if what else "")
 
@@ -108,7 +111,7 @@ class Findings:
 
     def _behind(self, direct: Sequence[int], everybody: Sequence[int]) -> str:
         more = sorted(set(everybody) - set(direct))
-        return f"{ranks_phrase(more)} {verb(more, 'waits', 'wait')} behind {verb(direct, 'it', 'them')}." if more else ""
+        return f"{capital(ranks_phrase(more))} {verb(more, 'waits', 'wait')} behind {verb(direct, 'it', 'them')}. " if more else ""
 
     def _assumed(self, ranks: Iterable[int]) -> bool:
         """Whether that these ranks wait is only concluded from an op in flight."""
@@ -133,7 +136,10 @@ class Findings:
         usual_rank = next((rank for rank in sorted(trouble.ops) if rank not in culprits), None)
         usual = trouble.ops[usual_rank] if usual_rank is not None else None
         members = [rank for rank in trouble.ops if rank not in culprits]
-        victims = sorted(set(held or members) - set(culprits))
+        failed = {r for r in trouble.key[2] if r in self.world.views and self.world.views[r].fate.failed} if not trouble.silent else set()
+        aborted = sorted(r for r in failed if self.world.views[r].fate.kind == "own" and self._absorbed(r))
+        held = sorted(set(held) - set(culprits))
+        victims = sorted(({*held, *members} | failed) - set(culprits))
         skipped = trouble.shift is not None or trouble.habit
         kind: Kind = f"mismatch/{trouble.answer.aspect}" if trouble.answer is not None else "missing"  # type: ignore[assignment]
         reason: Why = "skipped" if skipped else "in-collective"
@@ -152,20 +158,26 @@ class Findings:
             if rank in trouble.ops
         )
         explanation = f"{own}. " if own else ""
-        if usual is not None and members:
+        skips = self._skip_evidence(trouble, culprits)
+        if trouble.answer is None:
+            explanation = " ".join(skips) + " "
+            skips = []
+        elif usual is not None and members:
             explanation += (
-                f"{ranks_phrase(members).capitalize()} {verb(members, 'is', 'are')} at {place(usual.source) or 'an unknown line'} "
+                f"{capital(ranks_phrase(members))} {verb(members, 'is', 'are')} at {place(usual.source) or 'an unknown line'} "
                 f"with {usual.op} {tensors(usual)}".rstrip()
                 + ". "
             )
         if trouble.silent:
             explanation += "Nothing hung: the result is wrong."
         elif held:
-            explanation += f"{ranks_phrase(held).capitalize()} {verb(held, 'is', 'are')} held up by it."
+            explanation += f"{capital(ranks_phrase(held))} {verb(held, 'is', 'are')} held up by it."
+        if aborted:
+            explanation += f" {capital(ranks_phrase(aborted))} {self.world.views[aborted[0]].fate.text} because of it."
         evidence = []
-        if trouble.answer is not None:
+        if trouble.answer is not None and (trouble.tie or len(trouble.answer.parties) > 2 or trouble.answer.aspect == "splits"):
             evidence.append(f"{name}: {trouble.answer.detail}.")
-        evidence += self._skip_evidence(trouble, culprits)
+        evidence += skips
         if trouble.tie:
             evidence.append("No side has a majority, and no rank leaves its own routine: it cannot be told which is wrong.")
         elif trouble.by_history:
@@ -230,7 +242,7 @@ class Findings:
         if shift is not None:
             return [f"From #{number} on, what {who} issues is what the others issued {-shift.by} before."]
         if trouble.habit:
-            return [f"{who.capitalize()} used to issue this right after what the others wait in, and this time did not issue that."]
+            return [f"{capital(who)} used to issue this right after what the others wait in, and this time did not issue that."]
         return []
 
     # --- dead
@@ -292,10 +304,10 @@ class Findings:
             )
         explanation += ". "
         if edges:
-            explanation += self._waiting_at(edges) + ". "
+            explanation += capital(self._waiting_at(edges)) + ". "
         explanation += self._behind(waiting, sorted(set(held) - set(ranks)))
         if peers:
-            explanation += f" {ranks_phrase(peers).capitalize()} ended because of it."
+            explanation += f"{capital(ranks_phrase(peers))} ended because of it."
         evidence = [f"rank {r} {self.world.views[r].fate.text}." for r in sorted(peers)[:4]]
         confidence: Confidence = "high" if fate.kind == "own" else "medium"
         more = (
@@ -345,7 +357,7 @@ class Findings:
             explanation = "; ".join(steps) + ". "
             if how == "history":
                 evidence.append(
-                    f"{ranks_phrase(culprits).capitalize()} {verb(culprits, 'leaves', 'leave')} its own routine here; the others keep to theirs."
+                    f"{capital(ranks_phrase(culprits))} {verb(culprits, 'leaves', 'leave')} its own routine here; the others keep to theirs."
                 )
             elif how == "order":
                 evidence.append(f"The order of {ranks_phrase(culprits)} differs from that of the others.")
@@ -435,14 +447,15 @@ class Findings:
             frame = views[0].last_op.source
         explanation = f"{self._name(ranks[0])} {what.phrase}; {self._last(ranks[0])}. "
         if len(ranks) > 1 and not alone:
-            explanation = f"{ranks_phrase(ranks).capitalize()}: " + explanation
-        explanation += self._waiting_at(same).capitalize() + ". "
+            explanation = f"{capital(ranks_phrase(ranks))}: " + explanation
+        explanation += capital(self._waiting_at(same)) + ". "
         explanation += self._behind(direct, sorted(set(held) - set(ranks)))
-        evidence = [f"rank {rank}: {sign}." for rank, (_, doing) in zip(ranks, members, strict=True) for sign in doing.signs[:3]][:6]
-        evidence += self._stack_evidence(views[0])
+        evidence = _signs(ranks, members)
+        if what.why != "finished":
+            evidence += self._stack_evidence(views[0])
         if self._longest(direct):
             evidence.append(
-                f"{ranks_phrase(direct).capitalize()} {verb(direct, 'has', 'have')} been waiting for {duration(self._longest(direct))}."
+                f"{capital(ranks_phrase(direct))} {verb(direct, 'has', 'have')} been waiting for {duration(self._longest(direct))}."
             )
         failed = next((op for op in views[0].log.collectives[-1:] if op.state is State.FAILED), None)
         if failed is not None and failed.error:
@@ -489,9 +502,9 @@ class Findings:
         summary = (
             f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} in {instance(main.op)} for {ranks_phrase(ranks)}, {label}{length}"
         )
-        explanation = f"{self._name(ranks[0])} {what.phrase}; {self._last(ranks[0])}. {self._waiting_at(same).capitalize()}. "
+        explanation = f"{self._name(ranks[0])} {what.phrase}; {self._last(ranks[0])}. {capital(self._waiting_at(same))}. "
         explanation += self._behind(direct, held)
-        signs = [f"rank {rank}: {sign}." for rank, (_, doing) in zip(ranks, members, strict=True) for sign in doing.signs[:3]][:6]
+        signs = _signs(ranks, members)
         step = f"wait; if {ranks_phrase(ranks)} should not take this long, look at {place(what.frame)}" if what.frame else "wait"
         finding = _finding(
             "waiting", what.why, [], held, "high" if what.observed else "medium", summary, explanation.strip(), step, main.op, what.frame,
@@ -531,7 +544,7 @@ class Findings:
             culprits = ranks if left or len(ranks) == 1 else []
             finding = _finding(
                 "dead" if left else "missing", "unknown", culprits, sorted(set(held) - set(culprits)), "medium" if left else "low", summary,
-                self._waiting_at(edges).capitalize() + ". " + self._behind(direct, held), step, main.op, None,
+                capital(self._waiting_at(edges)) + ". " + self._behind(direct, held), step, main.op, None,
                 [f"There are records of {count(len(self.world.views), 'rank')} of {self.world.size}."],
                 f"The records of {ranks_phrase(ranks)} would tell.", root=not known or left,
             )  # fmt: skip
@@ -561,7 +574,7 @@ class Findings:
         if busy and not culprits and not failed:
             summary = f"{ranks_phrase(ranks)} are in {name}, which still moves data, {duration(waited)} so far"
             finding = _finding(
-                "waiting", "in-collective", [], held, "medium", summary, f"{self._waiting_at(edges).capitalize()}.", "wait", op, op.source,
+                "waiting", "in-collective", [], held, "medium", summary, f"{capital(self._waiting_at(edges))}.", "wait", op, op.source,
                 [f"{ranks_phrase(busy)} {verb(busy, 'uses', 'use')} CPU inside it."], None, root=False,
             )  # fmt: skip
             self._add(finding, node)
@@ -579,9 +592,7 @@ class Findings:
             step = "look at the network and the driver between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)"
         errors = sorted({(o.error or "").splitlines()[0][:160] for o in (_op_at(v, which) for v in views) if o is not None and o.error})
         evidence = [f"It failed with: {text}." for text in errors[:3]]
-        if waited:
-            evidence.append(f"They have been waiting for {duration(waited)}.")
-        explanation = f"{self._waiting_at(edges).capitalize()}. " + self._behind(direct, held)
+        explanation = f"{capital(self._waiting_at(edges))}. " + self._behind(direct, held)
         finding = _finding(
             "stuck-inside", reason, culprits, sorted(set(held) - set(culprits)), "high" if culprits else "medium", summary,
             explanation.strip(), step, op, op.source, evidence,
@@ -612,7 +623,7 @@ class Findings:
             doing = what.get(absent[0]) or Doing("unknown", False, "left no record")
             summary = f"{ranks_phrase(absent)} never came to init_process_group; {ranks_phrase(ranks)} {verb(ranks, 'waits', 'wait')} there"
             finding = _finding(
-                "missing", doing.why, absent, ranks, "medium", summary, f"{ranks_phrase(absent).capitalize()} {doing.phrase}.",
+                "missing", doing.why, absent, ranks, "medium", summary, f"{capital(ranks_phrase(absent))} {doing.phrase}.",
                 _missing_step(doing, absent), None, doing.frame, [], "The output of these ranks would tell.",
             )  # fmt: skip
             self._add(finding)
@@ -622,7 +633,7 @@ class Findings:
             doing = what[absent[0]]
             summary = f"{ranks_phrase(ranks)} {verb(ranks, 'waits', 'wait')} in init_process_group for {ranks_phrase(absent)}"
             finding = _finding(
-                "waiting", "initialising", [], ranks, "medium", summary, f"{ranks_phrase(absent).capitalize()} {doing.phrase}.", "wait", None,
+                "waiting", "initialising", [], ranks, "medium", summary, f"{capital(ranks_phrase(absent))} {doing.phrase}.", "wait", None,
                 doing.frame, [], None, root=False,
             )  # fmt: skip
             self._add(finding)
@@ -665,8 +676,8 @@ class Findings:
                 if not case.finding.culprits or (case.finding.kind == "dead" and case.finding.why != "exit"):
                     continue
                 follows = case in disagreements and case.order > other.order
-                stalls = (
-                    (case not in disagreements and other.blocked > 0) or (case.finding.why == "finished" and other.finding.why == "skipped")
+                stalls = (case not in disagreements and other.blocked > 0) or (
+                    case.finding.why == "finished" and other.finding.why == "skipped"
                 )
                 if follows or stalls:
                     case.finding.root_cause = False
@@ -693,6 +704,15 @@ def _finding(
         source=frame.where if frame is not None else None, source_file=f"{frame.file}:{frame.line}" if frame is not None else None,
         function=frame.function if frame is not None else None, evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
+
+
+def _signs(ranks: Sequence[int], members: Sequence[tuple[Node, Doing]]) -> list[str]:
+    """``"rank 2: its stack does not move, it uses no CPU."``, for ranks with the same signs once."""
+    same: dict[str, list[int]] = defaultdict(list)
+    for rank, (_, doing) in zip(ranks, members, strict=True):
+        if doing.signs:
+            same[", ".join(doing.signs)].append(rank)
+    return [f"{ranks_phrase(who)}: {text}." for text, who in same.items()][:4]
 
 
 def _at(op: Collective) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from commlens.compare import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair
 from commlens.compare.answer import Answer
-from commlens.diagnose.period import expected_token, loose_token, token
+from commlens.diagnose.period import exact_token, expected_token, loose_token, token
 from commlens.diagnose.shift import Shift, find_shifts, skips_by_habit
 from commlens.diagnose.world import ChannelKey, View, World
 from commlens.model.collective import Asked, Channel, Collective, State
@@ -156,7 +156,7 @@ def _stuck_after(world: World, key: ChannelKey, number: int) -> bool:
 
 def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...]:
     """Which of the ranks do here what they never did before in this place. Empty where all or none do."""
-    for read in (token, loose_token):
+    for read in (token, exact_token, loose_token):
         odd = []
         known = 0
         for rank, op in sorted(ops.items()):

@@ -18,8 +18,13 @@ def token(op: Collective) -> Hashable:
     """What one op is in a rank's routine: the op, where it goes, the line that issues it, and how much it carries."""
     source = op.source
     line = (source.file, source.line) if source is not None else None
-    sizes = tuple(spec.shape for spec in op.asked.inputs[:4])
+    sizes = tuple((spec.shape, spec.dtype) for spec in op.asked.inputs[:4])
     return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.asked.root, line, sizes)
+
+
+def exact_token(op: Collective) -> Hashable:
+    """The same with dtypes and the reduce op: for ops that met, and disagree."""
+    return (token(op), tuple(spec.dtype for spec in (op.asked.inputs or op.asked.outputs)[:4]), op.asked.reduce_op)
 
 
 def loose_token(op: Collective) -> Hashable:

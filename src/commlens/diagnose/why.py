@@ -100,7 +100,12 @@ def doing(log: RankLog, fate: Fate, *, quiet_ns: int = 0, stalled_after_ns: int 
     if fate.kind == "told":
         # It was ended by the launcher after the fact: what counts is where it was before.
         return Doing(
-            why or ("user-code" if frame else "unknown"), False, f"was {(where and f'in {where}') or 'elsewhere'}", frame, [fate.text], looked
+            why or ("user-code" if frame else "unknown"),
+            False,
+            f"was {(where and f'in {where}') or 'elsewhere'}",
+            frame,
+            [fate.text],
+            looked,
         )
     if moves:
         return Doing(why or ("user-code" if frame else "unknown"), True, phrase, frame, signs, looked)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from commlens.compare.tensors import payload, show_tensors
 from commlens.model.collective import Collective, Frame, ProcessGroup
 from commlens.model.ranks import format_ranks, ranks_phrase
 
-__all__ = ["count", "duration", "group_phrase", "instance", "join", "place", "ranks_phrase", "tensors", "verb"]
+__all__ = ["capital", "count", "duration", "group_phrase", "instance", "place", "ranks_phrase", "tensors", "verb"]
 
 
 def duration(ns: int) -> str:
@@ -65,11 +65,9 @@ def place(frame: Frame | None) -> str:
     return f"{frame.where} {frame.function}".rstrip() if frame is not None else ""
 
 
-def join(parts: Sequence[str]) -> str:
-    """``"a"``, ``"a and b"``, ``"a, b and c"``."""
-    if len(parts) < 2:
-        return "".join(parts)
-    return ", ".join(parts[:-1]) + " and " + parts[-1]
+def capital(text: str) -> str:
+    """With its first letter large, as at the start of a sentence."""
+    return text[:1].upper() + text[1:]
 
 
 def verb(ranks: Iterable[int], singular: str, plural: str) -> str:

@@ -1,0 +1,611 @@
+"""One test for each finding, and for each case that is easily got wrong."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+
+import jsonschema
+import msgspec
+import pytest
+
+from commlens.diagnose import diagnose
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.verdict import Verdict
+from commlens.reports.json_report import schema
+from commlens.reports.terminal import render
+
+from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
+
+SCHEMA = schema()
+
+
+def judge(logs: list[RankLog], **options: object) -> Verdict:
+    """Diagnose; hold the result to the schema, the terminal, and the order of the logs."""
+    verdict = diagnose(logs, **options)
+    jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
+    shuffled = list(logs)
+    random.Random(3).shuffle(shuffled)
+    assert diagnose(shuffled, **options) == verdict
+    text = render(verdict)
+    print(text)
+    assert max(map(len, text.splitlines())) <= 80
+    return verdict
+
+
+def blame(verdict: Verdict) -> tuple[str, str, list[int], str | None]:
+    return verdict.kind, verdict.why, verdict.culprits, verdict.source
+
+
+def training(fault: Callable[[Job, int, int], Iterator[object] | None], steps: int = 8) -> Callable[[Job, int], Iterator[object]]:
+    """A data parallel loop: load, all_reduce at line 20, all_gather of the loss at line 30. ``fault`` may replace a step's part."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(steps):
+            replaced = fault(job, rank, i)
+            if replaced is None:
+                yield all_reduce(job.world, 100, line=20)
+            else:
+                yield from replaced
+            yield collective("all_gather", job.world, 1, line=30)
+            yield Step()
+
+    return program
+
+
+def at(rank: int, step: int, *actions: object) -> Callable[[Job, int, int], Iterator[object] | None]:
+    return lambda job, r, i: iter([a(job) if callable(a) else a for a in actions]) if (r, i) == (rank, step) else None
+
+
+SLEEP = Stay(57, "load_batch")
+
+
+# --- healthy -----------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_ran_to_its_end_is_healthy() -> None:
+    verdict = judge(Job(4).run(training(lambda *_: None)).logs())
+    assert (verdict.kind, verdict.culprits, verdict.is_fault) == ("healthy", [], False)
+
+
+def test_a_collective_in_flight_for_a_moment_is_healthy() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs(after_s=0.3)
+    assert judge(logs).kind == "healthy"
+
+
+def test_no_logs() -> None:
+    assert judge([]).missing_evidence
+
+
+# --- missing -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_asleep_in_the_data_loader(size: int) -> None:
+    verdict = judge(Job(size).run(training(at(1, 5, SLEEP))).logs())
+    assert blame(verdict) == ("missing", "data-loading", [1], "train.py:57")
+    assert verdict.victims == [r for r in range(size) if r != 1]
+    assert verdict.confidence == "high"
+    assert verdict.collective is not None
+    assert (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 11)
+    if size == 4:
+        assert verdict.summary == "rank 1 never reached all_reduce #11 of the default group [0-3]; ranks 0,2-3 wait for it"
+
+
+def test_waits_in_cpp_have_no_record_but_a_stack() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(5):
+            if (rank, i) == (2, 3):
+                yield SLEEP
+            yield all_reduce(job.world, 100, line=20, cpp=True)
+            yield Step()
+
+    assert blame(judge(Job(4).run(program).logs())) == ("missing", "data-loading", [2], "train.py:57")
+
+
+@pytest.mark.parametrize(
+    ("observation", "why"),
+    [
+        (Observation(End.RUNNING, window_s=5, proc_state="T", stopped_fraction=1.0), "stopped"),
+        (Observation(End.RUNNING, window_s=5, proc_state="R", holds_gil=True, cpu_s=5.0), "holding-gil"),
+        (Observation(End.RUNNING, window_s=5, proc_state="S", throttled_fraction=0.98, cpu_s=0.05), "throttled"),
+        (Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=0, stack_moved=False), "uninterruptible-io"),
+        (Observation(End.RUNNING, window_s=5, proc_state="S", memory_pressure=60.0, cpu_s=0.0, stack_moved=False), "memory-pressure"),
+        (Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=False), "user-code"),
+    ],
+)
+def test_why_from_the_process(observation: Observation, why: str) -> None:
+    verdict = judge(Job(4).run(training(at(2, 5, Stay(61, "tune", observation)))).logs())
+    assert blame(verdict) == ("missing", why, [2], "train.py:61")
+
+
+def test_finished_early() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4 if rank == 2 else 6):
+            yield all_reduce(job.world, 100, line=20)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "finished", [2])
+
+
+def test_one_rank_alone_has_one_more_batch() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(6 if rank == 2 else 5):
+            yield all_reduce(job.world, 100, line=20)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert blame(verdict) == ("missing", "finished", [2], "train.py:20")
+
+
+def test_a_mesh_cascade_has_one_root() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        row = job.group(f"row{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], "tp")
+        column = job.group(f"col{rank % 2}", [rank % 2, rank % 2 + 2], "dp")
+        for i in range(6):
+            if (rank, i) == (2, 4):
+                yield Stay(44, "record_metrics")
+            yield all_reduce(row, 4, line=50)
+            yield all_reduce(column, 40, line=51)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert blame(verdict) == ("missing", "user-code", [2], "train.py:44")
+    assert verdict.victims == [0, 1, 3]
+    assert verdict.group is not None
+    assert verdict.group.ranks == [2, 3]
+    assert [f.root_cause for f in verdict.findings] == [True]
+
+
+def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        small, large = job.group("a", [0, 1]), job.group("b", [2, 3, 4, 5])
+        for i in range(6):
+            if i == 4 and rank == 1:
+                yield Stay(44, "load_batch")
+            if i == 4 and rank == 3:
+                yield Stay(45, "evaluate")
+            yield all_reduce(small if rank < 2 else large, 4, line=50)
+            yield Step()
+
+    verdict = judge(Job(6).run(program).logs())
+    assert [(f.culprits, f.root_cause) for f in verdict.findings] == [([3], True), ([1], True)]
+
+
+# --- waiting -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stay", "why"),
+    [
+        (Stay(70, "train", Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.0, stack_moved=False)), "user-code"),
+        (Stay(70, "load_batch", Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=True)), "data-loading"),
+        (
+            Stay(71, "save_checkpoint", Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=9_000_000, stack_moved=False)),
+            "checkpoint-io",
+        ),
+        (
+            Stay(
+                72, "step", Observation(End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False),
+                (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),),
+            ),
+            "compilation",
+        ),
+    ],
+)  # fmt: skip
+def test_waiting_for_a_rank_that_works_is_no_fault(stay: Stay, why: str) -> None:
+    verdict = judge(Job(4).run(training(at(2, 5, stay))).logs())
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == ("waiting", why, [], False)
+    assert verdict.victims == [0, 1, 3]
+
+
+def test_expect_slow_is_no_fault() -> None:
+    logs = Job(4).run(training(at(2, 5, Stay(70, "build")))).logs()
+    logs[2].expecting = "building the index"
+    verdict = judge(logs)
+    assert verdict.kind == "waiting"
+    assert "building the index" in verdict.summary
+
+
+def test_a_root_need_not_wait() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(5):
+            if i == 3 and rank:
+                yield Stay(12, "agree", Observation(End.RUNNING, window_s=5, cpu_s=3.0))
+            yield collective("broadcast", job.world, 1, line=10, root=0)
+            yield Step()
+        yield Stay(99, "idle")
+
+    assert not judge(Job(4).run(program).logs()).is_fault
+
+
+# --- dead --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("death", "why", "source"),
+    [
+        (Die(Observation(End.FAILED, 1), "ValueError: loss is not finite", 61, "check_loss", True), "exception", "train.py:61"),
+        (Die(Observation(End.FAILED, 3), closed=True), "exit", "train.py:30"),
+        (Die(Observation(End.FAILED, 3)), "exit", "train.py:30"),
+        (Die(Observation(End.KILLED, signal="SIGKILL")), "killed", "train.py:30"),
+        (Die(Observation(End.KILLED, signal="SIGABRT")), "killed", "train.py:30"),
+        (Die(Observation(End.KILLED, signal="SIGKILL", oom_killed=True)), "out-of-memory", "train.py:30"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_death_and_its_victims(death: Die, why: str, source: str, size: int) -> None:
+    job = Job(size).run(training(at(1, 5, death)))
+    logs = job.logs()
+    for log in logs:  # gloo tells the others, torchrun ends them
+        if log.rank == 0:
+            log.exception = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+            log.closed = True
+            log.observation = Observation(End.FAILED, 1, ended_ns=job.now + 5_000_000)
+        elif log.rank != 1:
+            log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now + 900_000_000)
+    verdict = judge(logs)
+    assert blame(verdict) == ("dead", why, [1], source)
+    assert verdict.victims == [r for r in range(size) if r != 1]
+
+
+def test_nobody_saw_how_it_ended() -> None:
+    logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == ("dead", "unknown", [2], "medium")
+
+
+def test_stuck_until_the_timeout_then_ended_by_the_launcher() -> None:
+    """The one that the launcher stopped slept; those that failed first waited for it."""
+    job = Job(4).run(training(at(2, 5, SLEEP)))
+    logs = job.logs()
+    for log in logs:
+        last = log.collectives[-1]
+        if log.rank == 2:
+            log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now + 26_000_000_000)
+        else:
+            last.state, last.error = type(last.state).FAILED, "RuntimeError: Timed out waiting 25000ms for recv operation to complete"
+            last.done_ns = job.now + 25_000_000_000
+            log.exception = last.error
+            log.observation = Observation(End.FAILED, 1, ended_ns=job.now + 25_000_000_000)
+    assert blame(judge(logs)) == ("missing", "data-loading", [2], "train.py:57")
+
+
+def test_a_rank_without_a_log_among_others_left_no_record() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    verdict = judge([log for log in logs if log.rank != 2])
+    assert (verdict.kind, verdict.culprits) == ("dead", [2])
+    assert any("left no record" in text for text in verdict.missing_evidence)
+
+
+def test_another_nodes_ranks_are_not_known() -> None:
+    logs = Job(8).run(training(at(6, 5, SLEEP))).logs()
+    verdict = judge(logs[:4])
+    assert verdict.confidence == "low"
+    assert verdict.culprits == []
+    assert any("another node" in text for text in verdict.missing_evidence)
+
+
+# --- mismatch ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("action", "kind", "line"),
+    [
+        (lambda job: collective("all_gather", job.world, 100, line=22), "mismatch/op", 22),
+        (lambda job: all_reduce(job.world, 96, line=20), "mismatch/shape", 20),
+        (lambda job: all_reduce(job.world, 100, line=20, dtype="bfloat16"), "mismatch/dtype", 20),
+        (lambda job: all_reduce(job.world, 100, line=20, reduce_op="MAX"), "mismatch/reduce-op", 20),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_mismatch(action: object, kind: str, line: int, size: int) -> None:
+    verdict = judge(Job(size).run(training(at(1, 5, action))).logs())
+    assert blame(verdict) == (kind, "in-collective", [1], f"train.py:{line}")
+    assert verdict.collective is not None
+    assert verdict.collective.sequence_number == 11
+
+
+def test_mismatch_of_roots() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            yield collective("broadcast", job.world, 1, line=10, root=1 if (rank, i) == (2, 4) else 0)
+            yield all_reduce(job.world, 10, line=11)
+            yield Step()
+
+    assert blame(judge(Job(4).run(program).logs())) == ("mismatch/root", "in-collective", [2], "train.py:10")
+
+
+def test_a_wrong_reduce_op_hangs_nobody_and_is_found() -> None:
+    verdict = judge(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 100, line=20, reduce_op="MAX")))).logs())
+    assert blame(verdict) == ("mismatch/reduce-op", "in-collective", [2], "train.py:20")
+    assert verdict.is_fault
+
+
+def test_an_unread_reduce_op_is_no_disagreement() -> None:
+    verdict = judge(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 100, line=20, reduce_op=None)))).logs())
+    assert verdict.kind == "healthy"
+
+
+def test_a_size_that_does_not_fit_aborts_another_rank() -> None:
+    """gloo aborts the receiver of the odd tensor. The record says who it was."""
+    job = Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 96, line=20))))
+    logs = job.logs()
+    logs[3].observation = Observation(End.KILLED, signal="SIGABRT", ended_ns=job.now)
+    for rank in (0, 1, 2):
+        logs[rank].exception = "RuntimeError: Connection closed by peer"
+        logs[rank].observation = Observation(End.FAILED, 1, ended_ns=job.now + 10_000_000)
+    verdict = judge(logs)
+    assert blame(verdict) == ("mismatch/shape", "in-collective", [2], "train.py:20")
+    assert verdict.victims == [0, 1, 3]
+    assert [f.kind for f in verdict.findings if f.root_cause] == ["mismatch/shape"]
+
+
+def test_a_tie_is_said_to_be_a_tie() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 100 if rank == 0 else 96, line=20 + rank)
+
+    verdict = judge(Job(2).run(program).logs())
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [0, 1], "medium")
+    assert any("cannot be told" in text for text in verdict.findings[0].evidence)
+
+
+def test_skip_then_another_op() -> None:
+    for size in (2, 4, 8):
+        verdict = judge(Job(size).run(training(at(1, 5))).logs())
+        assert blame(verdict) == ("mismatch/op", "skipped", [1], "train.py:30")
+        assert "looks like a skipped collective" in verdict.summary
+
+
+def test_skip_then_the_same_op_is_found_by_lines_and_steps() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(12):
+            if (rank, i) != (1, 6):
+                yield all_reduce(job.world, 100, line=20)
+            yield Step()
+        yield collective("barrier", job.world, line=40)
+
+    for size in (2, 4):
+        verdict = judge(Job(size).run(program).logs())
+        assert (verdict.kind, verdict.why, verdict.culprits, verdict.source) == ("missing", "skipped", [1], "train.py:20")
+        assert verdict.collective is not None
+        assert verdict.collective.sequence_number == 7
+
+
+def test_lines_may_differ_legally() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(8):
+            yield collective("broadcast", job.world, 1, line=10 if rank == 0 else 12, root=0)
+            yield all_reduce(job.world, 1, line=13)
+            yield all_reduce(job.world, 1, line=14 if rank % 2 else 15)
+            yield Step()
+
+    for size in (2, 4):
+        assert judge(Job(size).run(program).logs()).kind == "healthy"
+
+
+def test_uneven_data_then_a_barrier() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(5 if rank == 1 else 8):
+            yield all_reduce(job.world, 100, line=20)
+            yield all_reduce(job.world, 10, line=20)
+            yield Step()
+        yield collective("barrier", job.world, line=40)
+
+    for size in (2, 4):
+        assert blame(judge(Job(size).run(program).logs()))[0::2] == ("mismatch/op", [1])
+
+
+# --- cycles ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_order_swapped_across_two_groups(size: int) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        a, b = job.group("1", range(size), "gradients"), job.group("2", range(size), "statistics")
+        for i in range(8):
+            order = [(b, 31), (a, 30)] if (rank, i) == (1, 6) else [(a, 30), (b, 31)]
+            for group, line in order:
+                yield all_reduce(group, 4, line=line)
+            yield Step()
+
+    verdict = judge(Job(size).run(program).logs())
+    assert blame(verdict) == ("cycle", "in-collective", [1], "train.py:31")
+    assert verdict.victims == [r for r in range(size) if r != 1]
+
+
+def test_order_swapped_across_three_groups() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        edges = [(1, 2), (1, 3), (2, 3)]
+        groups = [job.group(f"e{a}{b}", (a, b), f"edge-{a}-{b}") for a, b in edges]
+        for i in range(8):
+            mine = [g for g in groups if rank in g.ranks]
+            for group in reversed(mine) if (rank, i) == (2, 6) else mine:
+                yield all_reduce(group, 4, line=30)
+            yield all_reduce(job.world, 4, line=31)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert (verdict.kind, verdict.culprits, verdict.source) == ("cycle", [2], "train.py:30")
+    assert len([text for text in verdict.findings[0].evidence if " waits in " in text]) == 3
+
+
+def test_a_receive_that_nobody_sends() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        partner = rank ^ 1
+        for i in range(8):
+            if rank % 2 == 0:
+                yield send(job.world, partner, line=30)
+                yield recv(job.world, partner, line=31)
+            else:
+                yield recv(job.world, partner, line=33)
+                yield send(job.world, partner, line=34)
+            if (rank, i) == (2, 6):
+                yield recv(job.world, partner, line=36)
+            yield all_reduce(job.world, 100, line=40)
+            yield Step()
+
+    verdict = judge(Job(4).run(program).logs())
+    assert blame(verdict) == ("cycle", "in-collective", [2], "train.py:36")
+    assert verdict.victims == [0, 1, 3]
+
+
+def test_both_receive_first() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        partner = rank ^ 1
+        for i in range(8):
+            if rank % 2 == 0 and (rank, i) != (2, 6):
+                yield send(job.world, partner, line=30)
+                yield recv(job.world, partner, line=31)
+            else:
+                yield recv(job.world, partner, line=33)
+                yield send(job.world, partner, line=34)
+            yield all_reduce(job.world, 100, line=40)
+            yield Step()
+
+    assert blame(judge(Job(4).run(program).logs())) == ("cycle", "in-collective", [2], "train.py:33")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_a_pipeline_with_a_lost_send(size: int) -> None:
+    bad = size // 2
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(7):
+            for _ in range(2):
+                if rank:
+                    yield recv(job.world, rank - 1, line=20)
+                if rank < size - 1:
+                    yield send(job.world, rank + 1, line=21)
+            for micro in range(2):
+                if rank < size - 1:
+                    yield recv(job.world, rank + 1, line=22)
+                if rank and not (rank == bad and i == 5 and micro == 1):
+                    yield send(job.world, rank - 1, line=23)
+            yield Step()
+
+    verdict = judge(Job(size).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [bad])
+    assert f"rank {bad} did not send to rank {bad - 1}" in verdict.summary
+
+
+def test_a_batch_without_its_send() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(8):
+            if (rank, i) != (2, 6):
+                yield send(job.world, (rank + 1) % 4, line=30)
+            yield recv(job.world, (rank - 1) % 4, line=30)
+            yield all_reduce(job.world, 100, line=40)
+            yield Step()
+
+    assert (lambda v: (v.kind, v.culprits))(judge(Job(4).run(program).logs())) == ("cycle", [2])
+
+
+def test_messages_that_do_not_fit() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            if rank == 0:
+                yield send(job.world, 1, 7 if i == 4 else 8, line=30)
+            else:
+                yield recv(job.world, 0, 8, line=31)
+            yield all_reduce(job.world, 10, line=40)
+            yield Step()
+
+    verdict = judge(Job(2).run(program).logs())
+    assert blame(verdict) == ("mismatch/p2p", "in-collective", [0], "train.py:30")
+
+
+# --- stuck inside ------------------------------------------------------------------------------------------------
+
+
+def stuck_inside(size: int = 4) -> list[RankLog]:
+    logs = Job(size).run(training(lambda *_: None)).logs()
+    for log in logs:
+        del log.collectives[11:]
+        log.issued = 11
+        last = log.collectives[-1]
+        last.state, last.done_ns, last.wait_ended_ns = type(last.state).ISSUED, 0, 0
+        log.closed = False
+        log.observation = Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False)
+    return logs
+
+
+def test_all_arrived_and_nobody_completes() -> None:
+    verdict = judge(stuck_inside())
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("stuck-inside", [], [0, 1, 2, 3])
+
+
+def test_stopped_inside() -> None:
+    logs = stuck_inside()
+    logs[1].observation = Observation(End.RUNNING, window_s=5, proc_state="T", stopped_fraction=1.0)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("stuck-inside", "stopped", [1])
+
+
+# --- threads, several jobs, wrapped rings --------------------------------------------------------------------------
+
+
+def test_a_thread_that_waits_does_not_excuse_the_main_one() -> None:
+    """Rank 1's side thread waits for rank 0, rank 0 waits for rank 1's main thread: no cycle, rank 1 sleeps."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        side = job.group("side", [0, 1])
+        for i in range(5):
+            if (rank, i) == (1, 4):
+                yield all_reduce(side, 4, line=70, is_async=True, handle="x", thread=7777)
+                yield Stay(57, "load_batch")
+            yield all_reduce(job.world, 4, line=20)
+            yield Step()
+
+    job = Job(2).run(program)
+    waiting = job.ranks[1].log.collectives[-1]
+    waiting.wait_began_ns, waiting.wait_thread = waiting.announced_ns, 7777
+    assert blame(judge(job.logs())) == ("missing", "data-loading", [1], "train.py:57")
+
+
+def test_asynchronous_orders_are_legal() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        a, b = job.group("1", range(4)), job.group("2", range(4))
+        for _ in range(5):
+            for name in "ab" if rank % 2 else "ba":
+                yield all_reduce(a if name == "a" else b, 4, line=20 if name == "a" else 21, is_async=True, handle=name)
+            for name in "ab" if rank % 3 else "ba":
+                yield Wait(name)
+            yield Step()
+
+    assert judge(Job(4).run(program).logs()).kind == "healthy"
+
+
+def test_other_jobs_are_left_out_and_named() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    other = Job(2, job="old").run(training(lambda *_: None)).logs()
+    verdict = judge([*other, *logs])
+    assert verdict.culprits == [2]
+    assert any("old" in text for text in verdict.missing_evidence)
+
+
+def test_the_newer_of_two_logs_of_a_rank_counts() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    older = msgspec.structs.replace(logs[0], collectives=logs[0].collectives[:3], issued=3, heartbeat_ns=1, pid=4)
+    verdict = judge([older, *logs])
+    assert verdict.culprits == [2]
+    assert any("2 logs of rank 0" in text for text in verdict.missing_evidence)
+
+
+def test_wrapped_rings_do_not_make_ranks_missing() -> None:
+    logs = Job(4).run(training(at(2, 7, SLEEP))).logs()
+    for log in logs:
+        log.collectives = log.collectives[-(3 + log.rank) :]
+    assert blame(judge(logs)) == ("missing", "data-loading", [2], "train.py:57")
+
+
+def test_a_dump_without_observations_is_of_medium_confidence() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    for log in logs:
+        log.observation = Observation()
+    verdict = judge(logs)
+    assert blame(verdict) == ("missing", "data-loading", [2], "train.py:57")
+    assert verdict.confidence == "medium"
+    assert verdict.findings[0].would_raise_confidence
