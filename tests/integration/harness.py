@@ -93,13 +93,16 @@ def start_ticks(pid: int) -> int:
     return places.start_ticks(pid)
 
 
-def state(pid: int) -> str | None:
-    """The process's state letter, None when it is gone."""
+def has_ended(pid: int) -> bool:
+    """Whether the process is a zombie with all its threads, or gone. Only a pidfd tells: in /proc the first thread is one before that."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return text[text.rfind(")") + 2]
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([descriptor], [], [], 0)[0])
+    finally:
+        os.close(descriptor)
 
 
 class Zygote:
@@ -272,7 +275,7 @@ class Harness:
 def kill(pids: list[int], number: signal.Signals) -> None:
     """Send a signal to those that still run."""
     for pid in pids:
-        if state(pid) not in (None, "Z", "X"):
+        if not has_ended(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
@@ -290,7 +293,7 @@ def _await_end(pids: list[int], deadline: float) -> bool:
     """Wait until all have ended. As torchrun does, end the others when one has failed. False when time is over."""
     failed_at: float | None = None
     while time.monotonic() < deadline:
-        ended = [pid for pid in pids if state(pid) in (None, "Z", "X")]
+        ended = [pid for pid in pids if has_ended(pid)]
         if len(ended) == len(pids):
             return True
         now = time.monotonic()

@@ -101,7 +101,12 @@ class Observer:
                 subject.io.append((now, total))
                 _forget_pairs(subject.io, now - self._window_ns)
         if subject.cgroup is not None and (not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9):
-            counters = subject.cgroup.look()
+            # Processes are moved between cgroups while they run; counters of two cgroups say nothing together.
+            cgroup = process.Cgroup.of(subject.pid)
+            if cgroup.cpu != subject.cgroup.cpu:
+                subject.throttled.clear()
+            subject.cgroup = cgroup
+            counters = cgroup.look()
             subject.pressure = counters.memory_pressure
             subject.throttled.append((now, counters.throttled_s if counters.throttled_s is not None else -1.0))
             _forget_pairs(subject.throttled, now - self._window_ns)
