@@ -11,9 +11,9 @@ from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Why
 
-Kind = Literal["alive", "clean", "own", "peer", "told", "gone"]
+Kind = Literal["alive", "leaving", "clean", "own", "peer", "told", "gone"]
 """``own``: of its own cause. ``peer``: because a peer ended or a wait timed out. ``told``: stopped by the launcher or a user.
-``gone``: ended, and nobody knows how."""
+``gone``: ended, and nobody knows how. ``leaving``: it said goodbye and its process still exists, so its exit status is not known yet."""
 
 # What gloo, NCCL and torch's store say when the other side is the one that failed (torch 2.6 to 2.15).
 _PEER = re.compile(
@@ -47,12 +47,12 @@ class Fate(msgspec.Struct):
     @property
     def ended(self) -> bool:
         """Whether the process has ended, in whatever way."""
-        return self.kind != "alive"
+        return self.kind not in ("alive", "leaving")
 
     @property
     def failed(self) -> bool:
         """Whether it ended badly."""
-        return self.kind not in ("alive", "clean")
+        return self.kind not in ("alive", "leaving", "clean")
 
 
 def is_peer_error(text: str | None) -> bool:
@@ -68,7 +68,9 @@ def fate_of(log: RankLog) -> Fate:
     exception = log.exception
     if exception is None and not log.closed and end in (End.RUNNING, End.UNKNOWN):
         return Fate("alive")
-    if end is End.CLEAN or (exception is None and end in (End.RUNNING, End.UNKNOWN)):
+    if exception is None and end is End.RUNNING:
+        return Fate("leaving", "finished", 0, "is shutting down")
+    if end is End.CLEAN or (exception is None and end is End.UNKNOWN):
         return Fate("clean", "finished", at, "finished")
     if exception is not None and end is not End.KILLED:
         return _by_exception(log, exception, at)

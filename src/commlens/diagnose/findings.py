@@ -492,6 +492,7 @@ class Findings:
             "compilation": "which is compiling",
             "initialising": "which is initialising",
             "data-loading": "which is loading data",
+            "finished": "which is shutting down",
         }.get(what.why, "which is at work")
         expecting = self.world.views[ranks[0]].log.expecting
         if expecting is not None:

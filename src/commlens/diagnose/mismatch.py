@@ -155,22 +155,25 @@ def _stuck_after(world: World, key: ChannelKey, number: int) -> bool:
 
 
 def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...]:
-    """Which of the ranks do here what they never did before in this place. Empty where all or none do."""
+    """Which of the ranks do here what they never did before in this place. Empty where all or none do.
+
+    Looked at are the op and what the rank issued between it and the one before it on the same channel: who skips a collective
+    may first meet the others in a later one.
+    """
     for read in (token, exact_token, loose_token):
         odd = []
-        known = 0
         for rank, op in sorted(ops.items()):
             history = world.views[rank].log.collectives
             position = _position(history, op)
             if position is None:
                 continue
-            usual = expected_token([read(o) for o in history[max(0, position - 2048) : position + 1]], min(position, 2048))
-            known += usual is not None
-            if usual is False:
+            start = max(0, position - 2048)
+            key = op.channel.key
+            since = next((i for i in range(position - 1, start, -1) if history[i].channel.key == key), start)
+            tokens = [read(o) for o in history[start : position + 1]]
+            if any(expected_token(tokens, i - start) is False for i in range(max(since + 1, position - 16), position + 1)):
                 odd.append(rank)
-        if odd and len(odd) < len(ops) and known > len(odd):
-            return tuple(odd)
-        if odd and len(odd) < len(ops) and known == len(odd):
+        if odd and len(odd) < len(ops):
             return tuple(odd)
     return ()
 

@@ -22,6 +22,7 @@ _WINDOW_S = 0.4  # observations over less than this say nothing of movement
 _STILL_S = 5.0  # over which a checkpoint must not move before it is called stuck
 _THROTTLED = 0.5
 _STOPPED = 0.5
+_LEAVING_NS = 10_000_000_000  # an interpreter with torch in it may take seconds to shut down
 _PRESSURE = 20.0  # percent of the last 10 s in which every task of its cgroup waited for memory
 
 # Only files that are on the stack while a graph is compiled: eval_frame.py and runtime_wrappers.py stay on it when it runs.
@@ -82,6 +83,10 @@ def doing(log: RankLog, fate: Fate, *, quiet_ns: int = 0, stalled_after_ns: int 
     since = f" for {duration(quiet_ns)}" if quiet_ns > stalled_after_ns else ""
     if fate.kind == "clean":
         return Doing("finished", False, "has finished", None, ["its process said goodbye"], True)
+    if fate.kind == "leaving":
+        signs, moves, looked = _movement(seen)
+        recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
+        return Doing("finished", moves or recently, "has said goodbye and is shutting down", None, signs, looked)
     if fate.kind in ("own", "gone", "peer"):
         return Doing(fate.why, False, fate.text, fate.source or frame, [], True)
     fraction = seen.stopped_fraction or 0.0
