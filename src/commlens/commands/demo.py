@@ -6,12 +6,15 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from commlens.errors import CommandError, MissingDependency
 from commlens.model.ranks import ranks_phrase
@@ -20,6 +23,9 @@ from commlens.scenarios import DEFAULT, SCENARIOS, Ending, Scenario, Truth, find
 
 TIMEOUT_S = 180.0
 """No scenario takes longer, or something is wrong with this machine."""
+
+DUMPED = "commlens: everything known is in"
+"""How the watcher's line after a verdict begins."""
 
 
 class DemoCommand:
@@ -87,7 +93,7 @@ def introduce(scenario: Scenario, world_size: int, stall_timeout: float) -> None
 
 
 def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir: Path) -> int:
-    """Run it under ``commlens launch`` and wait for its end. Its output goes straight to the terminal.
+    """Run it under ``commlens launch`` and wait for its end, showing its output as it comes.
 
     Returns:
         The exit status of ``commlens launch``.
@@ -100,25 +106,64 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
     command += ["--nproc-per-node", str(world_size), "-m", "commlens.scenarios", scenario.name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with subprocess.Popen(command, env=environment, start_new_session=True) as process, _ended_with_us(process):
+    if sys.stdout.isatty():  # what the launcher prints passes through a pipe
+        environment.update(FORCE_COLOR="1", COLUMNS=str(shutil.get_terminal_size().columns))
+    piped: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with (
+        subprocess.Popen(command, env=environment, text=True, errors="replace", start_new_session=True, **piped) as process,
+        _ended_with_us(process),
+    ):
+        too_long = threading.Timer(TIMEOUT_S, _end, [process])
+        too_long.start()
         try:
-            return process.wait(TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            raise CommandError(f"The job did not end within {TIMEOUT_S:.0f} s; it was ended.", exit_code=1) from None
+            assert process.stdout is not None
+            left_out = show(process.stdout)
+            status = process.wait()
+        finally:
+            in_time = too_long.is_alive()
+            too_long.cancel()
+    if not in_time:
+        raise CommandError(f"The job did not end within {TIMEOUT_S:.0f} s; it was ended.", exit_code=1)
+    if left_out:
+        print(f"({left_out} lines in which torchrun reports the end of the job are left out.)")
+    return status
+
+
+def show(lines: Iterable[str]) -> int:
+    """Print the job's output, but not the wall of text with which torchrun ends: it begins after the verdict.
+
+    Returns:
+        How many lines were left out.
+    """
+    told = False
+    left_out = 0
+    for line in lines:
+        if told and not line.startswith("commlens:"):
+            left_out += 1
+            continue
+        told = told or line.startswith(DUMPED)
+        sys.stdout.write(line)
+        sys.stdout.flush()
+    return left_out
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
     """Whatever happens here (Ctrl-C included), nothing of the job is left."""
     try:
         yield
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _python_path() -> str:
@@ -172,7 +217,7 @@ def conclude(scenario: Scenario, world_size: int, dump_dir: Path, *, given: bool
             with contextlib.suppress(OSError):
                 dump_dir.rmdir()
     else:
-        print(f"That is the truth. The dump is in {dump_dir}: `commlens diagnose {dump_dir}` reads it, `--json` for machines.")
+        print("That is the truth: the fault was put there.")
         if scenario.ending is Ending.ENDS:
             print("The job itself had noticed nothing.")
     print("Next: `commlens demo --list` for other faults, or `commlens launch --nproc-per-node 4 train.py` for a job of your own.")

@@ -48,7 +48,7 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """Predicts the next token."""
+    """Predicts the next token, and says how badly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,10 +57,10 @@ class Transformer(torch.nn.Module):
         self.head = torch.nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
+        x = self.embed(tokens[:, :-1])
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return torch.nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def load_batch(replica: int, step: int) -> torch.Tensor:
@@ -75,8 +75,7 @@ def load_batch(replica: int, step: int) -> torch.Tensor:
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> torch.Tensor:
     optimizer.zero_grad()
-    logits = model(tokens[:, :-1])
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    loss = model(tokens)
     loss.backward()
     optimizer.step()
     return loss.detach()
