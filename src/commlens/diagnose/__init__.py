@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterable, Sequence
 
 from commlens.diagnose.choose import choose
-from commlens.diagnose.findings import Findings
+from commlens.diagnose.findings import find_all
 from commlens.diagnose.graph import Builder
 from commlens.diagnose.mismatch import find_troubles
 from commlens.diagnose.words import capital, count, ranks_phrase
@@ -38,7 +38,7 @@ def diagnose(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_a
     world = build(chosen, stalled_after_s)
     troubles = find_troubles(world)
     graph = Builder(world, troubles).build()
-    findings = Findings(world, troubles, graph).collect()
+    findings = find_all(world, troubles, graph)
     missing += _not_known(world)
     looked_at = _looked_at(world)
     if not findings:

@@ -136,7 +136,7 @@ class Builder:
             view = self.world.views[rank]
             for thread in sorted(view.blocks):
                 block = view.blocks[thread]
-                if block.stuck and view.fate.kind != "own" and not (view.fate.kind == "gone"):
+                if block.stuck and view.fate.kind != "own" and view.fate.kind != "gone":
                     self._follow(view, block)
         return self.graph
 

@@ -125,10 +125,10 @@ def _trouble(
 ) -> Trouble:
     here = [shift for shift in shifts if shift.number == number]
     culprits, tie, by_history = answer.minority, answer.tie, False
-    if here and set(s.rank for s in here) <= set(met):
+    if here and {s.rank for s in here} <= set(met):
         culprits, tie = tuple(sorted(s.rank for s in here)), False
     elif tie:
-        odd = leave_routine(world, {rank: op for rank, op in met.items()})
+        odd = leave_routine(world, dict(met.items()))
         if odd:
             culprits, tie, by_history = odd, False, True
         else:

@@ -1,0 +1,1 @@
+"""Renderings of the verdict: one module per output."""

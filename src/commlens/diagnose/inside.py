@@ -1,0 +1,79 @@
+"""Collectives in which everybody is, and that do not complete, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlens.diagnose import why
+from commlens.diagnose.context import Context, make_finding, op_at
+from commlens.diagnose.graph import Instance, Node
+from commlens.diagnose.next_steps import missing_step
+from commlens.diagnose.words import capital, duration, instance, ranks_phrase, verb
+from commlens.diagnose.world import View
+from commlens.model.collective import State
+
+
+def find_stuck_inside(context: Context, node: Node) -> None:
+    """All arrived and agree: one of them is stopped or starved, it still moves data, or the network is the suspect."""
+    which = context.graph.instances[node.detail]
+    edges = context.edges_into(node)
+    op = edges[0].op
+    ranks = [r for r in (which.key[2] if which.sender < 0 else (which.sender, which.receiver)) if r in context.world.views]
+    views = [context.world.views[r] for r in ranks]
+    held = context.blocked_by([node])
+    direct = sorted({edge.rank for edge in edges})
+    failed = any(context.world.views[r].fate.failed for r in direct) or any(
+        block.how == "failed" for r in direct for block in context.world.views[r].blocks.values()
+    )
+    if not failed and _since_last_arrival(views, which) < context.world.stalled_after_ns:
+        return
+    what = {v.rank: why.doing(v.log, v.fate, quiet_ns=why.quiet_ns(v.log), stalled_after_ns=context.world.stalled_after_ns) for v in views}
+    culprits = [r for r in ranks if what[r].why in ("stopped", "uninterruptible-io", "throttled", "holding-gil") and not what[r].works]
+    busy = [r for r in ranks if _burns_cpu(context.world.views[r]) and op.channel.device == "cpu"]
+    name = instance(op) if which.sender < 0 else f"message #{which.number} from rank {which.sender} to rank {which.receiver}"
+    waited = context.longest(direct)
+    if busy and not culprits and not failed:
+        summary = f"{ranks_phrase(ranks)} are in {name}, which still moves data, {duration(waited)} so far"
+        finding = make_finding(
+            "waiting", "in-collective", [], held, "medium", summary, f"{capital(context.waiting_at(edges))}.", "wait", op, op.source,
+            [f"{ranks_phrase(busy)} {verb(busy, 'uses', 'use')} CPU inside it."], None, root=False,
+        )  # fmt: skip
+        context.add(finding, node)
+        return
+    if culprits:
+        others = sorted(set(direct) - set(culprits)) or direct
+        summary = f"{ranks_phrase(culprits)} {what[culprits[0]].phrase} inside {name}"
+        summary += f"; {ranks_phrase(others)} {verb(others, 'waits', 'wait')} there"
+        reason = what[culprits[0]].why
+        step = missing_step(what[culprits[0]], culprits)
+    else:
+        done = [r for r in ranks if _has_completed(context.world.views[r], which)]
+        rest = f"; {ranks_phrase(done)} completed it" if done else ", agree on it, and nobody has completed it"
+        there = [r for r in ranks if r not in done]
+        summary = f"{ranks_phrase(there)} {verb(there, 'is', 'are')} inside {name}{rest}"
+        reason = "in-collective"
+        step = "look at the network and the driver between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)"
+    errors = sorted({(o.error or "").splitlines()[0][:160] for o in (op_at(v, which) for v in views) if o is not None and o.error})
+    evidence = [f"It failed with: {text}." for text in errors[:3]]
+    explanation = f"{capital(context.waiting_at(edges))}. " + context.behind(direct, held)
+    finding = make_finding(
+        "stuck-inside", reason, culprits, sorted(set(held) - set(culprits)), "high" if culprits else "medium", summary,
+        explanation.strip(), step, op, op.source, evidence,
+        None if culprits else "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where inside.",
+    )  # fmt: skip
+    context.add(finding, node)
+
+
+def _has_completed(view: View, which: Instance) -> bool:
+    op = op_at(view, which)
+    return op is not None and op.state is State.COMPLETED
+
+
+def _since_last_arrival(views: Sequence[View], which: Instance) -> int:
+    ages = [view.now_ns - op.announced_ns for view in views if (op := op_at(view, which)) is not None]
+    return min(ages, default=1 << 62)
+
+
+def _burns_cpu(view: View) -> bool:
+    seen = view.log.observation
+    return bool(seen.cpu_s is not None and seen.window_s > 0.4 and seen.cpu_s / seen.window_s >= why.CPU_WORKING)
