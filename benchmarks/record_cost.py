@@ -157,7 +157,8 @@ def main() -> None:
     print(f"{'backend':9} {'case':24} {'bare':>8} {'added':>8}   {'quartiles':>16} {'added CPU':>10}")
     for row in results:
         low, high = row["added_us_quartiles"]
-        print(f"{row['backend']:9} {row['case']:24} {row['bare_us']:8.2f} {row['added_us']:8.2f}   {low:7.2f} to {high:5.2f} {row['added_cpu_us']:10.2f}")
+        added = f"{row['added_us']:8.2f}   {low:7.2f} to {high:5.2f} {row['added_cpu_us']:10.2f}"
+        print(f"{row['backend']:9} {row['case']:24} {row['bare_us']:8.2f} {added}")
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("torch")
 
+from processes import Ended, run_ranks
+
 from commlens.formats import layout as L
 from commlens.formats import places
 from commlens.formats.blackbox import read_box
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
 from commlens.model.ranklog import RankLog
-from processes import Ended, run_ranks
 
 
 def logs(box_dir: Path) -> list[RankLog]:
@@ -239,7 +240,8 @@ def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> N
         import gc, weakref
         dist.init_process_group("gloo")
         torch.manual_seed(rank)
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)))
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        model = torch.nn.parallel.DistributedDataParallel(layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(5):
             loss = model(torch.randn(4, 8)).square().mean()

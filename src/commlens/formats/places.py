@@ -37,7 +37,7 @@ def box_roots(box_dir: str | None) -> list[Path]:
     """
     if box_dir:
         return [Path(box_dir)]
-    candidates = [Path("/dev/shm"), Path(f"/run/user/{os.getuid()}"), Path("/run/shm"), Path("/tmp")]  # noqa: S108
+    candidates = [Path("/dev/shm"), Path(f"/run/user/{os.getuid()}"), Path("/run/shm"), Path("/tmp")]
     return [path for path in candidates if path.is_dir() and memory_backed(path)]
 
 
