@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from datetime import timedelta
 
@@ -55,10 +56,16 @@ def synthetic_batch(rank: int, step: int, size: int = 32) -> tuple[torch.Tensor,
     return x, torch.sin(x).sum(dim=1, keepdim=True)
 
 
+def say(line: str) -> None:
+    """One line in one write: the ranks share a terminal."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def report(step: int, loss: torch.Tensor | float) -> None:
     """Rank 0 says how it goes."""
     if dist.get_rank() == 0:
-        print(f"step {step} loss {float(loss):.4f}", flush=True)
+        say(f"step {step} loss {float(loss):.4f}")
 
 
 def pause(seconds: float) -> None:
@@ -72,7 +79,7 @@ def finish(model: torch.nn.Module) -> None:
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(local.detach().contiguous().view(-1).numpy().tobytes())
-    print(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}", flush=True)
+    say(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}")
     # Nobody leaves before all have come. It also gives gloo's threads the time to let go of the last tensors: torch 2.13 destroys a
     # gloo group while holding the GIL, and for ever if such a thread still needs it (seen with DDP).
     dist.barrier()

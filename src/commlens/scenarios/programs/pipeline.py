@@ -66,7 +66,7 @@ def main() -> None:
         loss = train_step(stage, rank, world_size, step)
         optimizer.step()
         if rank == world_size - 1:
-            print(f"step {step} loss {float(loss):.4f}", flush=True)
+            lab.say(f"step {step} loss {float(loss):.4f}")
     lab.finish(stage)
 
 
