@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import jsonschema
 import msgspec
+from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,13 +18,11 @@ from commlens.model.verdict import Verdict
 from commlens.reports.json_report import schema
 from commlens.reports.terminal import render
 
-from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
-
 SCHEMA = schema()
 STEPS = 7
 FAULT_STEP = 4
 
-SLOW = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SLOW = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,19 @@ def groups(job: Job) -> dict[str, dict[int, object]]:
     rows = {r: job.group(f"row{r // 2}", [r // 2 * 2, r // 2 * 2 + 1], "tp") for r in range(job.size)}
     columns = {r: job.group(f"col{r % 2}", range(r % 2, job.size, 2), "dp") for r in range(job.size)}
     again = job.group("w2", range(job.size), "statistics")
-    return {"world": dict.fromkeys(range(job.size), job.world), "again": dict.fromkeys(range(job.size), again), "row": rows, "column": columns} | (
-        {} if half > 1 else {"column": rows}
-    )
+    return {
+        "world": dict.fromkeys(range(job.size), job.world),
+        "again": dict.fromkeys(range(job.size), again),
+        "row": rows,
+        "column": columns,
+    } | ({} if half > 1 else {"column": rows})
 
 
 @st.composite
 def steps(draw: st.DrawFn, *, plain: bool = False) -> tuple[Item, ...]:
-    ops = st.sampled_from(["all_reduce", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier", *([] if plain else ["ring"])])
+    ops = st.sampled_from(
+        ["all_reduce", "all_reduce", "all_gather", "broadcast", "reduce_scatter", "barrier", *([] if plain else ["ring"])]
+    )
     items = []
     for i in range(draw(st.integers(1, 5))):
         op = draw(ops)
@@ -133,7 +137,7 @@ def test_legal_programs_are_healthy_at_any_moment(size: int, items: tuple[Item, 
 FAULTS = ["sleep", "die", "skip", "size", "dtype", "op", "root", "reduce_op", "swap"]
 
 
-@settings(SLOW, max_examples=600)
+@settings(SLOW, max_examples=150)
 @given(st.sampled_from(FAULTS), sizes, steps(plain=True), st.data(), st.integers(0, 1 << 30))
 def test_the_rank_with_the_fault_is_named(fault: str, size: int, items: tuple[Item, ...], data: st.DataObject, seed: int) -> None:
     culprit = data.draw(st.integers(0, size - 1), label="culprit")
@@ -151,7 +155,10 @@ def test_the_rank_with_the_fault_is_named(fault: str, size: int, items: tuple[It
 
     verdict = judge(Job(size).run(program).logs(), seed)
     roots = [finding for finding in verdict.findings if finding.root_cause]
-    assert [finding.culprits for finding in roots] == [[culprit]], (fault, [(f.kind, f.why, f.culprits, f.summary) for f in verdict.findings])
+    assert [finding.culprits for finding in roots] == [[culprit]], (
+        fault,
+        [(f.kind, f.why, f.culprits, f.summary) for f in verdict.findings],
+    )
     expected = {
         "sleep": {"missing"}, "die": {"dead"}, "size": {"mismatch/shape"}, "dtype": {"mismatch/dtype"}, "op": {"mismatch/op"},
         "root": {"mismatch/root"}, "reduce_op": {"mismatch/reduce-op"}, "swap": {"cycle"},

@@ -58,7 +58,11 @@ def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
 
 def _core(op: Collective) -> _Core:
     """What must be equal even if the lines differ: the op, the step, the size."""
-    return (op.op, op.step, tuple(spec.numel for spec in op.asked.inputs))
+    return (op.op, op.step, _sizes(op))
+
+
+def _sizes(op: Collective) -> tuple[int, ...]:
+    return tuple(spec.numel for spec in op.asked.inputs)
 
 
 def _site(op: Collective) -> Hashable:
@@ -69,15 +73,26 @@ def _site(op: Collective) -> Hashable:
 def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
     """Ranks that at some number have another step, op, size or line than most others."""
     suspects: set[int] = set()
+    # Records of one rank share their asks and stacks, so most of the work is done once for each.
+    asks: dict[int, tuple[int, ...]] = {}
+    sites: dict[int, Hashable] = {}
+
+    def token_of(op: Collective) -> Hashable:
+        sizes = asks.get(id(op.asked))
+        if sizes is None:
+            sizes = asks[id(op.asked)] = _sizes(op)
+        stack = id(op.stack)
+        if stack not in sites:
+            sites[stack] = _site(op)
+        return (op.asked.op, op.step, sizes, sites[stack])
+
     for number in numbers:
         met = {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
         if len(met) < 2:
             continue
-        tokens = {}
-        for rank, op in met.items():
-            tokens[rank] = (_core(op), _site(op))
-        counts = Counter(tokens.values())
-        if len(counts) > 1:
+        tokens = {rank: token_of(op) for rank, op in met.items()}
+        if len(set(tokens.values())) > 1:
+            counts = Counter(tokens.values())
             (usual, most), (_, second) = counts.most_common(2)
             suspects.update(rank for rank, value in tokens.items() if most == second or value != usual)
     return suspects

@@ -1,0 +1,178 @@
+"""What ranks must agree on."""
+
+from __future__ import annotations
+
+import pytest
+from builders import spec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from commlens.compare import Agree, Disagree, Severity, Unknown, compare_coalesced, compare_collectives, compare_pair
+from commlens.model.collective import Asked, TensorSpec
+from commlens.model.ops import WIRE_OPS
+
+
+def asked(op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object) -> Asked:
+    return Asked(op, op, inputs, outputs, **more)  # type: ignore[arg-type]
+
+
+A = asked("all_reduce", spec((4, 5)), reduce_op="SUM")
+
+
+def odd_one(usual: Asked, odd: Asked, size: int = 4) -> object:
+    return compare_collectives({r: odd if r == 2 else usual for r in range(size)}, range(size))
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "aspect", "severity"),
+    [
+        (A, asked("barrier"), "op", Severity.ILLEGAL),
+        (A, asked("all_reduce", spec((4, 4)), reduce_op="SUM"), "shape", Severity.ILLEGAL),
+        (A, asked("all_reduce", spec((5, 4)), reduce_op="SUM"), "shape", Severity.SUSPICIOUS),
+        (A, asked("all_reduce", spec((4, 5), "float16"), reduce_op="SUM"), "dtype", Severity.ILLEGAL),
+        (A, asked("all_reduce", spec((4, 5), device="cuda"), reduce_op="SUM"), "device", Severity.ILLEGAL),
+        (A, asked("all_reduce", spec((4, 5)), reduce_op="MAX"), "reduce-op", Severity.SUSPICIOUS),
+        (A, asked("all_reduce", spec((4, 5), memory_order=(1, 0)), reduce_op="SUM"), "layout", Severity.SUSPICIOUS),
+        (A, asked("all_reduce", spec((4, 5), layout="sparse_coo"), reduce_op="SUM"), "layout", Severity.ILLEGAL),
+        (asked("broadcast", spec(3), root=0), asked("broadcast", spec(3), root=1), "root", Severity.ILLEGAL),
+        (asked("reduce", spec(3), root=0, reduce_op="SUM"), asked("reduce", spec(3), root=1, reduce_op="SUM"), "root", Severity.ILLEGAL),
+        (asked("broadcast", spec((1, 5)), root=0), asked("broadcast", spec((1, 2, 5)), root=0), "shape", Severity.ILLEGAL),
+        (asked("all_gather", spec(3), outputs=(spec(12),)), asked("all_gather", spec(2), outputs=(spec(8),)), "shape", Severity.ILLEGAL),
+    ],
+)
+def test_the_odd_one_is_named(usual: Asked, odd: Asked, aspect: str, severity: Severity) -> None:
+    answer = odd_one(usual, odd)
+    assert isinstance(answer, Disagree)
+    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (aspect, severity, (2,), False)
+    assert "rank 2" in answer.detail
+    assert "ranks 0-1,3" in answer.detail
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        (asked("barrier"), asked("barrier", spec(1, device="cuda"))),
+        (A, asked("all_reduce", spec((4, 5, 1)), reduce_op="SUM")),
+        (A, asked("all_reduce", spec(20), reduce_op="SUM")),
+        (asked("all_reduce", spec(4, "complex64")), asked("all_reduce", spec((4, 2), "float32"))),
+        # a list of outputs and one tensor meet on the wire
+        (asked("all_gather", spec(3), outputs=(spec(3),) * 4), asked("all_gather", spec(3), outputs=(spec(12),))),
+        (asked("reduce_scatter", *(spec(3),) * 4, reduce_op="SUM"), asked("reduce_scatter", spec(12), reduce_op="SUM")),
+        # lists on the root only
+        (asked("scatter", outputs=(spec(3),), root=2), asked("scatter", *(spec(3),) * 4, outputs=(spec(3),), root=2)),
+        (asked("gather", spec(3), root=2), asked("gather", spec(3), outputs=(spec(3),) * 4, root=2)),
+        (asked("reduce", spec(3), root=2, asynchronous=True), asked("reduce", spec(3), root=2, asynchronous=None)),
+    ],
+)
+def test_what_corresponds_agrees(usual: Asked, other: Asked) -> None:
+    assert not isinstance(odd_one(usual, other), Disagree)
+
+
+def test_sparse_tensors_may_hold_other_numbers_of_elements_but_not_other_shapes() -> None:
+    one = asked("all_reduce", spec((10, 10), layout="sparse_coo"), reduce_op="SUM")
+    assert odd_one(one, one) == Agree()
+    answer = odd_one(one, asked("all_reduce", spec((10, 11), layout="sparse_coo"), reduce_op="SUM"))
+    assert isinstance(answer, Disagree)
+    assert answer.aspect == "shape"
+
+
+def test_uneven_lists_are_legal_where_everybody_says_so() -> None:
+    outputs = (spec(1), spec(2), spec(3))
+    good = {r: asked("all_gather", spec(r + 1), outputs=outputs) for r in range(3)}
+    assert compare_collectives(good, range(3)) == Agree()
+    bad = {**good, 1: asked("all_gather", spec(2), outputs=(spec(1), spec(2), spec(4)))}
+    assert isinstance(compare_collectives(bad, range(3)), Disagree)
+
+
+@pytest.mark.parametrize("missing", [{"reduce_op": None}, {"inputs": ()}])
+def test_missing_evidence_is_unknown(missing: dict[str, object]) -> None:
+    import msgspec
+
+    answer = odd_one(A, msgspec.structs.replace(A, **missing))
+    assert isinstance(answer, Unknown)
+    assert answer.aspects
+
+
+def test_a_tie_has_no_minority() -> None:
+    answer = compare_collectives({0: A, 1: asked("all_reduce", spec(3), reduce_op="SUM")})
+    assert isinstance(answer, Disagree)
+    assert answer.tie
+    assert answer.minority == ()
+
+
+def exchange(rows: list[list[int]], wrong: tuple[int, int] | None = None) -> dict[int, Asked]:
+    """all_to_all: ``rows[i][j]`` rows of 3 go from i to j."""
+    everybody = range(len(rows))
+    result = {}
+    for rank in everybody:
+        into = [rows[other][rank] + (1 if wrong == (other, rank) else 0) for other in everybody]
+        result[rank] = asked(
+            "all_to_all",
+            spec((sum(rows[rank]), 3)),
+            outputs=(spec((sum(into), 3)),),
+            input_splits=tuple(rows[rank]),
+            output_splits=tuple(into),
+        )
+    return result
+
+
+def test_splits_are_compared_pair_by_pair() -> None:
+    rows = [[1, 2, 3, 4], [5, 6, 7, 8], [1, 1, 1, 1], [2, 0, 2, 0]]
+    assert compare_collectives(exchange(rows), range(4)) == Agree()
+    answer = compare_collectives(exchange(rows, (1, 3)), range(4))
+    assert isinstance(answer, Disagree)
+    assert answer.aspect == "splits"
+    assert "rank 1 sends 24 elements to rank 3, which expects 27" in answer.detail
+
+
+def test_even_splits_fit_without_being_told() -> None:
+    one = asked("all_to_all", spec((8, 3)), outputs=(spec((8, 3)),))
+    assert odd_one(one, one) == Agree()
+    answer = odd_one(one, asked("all_to_all", spec((4, 3)), outputs=(spec((4, 3)),)))
+    assert isinstance(answer, Disagree)
+    assert answer.minority == (2,)
+
+
+def test_coalesced_members_agree_one_by_one() -> None:
+    b = asked("all_reduce", spec(7), reduce_op="SUM")
+    assert compare_coalesced({0: [A, b], 1: [A, b], 2: [A, b]}) == Agree()
+    swapped = compare_coalesced({0: [A, b], 1: [b, A], 2: [A, b]})
+    assert isinstance(swapped, Disagree)
+    assert swapped.minority == (1,)
+    fewer = compare_coalesced({0: [A, b], 1: [A], 2: [A, b]})
+    assert isinstance(fewer, Disagree)
+    assert (fewer.aspect, fewer.minority) == ("op", (1,))
+
+
+def test_messages() -> None:
+    send, recv = asked("send", spec(4)), asked("recv", outputs=(spec(4),))
+    assert compare_pair(0, send, 1, recv) == Agree()
+    assert isinstance(compare_pair(0, asked("send"), 1, recv), Unknown)
+    for other in (spec(5), spec(4, "int64")):
+        answer = compare_pair(0, send, 1, asked("recv", outputs=(other,)))
+        assert isinstance(answer, Disagree)
+        assert answer.aspect == "p2p"
+
+
+tensors = st.builds(
+    TensorSpec, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(["float32", "int64"]), st.sampled_from(["cpu", "cuda"])
+)
+asks = st.builds(
+    Asked, st.sampled_from(sorted(set(WIRE_OPS.values()))), st.just("x"), st.lists(tensors, max_size=3).map(tuple),
+    st.lists(tensors, max_size=3).map(tuple), st.sampled_from([None, "SUM", "MAX"]), st.sampled_from([None, 0, 1]),
+    st.lists(st.integers(0, 3), max_size=3).map(tuple), st.lists(st.integers(0, 3), max_size=3).map(tuple),
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.integers(0, 3), asks, max_size=4))
+def test_any_evidence_gets_an_answer_that_does_not_depend_on_its_order(evidence: dict[int, Asked]) -> None:
+    answer = compare_collectives(evidence, range(4))
+    assert answer == compare_collectives(dict(reversed(evidence.items())), range(4))
+    if isinstance(answer, Disagree):
+        assert set(answer.minority) < set(evidence)
+
+
+@given(asks, st.integers(2, 4))
+def test_what_is_equal_never_disagrees_unless_its_own_splits_do(one: Asked, size: int) -> None:
+    answer = compare_collectives(dict.fromkeys(range(size), one), range(size))
+    assert not isinstance(answer, Disagree) or answer.aspect == "splits"

@@ -1,0 +1,76 @@
+"""``commlens diagnose``: exit statuses, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from builders import Job, Stay
+from test_diagnose_findings import at, training
+
+from commlens import commands
+from commlens.formats import dumps
+from commlens.model.ranklog import RankLog
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]], None]:
+    """The reader finds these logs. What it does with files is tested in test_dumps."""
+
+    def set_logs(logs: list[RankLog], problems: list[str]) -> None:
+        evidence = dumps.Evidence(logs=logs, problems=problems)
+        monkeypatch.setattr("commlens.diagnose.paths.read_evidence", lambda paths: evidence)
+
+    return set_logs
+
+
+@pytest.mark.parametrize(
+    ("stay", "after_s", "status"), [(None, 30.0, 0), (Stay(57, "load_batch"), 30.0, 1), (Stay(57, "load_batch"), 0.2, 0)]
+)
+def test_exit_status(
+    reads: Callable[..., None], capsys: pytest.CaptureFixture[str], stay: Stay | None, after_s: float, status: int
+) -> None:
+    fault = at(2, 5, stay) if stay is not None else lambda *_: None
+    reads(Job(4).run(training(fault)).logs(after_s=after_s), ["rank9.box is empty."])
+    assert commands.main(["diagnose", "dumps"]) == status
+    text = capsys.readouterr().out
+    assert text.startswith("VERDICT  ")
+    assert "rank9.box is empty." in text
+
+
+def test_a_short_wait_is_a_fault_when_asked_so(reads: Callable[..., None]) -> None:
+    reads(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(after_s=0.9), [])
+    assert commands.main(["diagnose", "dumps"]) == 0
+    assert commands.main(["diagnose", "--stalled-after", "0.5", "dumps"]) == 1
+
+
+def test_json(reads: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    reads(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(), [])
+    assert commands.main(["diagnose", "--json", "dumps"]) == 1
+    assert json.loads(capsys.readouterr().out)["culprits"] == [2]
+
+
+def test_nothing_readable_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank0.1.box").write_bytes(b"COMMLENS" + bytes(100))
+    assert commands.main(["diagnose", str(tmp_path)]) == 3
+    error = capsys.readouterr().err
+    assert "no readable black box" in error
+    assert "rank0.1.box" in error
+
+
+@pytest.mark.parametrize("arguments", [["/no/such/folder"], ["--stalled-after", "-1", "."], ["--stalled-after", "soon", "."]])
+def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
+    try:
+        status = commands.main(["diagnose", *arguments])
+    except SystemExit as error:
+        status = error.code  # type: ignore[assignment]
+    assert status == 2
+
+
+def test_it_needs_no_torch() -> None:
+    code = "import sys, commlens.commands.diagnose, commlens.diagnose, commlens.reports.terminal; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
