@@ -63,6 +63,8 @@ def test_verdict_is_the_truth(jobs: Harness, tmp_path: Path, name: str, world_si
     result = run(jobs, name, world_size, tmp_path)
     assert result.verdict is not None, "Nothing was said."
     assert differences(result.verdict, scenario.truth(world_size)) == []
+    if scenario.ending is not Ending.ENDS:
+        assert result.verdict.victims == [rank for rank in range(world_size) if rank not in result.verdict.culprits]
     assert steps(result) >= 6, "The fault comes after six healthy steps."
     faults = [verdict for verdict in result.verdicts if verdict.is_fault]
     assert all(differences(verdict, scenario.truth(world_size)) == [] for verdict in faults), "A wrong verdict came first."

@@ -93,7 +93,27 @@ def build(logs: Sequence[RankLog], stalled_after_s: float) -> World:
         world.views[log.rank] = view
         for key in view.tracks:
             world.users.setdefault(key, []).append(log.rank)
+    _wait_for_the_dead(world)
     return world
+
+
+def _wait_for_the_dead(world: World) -> None:
+    """Who waits for a rank that has died waits for ever, however short it has been so far."""
+    dead = [view for view in world.views.values() if view.fate.kind in ("own", "gone")]
+    if not dead:
+        return
+    for view in world.views.values():
+        for block in view.blocks.values():
+            if not block.stuck and block.how != "assumed":
+                block.stuck = any(_never_comes(other, part) for other in dead for part in block.parts)
+
+
+def _never_comes(dead: View, op: Collective) -> bool:
+    """Whether a rank that has died had not issued its side of a collective."""
+    if op.is_point_to_point or dead.wrapped or dead.rank not in op.channel.group.ranks:
+        return False
+    track = dead.tracks.get(op.channel.key)
+    return track is None or track.last < op.sequence_number
 
 
 def _view(log: RankLog, fate: Fate, world: World) -> View:
