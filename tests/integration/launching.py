@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -164,21 +165,16 @@ class Bench:
         return sorted(path.name.split(".")[0] for path in self.dumps.glob("*/rank*.box"))
 
     def close(self) -> None:
-        """End all that was started: the programs' sessions, and the workers, which torchrun gives sessions of their own."""
+        """End all that was started. What a program that ended by itself has left running is an error."""
+        cut_short = [program for program in self.programs if program.process.poll() is None]
+        left = [] if cut_short else self.processes()
+        for pid in self.processes():
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
         for program in self.programs:
-            if program.process.poll() is None:
-                program.process.terminate()
-                try:
-                    program.process.wait(5)
-                except subprocess.TimeoutExpired:
-                    os.killpg(program.process.pid, signal.SIGKILL)
-                    program.process.wait(5)
-        for program in self.programs:
+            program.process.wait(10)
             for thread in program.threads:
-                thread.join(5)
-        left = self.processes()
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
+                thread.join(10)
         assert not left, f"left behind: {left}"
 
     def processes(self) -> list[int]:

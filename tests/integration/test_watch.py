@@ -89,7 +89,7 @@ def test_the_line_that_holds_the_gil(bench: Bench) -> None:
     program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "gil")
     program.end()
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line), program.report()
-    assert "train.py:9" in program.error, program.report()
+    assert "train.py:8 load_batch" in program.error, program.report()
 
 
 def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
@@ -104,7 +104,7 @@ def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
     assert "2 ranks" in status.out[0]
     assert "train.py stop" in status.out[0]
     assert "in all_reduce #4 of default_pg [0-1]" in status.out[2]
-    assert "train.py:17 step" in status.out[2]
+    assert "train.py:16 step" in status.out[2]
     assert "stopped" in status.out[3]
     assert "after all_reduce #3" in status.out[3]
     pid = status.out[3].split()[1]

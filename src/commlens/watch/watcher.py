@@ -189,6 +189,7 @@ class Watcher:
     def run(self) -> None:
         """Watch until all ranks have ended (or, in a launcher, until :meth:`stop`). Its own errors are logged, never raised."""
         try:
+            self._tick()  # first of all take hold of the processes: one may end any moment
             self._preload()
             while not self._finished():
                 self._hear(self._roster.wait(self._pause_s()))
@@ -443,6 +444,7 @@ class Watcher:
         return member.ending is not None and member.ending.signal in (_STOP_SIGNALS | {"SIGKILL"} if self._launched else _STOP_SIGNALS)
 
     def _diagnose(self, logs: list[RankLog], problems: list[str]) -> Verdict:
+        self._preload()
         assert self._judge is not None
         return self._judge(logs, problems=problems, stalled_after_s=min(1.0, self.settings.stall_timeout / 2))
 
