@@ -277,12 +277,12 @@ def _is_child_of_a_rank(settings: config.Settings) -> bool:
 
 def _discard_forgotten_jobs(settings: config.Settings) -> None:
     """Jobs whose watcher was killed leave their boxes in memory. A day after their last rank ended, nobody asks for them."""
-    from commlens.formats.dumps import discard_job
-
     for job in places.live_jobs(settings.box_dir):
         found = places.boxes(job)
         newest = max((_last_heartbeat(box) for box in found), default=job.stat().st_mtime)
         if time.time() - newest > _FORGOTTEN_AFTER_S and not any(places.start_ticks(places.box_pid(box)) for box in found):
+            from commlens.formats.dumps import discard_job  # needs more than the standard library
+
             discard_job(job)
 
 

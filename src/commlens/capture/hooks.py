@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import threading
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.capture import tap
@@ -19,6 +21,9 @@ from commlens.capture.recorder import Recorder
 from commlens.formats import layout as L
 
 log = logging.getLogger("commlens")
+
+_FIRST_READABLE_REDUCE_OP = (2, 10)
+"""Not readable on 2.6.0 and 2.9.1, readable on 2.13.0. Should one in between not be, the recorder asks for the tap when it finds out."""
 
 _recorder: Recorder | None = None
 _installed = False
@@ -34,11 +39,19 @@ def set_recorder(recorder: Recorder | None) -> None:
     tap.listen_to_waits(recorder.tensor_wait_begins, recorder.tensor_wait_ended)
     if not _installed:
         _installed = True
-        for install in (_tap_work_wait, _tap_coalescing, _tap_meshes, _tap_optimizers):
+        installs = [_tap_work_wait, _tap_coalescing, _tap_meshes, _tap_optimizers]
+        if _torch_version() < _FIRST_READABLE_REDUCE_OP:
+            installs.append(tap_reduce_ops)
+        for install in installs:
             try:
                 install()
             except Exception as error:
                 log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
+
+
+def _torch_version() -> tuple[int, int]:
+    numbers = re.findall(r"\d+", torch.__version__)
+    return int(numbers[0]), int(numbers[1])
 
 
 def _tap_work_wait() -> None:
