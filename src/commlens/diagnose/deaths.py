@@ -66,7 +66,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], root: bool) ->
     waiting = sorted({edge.rank for edge in edges})
     if edges:
         summary += f"; {ranks_phrase(waiting)} {verb(waiting, 'was', 'were')} waiting for it in {instance(edges[0].op)}"
-    explanation = f"{context.name(ranks[0])} {fate.text}; {context.last(ranks[0])}"
+    explanation = f"{context.name(ranks[0])}: {context.last(ranks[0])}"
     if frame is not None and fate.source is None:
         explanation += (
             f", issued at {place(frame)}"

@@ -137,6 +137,8 @@ def _last_failure(log: RankLog) -> str | None:
 
 def _short(text: str | None) -> str:
     first = (text or "").strip().splitlines()[0] if (text or "").strip() else "an error"
+    # gloo begins with its own source file and ends with advice.
+    first = re.sub(r"\[/\S+\.(cc|cpp|h):\d+\] ", "", first).split(". This is typically")[0]
     return first if len(first) <= 160 else first[:157] + "..."
 
 

@@ -52,7 +52,9 @@ def cycle_step(culprits: Sequence[int], op: Collective | None, usual: Collective
     where = f" at {place(op.source)}" if op is not None and op.source is not None else ""
     if usual is not None and usual.op == "send":
         return f"find out why rank {culprits[0]} left out its send at {place(usual.source)}"
-    return f"make all ranks use these groups (or send and receive) in the same order: look at {ranks_phrase(culprits)}{where}"
+    if op is not None and op.op == "recv":
+        return f"find out which send should meet the receive{where} on rank {culprits[0]}"
+    return f"make all ranks use these groups in the same order: look at {ranks_phrase(culprits)}{where}"
 
 
 def death_step(view: View, frame: Frame | None) -> str:
@@ -62,6 +64,8 @@ def death_step(view: View, frame: Frame | None) -> str:
         return f"give rank {view.rank} more memory, or use less: the kernel killed it (dmesg)"
     if fate.why == "exception":
         return f"look at {place(frame)} on rank {view.rank}" if frame is not None else f"look at rank {view.rank}'s traceback"
+    if fate.why == "killed" and fate.says_disagreement:
+        return f"look at what rank {view.rank} printed before it aborted" + (f", after {place(frame)}" if frame is not None else "")
     if fate.why == "killed":
         return f"look into dmesg and the scheduler's log for who sent it, and at rank {view.rank}'s last lines" + (
             f" ({place(frame)})" if frame is not None else ""

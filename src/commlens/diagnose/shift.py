@@ -161,9 +161,10 @@ def _matches(
     """How many collectives from ``start`` on fit when moved by ``by``, and in how many places of the program; 0 if one does not."""
     matches = 0
     places: set[Hashable] = set()
-    for number in range(start if by > 0 else start - by, max(track.ops) + 1):
-        mine, theirs = track.ops.get(number), reference.get(number + by)
-        if mine is None or theirs is None:
+    first = start if by > 0 else start - by
+    for number, mine in track.ops.items():
+        theirs = reference.get(number + by)
+        if number < first or theirs is None:
             continue
         if not equal(mine, theirs):
             return 0, 0
