@@ -93,7 +93,7 @@ dist.destroy_process_group()
 @pytest.fixture(scope="module")
 def every_kind(tmp_path_factory: pytest.TempPathFactory) -> list[RankLog]:
     box_dir = tmp_path_factory.mktemp("every")
-    run_ranks(EVERY_KIND, box_dir)
+    run_ranks(EVERY_KIND, box_dir, TIMING="1")
     return logs(box_dir)
 
 
@@ -171,6 +171,14 @@ def test_how_completion_was_learned(every_kind: list[RankLog]) -> None:
     waited = [c for c in every_kind[0].collectives if c.learned_how is LearnedHow.WAIT]
     assert all(c.announced_ns <= c.returned_ns <= c.wait_began_ns <= c.wait_ended_ns for c in waited)
     assert all(c.wait_thread == c.issue_thread for c in waited)
+
+
+def test_durations_where_timing_is_on_and_the_end_was_seen(every_kind: list[RankLog]) -> None:
+    for c in every_kind[0].collectives:
+        if c.learned_how is LearnedHow.POLL:
+            assert c.duration_ns is None
+        else:
+            assert c.duration_ns is not None and 0 < c.duration_ns <= c.done_ns - c.announced_ns + 1000
 
 
 def test_optimizer_steps_are_counted(every_kind: list[RankLog]) -> None:
@@ -311,6 +319,29 @@ def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
     assert len(places.boxes(places.user_folder(tmp_path) / "job")) == 2
 
 
+def test_a_rank_is_found_however_it_came_to_be(tmp_path: Path) -> None:
+    """Forked from a process that is no rank, and with a name imported before commlens was switched on."""
+    run_ranks(
+        """
+        import multiprocessing
+
+        init = dist.distributed_c10d.init_process_group.__wrapped__  # what a name imported earlier is bound to
+
+        def work():
+            init("gloo")
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+
+        worker = multiprocessing.get_context("fork").Process(target=work)
+        worker.start()
+        worker.join(40)
+        assert worker.exitcode == 0
+        """,
+        tmp_path,
+    )
+    assert [(log.rank, log.issued, log.initialised) for log in logs(tmp_path)] == [(0, 1, True), (1, 1, True)]
+
+
 def test_the_ring_wraps(tmp_path: Path) -> None:
     run_ranks(
         """
@@ -327,24 +358,16 @@ def test_the_ring_wraps(tmp_path: Path) -> None:
     assert [c.asked.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
 
 
-@pytest.mark.parametrize("place", ["absent", "read-only", "full"])
-def test_without_room_the_job_runs_on_with_one_line(tmp_path: Path, place: str) -> None:
-    box_dir = tmp_path / place
-    if place == "absent":
-        box_dir = Path("/proc/nowhere")
-    elif place == "read-only":
-        box_dir.touch()  # a file where the folder should be: root may write anywhere else
-    else:
-        box_dir = Path("/dev/full/nowhere")
-    program = f"""
-        os.environ["BOX_DIR"] = {str(box_dir)!r}
+@pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/full/nowhere"])
+def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(tmp_path: Path, place: str) -> None:
+    program = """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
         print("DONE")
         """
-    program = f"import os\nos.environ['BOX_DIR'] = {str(box_dir)!r}\n" if False else program
-    ended = run_ranks(program, tmp_path, RECORD_DIR=str(box_dir))
-    assert all("DONE" in end.output for end in ended)
+    for end in run_ranks(program, tmp_path, BOX_AT=place):
+        assert "DONE" in end.output
+        assert end.output.count("is not recorded") == 1
 
 
 def test_cpp_frames_on_request(tmp_path: Path) -> None:

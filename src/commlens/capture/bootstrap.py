@@ -107,7 +107,7 @@ def _hook_init(_: Session) -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    original_init, original_destroy = c10d.init_process_group, c10d.destroy_process_group
+    original_init, original_destroy, original_new = c10d.init_process_group, c10d.destroy_process_group, c10d._new_process_group_helper
 
     @functools.wraps(original_init)
     def init_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -126,6 +126,19 @@ def _hook_init(_: Session) -> None:
             _safely(current.recorder.sweep)
         return original_destroy(*args, **kwargs)
 
+    @functools.wraps(original_new)
+    def _new_process_group_helper(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
+        # The way past init_process_group above: a program that imported its name before commlens was switched on.
+        current = _session
+        late = current is not None and current.recorder is None and not current.given_up
+        if current is not None and late:
+            _safely(_begin, current, group_rank, group_size)
+        result = original_new(group_size, group_rank, *args, **kwargs)
+        if current is not None and late and current.is_recording:
+            current.writer.word(L.PHASE, L.PHASE_INITIALISED)
+        return result
+
+    c10d._new_process_group_helper = _new_process_group_helper
     for module in (dist, c10d):
         module.init_process_group = init_process_group
         module.destroy_process_group = destroy_process_group
@@ -162,8 +175,9 @@ def _begin(session: Session, rank: int, world_size: int) -> None:
         if session.recorder is not None:
             session.recorder.groups.started_again()
             return
-        if session.given_up or session.pid != os.getpid():
+        if session.given_up:
             return
+        session.pid = os.getpid()  # perhaps forked from a process that was switched on and never became a rank
         if rank < 0:
             return  # not known yet: when init_process_group has returned
         session.given_up = True  # until all of it has worked

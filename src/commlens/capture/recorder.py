@@ -245,8 +245,14 @@ class Recorder:
                 del self.by_pointer[pointer]
 
     def _done(self, token: Token, how: int, now: int, thread: int = 0) -> None:
+        if self.timing and how == L.HOW_RETURN:
+            self._time(token, now)
         self.writer.mark(token.offset, L.DONE, token.index, now)
         self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_COMPLETED, how, thread)
+
+    def _time(self, token: Token, now: int) -> None:
+        """How long it took, where the moment of its end is known: not where it was found done by looking."""
+        self.writer.mark_value(token.offset, L.DURATION, token.index, (now - token.since) // L.TICK_NS)
 
     def _mark_failed(self, token: Token, error: BaseException, thread: int = 0) -> None:
         writer = self.writer
@@ -289,7 +295,10 @@ class Recorder:
             if token.pointers:
                 self._forget_pointers(token)
             if error is None:
-                self.writer.wait_completed(token.offset, token.index, _monotonic(), _here.id)
+                now = _monotonic()
+                self.writer.wait_completed(token.offset, token.index, now, _here.id)
+                if self.timing:
+                    self._time(token, now)
             else:
                 self._mark_failed(token, error, _here.id)
         except Exception as ours:
