@@ -80,7 +80,6 @@ def finish(model: torch.nn.Module) -> None:
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(local.detach().contiguous().view(-1).numpy().tobytes())
     say(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}")
-    # Nobody leaves before all have come. It also gives gloo's threads the time to let go of the last tensors: torch 2.13 destroys a
-    # gloo group while holding the GIL, and for ever if such a thread still needs it (seen with DDP).
+    # Nobody leaves before all have come.
     dist.barrier()
     dist.destroy_process_group()
