@@ -142,7 +142,7 @@ def test_a_rank_that_works_is_waited_for(job: Job) -> None:
     job.ranks[1].tell("spin 4", answers=False)
     job.ranks[0].tell("announce")
     eventually(lambda: job.said != [])
-    assert job.said == ["rank 1 is missing."], "a notice, no verdict"
+    assert job.said == ["Rank 1 is missing."], "a notice, no verdict"
     assert job.saved == []
 
 

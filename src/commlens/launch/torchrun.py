@@ -47,7 +47,11 @@ def torchrun_parser() -> argparse.ArgumentParser:
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Run torchrun with these arguments; its exceptions are not caught, so that the exit status and the output are torchrun's."""
+    """Run torchrun with these arguments.
+
+    Returns:
+        The exit status: torchrun's. What torchrun raises is printed as it prints it, without the frames that led there.
+    """
     arguments = torchrun_parser().parse_args(argv)
     resolved = settings_from(arguments)
     for warning in resolved.warnings:
@@ -59,19 +63,27 @@ def launch(argv: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import run
 
-    if settings.box_entries == 0:
-        record(run)(arguments)
-        return 0
-    _use_worker_half(arguments)
-    os.environ.update(settings_environment(settings))
-    os.environ[SWITCH] = "1"
     failures: dict[int, tuple[int, int]] = {}
-    with _watching(settings, failures):
-        try:
-            record(run)(arguments)
-        except ChildFailedError as error:
-            failures.update({rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()})
-            raise
+    watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if settings.box_entries:
+        _use_worker_half(arguments)
+        os.environ.update(settings_environment(settings))
+        os.environ[SWITCH] = "1"
+        watching = _watching(settings, failures)
+    try:
+        with watching:
+            try:
+                record(run)(arguments)
+            except ChildFailedError as error:
+                failures.update({rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()})
+                raise
+    except Exception as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        error.__traceback__ = trace or error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
     return 0
 
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from commlens.errors import CommandError, EvidenceError
-from commlens.formats import places
+from commlens.errors import CommandError, EvidenceError, FormatError
+from commlens.formats import dumps, places
+from commlens.formats.blackbox import OpenBox
+from commlens.watch import process
+
+FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 
 
 def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
@@ -44,3 +53,28 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     if not jobs:
         raise EvidenceError(f"There is no job {wanted!r} on this machine, nor any other that is recorded.")
     raise CommandError(f"There is no job and no rank's pid {wanted!r} here. The jobs are {names}.")
+
+
+def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_S) -> None:
+    """Free the shared memory of jobs that ended long ago, launcher and watcher with them (SIGKILL, a lost node's container).
+
+    Args:
+        mine: folders of a live job; its neighbours are looked at, never itself.
+        after_s: how long a job's last sign of life must be past.
+    """
+    for folder in mine:
+        with contextlib.suppress(OSError):
+            for job in sorted(folder.parent.iterdir()):
+                if job not in mine and places.boxes(job) and all(_is_forgotten(box, after_s) for box in places.boxes(job)):
+                    dumps.discard_job(job)
+
+
+def _is_forgotten(path: Path, after_s: float) -> bool:
+    try:
+        with OpenBox(path) as box:
+            status = box.status()
+    except FormatError:
+        return False
+    here = status.host == os.uname().nodename and status.pid_namespace == process.pid_namespace()
+    past = time.time() - status.heartbeat_ns / 1e9 > after_s
+    return here and past and not process.runs(status.pid, status.start_ticks)

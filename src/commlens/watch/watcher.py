@@ -8,6 +8,7 @@ ended.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ from commlens.model.ranklog import Observation, RankLog
 from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Verdict
 from commlens.watch import process
+from commlens.watch.jobs import discard_forgotten
 from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import pulse_of, read_logs
@@ -71,14 +73,24 @@ def timeout_lead_s(timeout_s: float) -> float:
 
 
 def say_to_stderr(what: str | Verdict) -> None:
-    """The default voice: lines begin with ``commlens:``, a verdict is printed as reports do."""
-    if isinstance(what, str):
-        sys.stderr.write(f"commlens: {what}\n")
-    else:
-        from commlens.reports.terminal import print_verdict
+    """The default voice: lines begin with ``commlens:``, a verdict is printed as reports do.
 
-        print_verdict(what, file=sys.stderr)
+    All of it is one write, since the ranks and torchrun write to the same terminal.
+    """
+    sys.stderr.write(f"commlens: {what}\n" if isinstance(what, str) else _rendered(what))
     sys.stderr.flush()
+
+
+def _rendered(verdict: Verdict) -> str:
+    from commlens.reports.terminal import print_verdict
+
+    width, colour = 80, False
+    with contextlib.suppress(OSError, ValueError):
+        width = min(120, os.get_terminal_size(sys.stderr.fileno()).columns)
+        colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    text = io.StringIO()
+    print_verdict(verdict, file=text, width=width, colour=colour)
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
 
 
 @dataclass(frozen=True)
@@ -110,10 +122,19 @@ def _key(verdict: Verdict) -> tuple[object, ...]:
     group = verdict.group
     return (
         verdict.kind,
-        tuple(verdict.culprits),
+        tuple(verdict.culprits or _waited_for(verdict)),
         (collective.op, collective.sequence_number) if collective else None,
         (group.name, tuple(group.ranks)) if group else None,
     )
+
+
+def _waited_for(verdict: Verdict) -> list[int]:
+    """The ranks that the others wait for; a verdict of kind waiting blames nobody, so it names them by leaving them out."""
+    if verdict.kind == "missing":
+        return verdict.culprits
+    if verdict.kind == "waiting" and verdict.group is not None:
+        return sorted(set(verdict.group.ranks) - set(verdict.victims))
+    return []
 
 
 class Watcher:
@@ -191,6 +212,7 @@ class Watcher:
         try:
             self._tick()  # first of all take hold of the processes: one may end any moment
             self._preload()
+            discard_forgotten(self.folders)
             while not self._finished():
                 self._hear(self._roster.wait(self._pause_s()))
                 self._tick()
@@ -419,8 +441,9 @@ class Watcher:
         if verdict is None or not any(member.alive for member in self._roster.current()):
             return
         waited = (time.monotonic_ns() - episode.since_ns) / 1e9
-        if verdict.kind in ("missing", "waiting") and verdict.culprits:
-            self._say(f"{ranks_phrase(verdict.culprits)} arrived after {waited:.0f} s; the job goes on.")
+        late = _waited_for(verdict)
+        if late:
+            self._say(f"{ranks_phrase(late)} arrived after {waited:.0f} s; the job goes on.")
         else:
             self._say(f"the wait ended after {waited:.0f} s; the job goes on.")
         self._observer.forget_samples()
@@ -451,7 +474,8 @@ class Watcher:
     def _announce(self, verdict: Verdict) -> None:
         self.verdict = verdict
         if verdict.kind == "waiting":
-            self._say(f"{verdict.summary.rstrip('.')}. {verdict.explanation}".strip())
+            sentences = [verdict.summary, verdict.explanation]
+            self._say(" ".join(f"{each[:1].upper()}{each[1:].rstrip('.')}." for each in sentences if each))
         else:
             self._say(verdict)
 

@@ -1,0 +1,52 @@
+"""Which jobs are here, and which of them nobody needs any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from watch_ranks import Rank
+
+from commlens.errors import CommandError, EvidenceError
+from commlens.formats import places
+from commlens.watch.jobs import discard_forgotten, find_jobs
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[dict[str, Rank]]:
+    folder = places.user_folder(tmp_path)
+    made = {name: Rank(folder / name, 0, 1) for name in ("train-1", "train-2", "other")}
+    yield made
+    for rank in made.values():
+        rank.end()
+
+
+def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[str, Rank]) -> None:
+    root = str(tmp_path)
+    assert {job.name for job in find_jobs(None, root)} == {"train-1", "train-2", "other"}
+    assert [job.name for job in find_jobs("train-2", root)] == ["train-2"]
+    assert [job.name for job in find_jobs("oth", root)] == ["other"]
+    assert [job.name for job in find_jobs(str(ranks["train-1"].pid), root)] == ["train-1"]
+    assert find_jobs(str(places.user_folder(tmp_path) / "other"), root)[0].name == "other"
+    with pytest.raises(CommandError, match="fits several jobs: train-1, train-2"):
+        find_jobs("train", root)
+    with pytest.raises(CommandError, match=r"The jobs are .*other"):
+        find_jobs("nothing-like-it", root)
+
+
+def test_no_job_at_all(tmp_path: Path) -> None:
+    with pytest.raises(EvidenceError, match="No job is recorded on this machine"):
+        find_jobs(None, str(tmp_path))
+    with pytest.raises(EvidenceError, match="nor any other"):
+        find_jobs("train", str(tmp_path))
+
+
+def test_jobs_that_ended_long_ago_give_their_memory_back(tmp_path: Path, ranks: dict[str, Rank]) -> None:
+    folder = places.user_folder(tmp_path)
+    for name in ("train-1", "train-2"):
+        ranks[name].end()
+    discard_forgotten([folder / "train-2"])
+    assert {job.name for job in folder.iterdir()} == {"train-1", "train-2", "other"}, "a day has not passed"
+    discard_forgotten([folder / "train-2"], after_s=0.0)
+    assert {job.name for job in folder.iterdir()} == {"train-2", "other"}, "its own stays, and the one that lives"
