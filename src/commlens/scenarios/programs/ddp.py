@@ -38,7 +38,7 @@ def main() -> None:
         loss = train_step(model, optimizer, x, y, step)
         lab.report(step, loss)
     # The reducer goes before its group: as the last owner it destroys the group while holding the GIL, for which a thread of
-    # gloo may wait that has a tensor to let go of (torch 2.13 hangs so once in some hundred runs, on a busy machine).
+    # gloo may wait that has a tensor to let go of (torch 2.13 was seen to hang so, on a busy machine).
     trained = model.module
     del model
     lab.finish(trained)
