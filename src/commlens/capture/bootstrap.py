@@ -30,7 +30,6 @@ from commlens.formats import places
 
 log = logging.getLogger("commlens")
 
-_FORGOTTEN_AFTER_S = 24 * 3600
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
 
 
@@ -242,7 +241,6 @@ def _make_box(session: Session, rank: int, world_size: int) -> Any:
     if _is_child_of_a_rank(session.settings):
         return None
     problems: list[str] = []
-    _safely(_discard_forgotten_jobs, session.settings)
     roots = places.box_roots(session.settings.box_dir)
     for root in roots:
         try:
@@ -287,24 +285,6 @@ def _is_child_of_a_rank(settings: config.Settings) -> bool:
             return True
         pid = places.parent_of(pid)
     return False
-
-
-def _discard_forgotten_jobs(settings: config.Settings) -> None:
-    """Jobs whose watcher was killed leave their boxes in memory. A day after their last rank ended, nobody asks for them."""
-    for job in places.live_jobs(settings.box_dir):
-        found = places.boxes(job)
-        newest = max((_last_heartbeat(box) for box in found), default=job.stat().st_mtime)
-        if time.time() - newest > _FORGOTTEN_AFTER_S and not any(places.start_ticks(places.box_pid(box)) for box in found):
-            from commlens.formats.dumps import discard_job  # needs more than the standard library
-
-            discard_job(job)
-
-
-def _last_heartbeat(box: Path) -> float:
-    """Unix time in seconds of a box's last sign of life. A mapped file's own times do not move when it is written."""
-    with box.open("rb") as file:
-        file.seek(L.HEARTBEAT_UNIX)
-        return int.from_bytes(file.read(8), "little") / 1e9
 
 
 def _move_stale_boxes(job_dir: Path) -> None:
