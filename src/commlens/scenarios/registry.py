@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -63,6 +64,17 @@ def _truth(
 
 
 _SKIPPED = "skipped in-collective unknown finished"
+
+
+def _without_fsdp2() -> str | None:
+    """Why a program that uses ``fully_shard`` cannot run here; None where it can."""
+    try:
+        version = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None  # the caller says so
+    return f"It uses fully_shard, which does not run on CPU with torch {version}." if version.startswith("2.6.") else None
+
+
 _DISAGREES = "in-collective unknown user-code"
 
 SCENARIOS: tuple[Scenario, ...] = (
@@ -75,6 +87,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         Ending.HANGS,
         _truth("missing", "data-loading", "all_gather all_reduce reduce_scatter"),
         worlds=(4, 8),
+        impossible=_without_fsdp2,
     ),
     Scenario(
         "mesh-cascade",
@@ -205,6 +218,7 @@ SCENARIOS: tuple[Scenario, ...] = (
         "fsdp2",
         Ending.DIES,
         _truth("mismatch/shape", f"{_DISAGREES} skipped", "all_gather"),
+        impossible=_without_fsdp2,
     ),
     # --- ranks wait for each other ---------------------------------------------------------------------------------
     Scenario(
@@ -259,9 +273,11 @@ SCENARIOS: tuple[Scenario, ...] = (
     # --- nothing is wrong ------------------------------------------------------------------------------------------
     Scenario("healthy-plain", "healthy: data parallel by hand", "plain", "plain", Ending.ENDS),
     Scenario("healthy-ddp", "healthy: DistributedDataParallel", "ddp", "ddp", Ending.ENDS),
-    Scenario("healthy-fsdp2", "healthy: fully_shard", "fsdp2", "fsdp2", Ending.ENDS),
+    Scenario("healthy-fsdp2", "healthy: fully_shard", "fsdp2", "fsdp2", Ending.ENDS, impossible=_without_fsdp2),
     Scenario("healthy-tensor-parallel", "healthy: a tensor parallel transformer", "transformer", "tensor parallel", Ending.ENDS),
-    Scenario("healthy-2d", "healthy: fully_shard x tensor parallel", "transformer", "2-d", Ending.ENDS, worlds=(4, 8)),
+    Scenario(
+        "healthy-2d", "healthy: fully_shard x tensor parallel", "transformer", "2-d", Ending.ENDS, worlds=(4, 8), impossible=_without_fsdp2
+    ),
     Scenario("healthy-mesh", "healthy: collectives on both dimensions of a mesh", "mesh", "2-d", Ending.ENDS, worlds=(4, 8)),
     Scenario("healthy-pipeline", "healthy: a pipeline", "pipeline", "pipeline", Ending.ENDS),
     Scenario("healthy-subgroups", "healthy: overlapping groups", "subgroups", "subgroups", Ending.ENDS, worlds=(4, 8)),
