@@ -108,22 +108,25 @@ class Groups:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Group] = {}
+        self._by_id: dict[int, Group] = {}
         self.incarnation = -1  # the first init_process_group makes it 0
         self.mesh_dims: dict[str, str] = {}
 
     def find(self, process_group: Any) -> Group:
         """The group of a ProcessGroup object."""
-        group = self.by_name.get(process_group.group_name)
+        # An id alone may be a former group's: the weak reference says whether it is still the same object.
+        group = self._by_id.get(id(process_group))
         if group is not None and group.ref() is process_group:
             return group
         group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
-        self.by_name[group.name] = group
+        self.by_name[group.name] = self._by_id[id(process_group)] = group
         return group
 
     def started_again(self) -> None:
         """``init_process_group`` was called: names start again."""
         self.incarnation += 1
         self.by_name = {}
+        self._by_id = {}
         self.mesh_dims = {}
 
     def name_mesh_dim(self, group_name: str, mesh_dim: str) -> None:
