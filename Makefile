@@ -31,8 +31,8 @@ lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-bench: $(VENV)/.ready ## Measure what recording costs
-	@for benchmark in $(wildcard benchmarks/*.py); do $(VENV)/bin/python $$benchmark || exit 1; done
+bench: $(VENV)/.ready ## Measure what recording costs, a collective and a training step
+	@for benchmark in $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)); do $(VENV)/bin/python $$benchmark || exit 1; done
 
 compat: ## Run all the tests on another torch, in an environment of its own: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }
