@@ -385,6 +385,31 @@ def test_cpp_frames_on_request(tmp_path: Path) -> None:
     assert any(frame.kind is FrameKind.USER for frame in stack)
 
 
+def test_a_thread_without_python_frames_is_recorded(tmp_path: Path) -> None:
+    """As autograd's threads on an accelerator are, from which DDP issues its collectives."""
+    run_ranks(
+        """
+        import _thread
+        from torch._C import DispatchKey
+        from commlens.capture import tap
+        dist.init_process_group("gloo")
+        recorder = bootstrap.session().recorder
+        caught = []
+        original, recorder.begin = recorder.begin, lambda *arguments: caught.append(arguments)
+        dist.barrier()
+        recorder.begin = original
+        kernel = tap._kernel(torch.ops.c10d.barrier.default, caught[0][0])
+        _thread.start_new_thread(kernel, (torch._C.DispatchKeySet(DispatchKey.CPU), *caught[0][1]))
+        while recorder.writer.last_index + recorder.lost == 0:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert recorder.lost == 0
+        """,
+        tmp_path,
+    )
+    assert [c.op for c in logs(tmp_path)[0].collectives] == ["barrier"]
+
+
 def test_layout_constants_match_torch() -> None:
     import torch.distributed as dist
 

@@ -135,8 +135,9 @@ class Recorder:
                 asked.blob = writer.add_blob(asked.content)
             if channel.blob <= writer.side_floor:
                 channel.blob = writer.add_blob(channel.describe())
-            # frame 0 is this one, 1 the tap's kernel, 2 the code that called torch
-            stack = self.stacks.position(sys._getframe(2)) if not self.cpp_stack else self.stacks.native_position()
+            # Frame 0 is this one, 1 the tap's kernel, then the code that called torch. In a thread of C++'s own (autograd's, on an
+            # accelerator, where DDP issues its collectives) there is none.
+            stack = self.stacks.position(sys._getframe(1).f_back) if not self.cpp_stack else self.stacks.native_position()
             thread = _here.id
             flags = asked.flags
             if channel.busy and channel.busy != thread:
