@@ -358,6 +358,22 @@ def test_the_ring_wraps(tmp_path: Path) -> None:
     assert [c.asked.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
 
 
+def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        late = torch.ones(1)
+        work = dist.irecv(late, 1) if rank == 0 else None
+        for _ in range(20):
+            dist.all_reduce(torch.ones(1))
+        dist.send(late, 0) if rank == 1 else work.wait()
+        """,
+        tmp_path,
+        ENTRIES="16",
+    )
+    assert {c.state for c in logs(tmp_path)[0].collectives} == {State.COMPLETED}
+
+
 @pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/full/nowhere"])
 def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(tmp_path: Path, place: str) -> None:
     program = """

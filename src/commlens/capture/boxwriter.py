@@ -102,7 +102,7 @@ class BoxWriter:
         _pack_word(self._map, L.HEARTBEAT_UNIX, time.time_ns())
         _pack_word(self._map, L.HEARTBEAT_MONO, _monotonic())
 
-    # --- records
+    # --- records. A life word is not written any more once the record's slot has a newer owner, whose words it would wipe out.
 
     def announce(
         self, index: int, now: int, group: int, asked: int, stack: int, module: int, sequence_number: int, step: int,
@@ -123,14 +123,18 @@ class BoxWriter:
 
     def mark(self, offset: int, field: int, index: int, now: int) -> None:
         """Write a life word that is a time: ``field`` is its offset in the record, ``now`` CLOCK_MONOTONIC ns."""
-        _pack_word(self._map, offset + field, ((now - self.epoch) // 100 << 16) | (index & 0xFFFF))
+        if index + self.capacity > self.last_index:
+            _pack_word(self._map, offset + field, ((now - self.epoch) // 100 << 16) | (index & 0xFFFF))
 
     def mark_value(self, offset: int, field: int, index: int, value: int) -> None:
         """Write a life word that is a value of at most 48 bits."""
-        _pack_word(self._map, offset + field, (value << 16) | (index & 0xFFFF))
+        if index + self.capacity > self.last_index:
+            _pack_word(self._map, offset + field, (value << 16) | (index & 0xFFFF))
 
     def wait_began(self, offset: int, index: int, now: int, thread: int, returned: bool) -> None:
         """Write at once that ``thread`` waits since ``now``, and with ``returned`` that the issuing call came back just before."""
+        if index + self.capacity <= self.last_index:
+            return
         tag = index & 0xFFFF
         began = ((now - self.epoch) // 100 << 16) | tag
         if returned:
@@ -140,13 +144,16 @@ class BoxWriter:
 
     def wait_completed(self, offset: int, index: int, now: int, thread: int) -> None:
         """Write at once that the wait ended and the op with it."""
+        if index + self.capacity <= self.last_index:
+            return
         tag = index & 0xFFFF
         ended = ((now - self.epoch) // 100 << 16) | tag
         _pack_end(self._map, offset + L.WAIT_ENDED, ended, ended, (thread << 32) | _COMPLETED_BY_WAIT | tag)
 
     def mark_outcome(self, offset: int, index: int, outcome: int, how: int, thread: int = 0) -> None:
         """Write how a record ended, or (with outcome 0) which thread waits for it."""
-        _pack_word(self._map, offset + L.OUTCOME, (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF))
+        if index + self.capacity > self.last_index:
+            _pack_word(self._map, offset + L.OUTCOME, (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF))
 
     # --- side table
 
