@@ -243,6 +243,24 @@ def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(
     assert log.exception_stack[0].function == "<module>"
 
 
+def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if rank == 1:
+            os._exit(0)
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while not work.is_completed():
+            time.sleep(0.05)
+        time.sleep(0.6)
+        os._exit(0)
+        """,
+        tmp_path,
+    )
+    assert [c.state for c in logs(tmp_path)[0].collectives] == [State.COMPLETED, State.FAILED]
+
+
 def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> None:
     program = """
         import gc, time, weakref

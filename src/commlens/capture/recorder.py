@@ -238,7 +238,11 @@ class Recorder:
     def _completed(self, work: Any, token: Token, how: int) -> None:
         if self.in_flight.pop(work, None) is not None:
             self._forget_pointers(token)
-            self._done(token, how, _monotonic())
+            error = _error_of(work)
+            if error is None:
+                self._done(token, how, _monotonic())
+            else:
+                self._mark_failed(token, error, how=how)
 
     def _forget_pointers(self, token: Token) -> None:
         for pointer in token.pointers:
@@ -255,12 +259,12 @@ class Recorder:
         """How long it took, where the moment of its end is known: not where it was found done by looking."""
         self.writer.mark_value(token.offset, L.DURATION, token.index, (now - token.since) // L.TICK_NS)
 
-    def _mark_failed(self, token: Token, error: BaseException, thread: int = 0) -> None:
+    def _mark_failed(self, token: Token, error: BaseException, thread: int = 0, how: int = L.HOW_RETURN) -> None:
         writer = self.writer
         text = f"{type(error).__name__}: {error}"[:2000]
         writer.mark_value(token.offset, L.FAILURE, token.index, writer.add_blob({"k": "text", "text": text}))
         writer.mark(token.offset, L.DONE, token.index, _monotonic())
-        writer.mark_outcome(token.offset, token.index, L.OUTCOME_FAILED, L.HOW_RETURN, thread)
+        writer.mark_outcome(token.offset, token.index, L.OUTCOME_FAILED, how, thread)
 
     def wait_begins(self, work: Any) -> Token | None:
         """A thread is about to block in ``work.wait()``."""
@@ -301,7 +305,7 @@ class Recorder:
                 if self.timing:
                     self._time(token, now)
             else:
-                self._mark_failed(token, error, _here.id)
+                self._mark_failed(token, error, _here.id, L.HOW_WAIT)
         except Exception as ours:
             self._failed(ours)
 
@@ -563,6 +567,20 @@ def _collect_pointers(value: Any, into: list[int]) -> None:
     elif value is not None:
         for item in value:
             _collect_pointers(item, into)
+
+
+def _error_of(work: Any) -> Exception | None:
+    """Why a Work that says it is completed failed: one that failed says so, too. None where it did not, or has no future to ask."""
+    try:
+        future = work.get_future()
+    except Exception:
+        return None
+    try:
+        if future.done():
+            future.value()
+    except Exception as error:
+        return error
+    return None
 
 
 def _reduce_op_code(reduce_op: Any) -> int | None:
