@@ -45,6 +45,9 @@ def free_port() -> int:
 def run_ranks(program: str, box_dir: Path, *, world_size: int = 2, timeout: float = 60, expect: int | None = 0, **env: str) -> list[Ended]:
     """Run ``program`` (after PRELUDE) as ``world_size`` ranks and wait for all.
 
+    Programs destroy their process group at the end: gloo's threads may otherwise abort the interpreter while it shuts down,
+    with or without commlens ("terminate called without an active exception").
+
     Args:
         expect: the exit status that every rank must have; None accepts any.
     """

@@ -230,6 +230,7 @@ def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(
         except RuntimeError as error:
             print("caught", error)
         dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
         raise ValueError("a fault of the user")
         """,
         tmp_path,
@@ -366,6 +367,7 @@ def test_the_ring_wraps(tmp_path: Path) -> None:
         dist.init_process_group("gloo")
         for size in range(1, 60):
             dist.all_reduce(torch.ones(size))
+        dist.destroy_process_group()
         """,
         tmp_path,
         ENTRIES="16",
@@ -397,6 +399,7 @@ def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(tmp_path: Pat
     program = """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
         print("DONE")
         """
     for end in run_ranks(program, tmp_path, BOX_AT=place):
@@ -409,6 +412,7 @@ def test_cpp_frames_on_request(tmp_path: Path) -> None:
         """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
         """,
         tmp_path,
         CPP_STACK="1",
@@ -471,6 +475,7 @@ def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(tmp_path: Path
                     pass
             for size in range(300):
                 dist.all_reduce(torch.ones(size + 1))
+            dist.destroy_process_group()
             print("DONE")
             """,
             tmp_path,
