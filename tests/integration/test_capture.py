@@ -290,6 +290,8 @@ def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> N
         while any(ref() is not None for ref in kept) and time.monotonic() < deadline:
             time.sleep(0.01)
         print("KEPT", [ref() is not None for ref in kept])
+        del model, optimizer  # DDP's reducer goes before its group
+        dist.destroy_process_group()
         """
     recorded = run_ranks(program, tmp_path)
     bare = run_ranks(program, tmp_path, RECORD="0")
@@ -359,6 +361,27 @@ def test_a_rank_is_found_however_it_came_to_be(tmp_path: Path) -> None:
         tmp_path,
     )
     assert [(log.rank, log.issued, log.initialised) for log in logs(tmp_path)] == [(0, 1, True), (1, 1, True)]
+
+
+def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        import contextlib
+        from torch.distributed.device_mesh import init_device_mesh
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        with contextlib.suppress(ValueError):
+            dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        init_device_mesh("cpu", (1,))
+        dist.all_reduce(torch.ones(1))
+        """,
+        tmp_path,
+        world_size=1,
+    )
+    seen = [(c.channel.group.incarnation, c.sequence_number) for c in logs(tmp_path)[0].collectives]
+    assert seen == [(0, 1), (0, 2), (1, 1)]
 
 
 def test_the_ring_wraps(tmp_path: Path) -> None:
