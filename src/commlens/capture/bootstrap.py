@@ -82,8 +82,10 @@ def start(settings: config.Settings) -> None:
     _session = Session(settings)
     _hook_init(_session)
     if dist.is_initialized():
-        _begin(_session, dist.get_rank(), dist.get_world_size())
-        _initialised(_session)
+        _safely(_begin, _session, dist.get_rank(), dist.get_world_size())
+        if _session.is_recording:
+            _session.recorder.groups.started_again()
+            _safely(_initialised, _session)
 
 
 def stop() -> None:
@@ -132,6 +134,10 @@ def _hook_init(_: Session) -> None:
         late = current is not None and current.recorder is None and not current.given_up
         if current is not None and late:
             _safely(_begin, current, group_rank, group_size)
+        if current is not None and current.is_recording and not dist.is_initialized():
+            # A default group is being made. Not told by calls of init_process_group: one may be refused, and init_device_mesh has
+            # imported its name before commlens was switched on.
+            current.recorder.groups.started_again()
         result = original_new(group_size, group_rank, *args, **kwargs)
         if current is not None and late and current.is_recording:
             current.writer.word(L.PHASE, L.PHASE_INITIALISED)
@@ -171,10 +177,7 @@ def _number(environ: Mapping[str, str], *names: str) -> int:
 def _begin(session: Session, rank: int, world_size: int) -> None:
     """Make the box and attach the recorder, once per process."""
     with session.lock:
-        if session.recorder is not None:
-            session.recorder.groups.started_again()
-            return
-        if session.given_up:
+        if session.recorder is not None or session.given_up:
             return
         session.pid = os.getpid()  # perhaps forked from a process that was switched on and never became a rank
         if rank < 0:
@@ -191,7 +194,6 @@ def _begin(session: Session, rank: int, world_size: int) -> None:
             return
         session.writer = writer
         session.recorder = Recorder(writer, Groups(), cpp_stack=session.settings.cpp_stack, timing=session.settings.timing)
-        session.recorder.groups.started_again()
         session.recorder.on_unreadable_reduce_op = hooks.tap_reduce_ops
         hooks.set_recorder(session.recorder)
         tap.attach(session.recorder)

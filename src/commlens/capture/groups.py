@@ -109,7 +109,7 @@ class Groups:
     def __init__(self) -> None:
         self.by_name: dict[str, Group] = {}
         self._by_id: dict[int, Group] = {}
-        self.incarnation = -1  # the first init_process_group makes it 0
+        self.incarnation = -1  # the first default group makes it 0
         self.mesh_dims: dict[str, str] = {}
 
     def find(self, process_group: Any) -> Group:
@@ -123,7 +123,7 @@ class Groups:
         return group
 
     def started_again(self) -> None:
-        """``init_process_group`` was called: names start again."""
+        """A default group is being made: names start again."""
         self.incarnation += 1
         self.by_name = {}
         self._by_id = {}
