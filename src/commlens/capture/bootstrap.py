@@ -478,6 +478,6 @@ def expect_slow(label: str) -> Iterator[None]:
 
 
 def _write_expecting(session: Session) -> None:
-    if session.writer is not None:
+    if session.is_recording:  # a child that was forked inside leaves, too, and the box is its parent's
         label = session.expecting[-1] if session.expecting else None
         session.writer.word(L.EXPECTING, session.writer.add_blob({"k": "text", "text": label[:200]}) if label else 0)
