@@ -49,7 +49,7 @@ _here = _Here()
 class Asked:
     """What a collective asked for, and of which channel, interned: most programs repeat a few."""
 
-    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "synchronous", "tag", "wait_tells")
+    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "synchronous", "tag", "too_large", "wait_tells")
 
     def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = L.FLAG_ENTERED) -> None:
         self.content = content
@@ -58,6 +58,7 @@ class Asked:
         self.tag = tag
         self.flags = flags
         self.blob = 0
+        self.too_large = False  # for a blob: not encoded again each time
         self.op: str = content["op"]
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
         self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
@@ -131,8 +132,9 @@ class Recorder:
             asked = self._what_was_asked(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
             channel = asked.channel
             writer = self.writer
-            if asked.blob <= writer.side_floor:
+            if asked.blob <= writer.side_floor and not asked.too_large:
                 asked.blob = writer.add_blob(asked.content)
+                asked.too_large = asked.blob == 0
             if channel.blob <= writer.side_floor:
                 channel.blob = writer.add_blob(channel.describe())
             # Frame 0 is this one, 1 the tap's kernel, then the code that called torch. In a thread of C++'s own (autograd's, on an
