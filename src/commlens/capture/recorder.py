@@ -232,10 +232,19 @@ class Recorder:
 
     def _let_go(self, work: Any, token: Token) -> None:
         """Too many are held, of a kind that nobody waits for: the state of this one cannot be known any more."""
-        if self.in_flight.pop(work, None) is not None:
+        if token.asked.wait_tells:
+            self._loosen(work, token)
+        elif self.in_flight.pop(work, None) is not None:
             token.unknown = True
             self._forget_pointers(token)
             self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+
+    def _loosen(self, work: Any, token: Token) -> None:
+        """Hold a Work no longer, and watch it through a weak reference."""
+        token.work_ref = weakref.ref(work)
+        self.loose[token.index] = token
+        if self.in_flight.pop(work, None) is None:  # its wait ended just now
+            self.loose.pop(token.index, None)
 
     def _completed(self, work: Any, token: Token, how: int) -> None:
         if self.in_flight.pop(work, None) is not None:
@@ -345,9 +354,7 @@ class Recorder:
         for work, token in list(self.in_flight.items()):
             if token.asked.wait_tells:
                 if now - token.since > _LOOSEN_AFTER_NS:
-                    token.work_ref = weakref.ref(work)
-                    self.loose[token.index] = token
-                    self.in_flight.pop(work, None)
+                    self._loosen(work, token)
             elif work.is_completed():
                 self._completed(work, token, L.HOW_POLL)
                 continue
