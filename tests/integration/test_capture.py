@@ -376,6 +376,7 @@ def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(tmp_pa
         dist.destroy_process_group()
         init_device_mesh("cpu", (1,))
         dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
         """,
         tmp_path,
         world_size=1,
@@ -410,6 +411,8 @@ def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(tmp_path: Path
         for _ in range(20):
             dist.all_reduce(torch.ones(1))
         dist.send(late, 0) if rank == 1 else work.wait()
+        dist.barrier()
+        dist.destroy_process_group()
         """,
         tmp_path,
         ENTRIES="16",
@@ -465,6 +468,7 @@ def test_a_thread_without_python_frames_is_recorded(tmp_path: Path) -> None:
             time.sleep(0.01)
         time.sleep(0.2)
         assert recorder.lost == 0
+        dist.destroy_process_group()
         """,
         tmp_path,
     )
