@@ -356,13 +356,16 @@ def _start_watcher(session: Session) -> None:
         return
     environ = {**os.environ, **config.settings_environment(session.settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ.pop("COMMLENS", None)
-    subprocess.Popen(  # it outlives us by design and ends with the job
-        [sys.executable, "-m", "commlens.watch", str(session.job_dir)],
+    # Through a shell that ends at once: it must be no child of ours, which a program that waits for its children would meet.
+    subprocess.run(
+        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "commlens.watch", str(session.job_dir)],
         env=environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
         close_fds=True,
+        timeout=10,
+        check=True,
     )
 
 

@@ -7,6 +7,7 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0. Where it is not as expected, a group is
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,8 @@ class Channel:
         """The counter of point-to-point ops with one peer in one direction."""
         counter = self.pairs.get((peer, op))
         if counter is None:
-            counter = self.pairs[(peer, op)] = itertools.count(1).__next__
+            # setdefault: two threads may meet here for the first time, and must get the same
+            counter = self.pairs.setdefault((peer, op), itertools.count(1).__next__)
         return counter
 
     def describe(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class Group:
         """The group's channel for a device type."""
         found = self.channels.get(device)
         if found is None:
-            found = self.channels[device] = Channel(self, device)
+            found = self.channels.setdefault(device, Channel(self, device))
         return found
 
     def global_rank(self, group_rank: int) -> int:
@@ -109,6 +111,7 @@ class Groups:
     def __init__(self) -> None:
         self.by_name: dict[str, Group] = {}
         self._by_id: dict[int, Group] = {}
+        self._lock = threading.Lock()
         self.incarnation = -1  # the first default group makes it 0
         self.mesh_dims: dict[str, str] = {}
 
@@ -118,8 +121,11 @@ class Groups:
         group = self._by_id.get(id(process_group))
         if group is not None and group.ref() is process_group:
             return group
-        group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
-        self.by_name[group.name] = self._by_id[id(process_group)] = group
+        with self._lock:
+            group = self._by_id.get(id(process_group))
+            if group is None or group.ref() is not process_group:
+                group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
+                self.by_name[group.name] = self._by_id[id(process_group)] = group
         return group
 
     def started_again(self) -> None:

@@ -102,7 +102,7 @@ def _tap_coalescing() -> None:
         except BaseException as error:
             recorder.raised(token, error)
             raise
-        recorder.returned_work(token, work)
+        recorder.group_returned(token, work)
         return work
 
     for function in (_start_coalescing, _end_coalescing):

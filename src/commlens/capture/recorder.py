@@ -207,6 +207,8 @@ class Recorder:
             return
         try:
             token.asked.channel.busy = 0
+            if token.coalescing is not None:
+                self._coalescing.pop(token.thread, None)  # nobody will end the group now
             self._mark_failed(token, error)
         except Exception as ours:
             self._failed(ours)
@@ -467,6 +469,13 @@ class Recorder:
         except Exception as error:
             self._failed(error)
             return None
+
+    def group_returned(self, token: Token, work: Any) -> None:
+        """``ProcessGroup._end_coalescing`` returned ``work``."""
+        try:
+            self.returned_work(token, work)
+        except Exception as error:
+            self._failed(error)
 
     # --- what was asked
 

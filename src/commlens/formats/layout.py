@@ -49,7 +49,7 @@ LIVE_WORD: Final = struct.Struct("<Q")
 PHASE_CREATED: Final = 0  # inside init_process_group
 PHASE_INITIALISED: Final = 1
 PHASE_CLOSED: Final = 2  # said goodbye
-PHASE_CLOSED_BY_EXCEPTION: Final = 3  # said goodbye after an uncaught exception or a non-zero sys.exit
+PHASE_CLOSED_BY_EXCEPTION: Final = 3  # said goodbye after an uncaught exception
 
 # --- records -----------------------------------------------------------------------------------------------------
 # index (from 1), announced (CLOCK_MONOTONIC ns), blobs: group, asked, stack, module label (0: none),

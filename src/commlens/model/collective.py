@@ -105,7 +105,7 @@ class ProcessGroup(msgspec.Struct, frozen=True):
     description: str = ""  # "default_pg", "mesh_dp", what the user gave
     backend: str = ""  # of the channel's device type: "gloo", "nccl"
     mesh_dim: str | None = None  # "dp", where the group is a dimension of a DeviceMesh
-    incarnation: int = 0  # how many times this process had called init_process_group before
+    incarnation: int = 0  # how many default groups this process had made before
 
     @property
     def label(self) -> str:
