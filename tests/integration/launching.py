@@ -36,12 +36,12 @@ def main():
     dist.init_process_group("gloo")
     for _ in range(3):
         step()
-    print("training", flush=True)
+    os.write(1, b"training\\n")  # one write: two ranks share the line
     if dist.get_rank() == 1:
         load_batch(how)
     step()
     dist.destroy_process_group()
-    print("finished", flush=True)
+    os.write(1, b"finished\\n")
 
 if __name__ == "__main__":
     main()
