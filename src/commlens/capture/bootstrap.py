@@ -80,7 +80,7 @@ def start(settings: config.Settings) -> None:
     if settings.box_entries == 0 or not dist.is_available():
         return
     _session = Session(settings)
-    _hook_init(_session)
+    _hook_init()
     if dist.is_initialized():
         _safely(_begin, _session, dist.get_rank(), dist.get_world_size())
         if _session.is_recording:
@@ -100,7 +100,7 @@ def stop() -> None:
 _hooked = False
 
 
-def _hook_init(_: Session) -> None:
+def _hook_init() -> None:
     global _hooked
     if _hooked:
         return

@@ -11,12 +11,10 @@ import itertools
 import json
 import mmap
 import os
-import socket
 import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +199,3 @@ def _fitting_json(about: dict[str, Any], limit: int) -> bytes:
             return text[:limit]
         longest = max(about, key=lambda key: len(json.dumps(about[key])))
         del about[longest]
-
-
-def host_name() -> str:
-    """This machine's name, as reports show it."""
-    return socket.gethostname()
-
-
-def frames_json(frames: Iterable[tuple[str, int, str]]) -> list[list[Any]]:
-    """Frames as the side table and the evidence hold them."""
-    return [[file, line, function] for file, line, function in frames]

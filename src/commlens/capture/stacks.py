@@ -51,7 +51,7 @@ class StackTable:
             walk: FrameType | None = frame
             while walk is not None:
                 codes.append(walk.f_code)
-                frames.append([walk.f_code.co_filename, walk.f_lineno or 0, _function(walk.f_code)])
+                frames.append([walk.f_code.co_filename, walk.f_lineno or 0, walk.f_code.co_name])
                 walk = walk.f_back
             frames = shortened(frames)
             if len(self._known) >= _CACHE_LIMIT:
@@ -71,15 +71,11 @@ def shortened(frames: list[list[Any]]) -> list[list[Any]]:
     return [*frames[:half], ["...", 0, f"({len(frames) - 2 * half} frames)"], *frames[-half:]]
 
 
-def _function(code: CodeType) -> str:
-    return code.co_name
-
-
 def frames_of(frame: FrameType | None) -> list[list[Any]]:
     """``[[file, line, function], ...]``, innermost first."""
     frames: list[list[Any]] = []
     while frame is not None:
-        frames.append([frame.f_code.co_filename, frame.f_lineno or 0, _function(frame.f_code)])
+        frames.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
         frame = frame.f_back
     return shortened(frames)
 

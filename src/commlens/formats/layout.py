@@ -63,8 +63,8 @@ FLAG_COALESCED_END: Final = 1 << 1  # closes a coalesced group
 FLAG_CONCURRENT: Final = 1 << 2  # another thread was issuing on the same channel
 FLAG_ENTERED: Final = 1 << 3  # entered the backend at once: the ENTERED word is not written
 FLAG_ANY_SOURCE: Final = 1 << 4  # a receive from any rank
-FLAG_LIBRARY: Final = 1 << 5  # issued by C++ or by a library, not by a call of the user
-FLAG_CAPTURE: Final = 1 << 6  # during CUDA graph capture: recorded once, replayed unseen
+FLAG_LIBRARY: Final = 1 << 5  # reserved, not written yet: issued by C++ or by a library
+FLAG_CAPTURE: Final = 1 << 6  # reserved, not written yet: during CUDA graph capture
 
 # --- records: life words, aligned u64. The low 16 bits repeat the record's index, so that a word left by the slot's
 # former record is never taken for this one's. Times are ticks of 100 ns since the box's creation.

@@ -111,17 +111,18 @@ def job_identity(environ: Mapping[str, str]) -> str:
 
 def start_ticks(pid: int) -> int:
     """When a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 when it does not exist."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rsplit(")", 1)[1].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
+    return _stat_number(pid, 22)
 
 
 def parent_of(pid: int) -> int:
-    """The parent's pid; 0 when it cannot be read."""
+    """The parent's pid (field 4); 0 when it cannot be read."""
+    return _stat_number(pid, 4)
+
+
+def _stat_number(pid: int, field: int) -> int:
+    """A field of ``/proc/PID/stat``, counted from 1 as proc(5) does; the second may itself hold blanks and brackets."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rsplit(")", 1)[1].split()[1])
+        return int(text.rsplit(")", 1)[1].split()[field - 3])
     except (OSError, ValueError, IndexError):
         return 0
