@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from commlens.diagnose import why
 from commlens.diagnose.context import Context, make_finding, most_waited
-from commlens.diagnose.graph import Node
+from commlens.diagnose.graph import Edge, Node
 from commlens.diagnose.next_steps import missing_step
 from commlens.diagnose.why import Doing
 from commlens.diagnose.words import capital, duration, instance, place, ranks_phrase, verb
@@ -36,14 +36,19 @@ _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterru
 """Reasons that need no observation over time."""
 
 
+def _who_waits(context: Context, nodes: list[Node]) -> tuple[Edge, list[Edge], list[int]]:
+    """What is waited for most of these nodes, all who wait in it, and their ranks."""
+    edges = [edge for node in nodes for edge in context.edges_into(node)]
+    main = most_waited(edges)
+    same = [edge for edge in edges if edge.instance == main.instance]
+    return main, same, sorted({edge.rank for edge in same})
+
+
 def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
     nodes = [node for node, _ in members]
     ranks = [node.rank for node in nodes]
     what = members[0][1]
-    edges = [edge for node in nodes for edge in context.edges_into(node)]
-    main = most_waited(edges)
-    same = [edge for edge in edges if edge.instance == main.instance]
-    direct = sorted({edge.rank for edge in same})
+    main, same, direct = _who_waits(context, nodes)
     held = context.blocked_by(nodes)
     culprits = ranks
     views = [context.world.views[rank] for rank in ranks]
@@ -97,10 +102,7 @@ def _waiting(context: Context, members: list[tuple[Node, Doing]]) -> None:
     nodes = [node for node, _ in members]
     ranks = [node.rank for node in nodes]
     what = members[0][1]
-    edges = [edge for node in nodes for edge in context.edges_into(node)]
-    main = most_waited(edges)
-    same = [edge for edge in edges if edge.instance == main.instance]
-    direct = sorted({edge.rank for edge in same})
+    main, same, direct = _who_waits(context, nodes)
     held = sorted(set(context.blocked_by(nodes)) - set(ranks))
     label = {
         "checkpoint-io": "which handles a checkpoint",
