@@ -1,0 +1,35 @@
+"""How many bytes a collective moves, by a stated rule."""
+
+from __future__ import annotations
+
+from typing import Final
+
+RULE: Final = (
+    "bytes through one rank's link, one direction, by the ring algorithm (the bus bytes of nccl-tests), with n ranks: all_reduce 2(n-1)/n of "
+    "the input; all_gather (n-1)/n of the output; reduce_scatter, all_to_all (n-1)/n of the input; gather, scatter (n-1)/n of what the "
+    "root holds; broadcast, reduce, send, recv all of it; barriers nothing"
+)
+"""For whoever shows the figure: the rule in words."""
+
+
+def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) -> int:
+    """Bytes that pass one rank's link in one direction.
+
+    Args:
+        op: the wire op, "all_reduce".
+        world_size: number of ranks of the group.
+        input_bytes: what the rank gives. In-place ops (all_reduce, broadcast) give what they receive.
+        output_bytes: what the rank receives.
+
+    Returns:
+        Bytes, rounded down; 0 for one rank alone, and for ops that carry no data.
+    """
+    if world_size <= 1:
+        return 0
+    most = max(input_bytes, output_bytes)
+    if op in ("broadcast", "reduce", "send", "recv"):
+        return most
+    if op in ("barrier", "monitored_barrier"):
+        return 0
+    rounds = 2 if op == "all_reduce" else 1
+    return rounds * most * (world_size - 1) // world_size
