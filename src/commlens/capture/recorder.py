@@ -17,23 +17,19 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from commlens.capture import native, stacks, tap
+from commlens.capture.asked import Asked, AskedTable, output_pointers
 from commlens.capture.boxwriter import BoxWriter
-from commlens.capture.groups import Channel, Group, Groups
+from commlens.capture.groups import Channel, Groups
 from commlens.formats import layout as L
-from commlens.model.ops import POINT_TO_POINT, wire_op
+from commlens.model.ops import POINT_TO_POINT
 
 log = logging.getLogger("commlens")
 
-_ASKED_LIMIT = 10_000
 _LOOSEN_AFTER_NS = 200_000_000
 _HELD_LIMIT = 512
 _REDUCE_OPS_AT_ONCE = 500
 _monotonic = time.monotonic_ns
-_Tensor = torch.Tensor
-_strided = torch.strided
 
 
 class _Here(threading.local):
@@ -44,26 +40,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-class Asked:
-    """What a collective asked for, and of which channel, interned: most programs repeat a few."""
-
-    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "synchronous", "tag", "too_large", "wait_tells")
-
-    def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = L.FLAG_ENTERED) -> None:
-        self.content = content
-        self.channel = channel
-        self.peer = peer  # global rank, -1 where there is none
-        self.tag = tag
-        self.flags = flags
-        self.blob = 0
-        self.too_large = False  # for a blob: not encoded again each time
-        self.op: str = content["op"]
-        self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
-        self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
-        # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
-        self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
 
 
 class Token:
@@ -116,7 +92,7 @@ class Recorder:
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
         self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(maxlen=writer.capacity)
         self.unpolled: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
-        self._asked: dict[Any, Asked] = {}
+        self._asked = AskedTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
         self.noted_reduce_ops: dict[int, Any] = {}  # by thread, where torch's box of it cannot be read (hooks.tap_reduce_ops)
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
@@ -129,7 +105,7 @@ class Recorder:
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Token | None:
         """Write the record, before the backend sees the op."""
         try:
-            asked = self._what_was_asked(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
+            asked = self._asked.find(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
             channel = asked.channel
             writer = self.writer
             if asked.blob <= writer.side_floor and not asked.too_large:
@@ -159,7 +135,7 @@ class Recorder:
             if coalescing is not None:
                 token.coalescing = coalescing
             elif not asked.synchronous and channel.polls:
-                token.pointers = _pointers(spec, arguments)
+                token.pointers = output_pointers(spec, arguments)
             if spec.reduce_op >= 0:
                 noted = self.noted_reduce_ops.get(thread) if self.noted_reduce_ops else None
                 self.reduce_ops.append((offset, index, noted or arguments[spec.reduce_op]))
@@ -479,62 +455,6 @@ class Recorder:
 
     # --- what was asked
 
-    def _what_was_asked(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
-        given = len(arguments)
-        asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else spec.asynchronous_default
-        if spec.takes_one_list and len(arguments[0]) == 1:
-            # By far the most common: one dense tensor in a list. The rest is for shapes that differ.
-            tensor = arguments[0][0]
-            try:
-                signature: Any = (tensor.shape, tensor.dtype, tensor.get_device(), tensor.is_contiguous() or tensor.stride())
-            except RuntimeError:  # sparse tensors are neither contiguous nor not
-                signature = _signature(tensor)
-        else:
-            signature = tuple([_signature(arguments[i]) for i in spec.tensors])
-        if spec.root >= 0:
-            key: Any = (spec.name, group, signature, asynchronous, arguments[spec.root])
-        elif spec.tag >= 0:
-            key = (spec.name, group, signature, arguments[spec.peer] if spec.peer >= 0 else -1, arguments[spec.tag])
-        elif spec.splits[0] >= 0:
-            key = (spec.name, group, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
-        else:
-            key = (spec.name, group, signature, asynchronous)
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = self._ask(key, spec, arguments, group, asynchronous)
-        return asked
-
-    def _ask(self, key: Any, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group, asynchronous: Any) -> Asked:
-        root = arguments[spec.root] if spec.root >= 0 else None
-        inputs: list[Any] = []
-        outputs: list[Any] = []
-        devices: list[str] = []
-        for i in spec.tensors:
-            _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
-        content = {
-            "k": "asked",
-            "op": wire_op(spec.name),
-            "dop": spec.name,
-            "in": inputs,
-            "out": outputs,
-            "rop": None,
-            "root": None if root is None else group.global_rank(int(root)),
-            "is": list(arguments[spec.splits[0]]) if spec.splits[0] >= 0 else [],
-            "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
-            "async": asynchronous if isinstance(asynchronous, bool) else None,
-        }
-        asked = Asked(
-            content,
-            group.channel(devices[0] if devices else "cpu"),
-            group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
-            int(arguments[spec.tag]) if spec.tag >= 0 else 0,
-            L.FLAG_ENTERED | (L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0),
-        )
-        if len(self._asked) >= _ASKED_LIMIT:
-            self._asked = {}
-        self._asked[key] = asked
-        return asked
-
     def _failed(self, error: Exception) -> None:
         self.lost += 1
         try:
@@ -543,48 +463,6 @@ class Recorder:
             if not self._logged:
                 self._logged = True
                 log.warning("commlens could not record a collective and goes on without it: %s: %s", type(error).__name__, error)
-
-
-def _signature(value: Any) -> Any:
-    if isinstance(value, _Tensor):
-        layout = value.layout
-        if layout is _strided:
-            return (value.shape, value.dtype, value.get_device(), value.is_contiguous() or value.stride())
-        return (value.shape, value.dtype, value.get_device(), layout)
-    return tuple([_signature(item) for item in value]) if value is not None else None
-
-
-def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
-    if isinstance(value, _Tensor):
-        order = None
-        if value.layout is _strided and not value.is_contiguous():
-            strides = value.stride()
-            order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
-            order = None if order == list(range(value.dim())) else order
-        devices.append(value.device.type)
-        dtype, layout = str(value.dtype).removeprefix("torch."), str(value.layout).removeprefix("torch.")
-        into.append([list(value.shape), dtype, value.device.type, layout, order])
-    elif value is not None:
-        for item in value:
-            _describe(item, into, devices)
-
-
-def _pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    where = spec.writes or spec.tensors
-    if not where:
-        return ()
-    found: list[int] = []
-    _collect_pointers(arguments[where[0]], found)
-    return tuple(found)
-
-
-def _collect_pointers(value: Any, into: list[int]) -> None:
-    if isinstance(value, _Tensor):
-        if value.layout is _strided and value.numel():
-            into.append(value.data_ptr())
-    elif value is not None:
-        for item in value:
-            _collect_pointers(item, into)
 
 
 def _error_of(work: Any) -> Exception | None:
