@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -16,10 +17,16 @@ _Tensor = torch.Tensor
 _strided = torch.strided
 
 
+noted_reduce_ops: dict[int, Any] = {}
+"""By native thread id: the reduce op of the call under way, where torch's box of it cannot be read (hooks.tap_reduce_ops)."""
+
+
 class Asked:
     """What a collective asked for, and of which channel, interned: most programs repeat a few."""
 
-    __slots__ = ("blob", "channel", "content", "flags", "next_number", "op", "peer", "synchronous", "tag", "too_large", "wait_tells")
+    __slots__ = (
+        "blob", "channel", "content", "first_tensor", "flags", "next_number", "op", "peer", "synchronous", "tag", "too_large", "wait_tells",
+    )  # fmt: skip
 
     def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = L.FLAG_ENTERED) -> None:
         self.content = content
@@ -30,10 +37,15 @@ class Asked:
         self.blob = 0
         self.too_large = False  # for a blob: not encoded again each time
         self.op: str = content["op"]
+        self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
         self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
         # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
         self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
+
+
+def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
+    return (math.prod(tensor[0]), tensor[1]) if tensor is not None else None
 
 
 class AskedTable:
@@ -141,3 +153,20 @@ def _collect_pointers(value: Any, into: list[int]) -> None:
     elif value is not None:
         for item in value:
             _collect_pointers(item, into)
+
+
+def reduce_op_code(reduce_op: Any) -> int | None:
+    """The value of a ReduceOp, boxed or not; None where torch gives no way to read it (boxed, 2.6 to 2.9)."""
+    op = getattr(reduce_op, "op", None)
+    if op is None:
+        return None
+    try:
+        return int(op() if callable(op) else op)
+    except Exception:
+        return None
+
+
+def reduce_op_name(reduce_op: Any) -> str | None:
+    """Its name, "SUM"; None where there is none or it cannot be read."""
+    code = reduce_op_code(reduce_op)
+    return L.REDUCE_OPS[code] if code is not None and 0 <= code < len(L.REDUCE_OPS) else None

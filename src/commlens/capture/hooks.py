@@ -1,4 +1,4 @@
-"""The few places, beside the tap, where torch is patched; each restores nothing and does nothing while no recorder is set.
+"""The few places, beside the tap, where torch is patched; none does anything while nobody listens.
 
 ``Work.wait`` (which thread is blocked in which op, and when it is done), ``ProcessGroup._start_coalescing`` and
 ``_end_coalescing`` (they are no ops), ``DeviceMesh`` (names of dimensions), and the optimizers' global post-hook (steps).
@@ -11,12 +11,13 @@ import functools
 import logging
 import re
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.capture import tap
+from commlens.capture.asked import noted_reduce_ops
 from commlens.capture.recorder import Recorder
 from commlens.formats import layout as L
 
@@ -25,28 +26,71 @@ log = logging.getLogger("commlens")
 _FIRST_READABLE_REDUCE_OP = (2, 10)
 """Not readable on 2.6.0 and 2.9.1, readable on 2.13.0. Should one in between not be, the recorder asks for the tap when it finds out."""
 
+
+class WaitListener(Protocol):
+    """What a tracer hears of waits. Tokens are its own; None means that the wait is none of its business."""
+
+    def wait_begins(self, work: Any) -> Any:
+        """A thread is about to block in ``work.wait()``."""
+
+    def tensor_wait_begins(self, tensor: Any) -> Any:
+        """A thread is about to block in a functional collective's ``wait_tensor(tensor)``."""
+
+    def wait_ended(self, token: Any) -> None:
+        """That wait is over."""
+
+
 _recorder: Recorder | None = None
+_tracers: tuple[WaitListener, ...] = ()
 _installed = False
 
 
 def set_recorder(recorder: Recorder | None) -> None:
     """Hand what the hooks see to ``recorder``; None makes them pass-through."""
-    global _recorder, _installed
+    global _recorder
     _recorder = recorder
-    if recorder is None:
+    _listen()
+
+
+def add_tracer(tracer: WaitListener) -> None:
+    """Tell ``tracer`` of waits, too."""
+    global _tracers
+    _tracers = (*_tracers, tracer)
+    _listen()
+
+
+def remove_tracer(tracer: WaitListener) -> None:
+    """Tell it no more."""
+    global _tracers
+    _tracers = tuple(other for other in _tracers if other is not tracer)
+    _listen()
+
+
+def _listen() -> None:
+    if _tracers:
+        tap.listen_to_waits(_tensor_wait_begins, _tensor_wait_ended)
+    elif _recorder is not None:
+        tap.listen_to_waits(_recorder.tensor_wait_begins, _recorder.tensor_wait_ended)
+    else:
         tap.listen_to_waits(None, None)
+        _untap_work_wait()
         return
-    tap.listen_to_waits(recorder.tensor_wait_begins, recorder.tensor_wait_ended)
-    if not _installed:
+    _install_all()
+
+
+def _install_all() -> None:
+    global _installed
+    installs: list[Any] = [_tap_work_wait]
+    if _torch_version() < _FIRST_READABLE_REDUCE_OP:
+        installs.append(tap_reduce_ops)
+    if _recorder is not None and not _installed:
         _installed = True
-        installs = [_tap_work_wait, _tap_coalescing, _tap_meshes, _tap_optimizers]
-        if _torch_version() < _FIRST_READABLE_REDUCE_OP:
-            installs.append(tap_reduce_ops)
-        for install in installs:
-            try:
-                install()
-            except Exception as error:
-                log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
+        installs += [_tap_coalescing, _tap_meshes, _tap_optimizers]
+    for install in installs:
+        try:
+            install()
+        except Exception as error:
+            log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
 
 
 def _torch_version() -> tuple[int, int]:
@@ -54,17 +98,31 @@ def _torch_version() -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
+_waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with what it was
+
+
 def _tap_work_wait() -> None:
+    if _waits:
+        return
     # Classes of C++ works that bring a wait of their own (the fake backend's) do not pass through Work's.
     for kind in (Work, *Work.__subclasses__()):
         if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
+            _waits.append((kind, kind.__dict__["wait"]))
             setattr(kind, "wait", _tapped_wait(kind.__dict__["wait"]))  # noqa: B010 - a plain assignment is what type checkers refuse
+
+
+def _untap_work_wait() -> None:
+    for kind, original in _waits:
+        setattr(kind, "wait", original)  # noqa: B010
+    _waits.clear()
 
 
 def _tapped_wait(original: Any) -> Any:
     @functools.wraps(original)
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
+        if _tracers:
+            return _traced_wait(original, self, args, kwargs)
         if recorder is None:
             return original(self, *args, **kwargs)
         token = recorder.wait_begins(self)
@@ -79,6 +137,38 @@ def _tapped_wait(original: Any) -> Any:
         return result
 
     return wait
+
+
+def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
+    recorder = _recorder
+    held = [(tracer, token) for tracer in _tracers if (token := tracer.wait_begins(work)) is not None]
+    token = recorder.wait_begins(work) if recorder is not None else None
+    error: BaseException | None = None
+    try:
+        return original(work, *args, **kwargs)
+    except BaseException as raised:
+        error = raised
+        raise
+    finally:
+        if recorder is not None and token is not None:
+            recorder.wait_ended(work, token, error)
+        for tracer, token in held:
+            tracer.wait_ended(token)
+
+
+def _tensor_wait_begins(tensor: Any) -> Any:
+    recorder = _recorder
+    held = [(tracer, token) for tracer in _tracers if (token := tracer.tensor_wait_begins(tensor)) is not None]
+    token = recorder.tensor_wait_begins(tensor) if recorder is not None else None
+    return (recorder, token, held) if held or token is not None else None
+
+
+def _tensor_wait_ended(told: Any, error: BaseException | None) -> None:
+    recorder, token, held = told
+    if token is not None:
+        recorder.tensor_wait_ended(token, error)
+    for tracer, mark in held:
+        tracer.wait_ended(mark)
 
 
 def _tap_coalescing() -> None:
@@ -178,15 +268,14 @@ _reduce_ops_tapped = False
 def _noting_reduce_op(original: Any) -> Any:
     @functools.wraps(original)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder
-        if recorder is None:
+        if _recorder is None and not _tracers:
             return original(self, *args, **kwargs)
         options = next((a for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
         thread = threading.get_native_id()
-        recorder.noted_reduce_ops[thread] = getattr(options, "reduceOp", None)
+        noted_reduce_ops[thread] = getattr(options, "reduceOp", None)
         try:
             return original(self, *args, **kwargs)
         finally:
-            recorder.noted_reduce_ops.pop(thread, None)
+            noted_reduce_ops.pop(thread, None)
 
     return method

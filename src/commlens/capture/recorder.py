@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from commlens.capture import native, stacks, tap
-from commlens.capture.asked import Asked, AskedTable, output_pointers
+from commlens.capture.asked import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
 from commlens.capture.boxwriter import BoxWriter
 from commlens.capture.groups import Channel, Groups
 from commlens.formats import layout as L
@@ -94,7 +94,6 @@ class Recorder:
         self.unpolled: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
         self._asked = AskedTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
-        self.noted_reduce_ops: dict[int, Any] = {}  # by thread, where torch's box of it cannot be read (hooks.tap_reduce_ops)
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._coalescing_ids = itertools.count(1).__next__
         self._logged = False
@@ -137,7 +136,7 @@ class Recorder:
             elif not asked.synchronous and channel.polls:
                 token.pointers = output_pointers(spec, arguments)
             if spec.reduce_op >= 0:
-                noted = self.noted_reduce_ops.get(thread) if self.noted_reduce_ops else None
+                noted = noted_reduce_ops.get(thread) if noted_reduce_ops else None
                 self.reduce_ops.append((offset, index, noted or arguments[spec.reduce_op]))
         except Exception as error:
             self._failed(error)
@@ -367,7 +366,7 @@ class Recorder:
             if not self.reduce_ops:
                 return
             offset, index, boxed = self.reduce_ops.pop()  # the newest first: what is too much is forgotten at the other end
-            code = _reduce_op_code(boxed)
+            code = reduce_op_code(boxed)
             if code is None:
                 if self.on_unreadable_reduce_op is not None:
                     self.on_unreadable_reduce_op()
@@ -477,14 +476,3 @@ def _error_of(work: Any) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _reduce_op_code(reduce_op: Any) -> int | None:
-    """The value of a ReduceOp, boxed or not; None where torch gives no way to read it (boxed, 2.6 to 2.9)."""
-    op = getattr(reduce_op, "op", None)
-    if op is None:
-        return None
-    try:
-        return int(op() if callable(op) else op)
-    except Exception:
-        return None

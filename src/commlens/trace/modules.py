@@ -55,10 +55,11 @@ class ModuleRow:
 class ModuleCall:
     """One call of a module."""
 
-    __slots__ = ("end", "number", "parent", "row", "run_by", "start")
+    __slots__ = ("compiled", "end", "number", "parent", "row", "run_by", "start")
 
-    def __init__(self, row: ModuleRow, number: int, parent: ModuleCall | None, run_by: int | None, start: int) -> None:
+    def __init__(self, row: ModuleRow, number: int, parent: ModuleCall | None, run_by: int | None, start: int, compiled: bool) -> None:
         self.row = row
+        self.compiled = compiled  # of what torch.compile(module) returned, which may call the module in turn
         self.number = number  # which call of the module it is, from 1; recomputations are counted by themselves
         self.parent = parent
         self.run_by = run_by  # number of the autograd node that runs it again, else None
@@ -125,7 +126,7 @@ class ModuleTracker:
         self.on_leave: list[Callable[[ModuleCall], None]] = []
         self._tables: list[_Table] = []
         self._here = _Here(self._tables)
-        self._rows: dict[tuple[int, str], ModuleRow] = {}  # by id of the module, and path
+        self._by_path: dict[tuple[int, str], ModuleRow] = {}  # by id of the module, and path
         self._roots: list[ModuleRow] = []
         self._class_names: dict[str, int] = {}  # how many roots of a class there are
         self._paths: dict[int, tuple[weakref.ref[Module], list[str]]] = {}  # by id of the module
@@ -164,6 +165,7 @@ class ModuleTracker:
             stack = here.stack
             node = current_node()
             run_by = None
+            compiled = False
             if node is not None:
                 run_by = node._sequence_nr()
                 parent = stack[-1] if stack and stack[-1].run_by == run_by else self.find_node(node)
@@ -172,17 +174,20 @@ class ModuleTracker:
             if parent is not None:
                 row = parent.row.children.get(id(module))
                 if row is None or row.ref() is not module:
-                    row = self._row(module, parent)
-                    if row is parent.row and row.ref() is not module:
-                        return None  # what torch.compile wrapped, inside its wrapper: one call, seen already
-                    parent.row.children[id(module)] = row
+                    row = self._row(inner := _compiled(module), parent)
+                    if row is parent.row and parent.compiled:
+                        return None  # one call, seen already
+                    compiled = inner is not module
+                    if not compiled:
+                        parent.row.children[id(module)] = row
             else:
-                row = self._row(module, None)
+                row = self._row(inner := _compiled(module), None)
+                compiled = inner is not module
             if run_by is None:
                 number = row.calls = row.calls + 1
             else:
                 number = row.recomputed = row.recomputed + 1
-            call = ModuleCall(row, number, parent, run_by, _next_number())
+            call = ModuleCall(row, number, parent, run_by, _next_number(), compiled)
             here.table.add(call)
             stack.append(call)
             for listener in self.on_enter:
@@ -243,13 +248,12 @@ class ModuleTracker:
     # --- rows and paths
 
     def _row(self, module: Module, parent: ModuleCall | None) -> ModuleRow:
-        inner = _compiled(module)
-        path = self._path(inner, parent.row if parent is not None else None)
-        row = self._rows.get((id(inner), path))
-        if row is None or row.ref() is not inner:
-            row = ModuleRow(len(self.rows), path, inner, parent.row if parent is not None else None)
+        path = self._path(module, parent.row if parent is not None else None)
+        row = self._by_path.get((id(module), path))
+        if row is None or row.ref() is not module:
+            row = ModuleRow(len(self.rows), path, module, parent.row if parent is not None else None)
             self.rows.append(row)
-            self._rows[id(inner), path] = row
+            self._by_path[id(module), path] = row
             if row.parent is None:
                 self._roots.append(row)
         return row
@@ -290,6 +294,10 @@ class ModuleTracker:
                 self._paths[id(module)] = (weakref.ref(module), [path])
             elif path not in paths:
                 paths.append(path)
+
+    def path_of(self, module: Module) -> str | None:
+        """The path of a module of a tree that has been called."""
+        return next(iter(self._known_paths(module)), None)
 
     def parameter_path(self, parameter: Any) -> str | None:
         """``"MLP.net1.weight"`` of a parameter of a module that has been called; None for any other tensor."""
@@ -372,5 +380,3 @@ def _tell_dynamo(before: Any, after: Any) -> None:
         module = sys.modules.get(name)
         if getattr(module, "unpatched_nn_module_call", None) is before:
             setattr(module, "unpatched_nn_module_call", after)  # noqa: B010
-
-
