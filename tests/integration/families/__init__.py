@@ -1,0 +1,107 @@
+"""Real programs of every family of distributed training, as plain data. Each module registers some; ``load()`` returns all.
+
+A family is built and stepped under a process group that the caller has made; its collectives are the point, its models are tiny.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+MODULES: Final = (
+    "tensor_parallel",
+    "fully_sharded",
+    "data_parallel",
+    "context_parallel",
+    "pipelining",
+    "experts",
+    "checkpointing",
+    "training",
+    "compiled",
+    "saving",
+    "plain",
+)
+FAKE, GLOO = "fake", "gloo"
+WIDTH = 16
+
+
+@dataclass(frozen=True)
+class World:
+    """Where a family runs."""
+
+    backend: str
+    rank: int
+    size: int
+
+
+@dataclass
+class Program:
+    """A built family: what its step needs, and whose gradients are compared."""
+
+    models: Sequence[torch.nn.Module]
+    step: Callable[[], Sequence[torch.Tensor]]  # runs the program; what it computed, as far as it is defined on this backend
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of program."""
+
+    name: str
+    build: Callable[[World], Program]
+    world_sizes: dict[str, tuple[int, ...]]  # backend to sizes
+    needs: tuple[int, int] = (2, 6)  # the oldest torch that runs it
+
+    @property
+    def step(self) -> Callable[[Program], Sequence[torch.Tensor]]:
+        """Runs a built program once."""
+        return lambda program: program.step()
+
+
+_registry: dict[str, Family] = {}
+SMALL: Final = {FAKE: (8,), GLOO: (2, 4)}
+ONLY_FAKE: Final = {FAKE: (8,)}
+ONLY_GLOO: Final = {GLOO: (2, 4)}
+LARGE: Final = {FAKE: (8, 64, 1024), GLOO: (2, 4)}
+MIDDLE: Final = {FAKE: (8, 64), GLOO: (2, 4)}
+
+
+def family(
+    world_sizes: dict[str, tuple[int, ...]] = SMALL, needs: tuple[int, int] = (2, 6)
+) -> Callable[[Callable[[World], Program]], Callable[[World], Program]]:
+    """Register the decorated build function under its name."""
+
+    def register(build: Callable[[World], Program]) -> Callable[[World], Program]:
+        name = build.__name__
+        assert name not in _registry, f"two families are called {name}"
+        _registry[name] = Family(name, build, world_sizes, needs)
+        return build
+
+    return register
+
+
+def load() -> list[Family]:
+    """All families that the installed torch can run, in a fixed order."""
+    for module in MODULES:
+        importlib.import_module(f"{__name__}.{module}")
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return [family for family in _registry.values() if family.needs <= (major, minor)]
+
+
+def cases(backend: str, size: int) -> list[Family]:
+    """Those that run on a backend at a world size."""
+    return [family for family in load() if size in family.world_sizes.get(backend, ())]
+
+
+def training_step(model: torch.nn.Module, *inputs: Any) -> Callable[[], list[torch.Tensor]]:
+    """A forward and a backward pass."""
+
+    def step() -> list[torch.Tensor]:
+        loss = model(*inputs).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    return step

@@ -1,0 +1,189 @@
+"""Runs families, traced and not, and writes what came of it: ``python -m families OUT fake:8 fake:1024 gloo:2 ... [--only NAME]``.
+
+One process imports torch; each job ("gloo:2") is forked from it, a process for each rank, one job after another. Within a job the
+families run one after another, each under a fresh process group. OUT receives one JSON line for each family and rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import weakref
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import commlens
+import families
+from families.inspection import Traces, differences, digest, left_behind, state_of
+from oracle import truth
+
+GROUP_TIMEOUT = timedelta(seconds=20)
+JOB_TIMEOUT_S = 60
+
+
+@contextlib.contextmanager
+def process_group(world: families.World, store: Any, name: str) -> Any:
+    if world.backend == families.FAKE:
+        dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
+    else:
+        prefixed = dist.PrefixStore(name, store)
+        dist.init_process_group("gloo", store=prefixed, rank=world.rank, world_size=world.size, timeout=GROUP_TIMEOUT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def built(family: families.Family, world: families.World) -> families.Program:
+    torch.manual_seed(7)
+    random.seed(7)
+    return family.build(world)
+
+
+def untraced(family: families.Family, world: families.World, store: Any) -> tuple[Counter[str], list[Any], list[Any]]:
+    """What the family computes and issues when nobody but the oracle looks."""
+    with process_group(world, store, f"{family.name}/plain"):
+        program = built(family, world)
+        with truth() as counts:
+            outputs = family.step(program)
+        return counts, digest(program, outputs), state_of(program)
+
+
+def judge(family: families.Family, world: families.World, store: Any) -> dict[str, Any]:
+    """Run a family without and with the trace, and compare."""
+    began = time.perf_counter()
+    plain_truth, plain_digest, plain_state = untraced(family, world, store)
+    with process_group(world, store, f"{family.name}/traced"):
+        before = left_behind()
+        program = built(family, world)
+        traces = Traces()
+        with truth() as traced_truth, traces.record():
+            outputs = family.step(program)
+        result: dict[str, Any] = {
+            "truth": plain_truth,
+            "truth_while_traced": traced_truth,
+            **traces.counts(),
+            "differs": differences(plain_digest, digest(program, outputs)) + differences(plain_state, state_of(program)),
+            "left": sorted(left_behind() - before),
+        }
+        alive = [(name, weakref.ref(module)) for model in program.models for name, module in model.named_modules()]
+        alive += [(name, weakref.ref(parameter)) for model in program.models for name, parameter in model.named_parameters()]
+        del program, outputs
+        torch._dynamo.reset()  # its caches hold what was compiled
+    gc.collect()
+    result["alive"] = [name for name, ref in alive if ref() is not None]  # the trace itself is still there
+    result["seconds"] = time.perf_counter() - began
+    del traces
+    return result
+
+
+def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> None:
+    if world.backend == families.FAKE:
+        # What a fake collective "receives" is whatever memory held: fill it, so that two runs can be compared.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    for family in families.cases(world.backend, world.size):
+        if only and family.name not in only:
+            continue
+        record = {"family": family.name, "backend": world.backend, "world_size": world.size, "rank": world.rank}
+        try:
+            record |= judge(family, world, store)
+        except Exception:
+            record["error"] = traceback.format_exc()
+        with out.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        if "error" in record and world.backend == families.GLOO:
+            sys.exit(f"{family.name} failed on rank {world.rank} of {world.size}: the families after it did not run")
+
+
+def in_child(work: Any) -> int:
+    """Fork a process that does ``work`` and ends without the interpreter's long goodbye."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        faulthandler.dump_traceback_later(JOB_TIMEOUT_S - 2, exit=True)
+        work()
+        code = 0
+    except SystemExit as error:
+        print(error, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve_store(pipe: int) -> None:
+    """The job's store, in a process of its own: ranks come and go."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+    os.write(pipe, f"{store.port}\n".encode())
+    signal.pause()
+
+
+def run_job(backend: str, size: int, only: list[str], out: Path) -> list[int]:
+    """Run one job; the exit statuses of its ranks."""
+    if backend == families.FAKE:
+        pids, server = [in_child(lambda: run_rank(families.World(backend, 1, size), None, only, out))], None
+    else:
+        read, write = os.pipe()
+        server = in_child(lambda: serve_store(write))
+        os.close(write)
+        with os.fdopen(read) as pipe:
+            port = int(pipe.readline())
+
+        def rank_of_job(rank: int) -> None:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+            run_rank(families.World(backend, rank, size), store, only, out)
+
+        pids = [in_child(lambda rank=rank: rank_of_job(rank)) for rank in range(size)]
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if server is not None:
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    return codes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("jobs", nargs="+", help="BACKEND:WORLD_SIZE")
+    parser.add_argument("--only", action="append", default=[])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    families.load()
+    commlens.trace  # noqa: B018  # imported once, before the forks
+    gc.collect()
+    gc.freeze()
+    failed = False
+    for job in arguments.jobs:
+        backend, size = job.split(":")
+        codes = run_job(backend, int(size), arguments.only, arguments.out)
+        if any(codes):
+            failed = True
+            print(f"{job}: the ranks ended with {codes}", file=sys.stderr)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

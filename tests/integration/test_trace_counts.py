@@ -1,0 +1,74 @@
+"""Every family of programs, traced: the counts are the oracle's, nothing is changed, nothing is left.
+
+All families of all jobs run in one launch (``families/__main__.py``): torch is imported once, each job forked from that process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 110
+JOBS = sorted({(backend, size) for family in families.load() for backend, sizes in family.world_sizes.items() for size in sizes})
+CASES = [(backend, size, family.name) for backend, size in JOBS for family in families.cases(backend, size)]
+
+Results = dict[tuple[str, int, str], dict[int, dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str]:
+    """What every rank of every job reported, and what the launch printed."""
+    out = tmp_path_factory.mktemp("families") / "results.jsonl"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
+    environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
+    environment.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(out.parent / "inductor"))
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "families", str(out), *(f"{backend}:{size}" for backend, size in JOBS)]
+    with subprocess.Popen(
+        command, env=environment, cwd=out.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            printed = f"not done within {TIMEOUT_S} s\n{process.communicate()[0]}"
+    results: Results = defaultdict(dict)
+    for line in out.read_text().splitlines() if out.exists() else ():
+        record = json.loads(line)
+        results[record["backend"], record["world_size"], record["family"]][record["rank"]] = record
+    return results, printed
+
+
+@pytest.mark.parametrize(("backend", "size", "name"), CASES, ids=[f"{name}-{backend}-{size}" for backend, size, name in CASES])
+def test_family(launched: tuple[Results, str], backend: str, size: int, name: str) -> None:
+    results, printed = launched
+    ranks = results[backend, size, name]
+    expected = size if backend == families.GLOO else 1
+    assert len(ranks) == expected, f"{len(ranks)} of {expected} ranks reported; the launch printed:\n{printed[-6000:]}"
+    for rank, record in sorted(ranks.items()):
+        where = f"rank {rank}"
+        assert "error" not in record, f"{where}: {record['error']}"
+        assert record["truth"], f"{where}: the family issues no collective at all"
+        # Counts: what the oracle saw without the trace, beside the trace, and what the trace saw.
+        assert record["truth_while_traced"] == record["truth"], f"{where}: under the trace the program issues other collectives"
+        assert record["traced"] == record["truth"], f"{where}: the trace has not what was issued"
+        total = sum(record["truth"].values())
+        assert sum(record["by_wire_op"].values()) == total, where
+        # The trace's own check of itself.
+        assert record["dispatched"] == record["recorded"] == total, where
+        assert record["in_order"], f"{where}: sequence numbers have gaps"
+        assert record["unclassified"] == [], where
+        assert record["unclassified_count"] == 0, where
+        # The program is not changed, and nothing stays behind.
+        assert record["differs"] == [], f"{where}: not bit-identical under the trace"
+        assert record["left"] == [], f"{where}: left behind by the trace"
+        assert record["alive"] == [], f"{where}: kept alive by the trace"
