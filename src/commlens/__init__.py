@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from commlens.diagnose.paths import diagnose_paths as diagnose
     from commlens.errors import CommandError, CommlensError, ConfigError, DumpError, EvidenceError, FormatError, MissingDependency
     from commlens.model.verdict import Verdict
+    from commlens.trace import trace
     from commlens.watch.snapshot import dump
 
 __version__ = "0.1.0"
@@ -32,6 +33,7 @@ __all__ = [
     "dump",
     "enable",
     "expect_slow",
+    "trace",
 ]
 
 _FROM = {
@@ -53,8 +55,8 @@ _FROM = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "diagnose":  # the package commlens.diagnose, which can be called: see there
-        return import_module("commlens.diagnose")
+    if name in ("diagnose", "trace"):  # packages that can be called: see there
+        return import_module(f"commlens.{name}")
     if name not in _FROM:
         raise AttributeError(f"module 'commlens' has no attribute {name!r}")
     value = getattr(import_module(_FROM[name]), name)

@@ -23,15 +23,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": {"errors", "model"},
     "watch": {"config", "diagnose", "errors", "formats", "model", "reports"},
     "capture": {"config", "errors", "formats", "model", "watch"},  # watch: a dump on demand
+    "reading": {"errors", "formats", "model", "reports"},
+    "trace": {"capture", "errors", "formats", "model", "reading"},
     "launch": {"capture", "config", "errors", "formats", "watch"},
     "scenarios": {"errors", "model"},
     "commands": {"compare", "config", "diagnose", "errors", "formats", "launch", "model", "reports", "scenarios", "watch"},
-    "__init__": {"capture", "diagnose", "errors", "model", "watch"},
+    "__init__": {"capture", "diagnose", "errors", "model", "reading", "trace", "watch"},
     "__main__": {"commands"},
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""
 
-TORCH_USERS = {"capture", "launch", "scenarios"}
+TORCH_USERS = {"capture", "launch", "scenarios", "trace"}
 STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",

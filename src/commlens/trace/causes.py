@@ -16,7 +16,6 @@ class Causes:
 
     def __init__(self) -> None:
         self._known: dict[Any, Cause] = {}
-        self._meshes: dict[int, tuple[Any, str]] = {}
 
     def find(self, info: StackInfo, frame: FrameType | None) -> Cause | None:
         """The cause of a collective whose stack begins with ``frame``; None where no DTensor is involved."""

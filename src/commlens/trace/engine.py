@@ -345,9 +345,7 @@ class Tracer:
         kept: list[RawEvent] = []
         fold_until = len(self.events) - _FOLD_AT // 2 if too_many else 0
         events, self.events = self.events, kept
-        whole = 0
         for position, event in enumerate(events):
-            whole += 1
             beyond = event.step >= first + self.whole_steps and event.step < self.steps
             if beyond or (too_many and event.sequence > WHOLE_EVENTS and position < fold_until):
                 self._fold(event)

@@ -356,14 +356,14 @@ def _wrap_call() -> None:
 
     _wrapped.append((__call__, original))
     _tell_dynamo(original, __call__)
-    Module.__call__ = __call__  # type: ignore[method-assign]
+    setattr(Module, "__call__", __call__)  # noqa: B010
 
 
 def _unwrap_call() -> None:
     wrapper, original = _wrapped[0]
     if Module.__dict__.get("__call__") is not wrapper:
         return  # somebody has wrapped ours since: it stays, and does nothing
-    Module.__call__ = original
+    setattr(Module, "__call__", original)  # noqa: B010
     _wrapped.clear()
     _tell_dynamo(wrapper, original)
 

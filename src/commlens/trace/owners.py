@@ -104,7 +104,7 @@ class _Reducer:
         self.ref = weakref.ref(module)
         self.row = row
         self.started = 0
-        ignored = getattr(module, "parameters_to_ignore", set())
+        ignored: set[str] = getattr(module, "parameters_to_ignore", set())
         self.parameters = [
             (f"{row.path}.module.{name}", p.numel(), str(p.dtype).removeprefix("torch."))
             for name, p in module.module.named_parameters()
@@ -149,7 +149,7 @@ class _Reducer:
         module = self.ref()
         if module is not None:
             try:
-                told = module.logger._get_ddp_logging_data().strs_map  # type: ignore[union-attr]
+                told = module.logger._get_ddp_logging_data().strs_map
                 for key in ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"):
                     order = [int(number) for number in told.get(key, "").replace(",", " ").split()]
                     if set(order) == everything:
