@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from commlens.errors import CommandError, CommlensError, ConfigError, DumpError, EvidenceError, FormatError, MissingDependency
     from commlens.model.verdict import Verdict
     from commlens.trace import trace
+    from commlens.trace.comm_debug_mode import CommDebugMode
     from commlens.watch.snapshot import dump
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CommDebugMode",
     "CommandError",
     "CommlensError",
     "ConfigError",
@@ -37,6 +39,7 @@ __all__ = [
 ]
 
 _FROM = {
+    "CommDebugMode": "commlens.trace.comm_debug_mode",
     "CommandError": "commlens.errors",
     "CommlensError": "commlens.errors",
     "ConfigError": "commlens.errors",
