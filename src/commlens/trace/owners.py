@@ -110,7 +110,8 @@ class _Reducer:
             for name, p in module.module.named_parameters()
             if p.requires_grad and name not in ignored
         ]
-        self.orders: list[list[int]] = []
+        self.orders: list[list[int]] = []  # in which its buckets may take the parameters; the first that fits the sizes is right
+        self.rebuilt: list[int] = []
         self.taken: dict[str, int] = {}  # by dtype: how many parameters of the order have been reduced
         self.bucket = 0
 
@@ -118,13 +119,11 @@ class _Reducer:
         """A forward begins: its backward launches the buckets from the first on."""
         _Reducer._count += 1
         self.started = _Reducer._count
-        self.orders = []
+        self.orders = self._possible_orders()  # asked now: inside the reducer, asking it would wait for its own lock
         self.taken = {}
         self.bucket = 0
 
     def next_bucket(self, numel: int, dtype: str) -> Owner | None:
-        if not self.orders:
-            self.orders = self._possible_orders()
         for order in self.orders:
             of_dtype = [i for i in order if self.parameters[i][2] == dtype]
             start = self.taken.get(dtype, 0)
@@ -144,18 +143,21 @@ class _Reducer:
         return None
 
     def _possible_orders(self) -> list[list[int]]:
-        everything = set(range(len(self.parameters)))
-        orders: list[list[int]] = []
+        declared = list(range(len(self.parameters)))[::-1]
         module = self.ref()
-        if module is not None:
-            try:
-                told = module.logger._get_ddp_logging_data().strs_map
-                for key in ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"):
-                    order = [int(number) for number in told.get(key, "").replace(",", " ").split()]
-                    if set(order) == everything:
-                        orders.append(order)
-            except Exception:
-                orders = []
-            if getattr(module, "find_unused_parameters", False) and not getattr(module, "static_graph", False):
-                orders = []  # such buckets are never rebuilt
-        return [*orders, sorted(everything, reverse=True)]
+        if module is None or (getattr(module, "find_unused_parameters", False) and not getattr(module, "static_graph", False)):
+            return [declared]  # such buckets are never rebuilt
+        if self.rebuilt:
+            return [self.rebuilt]
+        orders = []
+        try:
+            told = module.logger._get_ddp_logging_data().strs_map
+            for key in ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"):
+                order = [int(number) for number in told.get(key, "").replace(",", " ").split()]
+                if sorted(order, reverse=True) == declared:
+                    orders.append(order)
+                    if key.startswith("rebuilt"):
+                        self.rebuilt = order
+        except Exception:
+            orders = []
+        return [*orders, declared]
