@@ -30,6 +30,7 @@ from commlens.formats import places
 
 log = logging.getLogger("commlens")
 
+_BEFORE_DESTROY_S = 0.01
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
 
 
@@ -125,6 +126,9 @@ def _hook_init() -> None:
         current = _session
         if current is not None and current.is_recording:
             _safely(current.recorder.sweep)
+            # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6 joins that thread with the GIL
+            # held: a deadlock of its own (4 of 24 bare runs), to which what we do before would add.
+            time.sleep(_BEFORE_DESTROY_S)
         return original_destroy(*args, **kwargs)
 
     @functools.wraps(original_new)
