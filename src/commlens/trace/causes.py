@@ -29,7 +29,7 @@ class Causes:
         if before is None or after is None:
             return None
         mesh = before.mesh
-        implicit = not (explicit or info.explicit)
+        implicit = op is not None and not (explicit or info.explicit)  # without an op somebody asked: to_local's backward, too
         return self._intern(
             (op, before.placements, after.placements, implicit, id(mesh)), op, before.placements, after.placements, implicit, mesh
         )

@@ -144,6 +144,7 @@ class Tracer:
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
+        self._loose_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
         self._works: dict[Any, RawEvent] = {}  # in flight on a CPU backend; few, and not for longer than until they are done
         self._pointers: dict[int, RawEvent] = {}
         self._stepping: Callable[[], Any] | None = None  # the optimizer whose steps count
@@ -187,6 +188,7 @@ class Tracer:
         self._step_hook.remove()
         self._synchronous.clear()
         self._works.clear()
+        self._loose_works.clear()
         self._pointers.clear()
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
@@ -217,6 +219,8 @@ class Tracer:
         if info.in_pass is not None or info.in_optimizer:
             self._correct_phase(event, info)
         if event.call is not None:
+            if info.fsdp_state_depth >= 0:
+                event.call = self._owners.hooked_call(info, frame, event.call)
             event.path = event.call.row.path
         if info.redistribute_depth >= 0 or info.dispatch_depth >= 0:
             event.cause = self._causes.find(info, frame)
@@ -278,10 +282,13 @@ class Tracer:
     def _hold(self, work: Any, event: RawEvent) -> None:
         """Keep a Work so that its wait is recognised. It keeps tensors alive: away with those that are done, and with the oldest."""
         works = self._works
-        for held in [held for held in works if held.is_completed()]:
-            works.pop(held, None)
-        if len(works) >= _HELD_LIMIT:
-            works.pop(next(iter(works)), None)
+        loose = [held for held in works if held.is_completed()]
+        if len(works) - len(loose) >= _HELD_LIMIT:
+            loose.append(next(iter(works)))
+        for held in loose:
+            done = works.pop(held, None)
+            if done is not None:
+                self._loose_works[held] = done  # its wait may be yet to come, as long as the program has the Work
         works[work] = event
 
     def raised(self, event: RawEvent | None, error: BaseException) -> None:
@@ -296,7 +303,7 @@ class Tracer:
         """A thread is about to block in ``work.wait()``."""
         event = self._synchronous.pop(threading.get_ident(), None) if self._synchronous else None
         if event is None:
-            event = self._works.pop(work, None)
+            event = self._works.pop(work, None) or (self._loose_works.pop(work, None) if self._loose_works else None)
         if event is not None and not event.wait_began_ns:
             event.wait_began_ns = _now()
         return event
@@ -518,8 +525,16 @@ def _name_mesh_dims(groups: Groups) -> None:
         for dim, name in enumerate(names):
             with contextlib.suppress(Exception):
                 group_name = str(mesh.get_group(dim).group_name)
-                if group_name in nameless:
+                if group_name in nameless and _is_current(mesh, groups.by_name[group_name]):
+                    nameless.discard(group_name)  # where nothing tells meshes apart, the youngest is meant
                     groups.name_mesh_dim(group_name, str(name))
+
+
+def _is_current(mesh: Any, group: Group) -> bool:
+    """Whether a mesh was made for this very group, and not for one of an earlier world, whose names come again (not told by torch 2.6)."""
+    registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
+    registered = registry.get(group.name)
+    return registered is None or registered is group.ref()
 
 
 def _meshes() -> Iterator[DeviceMesh]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Owner
-from commlens.trace.modules import ModuleRow, ModuleTracker
+from commlens.trace.modules import ModuleCall, ModuleRow, ModuleTracker
 from commlens.trace.stacks import StackInfo, local_values
 
 
@@ -62,6 +62,17 @@ class Owners:
                     return owner, reducer.row.path
         return None, None
 
+    def hooked_call(self, info: StackInfo, frame: FrameType | None, call: ModuleCall) -> ModuleCall:
+        """The call of the FSDP2 block whose backward begins: its hook runs in the node that made its output, often a child's."""
+        (state,) = local_values(frame, info.fsdp_state_depth, "self")
+        modules = getattr(state, "_modules", ())
+        outer: ModuleCall | None = call
+        while outer is not None:
+            if outer.row.ref() in modules:
+                return outer
+            outer = outer.parent
+        return call
+
     def _block(self, block: Any, describe: Any) -> tuple[Owner | None, str | None]:
         if block is None:
             return None, None
@@ -77,8 +88,9 @@ class Owners:
 
     def _hooked_bucket(self, bucket: Any) -> tuple[Owner | None, str | None]:
         try:
-            names = tuple(path for p in bucket.parameters() if (path := self._modules.parameter_path(p)))
-            row = next((r.row for r in self._reducers if names and names[0].startswith(r.row.path + ".")), None)
+            paths = [path for p in bucket.parameters() if (path := self._modules.parameter_path(p))]
+            row = next((r.row for r in self._reducers if paths and paths[0].startswith(r.row.path + ".")), None)
+            names = tuple(path.removeprefix(f"{row.path}.module.") if row is not None else path for path in paths)
             return Owner("DDP", f"bucket {bucket.index()}", names), row.path if row is not None else None
         except Exception:
             return None, None
@@ -106,7 +118,7 @@ class _Reducer:
         self.started = 0
         ignored: set[str] = getattr(module, "parameters_to_ignore", set())
         self.parameters = [
-            (f"{row.path}.module.{name}", p.numel(), str(p.dtype).removeprefix("torch."))
+            (name, p.numel(), str(p.dtype).removeprefix("torch."))
             for name, p in module.module.named_parameters()
             if p.requires_grad and name not in ignored
         ]

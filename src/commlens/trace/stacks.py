@@ -31,6 +31,7 @@ _OPTIMIZER = "optim/optimizer.py"
 _REDISTRIBUTE = "distributed/tensor/_redistribute.py"
 _DISPATCH = "distributed/tensor/_dispatch.py"
 _FSDP = ("distributed/fsdp/_fully_shard/_fsdp_param_group.py", "distributed/_composable/fsdp/_fsdp_param_group.py")
+_FSDP_STATE = ("distributed/fsdp/_fully_shard/_fsdp_state.py", "distributed/_composable/fsdp/_fsdp_state.py")
 _FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
 _DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _OPS = "_ops.py"
@@ -52,6 +53,7 @@ class StackInfo:
         "explicit",
         "fsdp1_depth",
         "fsdp_depth",
+        "fsdp_state_depth",
         "hook_depth",
         "in_optimizer",
         "in_pass",
@@ -71,7 +73,7 @@ class StackInfo:
         self.in_optimizer = False
         self.engine_calls = False  # C++ inside the engine issued it: DDP's reducer
         self.packet: str | None = None  # "_c10d_functional.all_reduce", where Python called such an op
-        self.fsdp_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
+        self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
         self.explicit = False
 
 
@@ -153,6 +155,9 @@ class StackInfos:
         elif file in _FSDP:
             if info.fsdp_depth < 0 and "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
                 info.fsdp_depth = depth
+        elif file in _FSDP_STATE:
+            if info.fsdp_state_depth < 0 and function == "_pre_backward":
+                info.fsdp_state_depth = depth
         elif file in _FSDP1:
             names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
             if info.fsdp1_depth < 0 and ("handle" in names or (file == _FSDP1[0] and "self" in names)):

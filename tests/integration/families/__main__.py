@@ -1,5 +1,7 @@
 """Runs families, traced and not, and writes what came of it: ``python -m families OUT fake:8 fake:1024 gloo:2 ... [--only NAME]``.
 
+With this folder's parent and the package on PYTHONPATH.
+
 One process imports torch; each job ("gloo:2") is forked from it, a process for each rank, one job after another. Within a job the
 families run one after another, each under a fresh process group. OUT receives one JSON line for each family and rank.
 """
@@ -26,14 +28,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from oracle import truth
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import commlens
 import families
 from families.inspection import Traces, differences, digest, left_behind, state_of
-from oracle import truth
 
 GROUP_TIMEOUT = timedelta(seconds=20)
 JOB_TIMEOUT_S = 60

@@ -1,0 +1,984 @@
+"""Where and why: each collective of small programs has the site, phase, owner and cause that its program gives it.
+
+On the fake backend (or one gloo rank) in this process. ``Talk`` is a collective that backward issues again, so that most tests
+can look at both passes.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.checkpoint import checkpoint
+
+import commlens
+from commlens.model.trace import Phase, TraceEvent
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
+
+FORWARD, BACKWARD, RECOMPUTATION = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION
+WIDTH = 8
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+@pytest.fixture
+def fake() -> Iterator[None]:
+    """Rank 0 of a fake world of 8."""
+    torch.manual_seed(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def gloo() -> Iterator[None]:
+    """The only rank of a real gloo group: works complete, and DDP runs."""
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Talk(torch.autograd.Function):
+    """All-reduce in forward, and once more in backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Talker(nn.Module):
+    """A layer that talks after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Talk.apply(self.layer(x))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net1 = nn.Linear(WIDTH, 16)
+        self.relu = nn.ReLU()
+        self.net2 = nn.Linear(16, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net2(self.relu(self.net1(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MLP() for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(2, WIDTH)
+
+
+def run(model: nn.Module, *inputs: torch.Tensor) -> commlens.Trace:
+    """A traced forward and backward pass."""
+    with commlens.trace() as trace:
+        model(*(inputs or (batch(),))).sum().backward()
+    assert trace.coverage.recorded == trace.coverage.dispatched
+    return trace
+
+
+def sites(trace: commlens.Trace) -> list[tuple[Phase | None, str | None]]:
+    return [(event.phase, event.site) for event in trace.events]
+
+
+def calls(trace: commlens.Trace) -> list[tuple[Phase | None, str | None, int]]:
+    return [(event.phase, event.site, event.call) for event in trace.events]
+
+
+def only(trace: commlens.Trace) -> TraceEvent:
+    assert len(trace.events) == 1, trace.events
+    return trace.events[0]
+
+
+def line_of(function: Callable[..., object], text: str) -> int:
+    """Number of the first line of a function's source that holds ``text``."""
+    lines, first = inspect.getsourcelines(function)
+    return first + next(number for number, line in enumerate(lines) if text in line)
+
+
+# --- modules
+
+
+class Between(nn.Module):
+    """A parent that talks before, between and after its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = Talker()
+        self.b = Talker()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = Talk.apply(x)
+        x = self.a(x)
+        x = Talk.apply(x)
+        x = self.b(x)
+        return Talk.apply(x)
+
+
+def test_parent_before_between_and_after_its_children(fake: None) -> None:
+    trace = run(Between(), batch().requires_grad_())
+    order = ["Between", "Between.a", "Between", "Between.b", "Between"]
+    assert sites(trace) == [(FORWARD, site) for site in order] + [(BACKWARD, site) for site in reversed(order)]
+
+
+def test_sequence_numbers_and_threads_count_from_the_first_one(fake: None) -> None:
+    trace = run(Between())
+    assert [event.sequence for event in trace.events] == list(range(1, len(trace.events) + 1))
+    assert {event.thread for event in trace.events} == {0}
+
+
+def test_siblings_in_a_module_list(fake: None) -> None:
+    model = nn.Sequential(Talker(), nn.ModuleList([Talker()])[0], Talker())
+    order = ["Sequential.0", "Sequential.1", "Sequential.2"]
+    assert sites(run(model)) == [(FORWARD, site) for site in order] + [(BACKWARD, site) for site in reversed(order)]
+
+
+class DictOutput(nn.Module):
+    """A child whose outputs are in a dict, a list and a dataclass-like object: what module hooks cannot follow."""
+
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            return {"hidden": Talk.apply(self.layer(x)), "more": [x]}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Child()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.child(x)["hidden"])
+
+
+def test_dict_outputs(fake: None) -> None:
+    assert sites(run(DictOutput())) == [(FORWARD, "DictOutput.child"), (BACKWARD, "DictOutput.child")]
+
+
+class InPlace(nn.Module):
+    """A parent that changes its child's output in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Talker()
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.child(x)
+        y.add_(1).relu_()
+        return self.head(y)
+
+
+def test_outputs_that_are_changed_in_place(fake: None) -> None:
+    assert sites(run(InPlace())) == [(FORWARD, "InPlace.child"), (BACKWARD, "InPlace.child")]
+
+
+class Sharing(nn.Module):
+    """One layer with two parents."""
+
+    class Parent(nn.Module):
+        def __init__(self, shared: nn.Module) -> None:
+            super().__init__()
+            self.shared = shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Talk.apply(self.shared(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = Talker()
+        self.a = self.Parent(shared)
+        self.b = self.Parent(shared)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x))
+
+
+def test_shared_modules(fake: None) -> None:
+    """The parent through which it was called is told, so it has a row for each."""
+    trace = run(Sharing())
+    order = ["Sharing.a.shared", "Sharing.a", "Sharing.b.shared", "Sharing.b"]
+    assert calls(trace) == [(FORWARD, site, 1) for site in order] + [(BACKWARD, site, 1) for site in reversed(order)]
+    rows = {module.path: module for module in trace.data.modules}
+    for name in ("a", "b"):
+        row = rows[f"Sharing.{name}.shared"]
+        assert (row.calls, trace.data.modules[row.parent or 0].path) == (1, f"Sharing.{name}")
+
+
+def test_two_models_of_one_class(fake: None) -> None:
+    first, second = Talker(), Talker()
+    with commlens.trace() as trace:
+        (first(batch()).sum() + second(batch()).sum()).backward()
+    assert sites(trace) == [(FORWARD, "Talker"), (FORWARD, "Talker#2"), (BACKWARD, "Talker#2"), (BACKWARD, "Talker")]
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = Talker()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.child(self.child(x))
+
+
+def test_modules_called_twice(fake: None) -> None:
+    trace = run(Twice())
+    child = "Twice.child"
+    assert calls(trace) == [(FORWARD, child, 1), (FORWARD, child, 2), (BACKWARD, child, 2), (BACKWARD, child, 1)]
+
+
+def test_micro_batches_whose_backward_comes_later(fake: None) -> None:
+    model = Talker()
+    with commlens.trace() as trace:
+        losses = [model(batch()).sum() for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+    assert calls(trace) == [(phase, "Talker", number) for phase in (FORWARD, BACKWARD) for number in (1, 2, 3)]
+
+
+class Recursive(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        if depth:
+            x = self(x, depth - 1)
+        return Talk.apply(self.layer(x))
+
+
+def test_recursion(fake: None) -> None:
+    trace = run(Recursive())
+    assert calls(trace) == [(FORWARD, "Recursive", n) for n in (3, 2, 1)] + [(BACKWARD, "Recursive", n) for n in (1, 2, 3)]
+
+
+class Fragile(nn.Module):
+    """A child that fails half-way, and a parent that goes on without it."""
+
+    class Child(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Talker()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.inner(x)
+            raise ValueError("half-way")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = self.Child()
+        self.after = Talker()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with suppress(ValueError):
+            self.child(x)
+        return self.after(Talk.apply(x))
+
+
+def test_exceptions_caught_half_way(fake: None) -> None:
+    trace = run(Fragile(), batch().requires_grad_())
+    assert sites(trace) == [
+        (FORWARD, "Fragile.child.inner"),
+        (FORWARD, "Fragile"),
+        (FORWARD, "Fragile.after"),
+        (BACKWARD, "Fragile.after"),
+        (BACKWARD, "Fragile"),
+    ]
+
+
+def test_an_exception_that_leaves_the_outermost_module(fake: None) -> None:
+    fragile = Fragile.Child()
+    with commlens.trace() as trace:
+        with pytest.raises(ValueError, match="half-way"):
+            fragile(batch())
+        dist.all_reduce(torch.ones(1))
+    assert sites(trace) == [(FORWARD, "Child.inner"), (Phase.OUTSIDE, None)]
+
+
+def test_generators_and_threads_do_not_mix_module_stacks(fake: None) -> None:
+    model, other = Talker(), nn.Sequential(Talker())
+    arrived, go_on = threading.Event(), threading.Event()
+
+    class Paused(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            arrived.set()
+            assert go_on.wait(10)
+            dist.all_reduce(x)
+            return x
+
+    with commlens.trace() as trace:
+        thread = threading.Thread(target=Paused(), args=(batch(),))
+        thread.start()
+        assert arrived.wait(10)
+        model(batch())
+        go_on.set()
+        thread.join()
+        other(batch())
+    assert sites(trace) == [(FORWARD, "Talker"), (FORWARD, "Paused"), (FORWARD, "Sequential.0")]
+    assert [event.thread for event in trace.events] == [0, 1, 0]
+
+
+# --- contexts
+
+
+def test_nested_contexts(fake: None) -> None:
+    model = Talker()
+    with commlens.trace() as outer:
+        model(batch()).sum().backward()
+        with commlens.trace() as inner:
+            model(batch()).sum().backward()
+        model(batch()).sum().backward()
+    assert calls(inner) == [(FORWARD, "Talker", 1), (BACKWARD, "Talker", 1)]
+    assert calls(outer) == [(phase, "Talker", number) for number in (1, 2, 3) for phase in (FORWARD, BACKWARD)]
+
+
+def test_a_context_entered_again_goes_on(fake: None) -> None:
+    model, trace = Talker(), commlens.trace()
+    with trace:
+        loss = model(batch()).sum()
+    dist.all_reduce(torch.ones(1))  # not traced
+    with trace:
+        loss.backward()
+    with trace, trace:
+        model(batch())
+    assert calls(trace) == [(FORWARD, "Talker", 1), (BACKWARD, "Talker", 1), (FORWARD, "Talker", 2)]
+
+
+def test_forward_and_backward_in_different_contexts(fake: None) -> None:
+    """The second trace never saw the modules: it says where it can only if it knows."""
+    model = Between()
+    with commlens.trace() as first:
+        loss = model(batch()).sum()
+    with commlens.trace() as second:
+        loss.backward()
+    assert [event.phase for event in first.events] == [FORWARD] * 5
+    assert [event.phase for event in second.events] == [BACKWARD] * 4
+    right = ["Between", "Between.b", "Between", "Between.a"]
+    assert all(event.site in (None, site) for event, site in zip(second.events, right, strict=True))
+    assert second.coverage.unclassified == sum(event.site is None for event in second.events)
+
+
+def test_the_context_may_begin_inside_a_module(fake: None) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Talker()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with commlens.trace() as self.trace:
+                return self.child(x)
+
+    model = Inside()
+    model(batch()).sum().backward()
+    event = only(model.trace)
+    assert event.phase is FORWARD
+    assert event.site is not None
+    assert event.site.split(".")[-1] in ("child", "Talker")
+
+
+def test_backward_in_another_thread(fake: None) -> None:
+    model = Between()
+    with commlens.trace() as trace:
+        loss = model(batch()).sum()
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    right = ["Between", "Between.b", "Between", "Between.a"]
+    assert sites(trace)[5:] == [(BACKWARD, site) for site in right]
+    assert [event.thread for event in trace.events] == [0] * 5 + [1] * 4
+
+
+def test_autograd_grad_on_a_leaf(fake: None) -> None:
+    x = batch().requires_grad_()
+    model = Talker()
+    with commlens.trace() as trace:
+        (gradient,) = torch.autograd.grad(model(x).sum(), [x])
+    assert sites(trace) == [(FORWARD, "Talker"), (BACKWARD, "Talker")]
+    assert gradient.shape == x.shape
+
+
+def test_a_backward_inside_a_forward(fake: None) -> None:
+    """A module that takes a gradient as part of its forward, as physics-informed models do."""
+
+    class Force(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = Talker()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.energy(x).square().sum(), [x], create_graph=True)
+            dist.all_reduce(force.detach())
+            return force
+
+    with commlens.trace() as trace:
+        Force()(batch())
+    assert sites(trace) == [(FORWARD, "Force.energy"), (BACKWARD, "Force.energy"), (FORWARD, "Force")]
+
+
+# --- checkpointing
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation(fake: None, reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.talker = Talker()
+            self.head = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(checkpoint(lambda y: torch.tanh(self.talker(y)), x, use_reentrant=reentrant))
+
+    trace = run(Checkpointed(), batch().requires_grad_())
+    talker = "Checkpointed.talker"
+    assert sites(trace) == [(FORWARD, talker), (RECOMPUTATION, talker), (BACKWARD, talker)]
+
+
+# --- libraries
+
+
+def sharded_stack(**options: object) -> Stack:
+    model, mesh = Stack(), init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def tail(path: str | None) -> str:
+    """``"layers.1"`` of ``"Stack.layers.1"``."""
+    return ".".join((path or "").split(".")[-2:])
+
+
+def fsdp_events(trace: commlens.Trace) -> list[tuple[str, str, str]]:
+    """Op, whose parameters, and where it was issued."""
+    assert all(event.owner is not None and event.owner.library == "FSDP2" for event in trace.events), trace.events
+    return [(event.op, tail(event.owner.name), tail(event.site)) for event in trace.events if event.owner is not None]
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+def test_fsdp2_blocks(fake: None) -> None:
+    """Forward gathers where it needs; backward prefetches the block before, inside the one that is running."""
+    model = sharded_stack()
+    x = batch().requires_grad_()
+    with commlens.trace() as trace:
+        loss = model(x).sum()
+    assert fsdp_events(trace) == [("all_gather", f"layers.{i}", f"layers.{i}") for i in range(3)]
+    assert {event.phase for event in trace.events} == {FORWARD}
+    with trace:
+        loss.backward()
+    backward = trace.events[3:]
+    assert {event.phase for event in backward} == {BACKWARD}
+    assert [(event.op, tail(event.owner.name), tail(event.site)) for event in backward if event.owner is not None] == [
+        ("all_gather", "layers.2", "layers.2"),
+        ("all_gather", "layers.1", "layers.2"),
+        ("reduce_scatter", "layers.2", "layers.2"),
+        ("all_gather", "layers.0", "layers.1"),
+        ("reduce_scatter", "layers.1", "layers.1"),
+        ("reduce_scatter", "layers.0", "layers.0"),
+    ]
+    assert trace.coverage.unclassified == 0
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+def test_fsdp2_prefetch_in_forward(fake: None) -> None:
+    model = sharded_stack()
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    with commlens.trace() as trace, torch.no_grad():
+        model(batch())
+    assert fsdp_events(trace) == [
+        ("all_gather", "layers.0", "layers.0"),
+        ("all_gather", "layers.1", "layers.0"),
+        ("all_gather", "layers.2", "layers.2"),
+    ]
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+def test_fsdp2_whose_input_needs_no_gradient(fake: None) -> None:
+    """The first block's gradients are reduced at the very end of backward, where no node of a module runs."""
+    trace = run(sharded_stack())
+    assert [event.op for event in trace.events].count("reduce_scatter") == 3
+    last = trace.events[-1]
+    assert last.phase is BACKWARD
+    assert last.owner is not None
+    assert tail(last.owner.name) == "layers.0"
+    assert last.site is not None
+    assert trace.coverage.unclassified == 0
+
+
+def parameter_bytes(model: nn.Module, names: tuple[str, ...]) -> int:
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
+    return sum(sizes[name] for name in names)
+
+
+DDP_OPTIONS = {
+    "plain": {},
+    "static graph": {"static_graph": True},
+    "bucket views": {"gradient_as_bucket_view": True},
+    "unused parameters": {"find_unused_parameters": True},
+    "all": {"static_graph": True, "gradient_as_bucket_view": True},
+    "hook in Python": {"hook": allreduce_hook},
+}
+
+
+@pytest.mark.parametrize("options", DDP_OPTIONS.values(), ids=DDP_OPTIONS)
+def test_ddp_buckets(gloo: None, options: dict[str, Any]) -> None:
+    """Every gradient is in one bucket, and a bucket's parameters have its bytes: in every step, as buckets are rebuilt after the first."""
+    inner = Stack()
+    hook = options.get("hook")
+    model = DistributedDataParallel(inner, bucket_cap_mb=0.001, **{k: v for k, v in options.items() if k != "hook"})
+    if hook is not None:
+        model.register_comm_hook(None, hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlens.trace() as trace:
+        for _ in range(3):
+            model(batch()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    several = False
+    for step in range(3):
+        reduced = [e for e in trace.events if e.step == step and e.op == "all_reduce" and e.dtype == "float32"]
+        assert reduced
+        several = several or len(reduced) > 1
+        names: list[str] = []
+        for event in reduced:
+            assert event.owner is not None, f"step {step}: {event}"
+            assert event.owner.library == "DDP"
+            assert event.owner.parameters
+            assert event.input_bytes == parameter_bytes(inner, event.owner.parameters), f"step {step}: {event}"
+            assert event.site == "DistributedDataParallel"
+            assert event.phase is BACKWARD
+            names += event.owner.parameters
+        assert sorted(names) == sorted(name for name, _ in inner.named_parameters()), f"step {step}"
+    assert several
+    assert trace.coverage.unclassified == 0
+
+
+def test_ddp_buffers_are_broadcast_in_forward(gloo: None) -> None:
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+    with commlens.trace() as trace:
+        for _ in range(2):
+            model(batch()).sum().backward()
+    broadcasts = [event for event in trace.events if event.op == "broadcast"]
+    assert broadcasts
+    assert {(event.phase, event.site) for event in broadcasts} == {(FORWARD, "DistributedDataParallel")}
+
+
+class AveragingSGD(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                dist.all_reduce(parameter.grad)
+        super().step(closure)
+
+
+def test_optimizer(fake: None) -> None:
+    model = MLP()
+    optimizer = AveragingSGD(model.parameters(), lr=0.1)
+    with commlens.trace() as trace:
+        model(batch()).sum().backward()
+        optimizer.step()
+    assert sites(trace) == [(Phase.OPTIMIZER, None)] * 4
+    assert {event.source.line for event in trace.events if event.source} == {line_of(AveragingSGD.step, "dist.all_reduce")}
+
+
+def test_optimizer_of_the_library(gloo: None) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = MLP()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    with commlens.trace() as trace:
+        model(batch()).sum().backward()
+        optimizer.step()
+    assert trace.events
+    assert sites(trace) == [(Phase.OPTIMIZER, None)] * len(trace.events)
+    assert {event.source.line for event in trace.events if event.source} == {line_of(test_optimizer_of_the_library, "optimizer.step()")}
+
+
+def test_clip_grad_norm(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    model(batch()).sum().backward()
+    with commlens.trace() as trace:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert trace.events
+    for event in trace.events:
+        assert (event.phase, event.site, event.through) == (Phase.OUTSIDE, None, "clip_grad_norm_")
+        assert event.source is not None
+        assert event.source.line == line_of(test_clip_grad_norm, "nn.utils.clip_grad_norm_(")
+
+
+# --- DTensor
+
+
+def test_a_parallel_plans_redistribution_is_explicit(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    trace = run(model, batch().requires_grad_())
+    assert sites(trace) == [(FORWARD, "MLP.net2"), (BACKWARD, "MLP.net1")]
+    for event in trace.events:
+        assert event.api == "c10d_functional.all_reduce"
+        assert event.cause is not None
+        assert not event.cause.implicit
+        assert "Partial" in event.cause.before
+        assert event.cause.after == "(Replicate(),)"
+        assert "8" in event.cause.mesh
+
+
+def test_an_op_that_needs_its_input_elsewhere_is_implicit(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    x = distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])
+    with commlens.trace() as trace:
+        x @ x
+    event = only(trace)
+    assert event.op == "all_gather"
+    cause = event.cause
+    assert cause is not None
+    assert (cause.op, cause.before, cause.after, cause.implicit) == ("aten.mm.default", "(Shard(dim=0),)", "(Replicate(),)", True)
+    assert event.source is not None
+    assert event.source.line == line_of(test_an_op_that_needs_its_input_elsewhere_is_implicit, "x @ x")
+
+
+@pytest.mark.parametrize(
+    ("after", "op", "shown"),
+    [(Replicate(), "all_gather", "(Replicate(),)"), (Shard(1), None, "(Shard(dim=1),)")],
+    ids=["gather", "exchange"],
+)
+def test_explicit_redistribution(fake: None, after: Shard | Replicate, op: str | None, shown: str) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    x = distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])
+    with commlens.trace() as trace:
+        x.redistribute(mesh, [after])
+    event = only(trace)
+    assert op in (None, event.op)
+    cause = event.cause
+    assert cause is not None
+    assert (cause.op, cause.before, cause.after, cause.implicit) == (None, "(Shard(dim=0),)", shown, False)
+    assert event.source is not None
+    assert event.source.line == line_of(test_explicit_redistribution, "x.redistribute")
+
+
+def test_full_tensor_is_explicit(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    x = distribute_tensor(torch.randn(16, 16), mesh, [Shard(0)])
+    with commlens.trace() as trace:
+        x.full_tensor()
+    event = only(trace)
+    assert event.cause is not None
+    assert not event.cause.implicit
+    assert event.cause.op is None
+
+
+def test_a_plain_collective_has_no_cause_and_no_owner(fake: None) -> None:
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(2))
+    event = only(trace)
+    assert (event.cause, event.owner, event.through) == (None, None, None)
+
+
+# --- source lines and steps
+
+
+def test_source_line(fake: None) -> None:
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(2))  # here
+        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)  # there
+    assert [event.source.line for event in trace.events if event.source] == [line_of(test_source_line, text) for text in ("here", "there")]
+    assert all(event.source is not None and event.source.file == __file__ for event in trace.events)
+    assert all(event.source is not None and event.source.function == "test_source_line" for event in trace.events)
+
+
+def test_source_line_of_backward(fake: None) -> None:
+    """A collective that C++ issues in backward: the line that called backward."""
+    model = Talker()
+    with commlens.trace() as trace:
+        model(batch()).sum().backward()
+    forward, backward = trace.events
+    assert forward.source is not None
+    assert forward.source.line == line_of(Talk.forward, "dist.all_reduce")
+    assert backward.source is not None
+    assert backward.source.line == line_of(Talk.backward, "dist.all_reduce")
+
+
+def test_steps_are_optimizer_steps(fake: None) -> None:
+    model = Talker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlens.trace() as trace:
+        for _ in range(3):
+            model(batch()).sum().backward()
+            optimizer.step()
+    assert [event.step for event in trace.events] == [0, 0, 1, 1, 2, 2]
+    assert trace.data.steps == 3
+
+
+def test_only_the_wanted_steps(fake: None) -> None:
+    model = Talker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlens.trace(steps="1:3") as trace:
+        for _ in range(4):
+            model(batch()).sum().backward()
+            optimizer.step()
+    assert [event.step for event in trace.events] == [1, 1, 2, 2]
+    assert trace.coverage.recorded == trace.coverage.dispatched == 4
+
+
+def test_long_runs_are_summarised(fake: None) -> None:
+    model = Talker()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlens.trace(whole_steps=2) as trace:
+        for _ in range(10):
+            model(batch()).sum().backward()
+            optimizer.step()
+    whole = [event for event in trace.events if event.count == 1]
+    summarised = [event for event in trace.events if event.count > 1]
+    assert [event.step for event in whole] == [0, 0, 1, 1]
+    assert [(event.phase, event.site, event.count, event.step, event.last_step) for event in summarised] == [
+        (FORWARD, "Talker", 8, 2, 9),
+        (BACKWARD, "Talker", 8, 2, 9),
+    ]
+    assert trace.coverage.recorded == trace.coverage.dispatched == 20
+
+
+# --- what was asked for
+
+
+def test_waits(gloo: None) -> None:
+    x = torch.ones(4)
+    with commlens.trace() as trace:
+        work = dist.all_reduce(x, async_op=True)
+        never = dist.all_reduce(torch.ones(3), async_op=True)
+        work.wait()
+        functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD))
+    never.wait()
+    waited, alone, by_tensor = trace.events
+    for event in (waited, by_tensor):
+        assert 0 < event.started_ns <= event.returned_ns <= event.wait_began_ns <= event.wait_ended_ns
+    assert alone.returned_ns > 0
+    assert (alone.wait_began_ns, alone.wait_ended_ns) == (0, 0)
+    assert waited.asynchronous is not False
+
+
+def test_groups_and_mesh_dimensions(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
+    own = dist.new_group([0, 3, 5], group_desc="the odd ones")
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("dp"))
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
+        dist.all_reduce(torch.ones(1), group=own)
+        dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
+    groups = [trace.data.group_of(event) for event in trace.events]
+    assert [group.ranks for group in groups] == [tuple(range(8)), (0, 2, 4, 6), (0, 1), (0, 3, 5), (0, 1)]
+    assert [group.mesh_dim for group in groups] == [None, "dp", "tp", None, "tp"]
+    assert groups[3].label == "the odd ones"
+    assert groups[2] is groups[4]
+
+
+def test_a_mesh_over_the_whole_world_names_its_group(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("dp",))
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(1), group=mesh.get_group())
+    assert trace.data.group_of(only(trace)).label == "dp"
+
+
+def test_arguments(fake: None) -> None:
+    x, shards = torch.ones(2), [torch.zeros(2) for _ in range(8)]
+    group = dist.new_group([0, 3, 5])
+    with commlens.trace() as trace:
+        dist.all_reduce(x, op=dist.ReduceOp.MAX)
+        dist.broadcast(x, 3, group=group)
+        dist.reduce(x, 5, op=dist.ReduceOp.MIN)
+        dist.scatter(x, shards, src=0)
+        dist.send(x, 3, tag=9)
+        dist.recv(x, 5, group=group, tag=4)
+        dist.barrier()
+    found = [(e.op, e.reduce_op, e.root, e.peer, e.tag) for e in trace.events]
+    assert found == [
+        ("all_reduce", "MAX", None, None, 0),
+        ("broadcast", None, 3, None, 0),
+        ("reduce", "MIN", 5, None, 0),
+        ("scatter", None, 0, None, 0),
+        ("send", None, None, 3, 9),
+        ("recv", None, None, 5, 4),
+        ("barrier", None, None, None, 0),
+    ]
+    assert [event.dtype for event in trace.events[:2]] == ["float32", "float32"]
+
+
+def test_reduce_op_of_functional_collectives(fake: None) -> None:
+    with commlens.trace() as trace:
+        functional.all_reduce(torch.ones(2), "avg", dist.group.WORLD)
+        functional.reduce_scatter_tensor(torch.ones(8), "max", 0, dist.group.WORLD)
+    assert [event.reduce_op for event in trace.events] == ["AVG", "MAX"]
+
+
+def test_bytes(fake: None) -> None:
+    x = torch.ones(100)
+    out, half = torch.zeros(800), torch.zeros(800, dtype=torch.bfloat16)
+    with commlens.trace() as trace:
+        dist.all_reduce(x)
+        dist.all_gather_into_tensor(out, x)
+        dist.all_gather(list(out.chunk(8)), x)
+        dist.reduce_scatter_tensor(x, out)
+        dist.all_to_all_single(out, out.clone())
+        dist.broadcast(half, 0)
+        dist.send(x, 1)
+        dist.recv(x, 1)
+        dist.barrier()
+    assert [(e.op, e.input_bytes, e.output_bytes, e.wire_bytes) for e in trace.events][:-1] == [
+        ("all_reduce", 400, 400, 700),
+        ("all_gather", 400, 3200, 2800),
+        ("all_gather", 400, 3200, 2800),
+        ("reduce_scatter", 3200, 400, 2800),
+        ("all_to_all", 3200, 3200, 2800),
+        ("broadcast", 1600, 1600, 1600),
+        ("send", 400, 0, 400),
+        ("recv", 0, 400, 400),
+    ]
+    assert trace.events[-1].wire_bytes == 0
+
+
+def test_coalesced_collectives_say_how_many_they_join(fake: None) -> None:
+    with commlens.trace() as trace:
+        functional.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", dist.group.WORLD)
+    event = only(trace)
+    assert (event.members, event.input_bytes) == (2, 20)
+
+
+# --- what the trace must not disturb
+
+
+def test_torch_compile_is_as_fast_afterwards(fake: None) -> None:
+    """No recompilation, neither for the trace nor after it."""
+    from torch._dynamo.utils import counters
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    compiled, compiled_model = torch.compile(step, fullgraph=True, backend="aot_eager"), torch.compile(model, backend="aot_eager")
+    x = batch()
+    compiled(x)
+    compiled_model(x).sum().backward()
+    before = dict(counters["frames"]), dict(counters["stats"])
+    with commlens.trace() as trace:
+        compiled(x)
+        compiled_model(x).sum().backward()
+    compiled(x)
+    compiled_model(x).sum().backward()
+    assert (dict(counters["frames"]), dict(counters["stats"])) == before
+    assert [event.op for event in trace.events] == ["all_reduce"]
+    torch._dynamo.reset()
+
+
+def test_compiled_under_the_trace_stays_compiled(fake: None) -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    with commlens.trace():
+        compiled(batch()).sum().backward()
+    compiled_frames = dict(counters["frames"])
+    for _ in range(3):
+        compiled(batch()).sum().backward()
+    assert dict(counters["frames"]) == compiled_frames
+    torch._dynamo.reset()
+
+
+def test_memory_is_bounded(fake: None) -> None:
+    """1000 steps of a tensor-parallel model, of which 5 are kept whole."""
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = batch().requires_grad_()
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with commlens.trace(whole_steps=5) as trace:
+        for _ in range(20):
+            step()
+        gc.collect()
+        tracemalloc.start()
+        try:
+            began, _ = tracemalloc.get_traced_memory()
+            for _ in range(1000):
+                step()
+            gc.collect()
+            grown = tracemalloc.get_traced_memory()[0] - began
+        finally:
+            tracemalloc.stop()
+    assert grown <= 1_000_000, f"1000 steps grew memory by {grown} bytes"
+    assert trace.coverage.recorded == trace.coverage.dispatched == 2 * 1020
+
+
+def test_parameters_are_not_kept(fake: None) -> None:
+    import weakref
+
+    model = Between()
+    trace = run(model)
+    watched = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+    del model
+    gc.collect()
+    assert [ref() for ref in watched if ref() is not None] == []
+    assert trace.events
+
+
+def test_results_are_ordinary_tensors(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    with commlens.trace():
+        out = model(batch())
+        functional_out = functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
+    assert type(out) in (torch.Tensor, functional.AsyncCollectiveTensor)
+    assert type(functional_out) in (torch.Tensor, functional.AsyncCollectiveTensor)
+    assert not isinstance(out, DTensor)
