@@ -167,6 +167,18 @@ def test_the_rank_with_the_fault_is_named(fault: str, size: int, items: tuple[It
         assert verdict.kind in expected[fault]
 
 
+def test_of_two_ranks_the_one_that_skipped_is_named_though_its_next_collective_pairs_up_unnoticed():
+    items = (Item("all_reduce", "world", 4, 10), Item("all_reduce", "world", 4, 11), Item("all_reduce", "world", 100, 99))
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for step in range(STEPS):
+            yield from broken(job, rank, items, "skip", 0) if (rank, step) == (1, FAULT_STEP) else one_step(job, rank, items)
+
+    verdict = judge(Job(2).run(program).logs(), 0)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [1], [0])
+    assert "rank 1" in verdict.summary
+
+
 def applies(fault: str, item: Item, items: tuple[Item, ...], i: int, size: int) -> bool:
     if fault in ("sleep", "die", "skip"):
         return True

@@ -158,8 +158,13 @@ def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...
     """Which of the ranks do here what they never did before in this place. Empty where all or none do.
 
     Looked at are the op and what the rank issued between it and the one before it on the same channel: who skips a collective
-    may first meet the others in a later one.
+    may first meet the others in a later one. Then, since a skipped collective's successor may pair up unnoticed, what it issued
+    shortly before.
     """
+    return _leave_routine(world, ops, False) or _leave_routine(world, ops, True)
+
+
+def _leave_routine(world: World, ops: Mapping[int, Collective], before: bool) -> tuple[int, ...]:
     for read in (token, exact_token, loose_token):
         odd = []
         for rank, op in sorted(ops.items()):
@@ -169,7 +174,7 @@ def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...
                 continue
             start = max(0, position - 2048)
             key = op.channel.key
-            since = next((i for i in range(position - 1, start, -1) if history[i].channel.key == key), start)
+            since = start if before else next((i for i in range(position - 1, start, -1) if history[i].channel.key == key), start)
             tokens = [read(o) for o in history[start : position + 1]]
             if any(expected_token(tokens, i - start) is False for i in range(max(since + 1, position - 16), position + 1)):
                 odd.append(rank)
