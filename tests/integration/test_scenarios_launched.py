@@ -30,9 +30,16 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def skip_where_impossible(name: str) -> None:
+    reason = find(name).impossible()
+    if reason is not None:
+        pytest.skip(reason)
+
+
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["data-loader", "dies-exception", "mismatch-reduce-op", "healthy-plain"])
 def test_demo_finds_the_truth(tmp_path: Path, name: str) -> None:
+    skip_where_impossible(name)
     done = commlens("demo", name, "--dump-dir", str(tmp_path / "dumps"), folder=tmp_path)
     print(done.stdout, done.stderr, sep="\n--- stderr\n")
     assert done.returncode == 0
@@ -99,6 +106,7 @@ def jobs() -> Iterator[Harness]:
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("name", ["data-loader", "dies-sigkill", "swap-two-groups"])
 def test_detached_watcher_says_it(jobs: Harness, tmp_path: Path, name: str) -> None:
+    skip_where_impossible(name)
     """With COMMLENS=1 alone, the lowest rank starts a watcher, which outlives it and ends with the job."""
     result = jobs.run_job(find(name), 4, tmp_path, detached=True)
     print(result)
@@ -110,6 +118,7 @@ def test_detached_watcher_says_it(jobs: Harness, tmp_path: Path, name: str) -> N
 
 @pytest.mark.timeout(90)
 def test_detached_watcher_is_silent_about_health(jobs: Harness, tmp_path: Path) -> None:
+    skip_where_impossible("healthy-2d")
     result = jobs.run_job(find("healthy-2d"), 4, tmp_path, detached=True)
     print(result)
     assert set(result.exits.values()) == {0}
