@@ -55,7 +55,11 @@ class OpSpec:
 
 
 class Subscriber(Protocol):
-    """What hears of collectives. Methods run on the issuing thread, on the hot path; they must not raise, but to refuse."""
+    """What hears of collectives. Methods run on the issuing thread, on the hot path; they must not raise, but to refuse.
+
+    One with a true attribute ``sees_fake_tensors`` hears of collectives on fake and meta tensors, too, which communicate nothing,
+    while :func:`run_fake_tensors_as` lets them through; others never do.
+    """
 
     def begin(self, spec: OpSpec, arguments: tuple[Any, ...]) -> Any:
         """Before issue. What it returns is handed to the other two. An exception refuses the collective."""
@@ -68,6 +72,7 @@ class Subscriber(Protocol):
 
 
 _subscribers: tuple[Subscriber, ...] = ()
+_fake_tensors_run_as: Any = None  # a keyset; None: as torch would run them
 _lock = threading.Lock()
 _libraries: list[Any] = []  # keeps the registrations alive
 _wait_listener: Callable[[Any], Any] | None = None
@@ -96,6 +101,17 @@ def detach_all() -> None:
     _subscribers = ()
 
 
+def run_fake_tensors_as(keys: Any) -> None:
+    """Run collectives on fake and meta tensors with the kernels of this keyset, for a preview; None: leave them to torch.
+
+    torch has Meta kernels for some of them (2.13.0 for most, 2.6.0 for none); those of a fake process group's device work on any tensor.
+    """
+    global _fake_tensors_run_as
+    with _lock:
+        _install()
+        _fake_tensors_run_as = keys
+
+
 def listen_to_waits(began: Callable[[Any], Any] | None, ended: Callable[[Any, BaseException | None], None] | None) -> None:
     """Hear of functional collectives' waits: ``began(tensor) -> token`` and ``ended(token, error)``."""
     global _wait_listener, _wait_ended
@@ -121,14 +137,18 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
 
     def commlens_tap(keys: Any, *arguments: Any) -> Any:
         subscribers = _subscribers
-        # FakeTensor and meta tensors: nothing is communicated.
+        below = keys & _AFTER
         if not subscribers or keys.has(_META):
-            return redispatch(keys & _AFTER, *arguments)
+            # FakeTensor and meta tensors: nothing is communicated.
+            if _fake_tensors_run_as is None or not keys.has(_META):
+                return redispatch(below, *arguments)
+            below = _fake_tensors_run_as
+            subscribers = tuple([each for each in subscribers if getattr(each, "sees_fake_tensors", False)])
         if len(subscribers) == 1:
             subscriber = subscribers[0]
             token = subscriber.begin(spec, arguments)
             try:
-                result = redispatch(keys & _AFTER, *arguments)
+                result = redispatch(below, *arguments)
             except BaseException as error:
                 subscriber.raised(token, error)
                 raise
@@ -136,7 +156,7 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
             return result
         tokens = [(subscriber, subscriber.begin(spec, arguments)) for subscriber in subscribers]
         try:
-            result = redispatch(keys & _AFTER, *arguments)
+            result = redispatch(below, *arguments)
         except BaseException as error:
             for subscriber, token in tokens:
                 subscriber.raised(token, error)
@@ -154,7 +174,8 @@ def _wait_kernel(op: Any) -> Callable[..., Any]:
     def commlens_tap_wait(keys: Any, tensor: Any) -> Any:
         began, ended = _wait_listener, _wait_ended
         if began is None or ended is None or keys.has(_META):
-            return redispatch(keys & _AFTER, tensor)
+            fake = _fake_tensors_run_as is not None and keys.has(_META)
+            return redispatch(_fake_tensors_run_as if fake else keys & _AFTER, tensor)
         token = began(tensor)
         if token is None:
             return redispatch(keys & _AFTER, tensor)
