@@ -48,7 +48,7 @@ def compile_for_all_lengths(model: torch.nn.Module) -> None:
     """Compile the model for every batch size of the evaluation, one after the other."""
     has_compiler = any(shutil.which(name) for name in ("g++", "clang++"))
     compiled = torch.compile(model, dynamic=False, backend="inductor" if has_compiler else "aot_eager")
-    torch._dynamo.config.recompile_limit = 1000
+    setattr(torch._dynamo.config, "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit", 1000)
     until = time.monotonic() + SLOW_S
     size = 3
     while time.monotonic() < until:
