@@ -621,7 +621,10 @@ def test_optimizer(fake: None) -> None:
     with commlens.trace() as trace:
         model(batch()).sum().backward()
         optimizer.step()
-    assert sites(trace) == [(Phase.OPTIMIZER, None)] * 4
+        optimizer.step()
+    assert sites(trace) == [(Phase.OPTIMIZER, None)] * 8
+    assert [event.step for event in trace.events] == [0] * 4 + [1] * 4  # though its base class's step is wrapped, too
+    assert trace.data.steps == 2
     assert {event.source.line for event in trace.events if event.source} == {line_of(AveragingSGD.step, "dist.all_reduce")}
 
 
@@ -633,9 +636,13 @@ def test_optimizer_of_the_library(gloo: None) -> None:
     with commlens.trace() as trace:
         model(batch()).sum().backward()
         optimizer.step()
-    assert trace.events
-    assert sites(trace) == [(Phase.OPTIMIZER, None)] * len(trace.events)
-    assert {event.source.line for event in trace.events if event.source} == {line_of(test_optimizer_of_the_library, "optimizer.step()")}
+        optimizer.step()  # again
+    assert len(trace.events) == 8
+    assert sites(trace) == [(Phase.OPTIMIZER, None)] * 8
+    assert [event.step for event in trace.events] == [0] * 4 + [1] * 4  # the optimizer inside steps, too, and does not count
+    assert {event.through for event in trace.events} <= {"ZeroRedundancyOptimizer.step", "step"}  # no qualified names before Python 3.11
+    first = line_of(test_optimizer_of_the_library, "optimizer.step()")
+    assert {event.source.line for event in trace.events if event.source} == {first, first + 1}
 
 
 def test_clip_grad_norm(fake: None) -> None:
@@ -929,6 +936,31 @@ def test_compiled_under_the_trace_stays_compiled(fake: None) -> None:
     for _ in range(3):
         compiled(batch()).sum().backward()
     assert dict(counters["frames"]) == compiled_frames
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend: str) -> None:
+    """What a compiler made of it (a graph module, generated code) is no module and no line of the user's."""
+
+    class Gathering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.wait_tensor(functional.all_gather_tensor_autograd(self.layer(x), 0, dist.group.WORLD)) * 2
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Gathering())
+    model[1].compile(backend=backend)
+    trace = run(model)
+    assert [(event.op, event.phase, event.site, event.call) for event in trace.events] == [
+        ("all_gather", FORWARD, "Sequential.1", 1),
+        ("reduce_scatter", BACKWARD, "Sequential.1", 1),
+    ]
+    assert all(event.source is not None and event.source.file == __file__ for event in trace.events)
+    assert [module.path for module in trace.data.modules] == ["Sequential", "Sequential.0", "Sequential.1"]
     torch._dynamo.reset()
 
 

@@ -32,7 +32,7 @@ from commlens.model.wire_bytes import wire_bytes
 from commlens.trace.causes import Causes
 from commlens.trace.modules import ModuleCall, ModuleTracker
 from commlens.trace.owners import Owners
-from commlens.trace.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos
+from commlens.trace.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, steps_under_way
 
 log = logging.getLogger("commlens")
 
@@ -333,6 +333,8 @@ class Tracer:
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         try:
+            if steps_under_way(sys._getframe(1)) > 1:
+                return  # it is the outer one that counts
             if self._stepping is None or self._stepping() is None:
                 self._stepping = weakref.ref(optimizer)
             if self._stepping() is not optimizer:

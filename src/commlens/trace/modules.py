@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch.compiler import is_compiling
+from torch.fx import GraphModule
 from torch.nn import Module
 
 from commlens.model.trace import Phase
@@ -174,6 +175,8 @@ class ModuleTracker:
             if parent is not None:
                 row = parent.row.children.get(id(module))
                 if row is None or row.ref() is not module:
+                    if isinstance(module, GraphModule) and not self._known_paths(module):
+                        return None  # what a compiler made of the parent: not a module of the model
                     row = self._row(inner := _compiled(module), parent)
                     if row is parent.row and parent.compiled:
                         return None  # one call, seen already

@@ -10,6 +10,7 @@ import functools
 import os
 import sys
 import sysconfig
+import tempfile
 from types import CodeType, FrameType
 from typing import Any
 
@@ -39,7 +40,7 @@ _MODULE = "nn/modules/module.py"
 _WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py")
 _NOT_CALLED_BY_NAME = (
     "autograd/", "_tensor.py", "_library/", "_ops.py", "distributed/tensor/_dispatch.py", "distributed/distributed_c10d.py",
-    "distributed/_functional_collectives.py",
+    "distributed/_functional_collectives.py", "_functorch/", "_dynamo/", "_inductor/", "fx/",
 )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ class StackInfos:
                 if info.source is None and library is None:
                     if inside == _MODULE:
                         outer_torch = None  # a module was called: what it calls in turn is its own affair
-                    elif inside not in _WRAPPERS and frame.f_code.co_name != "_no_grad_wrapper":
+                    elif inside not in _WRAPPERS and frame.f_code.co_name != "_no_grad_wrapper" and not _wraps_step(inside, frame):
                         outer_torch = frame
                 self._torch_frame(info, inside, frame, depth)
             elif info.source is None:
@@ -143,7 +144,7 @@ class StackInfos:
             if info.in_pass is None and function in ("recompute_fn", "backward", "unpack_hook"):
                 info.in_pass = RECOMPUTE
         elif file == _OPTIMIZER:
-            info.in_optimizer = info.in_optimizer or function == "wrapper"
+            info.in_optimizer = info.in_optimizer or _wraps_step(file, frame)
         elif file == _REDISTRIBUTE:
             if function == "redistribute_local_tensor" and info.redistribute_depth < 0:
                 info.redistribute_depth = depth
@@ -164,6 +165,20 @@ class StackInfos:
                 info.fsdp1_depth = depth
         elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
             info.hook_depth = depth
+
+
+def _wraps_step(file: str, frame: FrameType) -> bool:
+    return file == _OPTIMIZER and frame.f_code.co_name == "wrapper"
+
+
+def steps_under_way(frame: FrameType | None) -> int:
+    """How many optimizers' ``step`` a stack is inside of: one that wraps another (ZeRO), or that calls its base class's, makes two."""
+    count = 0
+    while frame is not None:
+        file = frame.f_code.co_filename
+        count += file.startswith(_TORCH) and _wraps_step(file[len(_TORCH) :], frame)
+        frame = frame.f_back
+    return count
 
 
 def local_values(frame: FrameType | None, depth: int, *names: str) -> tuple[Any, ...]:
@@ -209,4 +224,6 @@ def _kind_of(file: str) -> FrameKind:
 def _prefixes() -> list[tuple[str, FrameKind]]:
     paths = sysconfig.get_paths()
     commlens = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
-    return prefixes_of({"prefixes": {"commlens": commlens, "torch": _TORCH, "python": [paths["stdlib"], paths["platstdlib"]]}})
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
+    named = prefixes_of({"prefixes": {"commlens": commlens, "torch": _TORCH, "python": [paths["stdlib"], paths["platstdlib"]]}})
+    return [(generated, FrameKind.TORCH), *named]
