@@ -63,8 +63,7 @@ class SeenModules:
             parent.children.append(seen)
             module = row.ref()
             if module is not None:
-                parameters = module.named_parameters(recurse=False)
-                seen.placements = {name: tensor.placements for name, tensor in parameters if isinstance(tensor, DTensor)}
+                seen.placements = {name: tensor.placements for name, tensor in module._parameters.items() if isinstance(tensor, DTensor)}
         return seen
 
     def nearest(self, path: str | None) -> SeenModule:
@@ -144,9 +143,10 @@ class ModuleView:
         with torch.utils._python_dispatch._disable_current_modes():  # reading data is an op
             for seen in self._modules.root.with_descendants():
                 module = seen.reference() if seen.reference is not None else None
-                parameters = dict(module.named_parameters(recurse=False)) if module is not None else {}
-                if parameters:
-                    found[seen.path] = {name: parameter.data for name, parameter in parameters.items()}
+                parameters = module._parameters.items() if module is not None else ()
+                data = {name: parameter.data for name, parameter in parameters if parameter is not None}
+                if data:
+                    found[seen.path] = data
         return found
 
     def print_paramater_info(self) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.trace.modules import current_node
+from commlens.trace.modules import ModuleCall, current_node
 from commlens.trace.packets import FUNCTIONAL, public_packet, split_name
 
 if TYPE_CHECKING:
@@ -28,14 +28,10 @@ if TYPE_CHECKING:
 
 _SETTLE_AT = 20_000
 _CHECKPOINT = "torch/utils/checkpoint.py"
-_FORWARD, _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = (
-    Phase.FORWARD,
-    Phase.BACKWARD,
-    Phase.RECOMPUTATION,
-    Phase.OPTIMIZER,
-    Phase.OUTSIDE,
-)
+_BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
+_NOWHERE = -2
+_KEPT = 2**63  # numbers from here on do not tell nodes apart: gradients' accumulation
 
 
 class Layout(NamedTuple):
@@ -64,6 +60,10 @@ class _Op:
 
     def __init__(self, op: Any) -> None:
         self.op = op  # held, since it is looked up by its id
+        self.communicates = self.is_tensor_op = False
+        self.packet = None
+        if isinstance(op, HigherOrderOperator):
+            return
         names = {argument.name for argument in op._schema.arguments}
         namespace, _ = split_name(op._overloadpacket)
         self.is_tensor_op = namespace != "prim"  # a fake tensor asks for its device so
@@ -73,10 +73,48 @@ class _Op:
 
 
 class _Here(threading.local):
-    """A thread's state."""
+    """A thread's state, and where it was when it was last looked up: consecutive ops mostly run in one place."""
 
     issued = 0  # collectives that the tap has told of
     optimizers = 0  # optimizer steps under way
+    call: Any = None
+    number = _NOWHERE
+    place: Any = None
+
+
+def _leave_to_eager(code: Any) -> bool:
+    """Let dynamo pass over a function and all that it calls. False where this torch has no such switch."""
+    frames = torch._C._dynamo.eval_frame
+    try:
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
+    except AttributeError:
+        return False
+    return True
+
+
+def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    """The mode's ``__torch_dispatch__``."""
+    if DTensor in types:
+        # DTensor runs first; what it issues comes here afterwards.
+        if not isinstance(func, HigherOrderOperator):
+            self._fresh += (func, self._place(), _specs(args), (), self._sequence)
+        return NotImplemented
+    if AsyncCollectiveTensor in types:
+        return NotImplemented  # which shows the wait, and the op once more
+    kind = self._kinds.get(id(func))
+    if kind is None:
+        kind = self._kinds[id(func)] = _Op(func)
+    if kind.communicates:
+        return self._run_collective(kind, args, kwargs or {})
+    result = func(*args, **kwargs) if kwargs else func(*args)
+    if kind.is_tensor_op:
+        shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
+        self._fresh += (func, self._place(), None, shapes, self._sequence)
+    return result
+
+
+_SKIPPED = _leave_to_eager(_dispatch.__code__)
 
 
 class OpsMode(TorchDispatchMode):  # type: ignore[misc]
@@ -96,8 +134,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         """Called with packet, phase and path for ops of the communicating kind that issued nothing: on fake tensors, or on a
         backend that the dispatcher does not know of."""
         self._tracer = tracer
+        self._modules = tracer.modules
         self._shapes = shapes
-        self._fresh: list[tuple[Any, ...]] = []
+        self._fresh: list[Any] = []  # five things for each op in turn: objects of its own would keep the garbage collector busy
         self._settled: list[OpRecord] = []
         self._layouts: dict[Any, Layout] = {}
         self._meshes: dict[int, tuple[Any, str]] = {}
@@ -112,6 +151,10 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     def ignore_compile_internals(cls) -> bool:
         """Torch 2.9 and later: leave torch.compile alone."""
         return True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return not _SKIPPED  # torch's own way costs more
 
     @classmethod
     def is_infra_mode(cls) -> bool:
@@ -170,35 +213,13 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
 
     # --- the hot path
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if DTensor in types:
-            # DTensor runs first; what it issues comes here afterwards.
-            if not isinstance(func, HigherOrderOperator):
-                phase, path = self._place()
-                self._fresh.append((func, phase, path, _specs(args), (), self._sequence))
-            return NotImplemented
-        if AsyncCollectiveTensor in types:
-            return NotImplemented  # which shows the wait, and the op once more
-        if isinstance(func, HigherOrderOperator):
-            return func(*args, **(kwargs or {}))
-        kind = self._kinds.get(id(func))
-        if kind is None:
-            kind = self._kinds[id(func)] = _Op(func)
-        if kind.communicates:
-            return self._run_collective(kind, args, kwargs or {})
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if not kind.is_tensor_op:
-            return result
-        phase, path = self._place()
-        shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
-        self._fresh.append((func, phase, path, None, shapes, self._sequence))
-        return result
+    __torch_dispatch__ = _dispatch
 
     def _run_collective(self, kind: _Op, args: Any, kwargs: Any) -> Any:
         scope, here = self._scope, self._here
-        phase, path = self._place()
+        place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
-        entry = (kind.op, phase, path, None, shapes, self._sequence)
+        entry = (kind.op, place, None, shapes, self._sequence)
         issued, outer = here.issued, scope.packet
         if kind.packet is not None:
             scope.packet = kind.packet
@@ -206,10 +227,10 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             result = kind.op(*args, **kwargs)
         finally:
             scope.packet = outer
-        self._fresh.append(entry)
+        self._fresh += entry
         if here.issued == issued:
             for listener in self.on_unissued:
-                listener(kind.packet or kind.op._overloadpacket, phase, path)
+                listener(kind.packet or kind.op._overloadpacket, *_phase_and_path(place))
         return result
 
     def _issued(self, event: RawEvent) -> None:
@@ -220,22 +241,33 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
 
     # --- where an op runs
 
-    def _place(self) -> tuple[Phase | None, str | None]:
-        phase, call = self._tracer.locate()
-        if phase is _FORWARD or phase is _RECOMPUTATION:
-            return phase, call.row.path if call is not None else None
-        if phase is _OUTSIDE:
-            return (_OPTIMIZER if self._here.optimizers else phase), None
+    def _place(self) -> Any:
+        """Where this thread is: a call, or else what ``_phase_and_path`` makes of it."""
+        stack, node = self._modules._here.stack, current_node()
+        if node is None:
+            return stack[-1] if stack else _OPTIMIZER if self._here.optimizers else _OUTSIDE
+        here = self._here
+        call = stack[-1] if stack else None
+        number = node._sequence_nr()
+        if number == here.number and call is here.call:
+            return here.place
+        phase, located = self._modules.locate()
+        path = located.row.path if located is not None else None
+        here.number, here.call = number, call
         if phase is _BACKWARD:
-            if torch.is_grad_enabled() and _in_checkpoint():
-                return _RECOMPUTATION, call.row.path if call is not None else None
-            if call is None:
-                return phase, self._path_of_accumulation()
-        return phase, call.row.path if call is not None else None
+            if number > _KEPT:
+                here.number = _NOWHERE
+                path = path or self._path_of_accumulation(node)
+            elif torch.is_grad_enabled():
+                here.number = _NOWHERE
+                if _in_checkpoint():
+                    phase = _RECOMPUTATION
+        place = here.place = (phase, path)
+        return place
 
-    def _path_of_accumulation(self) -> str | None:
+    def _path_of_accumulation(self, node: Any) -> str | None:
         """The module whose parameter's gradient is being accumulated."""
-        parameter = getattr(current_node(), "variable", None)
+        parameter = getattr(node, "variable", None)
         path = self._tracer.modules.parameter_path(parameter) if parameter is not None else None
         return path.rpartition(".")[0] if path is not None else None
 
@@ -251,7 +283,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         with self._lock:
             count = len(self._fresh)  # another thread may append meanwhile
             add = self._settled.append
-            for op, phase, path, specs, shapes, after in self._fresh[:count]:
+            items = iter(self._fresh[:count])
+            for op, place, specs, shapes, after in zip(items, items, items, items, items, strict=True):
+                phase, path = _phase_and_path(place)
                 add(OpRecord(op, phase, path, self._layout(specs) if specs is not None else None, shapes, after))
             del self._fresh[:count]
 
@@ -266,6 +300,12 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
                 self._meshes[id(mesh)] = (mesh, str(mesh))
             layout = self._layouts[key] = Layout(shapes, placements, str(mesh) if mesh is not None else "")
         return layout
+
+
+def _phase_and_path(place: Any) -> tuple[Phase | None, str | None]:
+    if type(place) is ModuleCall:
+        return (Phase.FORWARD if place.run_by is None else _RECOMPUTATION), place.row.path
+    return place if type(place) is tuple else (place, None)
 
 
 def _specs(args: Any) -> tuple[Any, ...]:
