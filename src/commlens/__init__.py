@@ -11,8 +11,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from commlens.capture import disable, enable, expect_slow
     from commlens.diagnose.paths import diagnose_paths as diagnose
-    from commlens.errors import CommandError, CommlensError, ConfigError, DumpError, EvidenceError, FormatError, MissingDependency
+    from commlens.errors import (
+        CommandError,
+        CommlensError,
+        ConfigError,
+        DumpError,
+        EvidenceError,
+        FormatError,
+        MissingDependency,
+        OutputError,
+        SelectionError,
+    )
     from commlens.model.verdict import Verdict
+    from commlens.reading.trace import Trace
     from commlens.trace import trace
     from commlens.trace.comm_debug_mode import CommDebugMode
     from commlens.watch.snapshot import dump
@@ -28,6 +39,9 @@ __all__ = [
     "EvidenceError",
     "FormatError",
     "MissingDependency",
+    "OutputError",
+    "SelectionError",
+    "Trace",
     "Verdict",
     "__version__",
     "diagnose",
@@ -47,6 +61,9 @@ _FROM = {
     "EvidenceError": "commlens.errors",
     "FormatError": "commlens.errors",
     "MissingDependency": "commlens.errors",
+    "OutputError": "commlens.errors",
+    "SelectionError": "commlens.errors",
+    "Trace": "commlens.reading.trace",
     "Verdict": "commlens.model.verdict",
     "disable": "commlens.capture",
     "dump": "commlens.watch.snapshot",

@@ -3,9 +3,12 @@
     CommlensError
     ├── CommandError        what a command refuses: wrong usage, unreadable input; carries the exit status
     │   ├── EvidenceError   too little that can be read (exit status 3)
-    │   └── ConfigError     a setting's key or value is wrong
+    │   ├── ConfigError     a setting's key or value is wrong
+    │   └── SelectionError  a trace has no such field, phase or step to select by
     ├── FormatError         a file is not what it should be
     ├── DumpError           a dump could not be saved
+    ├── OutputError         a trace or a report of one could not be written
+    ├── DistributedOperationException  a collective would go wrong (strict verification)
     └── MissingDependency   a feature needs a package that is not installed
 
 Each has a ``slug``, its heading in docs/errors.md.
@@ -45,6 +48,12 @@ class ConfigError(CommandError):
     slug = "bad-setting"
 
 
+class SelectionError(CommandError):
+    """What a trace is filtered or counted by does not exist. The message holds what does."""
+
+    slug = "unknown-selection"
+
+
 class FormatError(CommlensError):
     """A file cannot be read as what it claims to be. The message names the file."""
 
@@ -55,6 +64,22 @@ class DumpError(CommlensError):
     """A dump could not be saved, or not all of it. The message names the folder."""
 
     slug = "dump-not-saved"
+
+
+class OutputError(CommlensError):
+    """A trace, or a report of one, could not be written. The message names the file."""
+
+    slug = "not-written"
+
+
+class DistributedOperationException(CommlensError):  # noqa: N818 - Accelerate's name, which people catch
+    """A collective would go wrong, and was not issued. The message holds what every rank asked for, the same on all of them.
+
+    ``kind`` is the verdict's word: "mismatch/shape", "missing", "dead", "cycle".
+    """
+
+    slug = "distributed-operation"
+    kind = ""
 
 
 class MissingDependency(CommlensError):

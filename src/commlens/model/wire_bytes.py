@@ -11,6 +11,8 @@ RULE: Final = (
 )
 """For whoever shows the figure: the rule in words."""
 
+RULE_IN_SHORT: Final = "bytes through one rank's link in one direction, by the ring algorithm"
+
 
 def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) -> int:
     """Bytes that pass one rank's link in one direction.

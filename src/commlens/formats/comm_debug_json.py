@@ -1,0 +1,129 @@
+"""Reading what CommDebugMode's ``generate_json_dump`` writes, torch's own or ours: counts by module, and ops where it lists them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from commlens.errors import FormatError
+from commlens.model.collective import ProcessGroup
+from commlens.model.ops import WIRE_OPS, wire_op
+from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TracedOp, TraceEvent
+
+_FUNCTIONAL: Final[dict[str, str]] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
+_UNKNOWN: Final = (
+    "This was CommDebugMode's JSON, which holds counts by module only: bytes, groups, order, times, steps, owners, causes and lines "
+    "of code are unknown. What it counts for a module and not for one of its children is taken as the module's own."
+)
+
+
+class _Op(msgspec.Struct):
+    name: str
+    input_shape: list[Any] = []
+    input_sharding: list[Any] = []
+    device_mesh: Any = ""
+
+
+class _Module(msgspec.Struct):
+    fqn: str
+    children: list[_Module]
+    module_type: str = ""
+    collectives_forward: list[tuple[str, int]] = []
+    collectives_backward: list[tuple[str, int]] = []
+    collectives_recomputation: list[tuple[str, int]] = []  # ours only; part of collectives_backward in torch's
+    operations_forward: list[_Op] = []
+    operations_backward: list[_Op] = []
+    operations_checkpointing: list[_Op] = []
+
+
+def convert(content: bytes, path: Path) -> TraceData:
+    """Make a trace of it: one summarised event for each module, phase and op.
+
+    Raises:
+        FormatError: the layout is not CommDebugMode's, or damaged.
+    """
+    try:
+        root = msgspec.json.decode(content, type=_Module)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"{path} looks like CommDebugMode's JSON but is damaged: {str(error).rstrip('.')}.") from None
+    data = TraceData(groups=[ProcessGroup("unknown", (), "unknown")], coverage=Coverage(blind=[_UNKNOWN]))
+    # A module that was called several times is repeated, once for each call, with all below it: the first one says everything.
+    waiting: list[tuple[_Module, int | None]] = [(root, None)]
+    seen: set[str] = set()
+    while waiting:
+        module, parent = waiting.pop()
+        if module.fqn in seen:
+            continue
+        seen.add(module.fqn)
+        site = None if module.fqn == "Global" else module.fqn
+        index: int | None = None
+        if site is not None:
+            index = len(data.modules)
+            kind = module.module_type.removeprefix("class '").removesuffix("'")
+            data.modules.append(TracedModule(path=site, type=kind, parent=parent))
+        children = list({child.fqn: child for child in reversed(module.children)}.values())
+        _collectives(data, module, children, site)
+        _ops(data, module, site)
+        waiting += [(child, index) for child in children]
+    total = sum(event.count for event in data.events)
+    data.coverage.dispatched = data.coverage.recorded = total
+    data.coverage.unclassified = sum(event.count for event in data.events if not event.classified)
+    return data
+
+
+def _collectives(data: TraceData, module: _Module, children: list[_Module], site: str | None) -> None:
+    for phase, field in (
+        (Phase.FORWARD, "collectives_forward"),
+        (Phase.BACKWARD, "collectives_backward"),
+        (Phase.RECOMPUTATION, "collectives_recomputation"),
+    ):
+        below: dict[str, int] = {}
+        for child in children:
+            for name, number in getattr(child, field):
+                below[name] = below.get(name, 0) + number
+        for name, number in getattr(module, field):
+            own = number - below.get(name, 0)
+            if own <= 0:
+                continue
+            # What no module has: CommDebugMode calls it forward wherever it was, in the optimizer, too.
+            known = None if site is None and phase is Phase.FORWARD else phase
+            data.events.append(
+                TraceEvent(sequence=len(data.events) + 1, op=_wire(name), api=name, phase=known, group=0, site=site, count=own)
+            )
+
+
+def _wire(name: str) -> str:
+    own = name.rsplit(".", 1)[-1]
+    if own in WIRE_OPS:
+        return wire_op(own)
+    own = own.removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_autograd")
+    return _FUNCTIONAL.get(own, own)
+
+
+def _ops(data: TraceData, module: _Module, site: str | None) -> None:
+    for phase, ops in (
+        (Phase.FORWARD, module.operations_forward),
+        (Phase.BACKWARD, module.operations_backward),
+        (Phase.RECOMPUTATION, module.operations_checkpointing),
+    ):
+        for op in ops:
+            data.depth = Depth.OPS
+            data.ops.append(
+                TracedOp(
+                    name=op.name,
+                    before_sequence=0,
+                    phase=phase,
+                    site=site,
+                    input_shapes=tuple(tuple(map(int, re.findall(r"\d+", str(shape)))) for shape in op.input_shape),
+                    input_placements=tuple(map(str, op.input_sharding)),
+                    mesh=str(op.device_mesh) if op.device_mesh else None,
+                )
+            )

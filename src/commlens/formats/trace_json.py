@@ -1,0 +1,165 @@
+"""Trace files: one JSON object, schema ``commlens.trace/1``, gzipped where the name ends with ``.gz``. docs/trace.md is for users.
+
+The lists hold one item a line, so that two files can be compared by eye and read by tools that go by lines.
+"""
+
+from __future__ import annotations
+
+import gzip
+import stat
+import zlib
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from commlens.errors import FormatError
+from commlens.formats.whole_file import write_whole
+from commlens.model.trace import SCHEMA, TraceData
+
+_GZIP: Final = b"\x1f\x8b"
+_LISTS: Final = ("groups", "modules", "events", "ops")
+
+
+class _Head(msgspec.Struct):
+    schema: Any = None
+    fqn: Any = None
+    children: Any = None
+
+
+def encode(data: TraceData) -> bytes:
+    """A trace as the bytes of an uncompressed file; grows with the number of events and no faster."""
+    lines = []
+    for name in data.__struct_fields__:
+        value = getattr(data, name)
+        if name in _LISTS and value:
+            items = ",\n  ".join(_encoded(item) for item in value)
+            lines.append(f' "{name}": [\n  {items}\n ]')
+        else:
+            lines.append(f' "{name}": {_encoded(value)}')
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def _encoded(value: Any) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except UnicodeEncodeError:  # a file name that is not text: its odd bytes become question marks
+        return msgspec.json.encode(_text_only(msgspec.to_builtins(value))).decode()
+
+
+def _text_only(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_text_only(item) for item in value]
+    if isinstance(value, dict):
+        return {_text_only(key): _text_only(item) for key, item in value.items()}
+    return value
+
+
+def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
+    """Save a trace, whole or not at all.
+
+    Args:
+        data: the trace.
+        path: the file; its folder is made when missing, and ``.gz`` at its end compresses.
+        overwrite: whether a file that is there may be replaced.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    content = encode(data)
+    if path.name.endswith(".gz"):
+        content = gzip.compress(content, compresslevel=6, mtime=0)
+    write_whole(path, content, overwrite=overwrite)
+
+
+def read_trace(path: Path) -> TraceData:
+    """Read a trace file; CommDebugMode's JSON, too, as far as it goes.
+
+    Raises:
+        FormatError: it is none of them, or it is damaged. The message says what it is, and is one sentence or two.
+    """
+    content = _content(path)
+    try:
+        head = msgspec.json.decode(content, type=_Head)
+    except msgspec.ValidationError:
+        raise FormatError(f"{path} is not a trace: it is JSON, but not one object with a schema.") from None
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"{path} is not a trace: {_what_it_is(content, error)}") from None
+    if head.schema is None and isinstance(head.fqn, str) and isinstance(head.children, list):
+        from commlens.formats.comm_debug_json import convert
+
+        return convert(content, path)
+    if head.schema != SCHEMA:
+        raise FormatError(f"{path} is not a trace that can be read: {_other_schema(head.schema)}")
+    try:
+        data = msgspec.json.decode(content, type=TraceData)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {str(error).rstrip('.')}.") from None
+    wrong = _impossible(data)
+    if wrong:
+        raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {wrong}.")
+    return data
+
+
+def _content(path: Path) -> bytes:
+    try:
+        kind = path.stat().st_mode
+        if stat.S_ISDIR(kind):
+            raise FormatError(f"{path} is a folder, not a trace file.")
+        content = path.read_bytes() if stat.S_ISREG(kind) or stat.S_ISFIFO(kind) else b""
+        if not content:
+            raise FormatError(
+                f"{path} is not a trace: it is {'empty' if stat.S_ISREG(kind) or stat.S_ISFIFO(kind) else 'no regular file'}."
+            )
+        return gzip.decompress(content) if content.startswith(_GZIP) else content
+    except FileNotFoundError:
+        raise FormatError(f"There is no file {path}.") from None
+    except (OSError, ValueError, MemoryError) as error:
+        if isinstance(error, gzip.BadGzipFile):
+            raise FormatError(f"{path} is not a trace: its compressed content is damaged ({error}).") from None
+        raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    except (EOFError, zlib.error):
+        raise FormatError(f"{path} is not a whole trace: its compressed content is cut off or damaged.") from None
+
+
+def _what_it_is(content: bytes, error: Exception) -> str:
+    if content.startswith(b"COMMLENS"):
+        return "it is a black box; commlens diagnose reads those."
+    start = content.lstrip()[:1]
+    if start == b"{" and "truncated" in str(error):
+        return "its JSON is cut off, as when a program was ended while it wrote."
+    if start in (b"{", b"["):
+        return f"its JSON is damaged ({str(error).rstrip('.')})."
+    return "it holds no JSON."
+
+
+def _other_schema(schema: Any) -> str:
+    if schema is None:
+        return f"it is JSON without a schema, where {SCHEMA!r} is expected."
+    family, _, version = str(schema).partition("/")
+    ours, _, our_version = SCHEMA.partition("/")
+    if family == ours and version.isdecimal() and int(version) > int(our_version):
+        return f"its schema is {schema!r}, made by a newer commlens; this one knows {SCHEMA!r}. Update commlens."
+    if family == "commlens.verdict":
+        return "it is a verdict, what commlens diagnose --json prints."
+    return f"its schema is {str(schema)[:80]!r}, where {SCHEMA!r} is expected."
+
+
+def _impossible(data: TraceData) -> str | None:
+    """What cannot be true of a trace, although every field has the right type."""
+    groups = len(data.groups)
+    for number, event in enumerate(data.events):
+        if not 0 <= event.group < groups:
+            return f"event {number} refers to group {event.group} of {groups}"
+        if event.count < 1:
+            return f"event {number} has a count of {event.count}"
+        if min(event.input_bytes, event.output_bytes, event.wire_bytes) < 0:
+            return f"event {number} has a negative number of bytes"
+        if event.last_step is not None and event.last_step < event.step:
+            return f"event {number} ends in step {event.last_step}, before it begins in step {event.step}"
+    for number, module in enumerate(data.modules):
+        if module.parent is not None and (module.parent == number or not 0 <= module.parent < len(data.modules)):
+            return f"module {number} refers to parent {module.parent} of {len(data.modules)} modules"
+    return None

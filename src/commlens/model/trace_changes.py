@@ -1,0 +1,52 @@
+"""How two traces differ, as data."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+COMPARISON_SCHEMA: Final = "commlens.comparison/1"
+
+
+class Change(msgspec.Struct, kw_only=True):
+    """One thing that is different in the second trace."""
+
+    kind: str  # "new", "gone", "moved", "replaced", "count", "changed", "world-size"
+    sentence: str
+    op: str = ""
+    phase: str | None = None
+    module: str | None = None  # folded: "Transformer.layers.0-31.attention"
+    group: str = ""  # mesh dimension or other label of the group
+    changed: dict[str, tuple[str, str]] = msgspec.field(default_factory=dict)  # of "changed" and "moved": field -> before, after
+    calls_before: float = 0
+    calls_after: float = 0
+    wire_bytes_before: float = 0
+    wire_bytes_after: float = 0
+    modules: int = 1  # so many modules that differ only in a number changed alike
+    ranks: list[int] = msgspec.field(default_factory=list)  # where traces of several ranks were compared: the ranks that changed so
+
+    @property
+    def weight(self) -> float:
+        """Bytes on the wire that are affected: what the order of changes goes by."""
+        return max(abs(self.wire_bytes_after - self.wire_bytes_before), self.wire_bytes_before, self.wire_bytes_after)
+
+
+class Comparison(msgspec.Struct, kw_only=True):
+    """How a trace differs from another one, the most important change first. False where nothing changed."""
+
+    schema: str = COMPARISON_SCHEMA
+    answer: str = ""  # in one sentence
+    per_step: bool = False  # the traces cover different numbers of steps, so that calls and bytes are those of a step
+    calls_before: float = 0
+    calls_after: float = 0
+    wire_bytes_before: float = 0
+    wire_bytes_after: float = 0
+    changes: list[Change] = msgspec.field(default_factory=list)
+    notes: list[str] = msgspec.field(default_factory=list)  # what was not compared, or is no change of the model
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        return "\n".join([self.answer, *(f"- {change.sentence}" for change in self.changes), *self.notes])

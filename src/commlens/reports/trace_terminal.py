@@ -1,0 +1,158 @@
+"""A trace on a terminal: the answer first, then where the bytes go, then why, then the self-check."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from typing import IO
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from commlens.model.sizes import number, size
+from commlens.model.trace_changes import Comparison
+from commlens.model.trace_summary import ModuleTotal, Summary, Total
+from commlens.model.wire_bytes import RULE_IN_SHORT
+
+_WIDEST = 120  # longer lines are hard to read
+_MOST_MODULES = 30
+_MOST_CHANGES = 40
+
+
+def console(file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> Console:
+    """A console on a file: plain where the file is no terminal, at most 120 columns wide where nothing else is asked."""
+    out = file if file is not None else sys.stdout
+    made = Console(file=out, width=width, force_terminal=colour, no_color=colour is False, highlight=False, emoji=False, markup=False)
+    if width is None:
+        made.width = min(made.width, _WIDEST)
+    return made
+
+
+def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
+    """Print a summary.
+
+    Args:
+        summary: what to print.
+        file: where to; standard output by default.
+        width: columns; those of the terminal by default, 80 where there is none, at most 120.
+        colour: whether to use colour; by default where the file is a terminal that wants it.
+    """
+    _print(_summary(summary), file, width, colour)
+
+
+def print_comparison(comparison: Comparison, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
+    """Print what is different between two traces. The arguments are those of :func:`print_summary`."""
+    parts: list[RenderableType] = [Text(comparison.answer, style="bold yellow" if comparison else "bold green")]
+    if comparison:
+        parts += ["", *(_bullet(_sentence(change.sentence)) for change in comparison.changes[:_MOST_CHANGES])]
+        if len(comparison.changes) > _MOST_CHANGES:
+            parts.append(_bullet(f"{len(comparison.changes) - _MOST_CHANGES} more; --json lists them all."))
+    if comparison.notes:
+        parts += ["", *(Text(note, style="dim") for note in comparison.notes)]
+    _print(parts, file, width, colour)
+
+
+def print_differences(sentences: Sequence[str], answer: str, file: IO[str] | None = None, *, width: int | None = None) -> None:
+    """Print how ranks differ: the answer, then one line for each difference."""
+    parts: list[RenderableType] = [Text(answer, style="bold yellow" if sentences else "bold green")]
+    parts += [_bullet(_sentence(text)) for text in sentences]
+    _print(parts, file, width, None)
+
+
+def render(summary: Summary, width: int = 80) -> str:
+    """A summary as plain text, for logs and tests."""
+    out = io.StringIO()
+    print_summary(summary, out, width=width, colour=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _print(parts: Sequence[RenderableType], file: IO[str] | None, width: int | None, colour: bool | None) -> None:
+    out = console(file, width, colour)
+    for part in parts:
+        out.print(part)
+
+
+def _summary(summary: Summary) -> list[RenderableType]:
+    parts: list[RenderableType] = [Text(summary.answer, style="bold")]
+    known = summary.bytes_known
+    if summary.calls:
+        for title, rows in (("mesh dimension", summary.by_mesh_dim), ("phase", summary.by_phase), ("op", summary.by_op)):
+            parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known)]
+        if summary.by_module:
+            parts += ["", _modules(summary.by_module, known=known)]
+            if len(summary.by_module) > _MOST_MODULES:
+                parts.append(
+                    Text(f"  {len(summary.by_module) - _MOST_MODULES} more modules; --module PATH shows a part, --json all", "dim")
+                )
+        if summary.why:
+            parts += ["", Text("why, the costliest first" if known else "why", style="bold"), _reasons(summary, known=known)]
+    parts.append("")
+    parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
+    parts += [Text(_sentence(text), style="dim") for text in summary.blind]
+    if known and summary.calls:
+        parts.append(Text(f"On the wire: {RULE_IN_SHORT}.", style="dim"))
+    return parts
+
+
+def _table(*columns: str, numbers: int = 0) -> Table:
+    """A table whose last ``numbers`` columns hold numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    for place, name in enumerate(columns):
+        numeric = place >= len(columns) - numbers
+        table.add_column(name, justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
+    return table
+
+
+def _breakdown(title: str, rows: list[Total], total: int, *, known: bool) -> Table:
+    with_ranks = any(row.group_size for row in rows)
+    table = _table(title, *["ranks"] * with_ranks, "calls", *["on the wire", "share"] * known, numbers=1 + with_ranks + 2 * known)
+    for row in rows:
+        ranks = [str(row.group_size) if row.group_size else "various"] * with_ranks
+        carried = [size(row.wire_bytes), f"{row.wire_bytes / total:.0%}" if total else ""] * known
+        table.add_row(Text(row.name), *ranks, number(row.calls), *carried)
+    return table
+
+
+def _modules(rows: list[ModuleTotal], *, known: bool) -> Table:
+    table = _table("module", *["own", "on the wire"][: 1 + known], *["with children", "on the wire"][: 1 + known], numbers=2 + 2 * known)
+    above: list[str] = []
+    for row in rows[:_MOST_MODULES]:
+        above = above[: row.depth]
+        # A folded parent may stand for other numbers than its child: what counts is how many parts of the path it has.
+        parts = row.path.split(".")
+        start = len(above[-1].split(".")) if above else 0
+        above.append(row.path)
+        own = [number(row.own_calls), *[size(row.own_bytes)] * known] if row.own_calls else ["", *[""] * known]
+        name = Text("  " * row.depth + ".".join(parts[start:]))
+        if above[:-1] and above[-2].split(".") != parts[:start]:
+            name.append(f" (of {'.'.join(parts[max(0, start - 2) : start])})", style="dim")
+        table.add_row(name, *own, number(row.calls), *[size(row.wire_bytes)] * known)
+    return table
+
+
+def _reasons(summary: Summary, *, known: bool) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    if known:
+        table.add_column(justify="right", no_wrap=True)
+        table.add_column(justify="right", no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for why in summary.why:
+        share = f"{why.wire_bytes / summary.wire_bytes:.0%}" if summary.wire_bytes else ""
+        table.add_row(*[size(why.wire_bytes), share] * known, Text(why.sentence))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _bullet(text: str) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("-", Text(text))
+    return Padding(Group(table), (0, 0, 0, 2))
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?", ":")) else f"{text}."
