@@ -72,6 +72,12 @@ class Objects:
         """Listen no more."""
         tap.detach(self)
 
+    def delivering(self, *contents: torch.Tensor | bytes) -> _Delivery:
+        """A context in which the next collectives that receive something receive this."""
+        return _Delivery(
+            self._deliveries, [torch.frombuffer(bytearray(c), dtype=torch.uint8) if isinstance(c, bytes) else c for c in contents]
+        )
+
     # --- the tap's calls
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
@@ -105,7 +111,12 @@ class Objects:
     def _broadcast(self, original: Any) -> Any:
         @functools.wraps(original)
         def broadcast_object_list(
-            object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None, **kwargs: Any
+            object_list: list[Any],
+            src: int | None = None,
+            group: Any = None,
+            device: Any = None,
+            group_src: int | None = None,
+            **kwargs: Any,
         ) -> Any:
             given = {"group": group, "device": device, **_only_given(src=src, group_src=group_src), **kwargs}
             ranks, source = _ranks(group), _global(group, src, group_src)
@@ -119,7 +130,7 @@ class Objects:
                 message = self._wanted(key)
                 if message is None or len(message) != len(object_list):
                     message = _pickled(object_list, kwargs)
-                with self._deliveries.delivering(_sizes(message), b"".join(message)):
+                with self.delivering(_sizes(message), b"".join(message)):
                     return original(object_list, **given)
 
         return broadcast_object_list
@@ -149,7 +160,7 @@ class Objects:
                     known = self._wanted(self._key("scatter", source, self.rank, ranks))
                     mine = known[0] if known else _pickled([None], kwargs)[0]
                     largest = len(known[1]) if known else len(mine)
-                with self._deliveries.delivering(_number(largest), mine.ljust(largest, b"\0"), _number(len(mine))):
+                with self.delivering(_number(largest), mine.ljust(largest, b"\0"), _number(len(mine))):
                     return original(scatter_object_output_list, scatter_object_input_list, **given)
 
         return scatter_object_list
@@ -157,7 +168,12 @@ class Objects:
     def _send(self, original: Any) -> Any:
         @functools.wraps(original)
         def send_object_list(
-            object_list: list[Any], dst: int | None = None, group: Any = None, device: Any = None, group_dst: int | None = None, **kwargs: Any
+            object_list: list[Any],
+            dst: int | None = None,
+            group: Any = None,
+            device: Any = None,
+            group_dst: int | None = None,
+            **kwargs: Any,
         ) -> Any:
             with unset_fake_temporarily():
                 ranks = _ranks(group)
@@ -171,7 +187,12 @@ class Objects:
     def _receive(self, original: Any) -> Any:
         @functools.wraps(original)
         def recv_object_list(
-            object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, group_src: int | None = None, **kwargs: Any
+            object_list: list[Any],
+            src: int | None = None,
+            group: Any = None,
+            device: Any = None,
+            group_src: int | None = None,
+            **kwargs: Any,
         ) -> Any:
             given = {"group": group, "device": device, **_only_given(src=src, group_src=group_src), **kwargs}
             ranks = _ranks(group)
@@ -183,7 +204,7 @@ class Objects:
                 message = self._wanted(self._key("send", source, self.rank, ranks))
                 if message is None or len(message) != len(object_list):
                     message = _pickled(object_list, kwargs)
-                with self._deliveries.delivering(_sizes(message), b"".join(message)):
+                with self.delivering(_sizes(message), b"".join(message)):
                     return original(object_list, **given)
 
         return recv_object_list
@@ -219,9 +240,6 @@ class _Deliveries(threading.local):
     def __init__(self) -> None:
         self.pending: list[torch.Tensor | None] = []
         self.gathers = False
-
-    def delivering(self, *contents: torch.Tensor | bytes) -> _Delivery:
-        return _Delivery(self, [torch.frombuffer(bytearray(c), dtype=torch.uint8) if isinstance(c, bytes) else c for c in contents])
 
     def gathering(self) -> _Delivery:
         return _Delivery(self, [], gathers=True)

@@ -6,6 +6,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -13,16 +14,20 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
 
 from commlens.capture import tap
 from commlens.errors import CommandError
+from commlens.model.collective import FrameKind
+from commlens.trace import stacks
 from commlens.trace.patches import Patches
 
 _CPU = DispatchKeySet(DispatchKey.CPU)
 _AFTER = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
+_NO_COLLECTIVES = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh_get_process_group")
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
@@ -35,6 +40,9 @@ class PreviewTensors(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
+        if func is _SCALAR and not isinstance(args[0], FakeTensor):
+            with unset_fake_temporarily():
+                return func(*args)
         if func is _SCALAR:
             constant = getattr(args[0], "constant", None)
             return constant.item() if constant is not None else self._make_up(args[0])
@@ -67,8 +75,14 @@ class FakeTensors:
         import torch.distributed.device_mesh as device_mesh
 
         tap.run_fake_tensors_as(_CPU)
+        _ignore_fake_kernel(patches, "_dtensor::shard_dim_alltoall")
+        # Module.to swaps fake parameters, and refuses because the mode refers to them weakly: which does no harm here.
+        patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda tensor: []))
         for namespace in ("_c10d_functional", "_dtensor"):
             self._run_functional_ops(namespace)
+        # What DDP's reducer compares across ranks are small tensors, whose values are needed.
+        patches.wrap(torch._C._distributed_c10d, "_verify_params_across_processes", really)
+        patches.wrap(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", really)
         # Which ranks are in which mesh is arithmetic on small tensors, whose values are needed.
         patches.wrap(device_mesh, "init_device_mesh", really)
         for name, method in list(vars(device_mesh.DeviceMesh).items()):
@@ -90,7 +104,7 @@ class FakeTensors:
         self._libraries.append(library)
         for schema in torch._C._jit_get_all_schemas():
             space, _, name = schema.name.partition("::")
-            if space == namespace and not schema.overload_name and name != "wait_tensor":
+            if space == namespace and not schema.overload_name and name not in _NO_COLLECTIVES:
                 packet = getattr(getattr(torch.ops, namespace), name)
                 library.impl(name, _functional_kernel(packet.default), "BackendSelect", with_keyset=True)
 
@@ -102,6 +116,15 @@ def _functional_kernel(op: Any) -> Callable[..., Any]:
         return redispatch(_CPU if keys.has(DispatchKey.Meta) else keys & _AFTER, *arguments)
 
     return commlens_preview
+
+
+def _ignore_fake_kernel(patches: Patches, name: str) -> None:
+    """Some ops have a kernel for fake tensors in Python, which issues nothing."""
+    from torch._library.simple_registry import singleton
+
+    entry = singleton.find(name)
+    if entry.fake_impl.kernel is not None:
+        patches.set(entry, "fake_impl", types.SimpleNamespace(kernel=None))
 
 
 def really(function: Any) -> Any:
@@ -116,13 +139,9 @@ def really(function: Any) -> Any:
 
 
 def _user_line() -> str | None:
-    from commlens.formats.box_log import kind_of
-    from commlens.model.collective import FrameKind
-    from commlens.trace.stacks import _prefixes
-
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if kind_of(frame.f_code.co_filename, _prefixes()) is FrameKind.USER:
+        if stacks._kind_of(frame.f_code.co_filename) is FrameKind.USER:
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

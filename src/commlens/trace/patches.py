@@ -15,6 +15,7 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
+        self._aliased: dict[int, tuple[Any, Any]] = {}  # by id of a module's function: it, and what replaces it
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Replace an attribute; a missing one is added."""
@@ -22,18 +23,24 @@ class Patches:
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a function or method by ``wrapper(it)``, also under every module's name for it; nothing where there is none."""
+        """Replace a function or method by ``wrapper(it)``; nothing where there is none."""
         original = owner.__dict__.get(name)
         if original is None:
             return
         replacement = wrapper(original)
         self.set(owner, name, replacement)
-        if not isinstance(owner, types.ModuleType):
-            return
+        if isinstance(owner, types.ModuleType):
+            self._aliased[id(original)] = original, replacement
+
+    def replace_aliases(self) -> None:
+        """Replace the functions that were wrapped until now under every name that any module has for them."""
+        aliased, self._aliased = self._aliased, {}
         for module in list(sys.modules.values()):
-            for alias, value in list(getattr(module, "__dict__", {}).items()):
-                if value is original:
-                    self.set(module, alias, replacement)
+            if type(module) is not types.ModuleType:
+                continue
+            for alias, value in list(module.__dict__.items()):
+                if id(value) in aliased:
+                    self.set(module, alias, aliased[id(value)][1])
 
     def restore(self) -> None:
         """Put everything back. What somebody else has replaced in the meantime is put back, too."""
@@ -46,7 +53,7 @@ class Patches:
                 setattr(owner, name, value)
 
 
-def called_by_torch() -> bool:
+def called_by_torch(package: str = "torch") -> bool:
     """Whether the function that asks was called from torch's own code. For wrappers that answer the user's code otherwise."""
     name = str(sys._getframe(2).f_globals.get("__name__", ""))
-    return name == "torch" or name.startswith("torch.")
+    return name == package or name.startswith(package + ".")
