@@ -24,6 +24,9 @@ from commlens.formats.layout import CAPACITY_MAX
 SWITCH: Final = "COMMLENS"
 """The variable that switches recording on in a worker."""
 
+DEBUG_VARIABLE: Final = "COMMLENS_DEBUG_MODE"
+"""Of the setting ``debug``: named as Accelerate's is."""
+
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
 PREFIX: Final = "COMMLENS_"
 NOT_SETTINGS: Final = frozenset({CONFIG_FILE_VARIABLE, "COMMLENS_TEST_DATA"})
@@ -44,6 +47,9 @@ class Settings:
     dump_on_timeout: bool = True  # dump just before a process group's timeout strikes
     stall_timeout: float = 60.0  # seconds that a collective may be waited for before the watcher speaks
     on_stall: str = "warn"  # "warn" or "abort"
+    debug: bool = False  # verify every collective against the peers' before it is issued
+    verify_timeout: float | None = None  # seconds that a peer may be silent then; None: the process group's timeout
+    on_mismatch: str = "warn"  # when the watcher sees ranks disagree: "warn" or "abort"
     cpp_stack: bool = False  # record C++ frames too
     timing: bool = False  # record durations
     dump_signal: str | None = None  # e.g. "SIGUSR2": install a handler that dumps; none by default
@@ -90,7 +96,8 @@ def load_settings(
     _apply_torch_variables(layers, environ)
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in NOT_SETTINGS and environ[variable].strip():
-            layers.apply(variable.removeprefix(PREFIX).lower(), environ[variable], variable, written=variable)
+            name = "debug" if variable == DEBUG_VARIABLE else variable.removeprefix(PREFIX).lower()
+            layers.apply(name, environ[variable], variable, written=variable)
     for name, value in (overrides or {}).items():
         if value is not None:
             layers.apply(name, value, overrides_from)
@@ -117,7 +124,7 @@ def settings_environment(settings: Settings) -> dict[str, str]:
 
 def variable_of(name: str) -> str:
     """The environment variable of a setting: ``"box_dir" -> "COMMLENS_BOX_DIR"``."""
-    return PREFIX + name.upper()
+    return DEBUG_VARIABLE if name == "debug" else PREFIX + name.upper()
 
 
 def is_switched_on(environ: Mapping[str, str]) -> bool:
@@ -207,6 +214,9 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
+    "debug": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
+    "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),
+    "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),

@@ -22,8 +22,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diagnose": {"compare", "errors", "formats", "model"},
     "reports": {"errors", "model"},
     "watch": {"config", "diagnose", "errors", "formats", "model", "reports"},
-    "capture": {"config", "errors", "formats", "model", "watch"},  # watch: a dump on demand
+    "capture": {"config", "errors", "formats", "model", "verify", "watch"},  # its bootstrap starts the verifier; watch: a dump on demand
     "reading": {"errors", "formats", "model", "reports"},
+    "verify": {"capture", "compare", "errors", "formats", "model"},
     "trace": {"capture", "errors", "formats", "model", "reading"},
     "launch": {"capture", "config", "errors", "formats", "watch"},
     "scenarios": {"errors", "model"},
@@ -33,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""
 
-TORCH_USERS = {"capture", "launch", "scenarios", "trace"}
+TORCH_USERS = {"capture", "launch", "scenarios", "trace", "verify"}
 STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",

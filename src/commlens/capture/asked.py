@@ -28,7 +28,7 @@ class Asked:
         "blob", "channel", "content", "first_tensor", "flags", "next_number", "op", "peer", "synchronous", "tag", "too_large", "wait_tells",
     )  # fmt: skip
 
-    def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = L.FLAG_ENTERED) -> None:
+    def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = 0) -> None:
         self.content = content
         self.channel = channel
         self.peer = peer  # global rank, -1 where there is none
@@ -104,7 +104,7 @@ class AskedTable:
             group.channel(devices[0] if devices else "cpu"),
             group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
             int(arguments[spec.tag]) if spec.tag >= 0 else 0,
-            L.FLAG_ENTERED | (L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0),
+            L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
         )
         if len(self._asked) >= _ASKED_LIMIT:
             self._asked = {}

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import json
 import logging
 import os
 import platform
@@ -25,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from commlens import config
+from commlens.errors import DistributedOperationException
 from commlens.formats import layout as L
 from commlens.formats import places
 
@@ -124,12 +126,16 @@ def _hook_init() -> None:
     @functools.wraps(original_destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
         current = _session
+        verifier = current.recorder.verifier if current is not None and current.is_recording else None
         if current is not None and current.is_recording:
             _safely(current.recorder.sweep)
             # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6 joins that thread with the GIL
             # held: a deadlock of its own (4 of 24 bare runs), to which what we do before would add.
             time.sleep(_BEFORE_DESTROY_S)
-        return original_destroy(*args, **kwargs)
+        result = original_destroy(*args, **kwargs)
+        if verifier is not None:
+            verifier.before_end()
+        return result
 
     @functools.wraps(original_new)
     def _new_process_group_helper(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
@@ -142,6 +148,8 @@ def _hook_init() -> None:
             # A default group is being made. Not told by calls of init_process_group: one may be refused, and init_device_mesh has
             # imported its name before commlens was switched on.
             current.recorder.groups.started_again()
+            if current.recorder.verifier is not None:
+                current.recorder.verifier.group_destroyed()
         result = original_new(group_size, group_rank, *args, **kwargs)
         if current is not None and late and current.is_recording:
             current.writer.word(L.PHASE, L.PHASE_INITIALISED)
@@ -199,6 +207,8 @@ def _begin(session: Session, rank: int, world_size: int) -> None:
         session.writer = writer
         session.recorder = Recorder(writer, Groups(), cpp_stack=session.settings.cpp_stack, timing=session.settings.timing)
         session.recorder.on_unreadable_reduce_op = hooks.tap_reduce_ops
+        if session.settings.debug:
+            _safely(_verify, session, rank)
         hooks.set_recorder(session.recorder)
         tap.attach(session.recorder)
         pipe = Path(f"{session.settings.dump_pipe}{rank}.commlens.pipe") if session.settings.dump_pipe else None
@@ -224,6 +234,15 @@ def _initialised(session: Session) -> None:
     session.writer.word(L.RANK_WORLD, (dist.get_rank() + 1) << 32 | dist.get_world_size())
     session.writer.word(L.TIMEOUT_MS, _timeout_ms())
     session.writer.word(L.PHASE, L.PHASE_INITIALISED)
+
+
+def _verify(session: Session, rank: int) -> None:
+    """Let every collective be compared with the peers' before it is issued."""
+    from commlens.verify.strict import Verifier
+
+    settings = session.settings
+    timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or _timeout_ms() / 1000)
+    session.recorder.verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s)
 
 
 def _timeout_ms() -> int:
@@ -412,6 +431,17 @@ def _record_exception(session: Session, kind: type[BaseException], error: BaseEx
     frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
     text = f"{kind.__name__}: {first_line[0][:500]}" if first_line else kind.__name__
     session.writer.word(L.EXCEPTION, session.writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
+    if isinstance(error, DistributedOperationException):
+        _tell_torchelastic(str(error))
+
+
+def _tell_torchelastic(text: str) -> None:
+    """Its summary of what failed shows this file, which otherwise only a decorated ``main`` writes."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
 
 
 def _at_exit(session: Session) -> None:
@@ -429,6 +459,8 @@ def _close(session: Session, phase: int) -> None:
     session.writer.word(L.PHASE, phase)
     tap.detach(session.recorder)
     hooks.set_recorder(None)
+    if session.recorder.verifier is not None:
+        session.recorder.verifier.close()
     session.recorder.release()
     session.recorder = None
     session.given_up = True

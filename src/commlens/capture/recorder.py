@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from commlens.capture import native, stacks, tap
 from commlens.capture.asked import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
@@ -23,6 +23,11 @@ from commlens.capture.boxwriter import BoxWriter
 from commlens.capture.groups import Channel, Groups
 from commlens.formats import layout as L
 from commlens.model.ops import POINT_TO_POINT
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from commlens.verify.strict import Verifier
 
 log = logging.getLogger("commlens")
 
@@ -51,8 +56,9 @@ class Token:
     pointers: tuple[int, ...] = ()  # addresses of its outputs
     coalescing: Any = None
 
-    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int) -> None:
+    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int, number: int = 0) -> None:
         self.index = index
+        self.number = number
         self.offset = offset
         self.asked = asked
         self.since = since
@@ -98,11 +104,31 @@ class Recorder:
         self._coalescing_ids = itertools.count(1).__next__
         self._logged = False
         self.lost = 0
+        self.verifier: Verifier | None = None
 
     # --- the tap's calls
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Token | None:
-        """Write the record, before the backend sees the op."""
+        """Write the record, before the backend sees the op. Only a verifier's refusal is raised."""
+        if self.verifier is not None:
+            return self._begin_verified(self.verifier, spec, arguments, sys._getframe(1).f_back)
+        return self._begin(spec, arguments, sys._getframe(1).f_back, L.FLAG_ENTERED)
+
+    def _begin_verified(self, verifier: Verifier, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None) -> Token | None:
+        token = self._begin(spec, arguments, frame, 0)
+        if token is None or token.coalescing is not None:
+            return token
+        reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
+        noted = noted_reduce_ops.get(token.thread) if noted_reduce_ops else None
+        try:
+            verifier.before_issue(token.index, token.asked, token.number, token.thread, frame, noted or reduce_op)
+        except BaseException as error:
+            self.raised(token, error)
+            raise
+        self.writer.mark(token.offset, L.ENTERED, token.index, _monotonic())
+        return token
+
+    def _begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None, entered: int) -> Token | None:
         try:
             asked = self._asked.find(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
             channel = asked.channel
@@ -112,11 +138,10 @@ class Recorder:
                 asked.too_large = asked.blob == 0
             if channel.blob <= writer.side_floor:
                 channel.blob = writer.add_blob(channel.describe())
-            # Frame 0 is this one, 1 the tap's kernel, then the code that called torch. In a thread of C++'s own (autograd's, on an
-            # accelerator, where DDP issues its collectives) there is none.
-            stack = self.stacks.position(sys._getframe(1).f_back) if not self.cpp_stack else self.stacks.native_position()
+            # In a thread of C++'s own (autograd's, on an accelerator, where DDP issues its collectives) there is no frame.
+            stack = self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
             thread = _here.id
-            flags = asked.flags
+            flags = asked.flags | entered
             if channel.busy and channel.busy != thread:
                 flags |= L.FLAG_CONCURRENT
             channel.busy = thread
@@ -130,7 +155,7 @@ class Recorder:
             offset = writer.announce(
                 index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
             )
-            token = Token(index, offset, asked, now, thread)
+            token = Token(index, offset, asked, now, thread, number)
             if coalescing is not None:
                 token.coalescing = coalescing
             elif not asked.synchronous and channel.polls:
@@ -267,7 +292,16 @@ class Recorder:
         except Exception as error:
             self._failed(error)
             return None
+        if token is not None and self.verifier is not None:
+            self._verify_wait(self.verifier, token)
         return token
+
+    def _verify_wait(self, verifier: Verifier, token: Token) -> None:
+        try:
+            verifier.before_wait(token.index)
+        except BaseException as error:
+            self._after_wait(token, error)
+            raise
 
     def _wait_marks(self, token: Token) -> None:
         token.waiting = True
@@ -310,6 +344,8 @@ class Recorder:
         except Exception as error:
             self._failed(error)
             return None
+        if self.verifier is not None:
+            self._verify_wait(self.verifier, token)
         return work, token
 
     def tensor_wait_ended(self, held: tuple[Any, Token], error: BaseException | None) -> None:
@@ -451,8 +487,6 @@ class Recorder:
             self.returned_work(token, work)
         except Exception as error:
             self._failed(error)
-
-    # --- what was asked
 
     def _failed(self, error: Exception) -> None:
         self.lost += 1

@@ -154,8 +154,10 @@ def _kernel(op: Any, spec: OpSpec) -> Callable[..., Any]:
                 raise
             subscriber.returned(token, result)
             return result
-        tokens = [(subscriber, subscriber.begin(spec, arguments)) for subscriber in subscribers]
+        tokens: list[tuple[Subscriber, Any]] = []
         try:
+            for subscriber in subscribers:
+                tokens.append((subscriber, subscriber.begin(spec, arguments)))
             result = redispatch(below, *arguments)
         except BaseException as error:
             for subscriber, token in tokens:

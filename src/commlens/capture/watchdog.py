@@ -21,6 +21,7 @@ log = logging.getLogger("commlens")
 
 TICK_S = 0.25
 STACKS_EVERY_NS = 1_000_000_000
+SPEAK_AFTER_NS = 1_000_000_000
 NATIVE_EVERY_NS = 1_000_000_000
 _monotonic = time.monotonic_ns
 
@@ -40,6 +41,8 @@ class Watchdog:
         self._stacks_at = 0
         self._native_at = 0
         self._main_hash = 0
+        self._alarm_since = 0
+        self._spoken = ""
         self._thread = threading.Thread(target=self._run, name="commlens-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -87,6 +90,18 @@ class Watchdog:
             self._look_at_stacks(now)
         if self._pipe_descriptor >= 0:
             self._read_pipe()
+        if recorder.verifier is not None:
+            self._speak_for_the_stuck(recorder.verifier.unraised_alarm(), now)
+
+    def _speak_for_the_stuck(self, alarm: str | None, now: int) -> None:
+        """What this rank should have raised, and cannot: it is blocked in the backend's C++."""
+        if alarm is None:
+            self._alarm_since = 0
+        elif not self._alarm_since:
+            self._alarm_since = now
+        elif now - self._alarm_since > SPEAK_AFTER_NS and alarm != self._spoken:
+            self._spoken = alarm
+            log.error("commlens: this rank is blocked and cannot raise it:\n%s", alarm)
 
     def _write_oldest(self, oldest: Token | None) -> None:
         writer = self._recorder.writer

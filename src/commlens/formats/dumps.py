@@ -32,6 +32,9 @@ BOX_BYTES_MAX: Final = SIZE_MAX
 _OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
 _TEMPORARY_NAME: Final = re.compile(r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json)\.\d+\.tmp")
 _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
+_ALARMS: Final = "verify.alarms"  # what verifying ranks posted; theirs too are the boards
+_BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
+_BOARD_MAGIC: Final = b"CMLSBRD1"
 
 
 class _BeforeRank(msgspec.Struct):
@@ -275,4 +278,6 @@ def _is_ours(folder: int, name: str) -> bool:
         return OBSERVED_SCHEMA.encode() in head
     if name == MARKER:
         return DUMP_SCHEMA.encode() in head
-    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head)
+    if _BOARD_NAME.fullmatch(name):
+        return head[:8] == _BOARD_MAGIC or not any(head)
+    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == _ALARMS

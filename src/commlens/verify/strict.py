@@ -1,0 +1,633 @@
+"""Strict verification: what a rank is about to issue is compared with what its peers on the node are about to, before it is.
+
+Every collective is announced on the rank's board. Where an op needs every rank anyway and its caller waits for it, the rank
+waits for its peers' announcements first, so that all of them raise and nothing is sent. Elsewhere it compares with those that
+have announced already, and again when somebody waits for the op: the last to come finds the fault, refuses its own issue and
+posts it; the others raise at their next collective or wait.
+
+Waiting is bounded, follows the op's own meaning, and is never taken for evidence of a deadlock.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from commlens.capture.asked import Asked as Interned
+from commlens.capture.asked import reduce_op_code
+from commlens.capture.groups import Channel, Group
+from commlens.capture.stacks import frames_of
+from commlens.compare import Disagree, compare_collectives, compare_pair
+from commlens.errors import DistributedOperationException
+from commlens.formats import layout as L
+from commlens.formats import places
+from commlens.model.collective import Asked, TensorSpec
+from commlens.model.ops import POINT_TO_POINT
+from commlens.verify import board as B
+from commlens.verify.alarm import Alarms
+from commlens.verify.board import Board, PeerBoard
+from commlens.verify.message import Row, Subject, absence_text, cycle_text, mismatch_text
+from commlens.verify.names import named_operation
+from commlens.verify.refusal import refusal
+
+log = logging.getLogger("commlens")
+
+NEEDS_ALL: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "monitored_barrier"})
+"""Wire ops that end on no rank before all have come."""
+
+SPIN_NS: Final = 300_000  # look again at once for so long, then sleep in between
+NAP_S: Final = 50e-6
+LOOK_AROUND_NS: Final = 50_000_000  # between looks at whether the absent still live, and whether all wait for each other
+ROOTED_PATIENCE_NS: Final = 1_000_000_000  # a root may legally leave before the others come: so long it waits for them
+ACCELERATOR_PATIENCE_NS: Final = 5_000_000_000  # there, the host may legally run ahead of every op
+FULL_TABLE_NS: Final = 400_000_000  # a disagreement is told when all have come, or after this
+WARN_AFTER_NS: Final = 10_000_000_000
+CYCLE_AFTER_NS: Final = 300_000_000
+_MASK: Final = (1 << 64) - 1
+_now = time.monotonic_ns
+
+
+class _Pending:
+    """An announced op whose comparison is not complete: for whoever waits for it."""
+
+    __slots__ = ("absent", "channel", "code", "interned", "number", "signature", "slot")
+
+    def __init__(self, channel: _Watched, slot: int, number: int, signature: int, code: int, interned: Interned) -> None:
+        self.channel = channel
+        self.slot = slot
+        self.number = number
+        self.signature = signature
+        self.code = code
+        self.interned = interned
+        self.absent: list[int] = channel.peers
+
+
+class _Watched:
+    """A channel of ours, or one direction between two of its ranks."""
+
+    __slots__ = ("group", "key", "members", "peers", "rooted_patience_ns", "slot")
+
+    def __init__(self, group: Group, key: int, slot: int, members: tuple[int, ...], peers: list[int]) -> None:
+        self.group = group
+        self.key = key
+        self.slot = slot  # on our own board
+        self.members = members  # global ranks
+        self.peers = peers  # those whose boards can be read here
+        self.rooted_patience_ns = ROOTED_PATIENCE_NS
+
+
+class Verifier:
+    """Compares this rank's collectives with its peers'. Its own errors switch it off with one line; only refusals are raised."""
+
+    def __init__(self, folder: Path, rank: int, *, timeout_s: Callable[[], float]) -> None:
+        """Make the rank's board.
+
+        Args:
+            folder: the job's folder of black boxes.
+            rank: the global rank.
+            timeout_s: how long a peer may be silent, asked when it matters.
+
+        Raises:
+            OSError: no room.
+        """
+        self.rank = rank
+        self._folder = folder
+        self._timeout_s = timeout_s
+        self._board = Board(folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}", rank, places.start_ticks(os.getpid()))
+        self._alarms = Alarms(folder)
+        self._raised = self._alarms.count()  # what was posted before our time is not for us
+        self._boards: dict[int, PeerBoard] = {}
+        self._watched: dict[Any, _Watched] = {}
+        self._by_key: dict[int, _Watched] = {}
+        self._numbers: dict[int, int] = {}  # of point-to-point ops, by key
+        self._signatures: dict[int, tuple[Interned, int]] = {}
+        self._blobs: dict[Any, int] = {}
+        self._agreed: set[tuple[tuple[int, int], ...]] = set()
+        self._pending: dict[int, _Pending] = {}  # by record index
+        self._threads: set[int] = set()
+        self._unverified: set[int] = set()
+        self._told: list[dict[str, Any]] = []
+        self._off = False
+        self._paused = 0
+
+    # --- what the recorder calls
+
+    def before_issue(self, index: int, interned: Interned, number: int, thread: int, frame: FrameType | None, reduce_op: Any) -> None:
+        """Announce an op, compare it, and wait for the peers where its meaning allows.
+
+        Raises:
+            DistributedOperationException: it must not be issued.
+        """
+        if self._off or self._paused or (interned.channel.device == "cuda" and _is_capturing()):
+            return
+        try:
+            self._raise_alarm()
+            pending = self._announce(interned, number, thread, frame, reduce_op)
+            if pending is None:
+                return
+            self._compare(pending)
+            if pending.absent:
+                self._wait_before_issue(pending)
+            if pending.absent and not interned.synchronous:
+                self._remember(index, pending)
+        except DistributedOperationException:
+            raise
+        except Exception as error:
+            self._give_up(error)
+
+    def before_wait(self, index: int) -> None:
+        """A thread is about to block in the backend until this op is done: all whom it needs must announce it first.
+
+        Raises:
+            DistributedOperationException: they announced something else, have ended, or do not come.
+        """
+        pending = self._pending.pop(index, None)
+        if self._off or self._paused:
+            return
+        try:
+            self._raise_alarm()
+            if pending is not None:
+                self._compare(pending)
+                if pending.absent:
+                    self._wait(pending, self._needed(pending), None)
+        except DistributedOperationException:
+            raise
+        except Exception as error:
+            self._give_up(error)
+
+    def unraised_alarm(self) -> str | None:
+        """The text of an alarm about a group of ours that this rank has not raised: for its watchdog, should it not come to that."""
+        for at in range(self._raised, self._alarms.count()):
+            alarm = self._alarms.read(at)
+            if alarm and self._concerns_us(alarm):
+                return str(alarm.get("text", ""))
+        return None
+
+    def before_end(self) -> None:
+        """The process group is about to be destroyed: the last moment to raise what concerns this rank."""
+        if not self._off and not self._paused:
+            self._raise_alarm()
+
+    def pause(self) -> None:
+        """Let what follows pass unverified (the peers see that, and go on without it)."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        """Verify again."""
+        self._paused -= 1
+
+    def close(self) -> None:
+        """Say goodbye to the peers."""
+        self._off = True
+        self._board.close()
+        self._alarms.close()
+
+    def group_destroyed(self) -> None:
+        """Names of groups start again with the next default group."""
+        self._watched.clear()
+
+    # --- announcing
+
+    def _announce(self, interned: Interned, number: int, thread: int, frame: FrameType | None, reduce_op: Any) -> _Pending | None:
+        watched = self._channel(interned)
+        if watched is None or not watched.slot:
+            return None
+        if interned.op in POINT_TO_POINT:
+            number = self._numbers[watched.key] = self._numbers.get(watched.key, 0) + 1
+        code = 0
+        if reduce_op is not None:
+            found = reduce_op_code(reduce_op)
+            code = 0 if found is None else found + 1
+        known = self._signatures.get(id(interned))
+        if known is None or known[0] is not interned:
+            if len(self._signatures) > 10_000:
+                self._signatures.clear()
+            known = self._signatures[id(interned)] = (interned, _signature(interned))
+        signature = (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
+        if thread not in self._threads:
+            self._threads.add(thread)
+            self._board.word(B.THREADS, len(self._threads))
+        self._board.announce(watched.slot, number, signature, self._blob(interned, code, frame), code)
+        return _Pending(watched, watched.slot, number, signature, code, interned)
+
+    def _blob(self, interned: Interned, code: int, frame: FrameType | None) -> int:
+        """What was asked and where, for who must tell it in words."""
+        key = (id(interned), code, id(frame.f_code) if frame is not None else 0, frame.f_lasti if frame is not None else 0, _lines(frame))
+        position = self._blobs.get(key, 0)
+        if not position or not self._board.is_alive(position):
+            if len(self._blobs) > 10_000:
+                self._blobs.clear()
+            name, where = named_operation(frames_of(frame), interned.op)
+            content = {
+                **{field: interned.content[field] for field in ("op", "dop", "in", "out", "root", "is", "os")},
+                "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
+                "name": name, "where": where, "peer": interned.peer, "tag": interned.tag, "async": interned.content["async"],
+            }  # fmt: skip
+            position = self._blobs[key] = self._board.add_blob(content)
+        return position
+
+    def _channel(self, interned: Interned) -> _Watched | None:
+        channel = interned.channel
+        if interned.op in POINT_TO_POINT:
+            if interned.peer < 0 or interned.flags & L.FLAG_ANY_SOURCE:
+                return None  # which send it meets is not known before
+            sends = interned.op == "send"
+            tag = interned.tag if channel.polls else 0  # NCCL ignores tags
+            identity: Any = (channel, sends, interned.peer, tag)
+        else:
+            identity = channel
+        found = self._watched.get(identity)
+        if found is None:
+            found = self._watched[identity] = self._new_channel(channel, interned, identity)
+        return found
+
+    def _new_channel(self, channel: Channel, interned: Interned, identity: Any) -> _Watched:
+        group = channel.group
+        parts: tuple[Any, ...] = (group.incarnation, group.name, group.ranks, channel.device)
+        if identity is channel:
+            members = group.ranks
+        else:
+            pair = (self.rank, interned.peer) if interned.op == "send" else (interned.peer, self.rank)
+            parts, members = (*parts, *pair, identity[3]), pair
+        key = B.key_of(*parts)
+        description = {"group": group.mesh_dim or group.description or group.name, "ranks": list(members)}
+        slot = self._board.add_channel(key, description)
+        if not slot:
+            log.warning("commlens: more than %d channels: what goes over further ones is not verified", B.CHANNELS)
+        watched = _Watched(group, key, slot, members, [r for r in members if r != self.rank and self._peer(r) is not None])
+        self._by_key[key] = watched
+        return watched
+
+    # --- peers
+
+    def _peer(self, rank: int) -> PeerBoard | None:
+        """A rank's board, where it is on this node and verifies too. All have made theirs before the first group was there."""
+        found = self._boards.get(rank)
+        if found is None and rank not in self._unverified:
+            for path in sorted(self._folder.glob(f"rank{rank}.*{B.SUFFIX}")):
+                try:
+                    board = PeerBoard(path)
+                except (OSError, ValueError):
+                    continue
+                if places.start_ticks(board.pid) == board.start_ticks:
+                    found = self._boards[rank] = board
+            if found is None:
+                self._unverified.add(rank)
+                if rank in _ranks_of_this_node(self.rank):
+                    log.warning(
+                        "commlens: rank %d does not verify its collectives (it was started without --debug): nobody compares with it", rank
+                    )
+        return found
+
+    # --- comparing
+
+    def _compare(self, pending: _Pending) -> None:
+        """Compare with all who have announced; leave in ``absent`` those who have not.
+
+        Raises:
+            DistributedOperationException: one of them announced something that does not fit.
+        """
+        absent: list[int] = []
+        differs = False
+        for rank in pending.absent:
+            board = self._boards[rank]
+            slot = board.slot(pending.channel.key)
+            seen = board.announced(slot, pending.number) if slot else None
+            if seen is None:
+                if slot and board.is_past(slot, pending.number):
+                    continue  # its announcement has been overwritten: it came, and nobody objected
+                absent.append(rank)
+            elif seen[0] != pending.signature:
+                differs = True
+        if differs and self._disagreement(pending) is not None:
+            self._refuse(pending)
+        pending.absent = absent
+
+    def _rows(self, pending: _Pending) -> list[tuple[int, int, dict[str, Any] | None]]:
+        """Rank, signature and blob of all who have announced, ourselves included."""
+        rows: list[tuple[int, int, dict[str, Any] | None]] = []
+        for rank in pending.channel.members:
+            if rank == self.rank:
+                rows.append((rank, pending.signature, self._own_blob(pending)))
+                continue
+            board = self._boards.get(rank)
+            slot = board.slot(pending.channel.key) if board is not None else 0
+            seen = board.announced(slot, pending.number) if board is not None and slot else None
+            if board is not None and seen is not None:
+                rows.append((rank, seen[0], board.blob(seen[1])))
+        return rows
+
+    def _own_blob(self, pending: _Pending) -> dict[str, Any]:
+        content = pending.interned.content
+        code = pending.code
+        return {**content, "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
+                "peer": pending.interned.peer, "tag": pending.interned.tag, "name": "", "where": ""}  # fmt: skip
+
+    def _disagreement(self, pending: _Pending) -> Disagree | None:
+        rows = self._rows(pending)
+        key = tuple((rank, signature) for rank, signature, _ in rows)
+        if key in self._agreed:
+            return None
+        asked = {rank: _asked(blob) for rank, _, blob in rows if blob is not None}
+        if pending.interned.op in POINT_TO_POINT:
+            if len(asked) < 2:
+                return None
+            sender, receiver = pending.channel.members
+            answer = compare_pair(sender, asked[sender], receiver, asked[receiver])
+        else:
+            answer = compare_collectives(asked, pending.channel.group.ranks)
+        if isinstance(answer, Disagree):
+            return answer
+        if len(self._agreed) > 10_000:
+            self._agreed.clear()
+        self._agreed.add(key)
+        return None
+
+    def _refuse(self, pending: _Pending) -> None:
+        """Give the others a moment to come, so that the table is whole; post it, and raise."""
+        until = _now() + FULL_TABLE_NS
+        while _now() < until and len(self._rows(pending)) < len(pending.channel.peers) + 1:
+            if self._alarm_about(pending) is not None:
+                break
+            time.sleep(NAP_S)
+        answer = self._disagreement(pending)
+        if answer is None:
+            return
+        text = mismatch_text(answer, self._subject(pending), self._words(pending))
+        self._post(pending, f"mismatch/{answer.aspect}", text)
+
+    def _words(self, pending: _Pending) -> list[Row]:
+        own = self._last_words(pending)
+        rows = []
+        for rank, _, blob in self._rows(pending):
+            if blob is None:
+                continue
+            if rank == self.rank:
+                blob = {**blob, **own}
+            peer = blob.get("peer")
+            rows.append(
+                Row(rank, _asked(blob), str(blob.get("where", "")), str(blob.get("name", "")),
+                    peer if isinstance(peer, int) and peer >= 0 else None, int(blob.get("tag") or 0))
+            )  # fmt: skip
+        return rows
+
+    def _last_words(self, pending: _Pending) -> dict[str, Any]:
+        """Our own announcement, read back: it has the line and the name."""
+        board = self._boards.get(self.rank)
+        if board is None:
+            board = self._boards[self.rank] = PeerBoard(self._board.path)
+        seen = board.announced(pending.slot, pending.number)
+        blob = board.blob(seen[1]) if seen is not None else None
+        return {"name": blob.get("name", ""), "where": blob.get("where", "")} if blob is not None else {}
+
+    def _subject(self, pending: _Pending) -> Subject:
+        group = pending.channel.group
+        return Subject(group.mesh_dim or group.description or group.name, group.ranks, pending.number)
+
+    # --- alarms
+
+    def _post(self, pending: _Pending, kind: str, text: str) -> None:
+        alarm = self._alarms.post(
+            pending.channel.key, pending.number, {"kind": kind, "text": text, "by": self.rank, "ranks": list(pending.channel.members)}
+        )
+        self._raised = max(self._raised, self._alarms.count())
+        raise refusal(str(alarm.get("text") or text), str(alarm.get("kind") or kind))
+
+    def _alarm_about(self, pending: _Pending) -> dict[str, Any] | None:
+        for at in range(self._raised, self._alarms.count()):
+            alarm = self._alarms.read(at)
+            if alarm.get("key") == pending.channel.key and alarm.get("number") == pending.number:
+                return alarm
+        return None
+
+    def _raise_alarm(self) -> None:
+        count = self._alarms.count()
+        while self._raised < count:
+            alarm = self._alarms.read(self._raised)
+            self._raised += 1
+            if alarm and self._concerns_us(alarm):
+                raise refusal(str(alarm.get("text", "")), str(alarm.get("kind", "")))
+
+    def _concerns_us(self, alarm: dict[str, Any]) -> bool:
+        ranks = alarm.get("ranks")
+        return isinstance(ranks, list) and self.rank in ranks
+
+    # --- waiting
+
+    def _needed(self, pending: _Pending) -> list[int]:
+        """Without which of the absent ranks the op cannot end on this one."""
+        op = pending.interned.op
+        if op in NEEDS_ALL:
+            return pending.absent
+        if op in POINT_TO_POINT:
+            return pending.absent if op == "recv" else []
+        root = pending.interned.content["root"]
+        if op in ("broadcast", "scatter"):
+            return [rank for rank in pending.absent if rank == root]
+        return pending.absent if root == self.rank else []
+
+    def _wait_before_issue(self, pending: _Pending) -> None:
+        interned = pending.interned
+        if not interned.synchronous:
+            return
+        needed = self._needed(pending)
+        if not interned.channel.polls:
+            self._wait(pending, pending.absent, ACCELERATOR_PATIENCE_NS)
+        elif needed:
+            self._wait(pending, needed, None)
+        if pending.absent and interned.op not in NEEDS_ALL and interned.op not in POINT_TO_POINT:
+            patience = pending.channel.rooted_patience_ns
+            if patience:
+                self._wait(pending, pending.absent, patience)
+                if pending.absent:
+                    pending.channel.rooted_patience_ns = 0  # this program does not meet here: do not hold it up again
+
+    def _wait(self, pending: _Pending, needed: Iterable[int], patience_ns: int | None) -> None:
+        """Until all who are needed have announced; at most for ``patience_ns``, where it is given."""
+        wanted = set(needed)
+        if not wanted & set(pending.absent):
+            return
+        began = _now()
+        looked = began
+        warned = False
+        self._board.waits(pending.channel.key, pending.number, began)
+        try:
+            while wanted & set(pending.absent):
+                now = _now()
+                if now - began < SPIN_NS:
+                    os.sched_yield()
+                    time.sleep(0)
+                else:
+                    time.sleep(NAP_S)
+                self._raise_alarm()
+                self._compare(pending)
+                if patience_ns is not None and now - began > patience_ns:
+                    return
+                if now - looked > LOOK_AROUND_NS:
+                    looked = now
+                    absent = [rank for rank in pending.absent if rank in wanted]
+                    self._look_around(pending, absent, now - began)
+                    if not warned and now - began > WARN_AFTER_NS:
+                        warned = True
+                        log.warning(
+                            "commlens: %s waits %.0f s before %s #%d of group %s for %s",
+                            f"rank {self.rank}", (now - began) / 1e9, pending.interned.op, pending.number,
+                            self._subject(pending).group, ", ".join(f"rank {rank}" for rank in absent),
+                        )  # fmt: skip
+        finally:
+            self._board.waits(0, 0, 0)
+
+    def _look_around(self, pending: _Pending, absent: list[int], waited_ns: int) -> None:
+        gone = {rank: words for rank in absent if (words := self._how_it_ended(rank))}
+        if gone:
+            self._compare(pending)  # it may have come just before
+            gone = {rank: words for rank, words in gone.items() if rank in pending.absent}
+            if gone:
+                text = absence_text("dead", self._subject(pending), self._words(pending), gone, waited_ns / 1e9)
+                self._post(pending, "dead", text)
+        if waited_ns > CYCLE_AFTER_NS:
+            cycle = self._cycle()
+            if cycle:
+                time.sleep(2 * LOOK_AROUND_NS / 1e9)
+                if self._cycle() == cycle:
+                    self._compare(pending)
+                    self._post(pending, "cycle", cycle_text([self._edge(*step) for step in cycle]))
+        timeout_s = self._timeout_s()
+        if timeout_s and waited_ns > timeout_s * 1e9:
+            where = dict.fromkeys(absent, "")
+            self._post(pending, "missing", absence_text("missing", self._subject(pending), self._words(pending), where, waited_ns / 1e9))
+
+    def _how_it_ended(self, rank: int) -> str:
+        board = self._boards[rank]
+        if board.word(B.CLOSED):
+            return "has finished"
+        return "" if places.start_ticks(board.pid) == board.start_ticks and not _is_zombie(board.pid) else "has ended"
+
+    def _cycle(self) -> list[tuple[int, int, int]] | None:
+        """Ranks that wait for each other, this one first: (rank, channel's key, number); None unless it is proven.
+
+        Proven is it among ranks of which each issues from one thread only and waits before issue for the next.
+        """
+        path: list[tuple[int, int, int]] = []
+        rank = self.rank
+        while True:
+            state = self._waits_in(rank)
+            if state is None:
+                return None
+            path.append((rank, *state))
+            successors = self._absent_from(*state)
+            following = next((r for r in sorted(successors) if r == self.rank), None)
+            if following is not None:
+                return path if len(path) > 1 else None
+            following = next((r for r in sorted(successors) if r not in {step[0] for step in path} and self._waits_in(r) is not None), None)
+            if following is None:
+                return None
+            rank = following
+
+    def _waits_in(self, rank: int) -> tuple[int, int] | None:
+        board = self._boards.get(rank)
+        if rank == self.rank and board is None:
+            board = self._boards[rank] = PeerBoard(self._board.path)
+        if board is None or board.word(B.THREADS) != 1:
+            return None
+        key, number, since = board.word(B.WAITING), board.word(B.WAITING_NUMBER), board.word(B.WAITING_SINCE)
+        return (key, number) if key and since and _now() - since > CYCLE_AFTER_NS else None
+
+    def _absent_from(self, key: int, number: int) -> set[int]:
+        """Who has not announced this collective, as far as boards tell."""
+        members: set[int] = set()
+        for board in self._boards.values():
+            description = board.channel(key)
+            if description is not None:
+                members = {rank for rank in description.get("ranks", ()) if isinstance(rank, int)}
+                break
+        absent = set()
+        for rank in members:
+            board = self._boards.get(rank)
+            if board is not None:
+                slot = board.slot(key)
+                if not slot or board.last_number(slot) < number:
+                    absent.add(rank)
+        return absent
+
+    def _edge(self, rank: int, key: int, number: int) -> tuple[int, str, str, list[int]]:
+        board = self._boards[rank]
+        slot = board.slot(key)
+        seen = board.announced(slot, number) if slot else None
+        blob = (board.blob(seen[1]) if seen is not None else None) or {}
+        group = (board.channel(key) or {}).get("group", "?")
+        return (
+            rank,
+            f"{blob.get('op', 'a collective')} #{number} of group {group}",
+            str(blob.get("where", "")),
+            sorted(self._absent_from(key, number)),
+        )
+
+    # --- odds and ends
+
+    def _remember(self, index: int, pending: _Pending) -> None:
+        if len(self._pending) > 4096:
+            for old in list(self._pending)[:2048]:
+                self._pending.pop(old, None)
+        self._pending[index] = pending
+
+    def _give_up(self, error: Exception) -> None:
+        self._off = True
+        log.warning("commlens stops verifying, the job goes on: %s: %s", type(error).__name__, error)
+        log.debug("the verifier's error", exc_info=True)
+
+
+def _signature(interned: Interned) -> int:
+    content = interned.content
+    return B.key_of(*(content[field] for field in ("op", "in", "out", "root", "is", "os")))
+
+
+def _lines(frame: FrameType | None) -> int:
+    """A cheap number for the stack below the innermost frame: callers on other lines are other places."""
+    total = 0
+    for _ in range(4):
+        frame = frame.f_back if frame is not None else None
+        if frame is None:
+            break
+        total = total * 31 + id(frame.f_code) + frame.f_lasti
+    return total
+
+
+def _asked(blob: dict[str, Any]) -> Asked:
+    def specs(tensors: Any) -> tuple[TensorSpec, ...]:
+        return tuple(
+            TensorSpec(tuple(shape), dtype, device, layout, tuple(order) if order is not None else None)
+            for shape, dtype, device, layout, order in tensors or ()
+        )
+
+    return Asked(
+        op=str(blob["op"]), dispatcher_op=str(blob["dop"]), inputs=specs(blob["in"]), outputs=specs(blob["out"]), reduce_op=blob.get("rop"),
+        root=blob["root"], input_splits=tuple(blob["is"] or ()), output_splits=tuple(blob["os"] or ()), asynchronous=blob.get("async"),
+    )  # fmt: skip
+
+
+def _ranks_of_this_node(rank: int) -> range:
+    try:
+        local, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    except (KeyError, ValueError):
+        return range(0)
+    return range(rank - local, rank - local + size)
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return True
+    return text.rpartition(")")[2].split()[:1] == ["Z"]
+
+
+def _is_capturing() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
