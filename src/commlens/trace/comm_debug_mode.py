@@ -24,7 +24,7 @@ from commlens.trace import comm_debug_json, comm_debug_table
 from commlens.trace.comm_debug_modules import GLOBAL, ModuleView, SeenModules
 from commlens.trace.comm_debug_sections import PASSES, Section, sections
 from commlens.trace.engine import RawEvent, Tracer
-from commlens.trace.ops import OpsMode
+from commlens.trace.ops import OpRecord, OpsMode
 from commlens.trace.packets import key_of, registry
 
 Counts = dict[Any, int]
@@ -103,7 +103,7 @@ class CommDebugMode:
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
         """By module, ``"operations_list"``: each of its own ops with input shapes and placements."""
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-        for record in self._ops.records() if self._ops is not None else []:
+        for record in self._records():
             path = self._modules.nearest(record.site).path
             found.setdefault(path, {"operations_list": []})["operations_list"].append(comm_debug_json.described(record))
         return found
@@ -138,6 +138,8 @@ class CommDebugMode:
         self._modules = SeenModules()
 
     def _issued(self, event: RawEvent) -> None:
+        if event.call is not None:
+            self._modules.of_row(event.call.row)
         self._count(key_of(event), event.phase, self._owner(event) or event.path)
 
     def _owner(self, event: RawEvent) -> str | None:
@@ -168,7 +170,14 @@ class CommDebugMode:
         counts[which][packet] += 1
 
     def _sections(self) -> Section:
-        return sections(self._modules, self.comm_module_counts, self._ops.records() if self._ops is not None else [])
+        return sections(self._modules, self.comm_module_counts, self._records())
+
+    def _records(self) -> list[OpRecord]:
+        if self._ops is None:
+            return []
+        for row in list(self._ops.rows.values()):
+            self._modules.of_row(row)
+        return self._ops.records()
 
 
 def _no_counts() -> dict[str, Counts]:

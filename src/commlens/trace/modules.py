@@ -12,6 +12,7 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import bisect
+import collections
 import functools
 import logging
 import sys
@@ -89,6 +90,12 @@ class _Table:
         self.starts.append(call.start)
         self.calls.append(call)
 
+    def close(self, number: int | None = None) -> None:
+        """Calls that run on are followed no more: what they make from ``number`` on is not theirs, as far as anybody can tell."""
+        for call in self.calls:
+            if call.end is None:
+                call.end = self.starts[-1] if number is None else number
+
     def drop_last(self) -> None:
         del self.starts[-1], self.calls[-1]
 
@@ -150,6 +157,11 @@ class ModuleTracker:
             _trackers = tuple(other for other in _trackers if other is not self)
             if not _trackers:
                 _unwrap_call()
+            if self._tables and self._tables not in _earlier:
+                _earlier.appendleft(self._tables)  # somebody may go backward under another tracker
+        self._here.table.close(_next_number())
+        for table in list(self._tables):
+            table.close()
         self._here = _Here(self._tables)
 
     def step_ended(self) -> None:
@@ -243,9 +255,10 @@ class ModuleTracker:
             return None
         own = self._here.table
         call = own.find(number)
-        if call is None:
-            found = {other for table in list(self._tables) if table is not own and (other := table.find(number)) is not None}
-            call = found.pop() if len(found) == 1 else None
+        for tables in () if call is not None else (self._tables, *_earlier):
+            found = {other for table in list(tables) if table is not own and (other := table.find(number)) is not None}
+            if found:
+                return found.pop() if len(found) == 1 else None
         return call
 
     # --- rows and paths
@@ -329,6 +342,7 @@ def _without_wrappers(path: str) -> str:
 # --- the wrapper around nn.Module.__call__
 
 _trackers: tuple[ModuleTracker, ...] = ()
+_earlier: collections.deque[list[_Table]] = collections.deque(maxlen=4)  # calls that removed trackers saw
 _lock = threading.Lock()
 _wrapped: list[tuple[Any, Any]] = []  # the wrapper in place and what it wraps: at most one
 

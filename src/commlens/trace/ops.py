@@ -25,6 +25,7 @@ from commlens.trace.packets import FUNCTIONAL, public_packet, split_name
 
 if TYPE_CHECKING:
     from commlens.trace.engine import RawEvent, Tracer
+    from commlens.trace.modules import ModuleRow
 
 _SETTLE_AT = 20_000
 _CHECKPOINT = "torch/utils/checkpoint.py"
@@ -133,6 +134,8 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self.on_unissued: list[Callable[[Any, Phase | None, str | None], None]] = []
         """Called with packet, phase and path for ops of the communicating kind that issued nothing: on fake tensors, or on a
         backend that the dispatcher does not know of."""
+        self.rows: dict[str, ModuleRow] = {}
+        """Modules whose backward was seen, by path: their forward may have been before the tracer started."""
         self._tracer = tracer
         self._modules = tracer.modules
         self._shapes = shapes
@@ -184,12 +187,14 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._tracer.on_collective.remove(self._issued)
         self._settle()
         self._meshes = {}
+        self._here = _Here()
 
     def clear(self) -> None:
         """Forget what was recorded."""
         with self._lock:
             self._settled = []
             self._fresh.clear()
+            self.rows.clear()
 
     def records(self) -> list[OpRecord]:
         """All ops until now, in order."""
@@ -249,16 +254,20 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         here = self._here
         call = stack[-1] if stack else None
         number = node._sequence_nr()
-        if number == here.number and call is here.call:
+        recording = torch.is_grad_enabled()  # in backward: a forward that runs again, or a backward of the backward
+        if number == here.number and call is here.call and not recording:
             return here.place
         phase, located = self._modules.locate()
-        path = located.row.path if located is not None else None
+        path = None
+        if located is not None:
+            path = located.row.path
+            self.rows[path] = located.row
         here.number, here.call = number, call
         if phase is _BACKWARD:
             if number > _KEPT:
                 here.number = _NOWHERE
                 path = path or self._path_of_accumulation(node)
-            elif torch.is_grad_enabled():
+            elif recording:
                 here.number = _NOWHERE
                 if _in_checkpoint():
                     phase = _RECOMPUTATION
