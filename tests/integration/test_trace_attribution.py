@@ -732,7 +732,7 @@ def test_a_plain_collective_has_no_cause_and_no_owner(fake: None) -> None:
 def test_source_line(fake: None) -> None:
     with commlens.trace() as trace:
         dist.all_reduce(torch.ones(2))  # here
-        functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD)  # there
+        functional.wait_tensor(functional.all_reduce(torch.ones(2), "sum", dist.group.WORLD))  # there
     assert [event.source.line for event in trace.events if event.source] == [line_of(test_source_line, text) for text in ("here", "there")]
     assert all(event.source is not None and event.source.file == __file__ for event in trace.events)
     assert all(event.source is not None and event.source.function == "test_source_line" for event in trace.events)
@@ -895,6 +895,35 @@ def test_coalesced_collectives_say_how_many_they_join(fake: None) -> None:
         functional.all_reduce_coalesced([torch.ones(2), torch.ones(3)], "sum", dist.group.WORLD)
     event = only(trace)
     assert (event.members, event.input_bytes) == (2, 20)
+
+
+# --- the other depth
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "between": Between,
+    "dicts": DictOutput,
+    "in place": InPlace,
+    "shared": Sharing,
+    "twice": Twice,
+    "recursion": Recursive,
+    "exceptions": Fragile,
+    "DDP": lambda: DistributedDataParallel(Stack(), bucket_cap_mb=0.001),
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_both_depths_tell_the_same(gloo: None, make: Callable[[], nn.Module]) -> None:
+    found = []
+    for depth in ("collectives", "ops"):
+        torch.manual_seed(0)
+        model = make()
+        with commlens.trace(depth=depth) as trace:
+            for _ in range(2):
+                model(batch().requires_grad_()).sum().backward()
+        found.append([(e.op, e.api, e.phase, e.site, e.call, e.owner, e.source and e.source.line, e.input_bytes) for e in trace.events])
+    assert found[0] == found[1]
+    assert found[0]
 
 
 # --- what the trace must not disturb

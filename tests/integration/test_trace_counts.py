@@ -54,21 +54,22 @@ def test_family(launched: tuple[Results, str], backend: str, size: int, name: st
     ranks = results[backend, size, name]
     expected = size if backend == families.GLOO else 1
     assert len(ranks) == expected, f"{len(ranks)} of {expected} ranks reported; the launch printed:\n{printed[-6000:]}"
-    for rank, record in sorted(ranks.items()):
-        where = f"rank {rank}"
-        assert "error" not in record, f"{where}: {record['error']}"
-        assert record["truth"], f"{where}: the family issues no collective at all"
-        # Counts: what the oracle saw without the trace, beside the trace, and what the trace saw.
-        assert record["truth_while_traced"] == record["truth"], f"{where}: under the trace the program issues other collectives"
-        assert record["traced"] == record["truth"], f"{where}: the trace has not what was issued"
-        total = sum(record["truth"].values())
-        assert sum(record["by_wire_op"].values()) == total, where
-        # The trace's own check of itself.
-        assert record["dispatched"] == record["recorded"] == total, where
-        assert record["in_order"], f"{where}: sequence numbers have gaps"
-        assert record["unclassified"] == [], where
-        assert record["unclassified_count"] == 0, where
-        # The program is not changed, and nothing stays behind.
-        assert record["differs"] == [], f"{where}: not bit-identical under the trace"
-        assert record["left"] == [], f"{where}: left behind by the trace"
-        assert record["alive"] == [], f"{where}: kept alive by the trace"
+    for rank, report in sorted(ranks.items()):
+        assert "error" not in report, f"rank {rank}: {report['error']}"
+        for depth, record in report["depths"].items():
+            where = f"rank {rank}, depth {depth}"
+            assert record["truth"], f"{where}: the family issues no collective at all"
+            # Counts: what the oracle saw without the trace, beside the trace, and what the trace saw.
+            assert record["truth_while_traced"] == record["truth"], f"{where}: under the trace the program issues other collectives"
+            assert record["traced"] == record["truth"], f"{where}: the trace has not what was issued"
+            total = sum(record["truth"].values())
+            assert sum(record["by_wire_op"].values()) == total, where
+            # The trace's own check of itself.
+            assert record["dispatched"] == record["recorded"] == total, where
+            assert record["in_order"], f"{where}: sequence numbers have gaps"
+            assert record["unclassified"] == [], where
+            assert record["unclassified_count"] == 0, where
+            # The program is not changed, and nothing stays behind.
+            assert record["differs"] == [], f"{where}: not bit-identical under the trace"
+            assert record["left"] == [], f"{where}: left behind by the trace"
+            assert record["alive"] == [], f"{where}: kept alive by the trace"

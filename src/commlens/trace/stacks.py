@@ -26,6 +26,7 @@ ENGINE = "engine"
 RECOMPUTE = "recompute"
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
+_OWN = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120
 _GRAPH = "autograd/graph.py"
 _CHECKPOINT = "utils/checkpoint.py"
 _OPTIMIZER = "optim/optimizer.py"
@@ -36,6 +37,7 @@ _FSDP_STATE = ("distributed/fsdp/_fully_shard/_fsdp_state.py", "distributed/_com
 _FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
 _DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _OPS = "_ops.py"
+_DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # what a dispatch mode of ours puts below the issuer
 _MODULE = "nn/modules/module.py"
 _WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py")
 _NOT_CALLED_BY_NAME = (
@@ -108,6 +110,7 @@ class StackInfos:
         library: Frame | None = None
         outer_torch: FrameType | None = None  # the outermost frame of torch's that was seen so far
         depth = 0
+        issued_by_python = False
         while frame is not None:
             info.codes.append(frame.f_code)
             file = frame.f_code.co_filename
@@ -118,8 +121,12 @@ class StackInfos:
                         outer_torch = None  # a module was called: what it calls in turn is its own affair
                     elif inside not in _WRAPPERS and frame.f_code.co_name != "_no_grad_wrapper" and not _wraps_step(inside, frame):
                         outer_torch = frame
+                info.engine_calls = info.engine_calls or (not issued_by_python and _runs_engine(inside, frame))
+                issued_by_python = issued_by_python or inside not in _DISPATCHING
                 self._torch_frame(info, inside, frame, depth)
-            elif info.source is None:
+            else:
+                issued_by_python = issued_by_python or not file.startswith(_OWN)
+            if info.source is None and not file.startswith(_TORCH):
                 kind = _kind_of(file)
                 if kind is FrameKind.USER:
                     info.source = Frame(file, frame.f_lineno or 0, frame.f_code.co_name, kind)
@@ -137,9 +144,8 @@ class StackInfos:
             if info.packet is None and len(info.codes) <= 6 and function == "__call__":
                 info.packet = _packet_name(frame)
         elif file == _GRAPH:
-            if function == "_engine_run_backward":
+            if _runs_engine(file, frame):
                 info.in_pass = info.in_pass or ENGINE
-                info.engine_calls = info.engine_calls or depth == 0
         elif file == _CHECKPOINT:
             if info.in_pass is None and function in ("recompute_fn", "backward", "unpack_hook"):
                 info.in_pass = RECOMPUTE
@@ -165,6 +171,10 @@ class StackInfos:
                 info.fsdp1_depth = depth
         elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
             info.hook_depth = depth
+
+
+def _runs_engine(file: str, frame: FrameType) -> bool:
+    return file == _GRAPH and frame.f_code.co_name == "_engine_run_backward"
 
 
 def _wraps_step(file: str, frame: FrameType) -> bool:

@@ -37,6 +37,8 @@ from families.inspection import Traces, differences, digest, left_behind, state_
 
 GROUP_TIMEOUT = timedelta(seconds=20)
 JOB_TIMEOUT_S = 60
+DEEP = (("fake", 8), ("gloo", 2))
+"""Where tensor ops are traced, too."""
 
 
 @contextlib.contextmanager
@@ -67,15 +69,15 @@ def untraced(family: families.Family, world: families.World, store: Any) -> tupl
         return counts, digest(program, outputs), state_of(program)
 
 
-def judge(family: families.Family, world: families.World, store: Any) -> dict[str, Any]:
-    """Run a family without and with the trace, and compare."""
-    began = time.perf_counter()
-    plain_truth, plain_digest, plain_state = untraced(family, world, store)
-    with process_group(world, store, f"{family.name}/traced"):
+def traced(family: families.Family, world: families.World, store: Any, depth: str, plain: tuple[Any, Any, Any]) -> dict[str, Any]:
+    """The same under a trace, and what is not as it was."""
+    plain_truth, plain_digest, plain_state = plain
+    with process_group(world, store, f"{family.name}/{depth}"):
         before = left_behind()
         program = built(family, world)
-        traces = Traces()
-        with truth() as traced_truth, traces.record():
+        traces = Traces(depth)
+        # Below a dispatch mode an op is dispatched twice, and the oracle counts dispatches: there the untraced run is the truth.
+        with truth() if depth == "collectives" else contextlib.nullcontext(plain_truth) as traced_truth, traces.record():
             outputs = family.step(program)
         result: dict[str, Any] = {
             "truth": plain_truth,
@@ -90,9 +92,16 @@ def judge(family: families.Family, world: families.World, store: Any) -> dict[st
         torch._dynamo.reset()  # its caches hold what was compiled
     gc.collect()
     result["alive"] = [name for name, ref in alive if ref() is not None]  # the trace itself is still there
-    result["seconds"] = time.perf_counter() - began
     del traces
     return result
+
+
+def judged(family: families.Family, world: families.World, store: Any) -> dict[str, Any]:
+    """Run a family without a trace and with one of each depth: what came of it, by depth."""
+    began = time.perf_counter()
+    plain = untraced(family, world, store)
+    depths = ("collectives", "ops") if (world.backend, world.size) in DEEP else ("collectives",)
+    return {"depths": {depth: traced(family, world, store, depth, plain) for depth in depths}, "seconds": time.perf_counter() - began}
 
 
 def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> None:
@@ -105,7 +114,7 @@ def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> N
             continue
         record = {"family": family.name, "backend": world.backend, "world_size": world.size, "rank": world.rank}
         try:
-            record |= judge(family, world, store)
+            record |= judged(family, world, store)
         except Exception:
             record["error"] = traceback.format_exc()
         with out.open("a") as file:

@@ -71,12 +71,13 @@ def left_behind() -> set[str]:
 class Traces:
     """A trace of a block, and its counts in the form that the oracle gives."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: str) -> None:
+        self.depth = depth
         self.trace: Any = None
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        with commlens.trace() as self.trace:
+        with commlens.trace(depth=self.depth) as self.trace:
             yield
 
     def counts(self) -> dict[str, Any]:
