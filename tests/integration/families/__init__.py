@@ -6,6 +6,7 @@ A family is built and stepped under a process group that the caller has made; it
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -85,8 +86,10 @@ def family(
 
 def load() -> list[Family]:
     """All families that the installed torch can run, in a fixed order."""
-    for module in MODULES:
-        importlib.import_module(f"{__name__}.{module}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates what it uses itself
+        for module in MODULES:
+            importlib.import_module(f"{__name__}.{module}")
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     return [family for family in _registry.values() if family.needs <= (major, minor)]
 
