@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SelectionError,
     )
     from commlens.model.verdict import Verdict
+    from commlens.reading.assertions import assert_comms, assert_matches_golden
     from commlens.reading.trace import Trace
     from commlens.trace import trace
     from commlens.trace.comm_debug_mode import CommDebugMode
@@ -44,6 +45,8 @@ __all__ = [
     "Trace",
     "Verdict",
     "__version__",
+    "assert_comms",
+    "assert_matches_golden",
     "diagnose",
     "disable",
     "dump",
@@ -65,6 +68,8 @@ _FROM = {
     "SelectionError": "commlens.errors",
     "Trace": "commlens.reading.trace",
     "Verdict": "commlens.model.verdict",
+    "assert_comms": "commlens.reading.assertions",
+    "assert_matches_golden": "commlens.reading.assertions",
     "disable": "commlens.capture",
     "dump": "commlens.watch.snapshot",
     "enable": "commlens.capture",

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": {"capture", "errors", "formats", "model", "reading"},
     "launch": {"capture", "config", "errors", "formats", "watch"},
     "scenarios": {"errors", "model"},
-    "commands": {"compare", "config", "diagnose", "errors", "formats", "launch", "model", "reports", "scenarios", "watch"},
+    "commands": {"compare", "config", "diagnose", "errors", "formats", "launch", "model", "reading", "reports", "scenarios", "watch"},
     "__init__": {"capture", "diagnose", "errors", "model", "reading", "trace", "watch"},
     "__main__": {"commands"},
 }

@@ -53,6 +53,8 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("diagnose", "Say from dumps or black boxes what is wrong, and which rank did it."),
     Entry("status", "Show what every rank on this node is doing right now."),
     Entry("dump", "Write a dump of a job on this node: running, stuck or dead."),
+    Entry("view", "Show what a trace holds: which collectives, where, why, and how many bytes."),
+    Entry("compare", "Say what changed from one trace to another, in words."),
     Entry("config", "Show the settings in force and where each of them comes from."),
 )
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final
 
 RULE: Final = (
-    "bytes through one rank's link, one direction, by the ring algorithm (the bus bytes of nccl-tests), with n ranks: all_reduce 2(n-1)/n of "
-    "the input; all_gather (n-1)/n of the output; reduce_scatter, all_to_all (n-1)/n of the input; gather, scatter (n-1)/n of what the "
-    "root holds; broadcast, reduce, send, recv all of it; barriers nothing"
+    "bytes through one rank's link, one direction, by the ring algorithm (the bus bytes of nccl-tests), with n ranks: "
+    "all_reduce 2(n-1)/n of the input; all_gather (n-1)/n of the output; reduce_scatter, all_to_all (n-1)/n of the input; "
+    "gather, scatter (n-1)/n of what the root holds; broadcast, reduce, send, recv all of it; barriers nothing"
 )
 """For whoever shows the figure: the rule in words."""
 
-RULE_IN_SHORT: Final = "bytes through one rank's link in one direction, by the ring algorithm"
+RULE_IN_SHORT: Final = "through one rank's link in one direction, by the ring algorithm"
 
 
 def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) -> int:

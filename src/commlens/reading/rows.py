@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from commlens.model.ranks import format_ranks
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.reading import words
+
+COLUMNS: Final = (
+    "rank", "sequence", "step", "last_step", "count", "phase", "op", "api", "mesh_dim", "group", "group_name", "group_description",
+    "group_ranks", "group_size", "backend", "module", "call", "owner_library", "owner", "owner_parameters", "cause_op", "cause_before",
+    "cause_after", "cause_implicit", "cause_mesh", "source", "function", "through", "dtype", "input_bytes", "output_bytes",
+    "wire_bytes", "reduce_op", "root", "peer", "tag", "asynchronous", "members", "thread", "started_ns", "returned_ns",
+    "wait_began_ns", "wait_ended_ns",
+)  # fmt: skip
+"""The keys of a row, in their order."""
 
 
 def rows(data: TraceData) -> list[dict[str, Any]]:

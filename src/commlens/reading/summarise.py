@@ -222,6 +222,14 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
     return f"for {owner.library}'s parameters of {words.fold(names)}"
 
 
+def why(event: TraceEvent) -> str:
+    """Why one collective was issued, in a few words; empty where the program just called it."""
+    parts = [owner_words([event])] if event.owner is not None else []
+    if event.cause is not None:
+        parts.append(words.cause_words(event.cause))
+    return ", ".join(parts)
+
+
 def _coverage(data: TraceData) -> tuple[str, bool]:
     seen, kept, unclassified = data.coverage.dispatched, data.coverage.recorded, data.coverage.unclassified
     if seen == kept:

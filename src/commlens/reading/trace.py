@@ -127,6 +127,10 @@ class Trace:
         """One flat dict for each event: ready for ``pandas.DataFrame(rows)`` or ``csv.DictWriter``."""
         return rows(self.data)
 
+    def whys(self) -> list[str]:
+        """The reason of each event in a few words, in the same order: whose parameters, which redistribution."""
+        return [summarise.why(event) for event in self.events]
+
     def to_summary(self) -> Summary:
         """What :meth:`summary` prints, as data."""
         return summarise.summarise(self.data, kept_of=self._kept_of)

@@ -12,7 +12,7 @@ from commlens.model.trace import Cause, Phase, TraceEvent
 
 __all__ = [
     "capital", "cause_words", "count", "fold", "joined", "label", "natural", "number", "on_group", "pattern", "payload", "phase_name",
-    "place", "placements", "ranks_phrase", "short_op", "size", "source_words",
+    "place", "placements", "ranks_phrase", "short_op", "size", "source_words", "within",
 ]  # fmt: skip
 
 _NUMBER = re.compile(r"\d+")
@@ -58,6 +58,12 @@ def place(phase: Phase | None, site: str | None) -> str:
     if phase is None:
         return "an unknown phase" if site is None else f"an unknown phase of {site}"
     return f"{phase.value} of {site}" if site is not None else f"{phase.value}, module unknown"
+
+
+def within(phase: Phase | None, site: str | None) -> str:
+    """``"in forward of MLP.net2"``, ``"outside of every module"``: the place after a verb."""
+    text = place(phase, site)
+    return text if phase is Phase.OUTSIDE else f"in {text}"
 
 
 def placements(text: str) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Sequence
-from typing import IO
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -63,6 +63,55 @@ def print_differences(sentences: Sequence[str], answer: str, file: IO[str] | Non
     _print(parts, file, width, None)
 
 
+def print_events(
+    rows: Sequence[Mapping[str, Any]],
+    whys: Sequence[str],
+    *,
+    with_rank: bool = False,
+    file: IO[str] | None = None,
+    width: int | None = None,
+) -> None:
+    """Print every collective, in order.
+
+    Args:
+        rows: what ``Trace.to_rows()`` gives.
+        whys: the reason of each, in words.
+        with_rank: whether rows are of several ranks.
+        file: where to; standard output by default.
+        width: columns; those of the terminal by default.
+    """
+    steps = len({row["step"] for row in rows}) > 1
+    counted = any(row["count"] > 1 for row in rows)
+    with_why, with_source = any(whys), any(row["source"] for row in rows)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    for name in ["rank"] * with_rank + ["#"] + ["calls"] * counted + ["step"] * steps:
+        table.add_column(name, justify="right", no_wrap=True)
+    for name, least in [
+        ("op", 6),
+        ("on", 3),
+        ("phase", 8),
+        ("module", 12),
+        ("carries", 8),
+        *[("why", 14)] * with_why,
+        *[("at", 8)] * with_source,
+    ]:
+        table.add_column(name, overflow="fold", min_width=least)
+    for row, why in zip(rows, whys, strict=True):
+        towards = {"send": " to ", "recv": " from "}.get(row["op"], "")
+        op = row["op"] + (f"{towards}{row['peer']}" if towards and row["peer"] is not None else "")
+        most = max(row["input_bytes"], row["output_bytes"])
+        carries = f"{row['dtype'] or ''} {size(most) if most else ''}".strip() + (f" {row['reduce_op']}" if row["reduce_op"] else "")
+        source = row["source"].rsplit("/", 1)[-1] if row["source"] else ""
+        if row["through"]:
+            source = f"{source} ({row['through']})".strip()
+        ranks = f" [{row['group_ranks']}]" if row["group_ranks"] else ""
+        span = f"{row['step']}-{row['last_step']}" if row["last_step"] != row["step"] else str(row["step"])
+        numbers = [*[str(row["rank"])] * with_rank, str(row["sequence"]), *[number(row["count"])] * counted, *[span] * steps]
+        texts = [op, f"{row['group']}{ranks}", row["phase"], row["module"] or "", carries, *[why] * with_why, *[source] * with_source]
+        table.add_row(*numbers, *map(Text, texts))
+    _print([table if rows else Text("No collectives.")], file, width, None)
+
+
 def render(summary: Summary, width: int = 80) -> str:
     """A summary as plain text, for logs and tests."""
     out = io.StringIO()
@@ -94,7 +143,7 @@ def _summary(summary: Summary) -> list[RenderableType]:
     parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
     parts += [Text(_sentence(text), style="dim") for text in summary.blind]
     if known and summary.calls:
-        parts.append(Text(f"On the wire: {RULE_IN_SHORT}.", style="dim"))
+        parts.append(Text(f"Bytes are those on the wire: {RULE_IN_SHORT}.", style="dim"))
     return parts
 
 
@@ -109,7 +158,7 @@ def _table(*columns: str, numbers: int = 0) -> Table:
 
 def _breakdown(title: str, rows: list[Total], total: int, *, known: bool) -> Table:
     with_ranks = any(row.group_size for row in rows)
-    table = _table(title, *["ranks"] * with_ranks, "calls", *["on the wire", "share"] * known, numbers=1 + with_ranks + 2 * known)
+    table = _table(title, *["ranks"] * with_ranks, "calls", *["bytes", "share"] * known, numbers=1 + with_ranks + 2 * known)
     for row in rows:
         ranks = [str(row.group_size) if row.group_size else "various"] * with_ranks
         carried = [size(row.wire_bytes), f"{row.wire_bytes / total:.0%}" if total else ""] * known
@@ -118,7 +167,7 @@ def _breakdown(title: str, rows: list[Total], total: int, *, known: bool) -> Tab
 
 
 def _modules(rows: list[ModuleTotal], *, known: bool) -> Table:
-    table = _table("module", *["own", "on the wire"][: 1 + known], *["with children", "on the wire"][: 1 + known], numbers=2 + 2 * known)
+    table = _table("module", *["own", "bytes"][: 1 + known], *["with children", "bytes"][: 1 + known], numbers=2 + 2 * known)
     above: list[str] = []
     for row in rows[:_MOST_MODULES]:
         above = above[: row.depth]
