@@ -241,6 +241,7 @@ def _verify(session: Session, rank: int) -> None:
     from commlens.verify.strict import Verifier
 
     settings = session.settings
+    assert session.job_dir is not None  # a box was made there
     timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or _timeout_ms() / 1000)
     session.recorder.verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s)
 

@@ -132,6 +132,8 @@ def _tapped_wait(original: Any) -> Any:
             result = original(self, *args, **kwargs)
         except BaseException as error:
             recorder.wait_ended(self, token, error)
+            if recorder.verifier is not None:
+                raise recorder.rather(error)  # noqa: B904 - it names its cause itself
             raise
         recorder.wait_ended(self, token, None)
         return result
@@ -148,6 +150,8 @@ def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
         return original(work, *args, **kwargs)
     except BaseException as raised:
         error = raised
+        if recorder is not None and recorder.verifier is not None:
+            raise recorder.rather(raised)  # noqa: B904
         raise
     finally:
         if recorder is not None and token is not None:

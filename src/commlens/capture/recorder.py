@@ -292,16 +292,25 @@ class Recorder:
         except Exception as error:
             self._failed(error)
             return None
-        if token is not None and self.verifier is not None:
+        if self.verifier is not None:
             self._verify_wait(self.verifier, token)
         return token
 
-    def _verify_wait(self, verifier: Verifier, token: Token) -> None:
+    def _verify_wait(self, verifier: Verifier, token: Token | None) -> None:
         try:
-            verifier.before_wait(token.index)
+            verifier.before_wait(token.index if token is not None else 0)
         except BaseException as error:
-            self._after_wait(token, error)
+            if token is not None:
+                self._after_wait(token, error)
             raise
+
+    def rather(self, error: BaseException) -> BaseException:
+        """What to raise instead of an error of the backend: where a peer refused and ended, its refusal says why."""
+        refused = self.verifier.pending_refusal() if self.verifier is not None else None
+        if refused is None:
+            return error
+        refused.__cause__ = error
+        return refused
 
     def _wait_marks(self, token: Token) -> None:
         token.waiting = True
@@ -331,15 +340,14 @@ class Recorder:
         except Exception as ours:
             self._failed(ours)
 
-    def tensor_wait_begins(self, tensor: Any) -> tuple[Any, Token] | None:
+    def tensor_wait_begins(self, tensor: Any) -> tuple[Any, Token | None] | None:
         """A thread is about to block in ``wait_tensor(tensor)``."""
         try:
-            if not self.by_pointer:
+            token = self.by_pointer.get(tensor.data_ptr()) if self.by_pointer else None
+            if token is None and self.verifier is None:
                 return None
-            token = self.by_pointer.get(tensor.data_ptr())
-            if token is None:
-                return None
-            self._wait_marks(token)
+            if token is not None:
+                self._wait_marks(token)
             work = next((work for work, other in list(self.in_flight.items()) if other is token), None)
         except Exception as error:
             self._failed(error)
@@ -348,9 +356,15 @@ class Recorder:
             self._verify_wait(self.verifier, token)
         return work, token
 
-    def tensor_wait_ended(self, held: tuple[Any, Token], error: BaseException | None) -> None:
+    def tensor_wait_ended(self, held: tuple[Any, Token | None], error: BaseException | None) -> None:
         """That wait is over."""
         work, token = held
+        if error is not None and self.verifier is not None:
+            refused = self.rather(error)
+            if refused is not error:
+                raise refused
+        if token is None:
+            return
         if work is not None:
             self.in_flight.pop(work, None)
         self._after_wait(token, error)

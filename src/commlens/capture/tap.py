@@ -184,7 +184,7 @@ def _wait_kernel(op: Any) -> Callable[..., Any]:
         try:
             result = redispatch(keys & _AFTER, tensor)
         except BaseException as error:
-            ended(token, error)
+            ended(token, error)  # it may raise a refusal in the error's place
             raise
         ended(token, None)
         return result

@@ -94,14 +94,16 @@ class Watchdog:
             self._speak_for_the_stuck(recorder.verifier.unraised_alarm(), now)
 
     def _speak_for_the_stuck(self, alarm: str | None, now: int) -> None:
-        """What this rank should have raised, and cannot: it is blocked in the backend's C++."""
+        """What this rank is to raise, and has not come to: it may be blocked in the backend's C++."""
         if alarm is None:
             self._alarm_since = 0
         elif not self._alarm_since:
             self._alarm_since = now
         elif now - self._alarm_since > SPEAK_AFTER_NS and alarm != self._spoken:
             self._spoken = alarm
-            log.error("commlens: this rank is blocked and cannot raise it:\n%s", alarm)
+            log.error(
+                "commlens: refused by other ranks; this one has not come to its next collective or wait, where it raises this:\n%s", alarm
+            )
 
     def _write_oldest(self, oldest: Token | None) -> None:
         writer = self._recorder.writer

@@ -92,7 +92,10 @@ def cycle_text(edges: Sequence[tuple[int, str, str, Sequence[int]]]) -> str:
     for rank, what, where, absent in edges:
         lines.append(f"  - Process {rank}: waits in {what} for {_processes(list(absent)).lower()}{f'   {where}' if where else ''}")
     lines.append("")
-    lines.append("They issue the same collectives in another order: let all of them use the same one.")
+    if all(what.startswith("recv") for _, what, _, _ in edges):
+        lines.append("Each receives before it sends: let one of them send first.")
+    else:
+        lines.append("They issue the same collectives in another order: let all of them use the same one.")
     return "\n".join(lines)
 
 

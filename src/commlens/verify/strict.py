@@ -23,9 +23,10 @@ from commlens.capture.asked import reduce_op_code
 from commlens.capture.groups import Channel, Group
 from commlens.capture.stacks import frames_of
 from commlens.compare import Disagree, compare_collectives, compare_pair
-from commlens.errors import DistributedOperationException
+from commlens.errors import DistributedOperationException, FormatError
 from commlens.formats import layout as L
 from commlens.formats import places
+from commlens.formats.blackbox import read_box
 from commlens.model.collective import Asked, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
 from commlens.verify import board as B
@@ -160,6 +161,14 @@ class Verifier:
         except Exception as error:
             self._give_up(error)
 
+    def pending_refusal(self) -> DistributedOperationException | None:
+        """What this rank is to raise, and has not yet."""
+        try:
+            self._raise_alarm()
+        except DistributedOperationException as refused:
+            return refused
+        return None
+
     def unraised_alarm(self) -> str | None:
         """The text of an alarm about a group of ours that this rank has not raised: for its watchdog, should it not come to that."""
         for at in range(self._raised, self._alarms.count()):
@@ -255,7 +264,7 @@ class Verifier:
             pair = (self.rank, interned.peer) if interned.op == "send" else (interned.peer, self.rank)
             parts, members = (*parts, *pair, identity[3]), pair
         key = B.key_of(*parts)
-        description = {"group": group.mesh_dim or group.description or group.name, "ranks": list(members)}
+        description = {"group": _label(group), "ranks": list(members)}
         slot = self._board.add_channel(key, description)
         if not slot:
             log.warning("commlens: more than %d channels: what goes over further ones is not verified", B.CHANNELS)
@@ -387,14 +396,15 @@ class Verifier:
 
     def _subject(self, pending: _Pending) -> Subject:
         group = pending.channel.group
-        return Subject(group.mesh_dim or group.description or group.name, group.ranks, pending.number)
+        return Subject(_label(group), group.ranks, pending.number)
 
     # --- alarms
 
-    def _post(self, pending: _Pending, kind: str, text: str) -> None:
-        alarm = self._alarms.post(
-            pending.channel.key, pending.number, {"kind": kind, "text": text, "by": self.rank, "ranks": list(pending.channel.members)}
-        )
+    def _post(self, pending: _Pending, kind: str, text: str, about: tuple[int, int, int] | None = None, ranks: Iterable[int] = ()) -> None:
+        """Post it and raise; what was posted about the same before is raised instead."""
+        key, number = about[1:] if about is not None else (pending.channel.key, pending.number)
+        concerned = sorted({*pending.channel.members, *ranks})
+        alarm = self._alarms.post(key, number, {"kind": kind, "text": text, "by": self.rank, "ranks": concerned})
         self._raised = max(self._raised, self._alarms.count())
         raise refusal(str(alarm.get("text") or text), str(alarm.get("kind") or kind))
 
@@ -496,7 +506,11 @@ class Verifier:
                 time.sleep(2 * LOOK_AROUND_NS / 1e9)
                 if self._cycle() == cycle:
                     self._compare(pending)
-                    self._post(pending, "cycle", cycle_text([self._edge(*step) for step in cycle]))
+                    first = cycle.index(min(cycle))
+                    cycle = cycle[first:] + cycle[:first]
+                    self._post(
+                        pending, "cycle", cycle_text([self._edge(*step) for step in cycle]), about=cycle[0], ranks=[r for r, *_ in cycle]
+                    )
         timeout_s = self._timeout_s()
         if timeout_s and waited_ns > timeout_s * 1e9:
             where = dict.fromkeys(absent, "")
@@ -506,7 +520,18 @@ class Verifier:
         board = self._boards[rank]
         if board.word(B.CLOSED):
             return "has finished"
-        return "" if places.start_ticks(board.pid) == board.start_ticks and not _is_zombie(board.pid) else "has ended"
+        return "" if places.start_ticks(board.pid) == board.start_ticks and not _is_zombie(board.pid) else "was killed or crashed"
+
+    def _where_is(self, rank: int) -> str:
+        """The line on which a rank's main thread is, as its own watchdog thread last saw it."""
+        board = self._boards[rank]
+        try:
+            log_of = read_box(self._folder / places.box_name(rank, board.pid))
+        except (OSError, FormatError):
+            return ""
+        main = log_of.main_stack
+        frame = main.source if main is not None else None
+        return f"{frame.where} in {frame.function}" if frame is not None else ""
 
     def _cycle(self) -> list[tuple[int, int, int]] | None:
         """Ranks that wait for each other, this one first: (rank, channel's key, number); None unless it is proven.
@@ -548,10 +573,10 @@ class Verifier:
                 break
         absent = set()
         for rank in members:
-            board = self._boards.get(rank)
-            if board is not None:
-                slot = board.slot(key)
-                if not slot or board.last_number(slot) < number:
+            its = self._boards.get(rank)
+            if its is not None:
+                slot = its.slot(key)
+                if not slot or its.last_number(slot) < number:
                     absent.add(rank)
         return absent
 
@@ -580,6 +605,11 @@ class Verifier:
         self._off = True
         log.warning("commlens stops verifying, the job goes on: %s: %s", type(error).__name__, error)
         log.debug("the verifier's error", exc_info=True)
+
+
+def _label(group: Group) -> str:
+    described = "" if group.description == "undefined" else group.description  # what torch says of a group that nobody described
+    return group.mesh_dim or described or group.name
 
 
 def _signature(interned: Interned) -> int:
