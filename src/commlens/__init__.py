@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from commlens.reading.trace import Trace
     from commlens.trace import trace
     from commlens.trace.comm_debug_mode import CommDebugMode
+    from commlens.trace.preview import preview
     from commlens.watch.snapshot import dump
 
 __version__ = "0.1.0"
@@ -52,6 +53,7 @@ __all__ = [
     "dump",
     "enable",
     "expect_slow",
+    "preview",
     "trace",
 ]
 
@@ -74,6 +76,7 @@ _FROM = {
     "dump": "commlens.watch.snapshot",
     "enable": "commlens.capture",
     "expect_slow": "commlens.capture",
+    "preview": "commlens.trace.preview",
 }
 
 

@@ -54,6 +54,8 @@ class Settings:
     timing: bool = False  # record durations
     dump_signal: str | None = None  # e.g. "SIGUSR2": install a handler that dumps; none by default
     dump_pipe: str | None = None  # prefix of a named pipe per rank; any byte written to it dumps
+    trace: str | None = None  # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
+    trace_dir: str = "commlens-trace"  # where the ranks' traces go
     job: str | None = None  # identity of the job; set by the launcher
     watched: bool = False  # somebody (the launcher) watches already
 
@@ -116,7 +118,7 @@ def settings_environment(settings: Settings) -> dict[str, str]:
         value = getattr(settings, name)
         if value is None:
             continue
-        if name in ("box_dir", "dump_dir", "dump_pipe"):
+        if name in ("box_dir", "dump_dir", "dump_pipe", "trace_dir"):
             value = os.path.abspath(value) + ("/" if value.endswith("/") else "")  # noqa: PTH100 - keeps a prefix's last slash
         variables[variable_of(name)] = {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
     return variables
@@ -199,6 +201,20 @@ def _signal(value: Any) -> str:
     return name
 
 
+def _steps(value: Any) -> str | None:
+    text = str(value).strip().lower()
+    if value is False or text in ("0", "false", "no", "off"):
+        return None
+    if value is True or text in ("1", "true", "yes", "on", "all"):
+        return "all"
+    if not re.fullmatch(r"\d+(:\d*)?|:\d+", text):
+        raise ValueError
+    first, _, last = text.partition(":")
+    if last and int(last) <= int(first or 0):
+        raise ValueError
+    return text
+
+
 def _job(value: Any) -> str:
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", text):
@@ -221,6 +237,8 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),
     "dump_pipe": Accepts(_path, "the first part of a path"),
+    "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),
+    "trace_dir": Accepts(_path, "a folder"),
     "job": Accepts(_job, "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash", internal=True),
     "watched": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)", internal=True),
 }

@@ -238,11 +238,14 @@ def test_a_launcher_hands_its_settings_on(tmp_path, monkeypatch):
         timing=True,
         dump_signal="SIGUSR2",
         dump_pipe="pipes/",
+        trace="2:4",
+        trace_dir="traces",
         job="job-1",
         watched=True,
     )
     received = load(settings_environment(handed)).settings
     absolute = {"box_dir": str(tmp_path / "boxes"), "dump_dir": str(tmp_path / "here"), "dump_pipe": f"{tmp_path}/pipes/"}
+    absolute["trace_dir"] = str(tmp_path / "traces")
     assert received == dataclasses.replace(handed, **absolute)
 
 

@@ -50,6 +50,8 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("demo", "Run a real multi-process job with one fault in it, and diagnose it."),
     Entry("launch", "Run a script under torchrun with a black box in every worker."),
     Entry("run", "Run a script as one worker with a black box, under any other launcher.", runs_user_code=True),
+    Entry("trace", "Run a script and trace which collectives it issues, when, why, and how many bytes.", runs_user_code=True),
+    Entry("preview", "Trace any rank of any number of ranks in one process, without GPUs or a network.", runs_user_code=True),
     Entry("diagnose", "Say from dumps or black boxes what is wrong, and which rank did it."),
     Entry("status", "Show what every rank on this node is doing right now."),
     Entry("dump", "Write a dump of a job on this node: running, stuck or dead."),

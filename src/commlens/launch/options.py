@@ -33,11 +33,16 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config-file", dest="commlens_config_file", metavar="FILE", help="the settings file (YAML)")
 
 
-def settings_from(arguments: argparse.Namespace) -> Resolved:
+def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
     """The settings in force, the command line's on top.
+
+    Args:
+        arguments: with what :func:`add_settings` added.
+        more: settings of one command only; None where not given.
 
     Raises:
         ConfigError: an unknown key or a bad value, wherever it was set.
     """
     overrides: dict[str, Any] = {name: getattr(arguments, f"commlens_{name}") for name in OPTIONS}
+    overrides.update(more)
     return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)

@@ -20,11 +20,12 @@ from typing import Any
 from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import MissingDependency
 from commlens.formats import places
-from commlens.launch import autoload
+from commlens.launch import autoload, traces
 from commlens.launch.options import add_settings, settings_from
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
 
+_ALL_STEPS = "--trace= all "
 FINISH_S = 10.0
 """How long the end of the job may wait for the watcher's last words."""
 
@@ -43,6 +44,12 @@ def torchrun_parser() -> argparse.ArgumentParser:
     parser.prog = "commlens launch"
     parser.description = "torchrun with commlens in every worker. All of torchrun's options are accepted and mean what they mean there."
     add_settings(parser)
+    group = parser.add_argument_group("tracing")
+    group.add_argument(
+        "--trace", dest="commlens_trace", metavar="[=FIRST:LAST]",
+        help="trace every worker's collectives, of all optimizer steps or of these (2:4 is steps 2 and 3)",
+    )  # fmt: skip
+    group.add_argument("--trace-dir", dest="commlens_trace_dir", metavar="DIR", help="where the traces go (default commlens-trace)")
     return parser
 
 
@@ -52,8 +59,10 @@ def launch(argv: Sequence[str]) -> int:
     Returns:
         The exit status: torchrun's. What torchrun raises is printed as it prints it, without the frames that led there.
     """
-    arguments = torchrun_parser().parse_args(argv)
-    resolved = settings_from(arguments)
+    # "--trace" takes no value but by "=", so that a script's name may follow it.
+    arguments = torchrun_parser().parse_args([_ALL_STEPS if argument == "--trace" else argument for argument in argv])
+    arguments.training_script_args = ["--trace" if argument == _ALL_STEPS else argument for argument in arguments.training_script_args]
+    resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
     for warning in resolved.warnings:
         print(f"commlens: {warning}", file=sys.stderr)
     settings = dataclasses.replace(resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True)
@@ -65,8 +74,11 @@ def launch(argv: Sequence[str]) -> int:
 
     failures: dict[int, tuple[int, int]] = {}
     watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    tracing = settings.trace is not None and _trace_workers(arguments, settings)
+    started = time.time()
     if settings.box_entries:
-        _use_worker_half(arguments)
+        if not tracing:
+            _use_worker_half(arguments)
         os.environ.update(settings_environment(settings))
         os.environ[SWITCH] = "1"
         watching = _watching(settings, failures)
@@ -84,6 +96,9 @@ def launch(argv: Sequence[str]) -> int:
         error.__traceback__ = trace or error.__traceback__
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
+    finally:
+        if tracing:
+            traces.say_what_was_traced(settings.trace_dir, since=started)
     return 0
 
 
@@ -100,6 +115,19 @@ def job_name(arguments: argparse.Namespace) -> str:
     meeting = [str(getattr(arguments, name, "") or "") for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")]
     slurm = os.environ.get("SLURM_JOB_ID", "")
     return places.safe_name("-".join([program, slurm, *(part for part in meeting if part not in ("none", ""))]), 120)
+
+
+def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
+    """Start ``-m commlens trace script.py`` in place of ``script.py``."""
+    if arguments.no_python or arguments.run_path:
+        print("commlens: the workers are not traced: a program that is not started as a Python script cannot be.", file=sys.stderr)
+        return False
+    steps = [] if settings.trace == "all" else [f"--steps={settings.trace}"]
+    options = [*steps, f"--output={os.path.abspath(settings.trace_dir)}", "--no-summary", *(["-m"] if arguments.module else [])]  # noqa: PTH100
+    arguments.training_script_args = ["trace", *options, arguments.training_script, *arguments.training_script_args]
+    arguments.training_script = "commlens"
+    arguments.module = True
+    return True
 
 
 def _use_worker_half(arguments: argparse.Namespace) -> None:

@@ -52,22 +52,55 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
         command = [sys.executable, *interpreter_flags(), *(["-m"] if module else []), *program]
         os.execv(sys.executable, command)
     _switch_on(reason)
+    run_here(program, module=module)
+
+
+def check_program(program: Sequence[str], *, module: bool) -> None:
+    """Refuse a script that cannot be read, before anything is started for it.
+
+    Raises:
+        CommandError: it cannot.
+    """
+    if not module and not Path(program[0]).exists():
+        raise CommandError(f"The program {program[0]} cannot be read: there is no such file.")
+
+
+def record_here() -> None:
+    """Switch recording on in this interpreter where torch's entry point does not."""
+    reason = autoload.why_not()
+    if reason is not None:
+        _switch_on(reason)
+
+
+def run_here(program: Sequence[str], *, module: bool) -> NoReturn:
+    """Run a program in this interpreter as ``python program...`` does, and exit as it does.
+
+    Args:
+        program: the script's path (or the module's name) and its arguments.
+        module: run as ``python -m``.
+    """
     try:
-        if module:
-            _run_module(program)
-        else:
-            _run_script(program)
+        execute(program, module=module)
     except CommlensError:
         raise
     except Exception as error:
         # As without us: the traceback begins in the user's program.
-        error.__traceback__ = _users_part(error.__traceback__)
+        error.__traceback__ = users_part(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     sys.exit(0)
 
 
-def _users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+def execute(program: Sequence[str], *, module: bool) -> None:
+    """Run a program as ``__main__`` in this interpreter; what it raises is raised."""
+    if module:
+        _run_module(program)
+    else:
+        _run_script(program)
+
+
+def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback without the frames of ours that led to the program."""
     ours = {__file__, runpy.__file__, "<frozen runpy>"}
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename in ours:

@@ -1,0 +1,166 @@
+"""``commlens preview``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commlens.errors import CommandError, MissingDependency
+
+if TYPE_CHECKING:
+    from commlens.model.network import Network
+    from commlens.reading.trace import Trace
+
+EXIT_PROGRAM_FAILED = 1
+
+
+class PreviewCommand:
+    """Trace any rank of any number of ranks in one process, without GPUs or a network.
+
+    The script runs unchanged, on torch's fake backend: nothing is sent, every collective is seen. For example:
+    commlens preview --world-size 1024 --rank 3 --fake-tensors --network h100-ib train.py --lr 0.1
+    """
+
+    name = "preview"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Options, then the program and its own arguments, which are not looked at."""
+        from commlens.reading.network import PRESETS, parse_bandwidth, parse_duration
+
+        parser.usage = "commlens preview --world-size N [options] script.py ... | -m module ..."
+        parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
+        parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to be (default 0)")
+        parser.add_argument("--fake-tensors", action="store_true", help="tensors without memory: for models that would not fit here")
+        parser.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
+        parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: tensor ops, too")
+        parser.add_argument("--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
+        parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
+        group = parser.add_argument_group("estimate of time", "figures replace the preset's; without any of these there is no estimate")
+        group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))
+        bandwidth, duration = _figure(parse_bandwidth), _figure(parse_duration)
+        group.add_argument("--intra-bandwidth", type=bandwidth, metavar="RATE", help="of one rank inside a node, one direction: 450GB/s")
+        group.add_argument("--inter-bandwidth", type=bandwidth, metavar="RATE", help="of one rank between nodes: 50GB/s or 400Gb/s")
+        group.add_argument("--intra-latency", type=duration, metavar="TIME", help="of one hop inside a node: 2us")
+        group.add_argument("--inter-latency", type=duration, metavar="TIME", help="of one hop between nodes: 4us")
+        group.add_argument("--ranks-per-node", type=int, metavar="N", help="default: the preset's, else 8")
+        group.add_argument("--step-time", type=duration, metavar="TIME", help="how long a step takes, for the share: 1.2s")
+        parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the program, print the summary and the estimate."""
+        program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+        if not program:
+            raise CommandError("Which program? For example: commlens preview --world-size 64 train.py --lr 0.1")
+        if arguments.steps is not None and arguments.steps < 1:
+            raise CommandError(f"--steps {arguments.steps} would run nothing: give 1 or more.")
+        network = _network(arguments)
+        trace, error = _preview(program, arguments, network.ranks_per_node if network is not None else arguments.ranks_per_node or 8)
+        if arguments.output:
+            trace.data.script = " ".join(program)
+            trace.save(arguments.output)
+        _print(trace, network, arguments.step_time)
+        if arguments.output:
+            print(f"\nSaved in {arguments.output}: commlens view {arguments.output}")
+        if error is None:
+            return 0
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if isinstance(error, SystemExit):
+            return error.code if isinstance(error.code, int) else 0 if error.code is None else EXIT_PROGRAM_FAILED
+        print("\ncommlens: the program failed, and the trace is of what came before that.", file=sys.stderr)
+        return EXIT_PROGRAM_FAILED
+
+
+def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: int) -> tuple[Trace, BaseException | None]:
+    from commlens.launch import worker
+
+    worker.check_program(program, module=arguments.module)
+    try:
+        from commlens.trace.preview import Preview, check_world
+    except ImportError as missing:
+        raise MissingDependency.torch("commlens preview", missing) from None
+    check_world(arguments.world_size, arguments.rank)
+
+    def run_program() -> None:
+        with _ImportsForgotten(program, arguments.module):
+            worker.execute(program, module=arguments.module)
+
+    runner = Preview(
+        run_program,
+        arguments.world_size,
+        ranks_per_node=ranks_per_node,
+        fake_tensors=arguments.fake_tensors,
+        depth=arguments.depth,
+        steps=arguments.steps,
+        say=lambda text: print(f"commlens: {text}", file=sys.stderr),
+    )
+    argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
+    try:
+        trace = runner.run(arguments.rank)
+    finally:
+        sys.argv, sys.path[:], sys.modules["__main__"] = argv, path, main
+    error = runner.error
+    if isinstance(error, CommandError) and not trace.events:
+        raise error
+    if isinstance(error, CommandError):
+        print(f"commlens: {error}", file=sys.stderr)
+    elif isinstance(error, Exception):
+        error.__traceback__ = worker.users_part(error.__traceback__)
+        sys.__excepthook__(type(error), error, error.__traceback__)
+    elif isinstance(error, SystemExit) and error.code is not None and not isinstance(error.code, int):
+        print(error.code, file=sys.stderr)
+    return trace, error
+
+
+class _ImportsForgotten(contextlib.AbstractContextManager[None]):
+    """The program may be run again, as another rank: its own modules are then imported afresh, as in a process of its own."""
+
+    def __init__(self, program: list[str], module: bool) -> None:
+        self._folder = str(Path.cwd() if module else Path(program[0]).resolve().parent)
+
+    def __enter__(self) -> None:
+        self._before = set(sys.modules)
+
+    def __exit__(self, *_: object) -> None:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None) or ""
+            if name not in self._before and file.startswith(self._folder) and "site-packages" not in file:
+                del sys.modules[name]
+
+
+def _network(arguments: argparse.Namespace) -> Network | None:
+    from commlens.reading.network import network_from
+
+    given: dict[str, Any] = {
+        name: getattr(arguments, name)
+        for name in ("intra_bandwidth", "inter_bandwidth", "intra_latency", "inter_latency", "ranks_per_node")
+    }
+    network = network_from(arguments.network, given)
+    if network is None and arguments.step_time is not None:
+        raise CommandError("--step-time needs a network to estimate with, for example --network h100-ib.")
+    if (arguments.ranks_per_node or 1) < 1:
+        raise CommandError("--ranks-per-node must be at least 1.")
+    return network
+
+
+def _print(trace: Trace, network: Network | None, step_time: float | None) -> None:
+    trace.summary()
+    if network is not None:
+        from commlens.reading.network import estimate
+        from commlens.reports.network_terminal import print_estimate
+
+        print_estimate(estimate(trace.data, network, step_time=step_time))
+
+
+def _figure(parse: Callable[[str], float]) -> Callable[[str], float]:
+    def figure(text: str) -> float:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return figure

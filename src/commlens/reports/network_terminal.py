@@ -1,0 +1,70 @@
+"""An estimate of collectives' time on a terminal, called what it is."""
+
+from __future__ import annotations
+
+from typing import IO, TYPE_CHECKING
+
+from rich.text import Text
+
+from commlens.model.sizes import number, size
+from commlens.reports.trace_terminal import _table, console
+
+if TYPE_CHECKING:
+    from commlens.model.network import Estimate
+
+
+def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: int | None = None) -> None:
+    """Print an estimate as a table by mesh dimension.
+
+    Args:
+        estimate: what to print.
+        file: where to; standard output by default.
+        width: columns; by default those of the terminal.
+    """
+    net = estimate.network
+    out = console(file, width)
+    out.print()
+    out.print(Text(f"An estimate of the time per step on {net.name}, not a measurement", style="bold"))
+    table = _table("mesh dimension", "ranks", "nodes", "calls", "bytes", "time", "share", numbers=6)
+    for part in estimate.parts:
+        share = f"{part.seconds / estimate.seconds:.0%}" if estimate.seconds else ""
+        calls, carried = part.calls / estimate.steps, part.wire_bytes / estimate.steps
+        table.add_row(
+            Text(part.name),
+            str(part.ranks),
+            str(part.nodes),
+            number(round(calls, 1)),
+            size(carried),
+            seconds(part.seconds / estimate.steps),
+            share,
+        )
+    out.print(table)
+    over = "the step" if estimate.steps == 1 else f"each of {estimate.steps} steps on average"
+    answer = f"All collectives of {over}, one after another: {seconds(estimate.seconds_per_step)}"
+    if estimate.share is not None and estimate.step_time is not None:
+        answer += f", {estimate.share:.0%} of a step of {seconds(estimate.step_time)}"
+        if estimate.share > 1:
+            answer += ": they cannot all be hidden behind computation"
+    out.print(Text(answer + ".", style="bold"))
+    out.print(
+        Text(
+            f"Line rates: {_rate(net.intra_bandwidth)} inside a node of {net.ranks_per_node}, {_rate(net.inter_bandwidth)} per rank "
+            f"between nodes; {seconds(net.intra_latency)} and {seconds(net.inter_latency)} per hop. Overlap and congestion are not in it.",
+            style="dim",
+        )
+    )
+    if net.source:
+        out.print(Text(f"{net.source}.", style="dim"))
+
+
+def seconds(value: float) -> str:
+    """``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= factor * 0.9995 or unit == "us":
+            shown = value / factor
+            return f"{shown:.0f} {unit}" if shown >= 99.5 else f"{shown:.2g} {unit}" if shown >= 1 or shown == 0 else f"{shown:.2f} {unit}"
+    return ""
+
+
+def _rate(value: float) -> str:
+    return f"{value / 1e9:.4g} GB/s"

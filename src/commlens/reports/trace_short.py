@@ -1,0 +1,23 @@
+"""A trace in a few plain lines: what a command says at the end of somebody else's output."""
+
+from __future__ import annotations
+
+from commlens.model.sizes import number, size
+from commlens.model.trace_summary import Summary, Total
+
+_ROWS = 6
+
+
+def short_summary(summary: Summary) -> str:
+    """The answer, the mesh dimensions and the ops, one line each, and what is not known."""
+    lines = [summary.answer]
+    for title, rows in (("by mesh dimension", summary.by_mesh_dim), ("by op", summary.by_op)):
+        if rows:
+            lines.append(f"{title}: {', '.join(_row(row) for row in rows[:_ROWS])}{' ...' if len(rows) > _ROWS else ''}")
+    if not summary.complete:
+        lines.append(summary.coverage)
+    return "\n".join(f"commlens: {line}" for line in lines)
+
+
+def _row(row: Total) -> str:
+    return f"{row.name} {number(row.calls)} ({size(row.wire_bytes)})"
