@@ -10,6 +10,7 @@ import gc
 import inspect
 import threading
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -995,6 +996,31 @@ def test_compiled_collectives_belong_to_the_compiled_module(fake: None, backend:
     torch._dynamo.reset()
 
 
+def test_compiled_code_is_not_kept(fake: None) -> None:
+    """A closed trace holds no code objects: dynamo hangs graphs and example tensors on them."""
+    graphs: list[weakref.ref[nn.Module]] = []
+
+    def backend(graph: nn.Module, inputs: list[torch.Tensor]) -> Callable[..., object]:
+        graphs.append(weakref.ref(graph))
+        return graph.forward
+
+    def traced() -> commlens.Trace:
+        model = Talker()
+        compiled = torch.compile(lambda x: functional.all_reduce(model(x), "sum", dist.group.WORLD) + 1, backend=backend)
+        with commlens.trace() as trace:
+            compiled(batch())
+        return trace
+
+    torch._dynamo.reset()
+    trace = traced()
+    assert trace.events
+    assert graphs
+    torch._dynamo.reset()
+    for _ in range(3):
+        gc.collect()
+    assert [graph() for graph in graphs if graph() is not None] == []
+
+
 def test_memory_is_bounded(fake: None) -> None:
     """1000 steps of a tensor-parallel model, of which 5 are kept whole."""
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
@@ -1025,8 +1051,6 @@ def test_memory_is_bounded(fake: None) -> None:
 
 
 def test_parameters_are_not_kept(fake: None) -> None:
-    import weakref
-
     model = Between()
     trace = run(model)
     watched = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]

@@ -189,6 +189,7 @@ class Tracer:
         self._synchronous.clear()
         self._works.clear()
         self._loose_works.clear()
+        self._infos.forget_codes()
         self._pointers.clear()
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:

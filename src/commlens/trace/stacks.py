@@ -104,6 +104,12 @@ class StackInfos:
             known = self._known[packed] = self._read(frame)
         return known
 
+    def forget_codes(self) -> None:
+        """Let go of the program's code: dynamo hangs what it compiled on it."""
+        for info in self._known.values():
+            info.codes = []
+        self._known = {}
+
     def _read(self, frame: FrameType | None) -> StackInfo:
         info = StackInfo(self._count, [])
         self._count += 1

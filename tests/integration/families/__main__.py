@@ -91,17 +91,30 @@ def traced(family: families.Family, world: families.World, store: Any, depth: st
         del program, outputs
         torch._dynamo.reset()  # its caches hold what was compiled
     gc.collect()
-    result["alive"] = [name for name, ref in alive if ref() is not None]  # the trace itself is still there
+    # The trace itself is still there.
+    result["alive"] = [name for name, ref in alive if ref() is not None]
+    result["tensors"] = living_tensors()
     del traces
     return result
+
+
+def living_tensors() -> int:
+    """How many tensors there are. What a compiler leaves takes more than one collection to go."""
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
 def judged(family: families.Family, world: families.World, store: Any) -> dict[str, Any]:
     """Run a family without a trace and with one of each depth: what came of it, by depth."""
     began = time.perf_counter()
     plain = untraced(family, world, store)
+    torch._dynamo.reset()
+    tensors = living_tensors()
     depths = ("collectives", "ops") if (world.backend, world.size) in DEEP else ("collectives",)
-    return {"depths": {depth: traced(family, world, store, depth, plain) for depth in depths}, "seconds": time.perf_counter() - began}
+    results = {depth: traced(family, world, store, depth, plain) for depth in depths}
+    for result in results.values():
+        result["tensors"] -= tensors
+    return {"depths": results, "seconds": time.perf_counter() - began}
 
 
 def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> None:

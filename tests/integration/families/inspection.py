@@ -32,8 +32,9 @@ def digest(program: Program, outputs: Sequence[torch.Tensor]) -> Digest:
 
 
 def state_of(program: Program) -> Digest:
-    """Every bit of parameters and buffers."""
-    return [bits(f"state {name}", value) for model in program.models for name, value in model.state_dict().items()]
+    """Every bit of parameters and buffers, and of the random generator."""
+    generator = [bits("random generator", torch.get_rng_state())]
+    return generator + [bits(f"state {name}", value) for model in program.models for name, value in model.state_dict().items()]
 
 
 def differences(one: Digest, other: Digest) -> list[str]:
