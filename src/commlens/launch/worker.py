@@ -101,9 +101,9 @@ def execute(program: Sequence[str], *, module: bool) -> None:
 
 def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
     """A traceback without the frames of ours that led to the program."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
+    ours = str(Path(__file__).parents[1])
     part = trace
-    while part is not None and part.tb_frame.f_code.co_filename in ours:
+    while part is not None and part.tb_frame.f_code.co_filename.startswith((ours, runpy.__file__, "<frozen runpy>")):
         part = part.tb_next
     return part or trace
 

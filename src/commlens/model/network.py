@@ -12,7 +12,7 @@ US: Final = 1e-6
 class Network(msgspec.Struct, frozen=True, kw_only=True):
     """A network. Bandwidths are of one rank in one direction, in bytes per second; latencies of one hop, in seconds."""
 
-    name: str = "given"
+    name: str = "the network that was given"
     intra_bandwidth: float
     inter_bandwidth: float
     intra_latency: float = 1.9 * US

@@ -22,6 +22,7 @@ import msgspec
 from commlens.errors import CommandError
 from commlens.model.network import US, Estimate, Network, Part
 from commlens.model.trace import TraceData
+from commlens.reading.words import label
 
 GB: Final = 1e9
 
@@ -33,6 +34,10 @@ PRESETS: Final[dict[str, Network]] = {
         Network(
             name="h100-ib", intra_bandwidth=450 * GB, inter_bandwidth=50 * GB,
             source=f"DGX H100: NVLink 4, 900 GB/s both ways; one 400 Gb/s InfiniBand adapter per GPU; {_LATENCY}",
+        ),
+        Network(
+            name="h200-ib", intra_bandwidth=450 * GB, inter_bandwidth=50 * GB,
+            source=f"DGX H200: the links of DGX H100; {_LATENCY}",
         ),
         Network(
             name="h100-efa", intra_bandwidth=450 * GB, inter_bandwidth=50 * GB, inter_latency=15 * US,
@@ -79,7 +84,7 @@ def estimate(data: TraceData, network: Network | str, *, step_time: float | None
     for event in data.events:
         group = data.group_of(event)
         nodes = nodes_of(group.ranks, net)
-        key = (group.label, len(group.ranks), nodes)
+        key = (label(group), len(group.ranks), nodes)
         part = parts.setdefault(key, Part(*key))
         seconds = collective_seconds(event.op, group.ranks, event.wire_bytes, net, rank=data.rank, peer=event.peer)
         part.calls += event.count
