@@ -60,7 +60,7 @@ class ViewCommand:
         read = read_ranks(arguments.paths)
         ranks, wanted = read.ranks, self._wanted(arguments)
         for note in read.notes:
-            print(f"commlens: {note}", file=sys.stderr)
+            _say(note)
         if arguments.rank is not None:
             from commlens.reading.ranks import RankTraces
 
@@ -68,8 +68,9 @@ class ViewCommand:
                 raise CommandError(f"There is no trace of rank {arguments.rank} here; there are those of {_listed(ranks)}.")
             ranks = RankTraces([ranks[arguments.rank]])
         whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
-        if wanted and not any(trace.events for trace in ranks):
-            print(f"commlens: {_nothing(whole, wanted)}", file=sys.stderr)
+        nothing = bool(wanted) and not any(trace.events for trace in ranks)
+        if nothing:
+            _say(_nothing(whole, wanted))
         wrote = self._write(ranks, arguments)
         if arguments.rows:
             from commlens.reports.trace_csv import to_json_lines
@@ -84,7 +85,7 @@ class ViewCommand:
             from commlens.reports.trace_terminal import print_events
 
             print_events(ranks.to_rows(), whys=[why for trace in ranks for why in trace.whys()], with_rank=len(ranks) > 1)
-        elif not wrote:
+        elif not wrote and not nothing:
             _print_summary(ranks)
         return 0
 
@@ -153,5 +154,5 @@ def _nothing(ranks: RankTraces, wanted: dict[str, Any]) -> str:
         if not any(trace.filter(**{name: values}).events for trace in ranks):
             there = sorted({str(value) for trace in ranks for value in trace.counts(by=name) if value is not None})
             listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
-            return f"No collective has {name} {' or '.join(values)}. There {'is ' + listed if there else 'is none with any'}."
+            return f"No collective has {name} {' or '.join(values)}. " + (f"There is: {listed}." if there else f"None has any {name}.")
     return "No collective has all of these values together."

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from commlens.errors import SelectionError
 from commlens.model.trace import Coverage, Depth, TraceData, TraceEvent
 from commlens.reading import fields, words
@@ -152,7 +154,7 @@ def condense(data: TraceData) -> TraceData:
             group=groups[words.label(group), group.ranks],
             site=event.site,
             owner=None if event.owner is None else type(event.owner)(event.owner.library, event.owner.name),
-            cause=event.cause,
+            cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # torch prints it as it likes
             dtype=event.dtype,
             input_bytes=event.input_bytes,
             output_bytes=event.output_bytes,

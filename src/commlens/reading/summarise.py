@@ -55,11 +55,26 @@ def _answer(data: TraceData, calls: int, total: int, known: bool, kept_of: int |
     if not calls and kept_of is None:
         return f"No collective was issued by {who}{_over(data)}."
     carried = f", {words.size(total)} on the wire" if known else ""
-    return f"{some}{carried}{_over(data)}, {who}."
+    over = "" if kept_of is not None else _over(data)
+    return f"{some}{carried}{over}, {who}."
 
 
 def _over(data: TraceData) -> str:
-    return f", over {words.count(data.steps, 'optimizer step')}" if data.steps else ""
+    """Over how many steps, and what each issued where all issued as much."""
+    if not data.steps:
+        return ""
+    text = f", over {words.count(data.steps, 'optimizer step')}"
+    each: dict[int, list[int]] = {}
+    for event in data.events:
+        if event.last_step is not None and event.last_step != event.step:
+            return text
+        calls_bytes = each.setdefault(event.step, [0, 0])
+        calls_bytes[0] += event.count
+        calls_bytes[1] += event.wire_bytes * event.count
+    if data.steps < 2 or len(each) != data.steps or any(amount != each[min(each)] for amount in each.values()):
+        return text
+    calls, size = each[min(each)]
+    return f"{text} ({words.number(calls)} and {words.size(size)} each)"
 
 
 def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False) -> list[Total]:
@@ -208,7 +223,7 @@ def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
 
 
 def owner_words(events: Sequence[TraceEvent]) -> str:
-    """``"FSDP2's parameters of Model.layers.0-31"``."""
+    """``"for FSDP2's parameters of layers.0-31"``; the model's class is left out where the place has said it."""
     owner = events[0].owner
     assert owner is not None
     names = sorted({event.owner.name for event in events if event.owner is not None}, key=words.natural)
@@ -218,7 +233,13 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
             most = ", ".join(owner.parameters[:2]) + (f" and {len(owner.parameters) - 2} more" if len(owner.parameters) > 2 else "")
             return f"for DDP's {shown} ({most})"
         return f"for DDP's {shown}"
-    # A name without dots is a block like any other; patterns are equal here, so folding is safe.
+    sites = {event.site for event in events}
+    if sites == set(names):
+        return f"for {'its' if len(names) == 1 else 'their'} own {owner.library} parameters"
+    roots = {site.split(".")[0] for site in sites if site is not None}
+    if len(roots) == 1:
+        root = roots.pop()
+        names = [name.removeprefix(f"{root}.") for name in names]
     return f"for {owner.library}'s parameters of {words.fold(names)}"
 
 

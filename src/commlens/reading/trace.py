@@ -195,4 +195,8 @@ _PART = "This is the part with "
 
 
 def _short(value: Any) -> str:
-    return "..." if callable(value) else str(value.value if hasattr(value, "value") else value)
+    if callable(value):
+        return "..."
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return " or ".join(map(_short, value))
+    return str(value.value if hasattr(value, "value") else value)

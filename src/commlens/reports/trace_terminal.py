@@ -80,36 +80,41 @@ def print_events(
         file: where to; standard output by default.
         width: columns; those of the terminal by default.
     """
-    steps = len({row["step"] for row in rows}) > 1
+    steps = any(row["step"] or row["last_step"] for row in rows)
     counted = any(row["count"] > 1 for row in rows)
-    with_why, with_source = any(whys), any(row["source"] for row in rows)
+    carrying = any(row["dtype"] for row in rows)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
     for name in ["rank"] * with_rank + ["#"] + ["calls"] * counted + ["step"] * steps:
         table.add_column(name, justify="right", no_wrap=True)
-    for name, least in [
-        ("op", 6),
-        ("on", 3),
-        ("phase", 8),
-        ("module", 12),
-        ("carries", 8),
-        *[("why", 14)] * with_why,
-        *[("at", 8)] * with_source,
-    ]:
-        table.add_column(name, overflow="fold", min_width=least)
+    for name in ["op", "on", *["carries"] * carrying]:
+        table.add_column(name, no_wrap=True, overflow="ellipsis")
+    table.add_column("where and why", overflow="fold", ratio=1)
     for row, why in zip(rows, whys, strict=True):
-        towards = {"send": " to ", "recv": " from "}.get(row["op"], "")
-        op = row["op"] + (f"{towards}{row['peer']}" if towards and row["peer"] is not None else "")
-        most = max(row["input_bytes"], row["output_bytes"])
-        carries = f"{row['dtype'] or ''} {size(most) if most else ''}".strip() + (f" {row['reduce_op']}" if row["reduce_op"] else "")
-        source = row["source"].rsplit("/", 1)[-1] if row["source"] else ""
-        if row["through"]:
-            source = f"{source} ({row['through']})".strip()
-        ranks = f" [{row['group_ranks']}]" if row["group_ranks"] else ""
         span = f"{row['step']}-{row['last_step']}" if row["last_step"] != row["step"] else str(row["step"])
         numbers = [*[str(row["rank"])] * with_rank, str(row["sequence"]), *[number(row["count"])] * counted, *[span] * steps]
-        texts = [op, f"{row['group']}{ranks}", row["phase"], row["module"] or "", carries, *[why] * with_why, *[source] * with_source]
-        table.add_row(*numbers, *map(Text, texts))
+        ranks = f" [{row['group_ranks']}]" if row["group_ranks"] else ""
+        texts = [_op_of(row), f"{row['group']}{ranks}", *[_carried(row)] * carrying]
+        where = Text(f"{row['phase']} of {row['module']}" if row["module"] else str(row["phase"]))
+        for about in (why, _line(row)):
+            where.append(f", {about}" if about else "", style="dim")
+        table.add_row(*numbers, *map(Text, texts), where)
     _print([table if rows else Text("No collectives.")], file, width, None)
+
+
+def _op_of(row: Mapping[str, Any]) -> str:
+    towards = {"send": "to", "recv": "from"}.get(row["op"])
+    return f"{row['op']} {towards} {row['peer']}" if towards and row["peer"] is not None else str(row["op"])
+
+
+def _carried(row: Mapping[str, Any]) -> str:
+    most = max(row["input_bytes"], row["output_bytes"])
+    return " ".join(part for part in (row["dtype"], size(most) if most else None, row["reduce_op"]) if part)
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    line = row["source"].rsplit("/", 1)[-1] if row["source"] else ""
+    through = f"({row['through']})" if row["through"] else ""
+    return f"at {line} {through}".strip() if line else through
 
 
 def render(summary: Summary, width: int = 80) -> str:

@@ -15,7 +15,8 @@ from typing import Any
 from typing_extensions import Self
 
 from commlens.errors import MissingDependency
-from commlens.model.trace import Phase
+from commlens.model.trace import Phase, TraceData
+from commlens.reading.trace import Trace
 
 if importlib.util.find_spec("torch") is None:
     raise MissingDependency.torch("commlens.CommDebugMode")
@@ -48,7 +49,7 @@ class CommDebugMode:
     def __init__(self) -> None:
         self.comm_counts: Counts = defaultdict(int)
         self.comm_module_counts: dict[str, dict[str, Counts]] = {}
-        self.comm_registry: set[Any] = registry()
+        self.comm_registry: set[Any] = set(registry())
         self.advanced_module_tracker = ModuleView()
         self._modules = SeenModules()
         self._tracer: Tracer | None = None
@@ -128,6 +129,10 @@ class CommDebugMode:
         """Write the same as JSON, in the format that PyTorch's browser page reads."""
         with Path(file_name).open("w", encoding="utf-8") as file:
             json.dump(comm_debug_json.document(self._sections(), noise_level), file, indent=4)
+
+    def trace(self) -> Trace:
+        """The same collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes and lines of code."""
+        return Trace(TraceData() if self._tracer is None else self._tracer.data())
 
     # --- how it comes about
 

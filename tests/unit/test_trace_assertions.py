@@ -1,0 +1,154 @@
+"""``assert_comms`` and golden files."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import pytest
+from traces import Recorder, block, one_event, training
+
+import commlens
+from commlens import assert_comms, assert_matches_golden
+from commlens.model.trace import Coverage, Phase, TraceData
+from commlens.reading.assertions import condense
+
+
+def failure(*args: object, **more: object) -> str:
+    with pytest.raises(AssertionError) as caught:
+        assert_comms(commlens.Trace(training()), *args, **more)  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_what_holds():
+    trace = commlens.Trace(training())
+    assert_comms(trace)
+    assert_comms(trace, {"all_gather": 8, "all_reduce": 16, "reduce_scatter": 8})
+    assert_comms(trace, {"all_reduce": 6, "reduce_scatter": 8, "broadcast": 0}, phase="backward")
+    assert_comms(trace, counts={"dp": 16, "tp": 16}, by="mesh_dim", max_bytes=340_192)
+    assert_comms(trace, {("tp", "all_reduce"): 6}, by=("mesh_dim", "op"), module="layers.*.net1")
+    assert_comms(trace, {"MLP.layers.0.net2": 2}, by="module", module="layers.0.net2")
+    assert_comms(trace, {Phase.FORWARD: 16, Phase.BACKWARD: 14, Phase.OUTSIDE: 2}, by="phase")
+    assert_comms(trace, 32)
+    assert_comms(trace, 0, phase="optimizer", none_on=["dp", "tp"])
+
+
+class HasTrace:
+    def trace(self) -> commlens.Trace:
+        return commlens.Trace(training())
+
+
+class HasData:
+    data = training()
+
+
+def test_whatever_holds_a_trace(tmp_path):
+    commlens.Trace(training()).save(tmp_path / "x.json.gz")
+    for holder in (training(), HasTrace(), HasData(), tmp_path / "x.json.gz", str(tmp_path / "x.json.gz")):
+        assert_comms(holder, 32)
+    with pytest.raises(commlens.SelectionError, match="not list"):
+        assert_comms([], 32)
+
+
+def test_too_many_with_their_lines():
+    assert failure({"all_reduce": 1}, phase="outside") == (
+        "The collectives (phase=outside) are not as expected:\n"
+        "- all_reduce: 1 expected, and there are 2:\n"
+        "    #16 all_reduce on tp [0-3], outside of every module, float32 64 B, at train.py:29 (clip_grad_norm_)\n"
+        "    #32 all_reduce on tp [0-3], outside of every module, float32 64 B, at train.py:29 (clip_grad_norm_)"
+    )
+
+
+def test_none_and_a_misspelt_one():
+    text = failure({"allreduce": 16, "broadcast": 1, "all_gather": 8, "reduce_scatter": 8})
+    assert "- allreduce: 16 expected, and there is none (did you mean 'all_reduce'?)" in text
+    assert "- broadcast: 1 expected, and there is none\n" in text
+    assert "- all_reduce: none expected, and there are 16:" in text and "... and 11 more" in text
+    assert "all_gather:" not in text
+
+
+def test_none_on_a_limit_and_a_total():
+    assert "- nothing may be on tp, and there are 6:\n    #9 all_reduce on tp [0-3], backward of MLP.layers.3.net1" in failure(
+        none_on="tp", phase="backward"
+    )
+    text = failure(max_bytes=1000, module="layers.0.net2")
+    assert "- 12.0 kB on the wire, and at most 1.0 kB is allowed (11,000 bytes too many). The costliest:\n    #2 all_reduce" in text
+    assert "- 3 collectives expected, and there are 32:" in failure(3)
+
+
+def test_an_incomplete_trace_never_passes():
+    data = training()
+    data.coverage = Coverage(40, 32)
+    with pytest.raises(AssertionError, match="8 collectives that passed the dispatcher are not in it"):
+        assert_comms(data, none_on="ep")
+
+
+def test_an_unknown_field_is_no_assertion():
+    with pytest.raises(commlens.SelectionError, match="Did you mean 'mesh_dim'"):
+        assert_comms(training(), mesh_dims="tp")
+    with pytest.raises(commlens.SelectionError, match="Did you mean 'op'"):
+        assert_comms(training(), {}, by="ops")
+
+
+# --- golden files
+
+
+def test_a_golden_file_is_written_once_and_held_to(tmp_path, monkeypatch):
+    golden = tmp_path / "golden" / "mlp.json"
+    with pytest.raises(AssertionError, match=r"There is no golden file .*mlp.json yet. Run the test once with COMMLENS_UPDATE_GOLDEN=1"):
+        assert_matches_golden(training(), golden)
+    monkeypatch.setenv("COMMLENS_UPDATE_GOLDEN", "1")
+    assert_matches_golden(training(), golden)
+    monkeypatch.setenv("COMMLENS_UPDATE_GOLDEN", "0")
+    before = golden.read_bytes()
+    assert_matches_golden(training(), golden)
+    with pytest.raises(AssertionError) as caught:
+        assert_matches_golden(commlens.Trace(training(dtype="bfloat16")), golden)
+    assert "8 all_gather on dp in forward of MLP.layers.0-3: dtype bfloat16 instead of float32" in str(caught.value)
+    assert "COMMLENS_UPDATE_GOLDEN=1 writes the file anew" in str(caught.value)
+    assert golden.read_bytes() == before
+    assert_matches_golden(training(steps=1), golden, update=True)
+    assert commlens.Trace.load(golden).calls == 16
+
+
+def test_a_golden_file_holds_nothing_that_changes_by_itself(tmp_path):
+    data, later = training(), training()
+    later.started_unix_ns += 5_000_000_000
+    later.commlens_version, later.torch_version, later.script = "9", "3.0", "/elsewhere/train.py"
+    later.groups = [msgspec.structs.replace(group, name=f"{number + 40}") for number, group in enumerate(later.groups)]
+    for event in later.events:
+        event.started_ns += 999
+        event.source = msgspec.structs.replace(event.source, file="/elsewhere/train.py", line=event.source.line + 3)
+    later.events.reverse()
+    for path, made in ((tmp_path / "a.json", data), (tmp_path / "b.json", later)):
+        assert_matches_golden(made, path, update=True)
+    assert sorted(condense(data).groups, key=str) == sorted(condense(later).groups, key=str)
+    text = (tmp_path / "a.json").read_text()
+    assert "/home/me" not in text and "2.13.0" not in text and "started_ns" not in text
+    assert len(text) < 8000
+    same = msgspec.structs.replace(later, events=later.events[::-1])
+    assert_matches_golden(same, tmp_path / "b.json", update=True)
+    assert (tmp_path / "b.json").read_text() == text
+
+
+def test_a_damaged_golden_file_is_no_difference(tmp_path):
+    (tmp_path / "g.json").write_text("{")
+    with pytest.raises(commlens.FormatError):
+        assert_matches_golden(training(), tmp_path / "g.json")
+
+
+def test_alike_collectives_are_counted_together():
+    def more(rec: Recorder, step: int) -> None:
+        rec.issue("all_gather", "dp", Phase.FORWARD, "MLP.layers.0", 32000, 77, owner=block("MLP.layers.0"))
+
+    condensed = condense(training(change=more))
+    (first,) = [event for event in condensed.events if event.site == "MLP.layers.0" and event.op == "all_gather"]
+    assert first.count == 4 and first.source is None
+    assert condense(one_event(count=7)).events[0].count == 7
+    assert condense(TraceData()).events == []
+
+
+def test_a_golden_file_can_be_viewed(tmp_path):
+    assert_matches_golden(training(), tmp_path / "g.json", update=True)
+    assert json.loads((tmp_path / "g.json").read_text())["schema"] == "commlens.trace/1"
+    assert commlens.Trace.load(tmp_path / "g.json").to_summary().answer.startswith("32 collectives, 340 kB on the wire, over 2")

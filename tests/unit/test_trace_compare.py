@@ -1,0 +1,252 @@
+"""What changed between two traces, and where ranks differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import Recorder, block, training
+
+import commlens
+from commlens.model.trace import Phase, TraceData, TraceEvent
+from commlens.reading.compare_ranks import compare_ranks
+from commlens.reading.ranks import merge
+
+Edit = Callable[[TraceEvent], "TraceEvent | None"]
+
+
+def edited(edit: Edit, data: TraceData | None = None) -> TraceData:
+    """A trace with every event changed, or left out."""
+    data = training() if data is None else data
+    data.events = [new for event in data.events if (new := edit(event)) is not None]
+    return data
+
+
+def set_if(condition: Callable[[TraceEvent], bool], **fields: object) -> Edit:
+    return lambda event: msgspec.structs.replace(event, **fields) if condition(event) else event
+
+
+def sentences(after: TraceData, before: TraceData | None = None) -> list[str]:
+    comparison = commlens.Trace(training() if before is None else before).compare(commlens.Trace(after))
+    return [f"{change.kind}: {change.sentence}" for change in comparison.changes]
+
+
+def test_nothing_changed():
+    comparison = commlens.Trace(training()).compare(commlens.Trace(training()))
+    assert not comparison and comparison.changes == [] and comparison.notes == []
+    assert str(comparison) == "Nothing changed: 32 collectives, 340 kB on the wire."
+
+
+def test_times_lines_order_and_threads_are_no_change():
+    data = training()
+    data.events = [
+        msgspec.structs.replace(event, started_ns=event.started_ns * 3, source=None, thread=1, sequence=99 - event.sequence)
+        for event in reversed(data.events)
+    ]
+    assert sentences(data) == []
+
+
+def test_gone_and_new():
+    gone = edited(lambda event: None if event.through else event)
+    assert sentences(gone) == ["gone: gone: 2 all_reduce on tp outside of every module, 192 B on the wire"]
+    assert sentences(training(), gone) == ["new: new: 2 all_reduce on tp outside of every module, 192 B on the wire"]
+
+
+def test_layers_are_told_together():
+    def no_tp_forward(event: TraceEvent) -> TraceEvent | None:
+        return None if event.cause is not None and not event.cause.implicit else event
+
+    assert sentences(edited(no_tp_forward)) == [
+        "gone: gone: 8 all_reduce on tp in forward of MLP.layers.0-3.net2, 48.0 kB on the wire, DTensor Partial(sum) -> Replicate()"
+    ]
+    more = sentences(training(layers=5))
+    assert "new: new: 2 all_gather on dp in forward of MLP.layers.4, 32.0 kB on the wire, for FSDP2 MLP.layers.4" in more
+
+
+def test_counts():
+    def twice(rec: Recorder, step: int) -> None:
+        rec.issue("all_gather", "dp", Phase.FORWARD, "MLP.layers.0", 32000, 19, owner=block("MLP.layers.0"))
+
+    assert sentences(training(change=twice)) == [
+        "count: 2 more all_gather on dp in forward of MLP.layers.0 (4 instead of 2), 32.0 kB on the wire"
+    ]
+
+
+def test_dtype_and_bytes():
+    assert sentences(training(dtype="bfloat16")) == [
+        "changed: 8 all_gather on dp in forward of MLP.layers.0-3: dtype bfloat16 instead of float32 and size 16.0 kB instead of 32.0 kB",
+        "changed: 8 reduce_scatter on dp in backward of MLP.layers.0-3: dtype bfloat16 instead of float32 and size 16.0 kB instead of 32.0 kB",
+    ]
+
+
+def test_placements_cause_reduce_op_and_more():
+    def is_forward_tp(event: TraceEvent) -> bool:
+        return event.cause is not None and not event.cause.implicit
+
+    def other(event: TraceEvent) -> TraceEvent:
+        if not is_forward_tp(event) or event.cause is None:
+            return event
+        cause = msgspec.structs.replace(event.cause, after="(Shard(dim=1),)", implicit=True, op="aten.add.Tensor")
+        return msgspec.structs.replace(event, cause=cause, reduce_op="AVG")
+
+    assert sentences(edited(other)) == [
+        "changed: 8 all_reduce on tp in forward of MLP.layers.0-3.net2: reduce op AVG instead of SUM, placements Partial(sum) -> Shard(1) "
+        "instead of Partial(sum) -> Replicate() and cause add, implicit instead of DTensor, explicit"
+    ]
+
+
+def test_moved_to_another_phase_module_or_group():
+    optimizer = edited(set_if(lambda event: event.through is not None, phase=Phase.OPTIMIZER))
+    assert sentences(optimizer) == ["moved: 2 all_reduce on tp: moved from outside of every module to the optimizer's step"]
+    module = edited(set_if(lambda event: event.site == "MLP.layers.1.net1", site="MLP.layers.1.norm"))
+    assert sentences(module) == ["moved: 2 all_reduce on tp: moved from backward of MLP.layers.1.net1 to backward of MLP.layers.1.norm"]
+    group = edited(set_if(lambda event: event.through is not None, group=0))
+    assert sentences(group) == ["moved: 2 all_reduce on tp outside of every module: now on dp, group size 2 instead of 4"]
+
+
+def test_replaced():
+    data = edited(set_if(lambda event: event.through is not None, op="all_gather", wire_bytes=48))
+    assert sentences(data) == [
+        "replaced: 2 all_reduce on tp outside of every module: replaced by all_gather, 48 B on the wire instead of 96 B"
+    ]
+
+
+def test_the_largest_first():
+    def both(event: TraceEvent) -> TraceEvent | None:
+        return None if event.through or event.op == "reduce_scatter" else event
+
+    assert [text.split(" on ")[0] for text in sentences(edited(both))] == ["gone: gone: 8 reduce_scatter", "gone: gone: 2 all_reduce"]
+
+
+def test_a_larger_world():
+    data = training()
+    data.world_size = 16
+    assert sentences(data) == ["world-size: the world has 16 ranks, where it had 8"]
+
+
+def test_other_numbers_of_steps_are_compared_by_the_step():
+    comparison = commlens.Trace(training(steps=2)).compare(commlens.Trace(training(steps=4)))
+    assert not comparison and comparison.per_step
+    assert comparison.answer == "Nothing changed: 16 collectives a step, 170 kB on the wire."
+    assert comparison.notes == ["The first covers 2 steps, the second 4: figures are those of a step."]
+    one_more = training(steps=4)
+    one_more.events.append(msgspec.structs.replace(one_more.events[0]))
+    (change,) = commlens.Trace(training(steps=2)).compare(commlens.Trace(one_more)).changes
+    assert change.sentence == "0.25 more all_gather on dp in forward of MLP.layers.0 (1.25 instead of 1), 4.0 kB on the wire"
+
+
+def test_another_name_of_the_model_is_noted_once():
+    def renamed(event: TraceEvent) -> TraceEvent:
+        site = None if event.site is None else event.site.replace("MLP", "FSDPMLP", 1)
+        owner = event.owner and msgspec.structs.replace(event.owner, name=event.owner.name.replace("MLP", "FSDPMLP", 1))
+        return msgspec.structs.replace(event, site=site, owner=owner)
+
+    comparison = commlens.Trace(training()).compare(commlens.Trace(edited(renamed)))
+    assert not comparison
+    assert comparison.notes == ["The model's class is MLP in the first and FSDPMLP in the second; modules are compared without it."]
+
+
+def test_summarised_and_whole_traces_are_equal():
+    summarised = training(steps=1)
+    for event in summarised.events:
+        event.count = 2
+        event.last_step = 1
+    summarised.steps = 2
+    assert sentences(summarised) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 31), max_size=6, unique=True), st.lists(st.integers(0, 31), max_size=6, unique=True))
+def test_whatever_is_left_out_is_counted(left: list[int], right: list[int]):
+    one, other = training(), training()
+    one.events = [event for place, event in enumerate(one.events) if place not in left]
+    other.events = [event for place, event in enumerate(other.events) if place not in right]
+    there, back = commlens.Trace(one).compare(commlens.Trace(other)), commlens.Trace(other).compare(commlens.Trace(one))
+    assert there.calls_after - there.calls_before == len(left) - len(right)
+    assert bool(there) == bool(back)
+    assert there.wire_bytes_after - there.wire_bytes_before == commlens.Trace(other).wire_bytes - commlens.Trace(one).wire_bytes
+
+
+# --- ranks
+
+
+def ranks(*changed: tuple[int, TraceData]) -> list[commlens.Trace]:
+    different = dict(changed)
+    return [commlens.Trace(different.get(rank) or training(rank)) for rank in range(8)]
+
+
+def one_more(rank: int, *layers: int) -> TraceData:
+    def change(rec: Recorder, step: int) -> None:
+        for layer in layers:
+            rec.issue("all_gather", "tp", Phase.BACKWARD, f"MLP.layers.{layer}", 4000, 40)
+
+    return training(rank, change=change)
+
+
+def test_all_ranks_alike():
+    merged = merge(ranks())
+    assert merged.answer() == "All 8 ranks issued the same." and merged.differences() == []
+    assert merged.classes() == [list(range(8))]
+    assert len(merged.to_rows()) == 8 * 32 and {row["rank"] for row in merged.to_rows()} == set(range(8))
+    assert len(merged) == 8 and merged[3].data.rank == 3
+
+
+def test_a_rank_that_issued_more():
+    merged = merge(ranks((3, one_more(3, 1))))
+    assert merged.answer() == "Ranks 0-2,4-7 and rank 3 issued different things."
+    assert merged.differences() == ["rank 3 issued 2 more all_gather on tp in backward of MLP.layers.1 than ranks 0-2,4-7 (2 against 0)"]
+    folded = merge(ranks((3, one_more(3, 0, 1, 2))))
+    assert folded.differences() == [
+        "rank 3 issued 2 more all_gather on tp in backward of MLP.layers.0-2 each than ranks 0-2,4-7 (2 against 0)"
+    ]
+
+
+def test_sizes_that_differ():
+    assert merge(ranks((0, training(0, dtype="bfloat16")))).differences()[0] == (
+        "rank 0: all_gather on dp in forward of MLP.layers.0 is bfloat16 16.0 kB, on ranks 1-7 float32 32.0 kB"
+    )
+
+
+def test_order_that_differs():
+    data = training(5)
+    data.events[0], data.events[1] = data.events[1], data.events[0]
+    merged = merge(ranks((5, data)))
+    assert merged.answer() == "All 8 ranks issued the same, but not in the same order."
+    assert merged.differences() == [
+        "rank 5 has another order than rank 0 from #1 on: all_reduce on tp in forward of MLP.layers.0.net2, where rank 0 has all_gather "
+        "on dp in forward of MLP.layers.0"
+    ]
+
+
+def test_missing_and_double_ranks():
+    assert merge(ranks()[:6]).answer() == "The 6 ranks here issued the same. There is no trace of ranks 6-7."
+    assert merge(ranks()[:1]).answer() == "One trace, of rank 0 of 8."
+    with pytest.raises(commlens.CommandError, match="Two of the traces are of rank 0"):
+        merge([*ranks(), *ranks()[:1]])
+    with pytest.raises(commlens.CommandError, match="no traces"):
+        merge([])
+
+
+def test_many_classes():
+    merged = merge(ranks(*((rank, one_more(rank, *range(rank))) for rank in (1, 2, 3))))
+    assert merged.answer() == "The 8 ranks are of 4 classes that issued different things: 0,4-7; 1; 2; 3."
+    assert merged.filter(phase="forward").answer() == "All 8 ranks issued the same."
+
+
+def test_runs_are_compared_rank_by_rank():
+    before, after = merge(ranks()), merge(ranks((3, one_more(3, 1)), (5, one_more(5, 1))))
+    assert not compare_ranks(before, before)
+    comparison = compare_ranks(before, after)
+    (change,) = comparison.changes
+    assert change.sentence == "ranks 3,5: new: 2 all_gather on tp in backward of MLP.layers.1, 6.0 kB on the wire" and change.ranks == [
+        3,
+        5,
+    ]
+    assert comparison.answer.startswith("8 ranks together. 1 change: 260 collectives instead of 256")
+    partly = compare_ranks(merge(ranks()[:4]), before)
+    assert not partly and partly.notes == ["Only the second has a trace of ranks 4-7: not compared."]
+    everywhere = compare_ranks(before, merge([commlens.Trace(one_more(rank, 1)) for rank in range(8)]))
+    assert everywhere.changes[0].sentence.startswith("new: 2 all_gather")

@@ -1,0 +1,276 @@
+"""``commlens.Trace``: filters, counts, rows and the summary."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from traces import Recorder, one_event, training
+
+import commlens
+from commlens.model.collective import ProcessGroup
+from commlens.model.trace import Coverage, Owner, Phase, TraceData
+from commlens.model.wire_bytes import wire_bytes
+from commlens.reading import words
+from commlens.reading.fields import FIELDS
+from commlens.reading.rows import COLUMNS
+from commlens.reports.trace_terminal import render
+
+SUMMARY = """\
+32 collectives, 340 kB on the wire, over 2 optimizer steps (16 and 170 kB each),
+rank 0 of 8.
+
+mesh dimension   ranks   calls     bytes   share
+────────────────────────────────────────────────
+dp                   2      16    256 kB     75%
+tp                   4      16   84.2 kB     25%
+"""
+
+
+def trace() -> commlens.Trace:
+    return commlens.Trace(training())
+
+
+@pytest.mark.parametrize(
+    ("wanted", "number"),
+    [
+        ({}, 32),
+        ({"phase": "backward"}, 14),
+        ({"phase": Phase.BACKWARD}, 14),
+        ({"phase": ["backward", "outside"]}, 16),
+        ({"phase": "unclassified"}, 0),
+        ({"op": "all_reduce"}, 16),
+        ({"op": ("all_reduce", "all_gather")}, 24),
+        ({"mesh_dim": "tp"}, 16),
+        ({"group": "mesh_tp"}, 16),
+        ({"group": "5"}, 16),
+        ({"ranks": (0, 4)}, 16),
+        ({"group_size": 4}, 16),
+        ({"module": "layers.0"}, 6),
+        ({"module": "MLP.layers.0"}, 6),
+        ({"module": "layers.0.net2"}, 2),
+        ({"module": "layers.*.net2"}, 8),
+        ({"module": "layers.1"}, 8),
+        ({"module": "layer"}, 0),
+        ({"module": "net2"}, 0),
+        ({"module": None}, 2),
+        ({"step": 1}, 16),
+        ({"step": "1:"}, 16),
+        ({"step": range(0, 2)}, 32),
+        ({"owner": "FSDP2"}, 16),
+        ({"owner": "layers.3"}, 4),
+        ({"owner": "FSDP2 MLP.layers.3"}, 4),
+        ({"cause": "implicit"}, 6),
+        ({"cause": "explicit"}, 8),
+        ({"cause": "mm"}, 6),
+        ({"cause": "aten.mm"}, 6),
+        ({"cause": "Partial(sum) -> Replicate()"}, 14),
+        ({"source": "train.py:14"}, 8),
+        ({"source": "train.py"}, 32),
+        ({"source": "rain.py"}, 0),
+        ({"source": "clip_grad_norm_"}, 2),
+        ({"through": "clip_grad_norm_"}, 2),
+        ({"dtype": "float32"}, 32),
+        ({"api": "c10d.all_gather"}, 8),
+        ({"reduce_op": "AVG"}, 8),
+        ({"wire_bytes": lambda size: size > 10_000}, 16),
+        ({"sequence": 3}, 1),
+        ({"op": "all_reduce", "phase": "backward", "module": "layers.3"}, 2),
+    ],
+)
+def test_filters(wanted, number):
+    assert trace().filter(**wanted).calls == number
+
+
+def test_every_field_filters_by_what_it_counts():
+    for name in FIELDS:
+        counts = trace().counts(by=name)
+        assert sum(counts.values()) == 32
+        if name == "cause":
+            continue  # counted in words
+        for value, number in counts.items():
+            found = trace().filter(**{name: value}).calls
+            assert found == number or (name == "module" and found >= number)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "hint"),
+    [
+        ({"fase": "forward"}, "no field 'fase'. Did you mean 'phase'?"),
+        ({"site": "net1"}, "Did you mean 'module'?"),
+        ({"xyz": 1}, "The fields are op, phase"),
+        ({"phase": "backwards"}, "Did you mean 'backward'?"),
+        ({"phase": 7}, "The phases are forward, backward"),
+        ({"step": "a:b"}, "not a step or a range"),
+    ],
+)
+def test_what_does_not_exist_is_a_clear_error(wanted, hint):
+    with pytest.raises(commlens.SelectionError) as caught:
+        trace().filter(**wanted)
+    assert hint in str(caught.value)
+
+
+def test_counts_and_bytes():
+    assert trace().counts() == {"all_gather": 8, "all_reduce": 16, "reduce_scatter": 8}
+    assert trace().counts(by=("mesh_dim", "op"))["tp", "all_reduce"] == 16
+    assert trace().bytes(by="phase")["outside"] == 2 * wire_bytes("all_reduce", 4, 64, 64)
+    assert trace().bytes(by="op", of="output")["all_gather"] == 8 * 32000
+    with pytest.raises(commlens.SelectionError, match="no bytes of 'air'"):
+        trace().bytes(of="air")  # type: ignore[arg-type]
+
+
+def test_summarised_events_count_in_full():
+    summarised = commlens.Trace(one_event(count=10, step=3, last_step=12))
+    assert summarised.calls == 10 and summarised.counts() == {"all_reduce": 10}
+    assert summarised.wire_bytes == 10 * summarised.events[0].wire_bytes
+    assert summarised.filter(step="3:13").calls == 10
+    part = summarised.filter(step="5:8")
+    assert part.calls == 0
+    assert any("10 summarised collectives cannot be told apart by step" in text for text in part.coverage.blind)
+
+
+def test_a_part_says_what_it_is_part_of():
+    part = trace().filter(phase="backward").filter(mesh_dim="tp")
+    assert part.coverage.blind == ["This is the part with mesh_dim=tp: 6 of 14 collectives."]
+    assert part.to_summary().answer == "6 of 32 collectives, 36.0 kB on the wire, rank 0 of 8."
+    assert trace().coverage.blind == []
+
+
+def test_rows_are_flat_and_alike():
+    rows = trace().to_rows()
+    assert {tuple(row) for row in rows} == {COLUMNS}
+    assert all(value is None or isinstance(value, (str, int, bool)) for row in rows for value in row.values())
+    assert rows[1]["cause_before"] == "(Partial(sum),)" and rows[1]["source"] == "/home/me/train.py:14" and rows[1]["group_ranks"] == "0-3"
+
+
+def test_data_may_be_made_anew_each_time_it_is_asked_for():
+    class Live(commlens.Trace):
+        @property
+        def data(self) -> TraceData:
+            return training(steps=next(self.steps))
+
+    live = Live(TraceData())
+    live.steps = iter([1, 2])
+    assert live.calls == 16 and live.calls == 32
+
+
+def test_the_summary_by_eye():
+    text = render(trace().to_summary())
+    assert text.startswith(SUMMARY)
+    assert max(map(len, text.splitlines())) <= 80
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "MLP 30 340 kB" in lines
+    assert "layers.0-3 16 256 kB 30 340 kB" in lines
+    assert "net2 8 48.0 kB 8 48.0 kB" in lines
+    assert "net1 (of layers.1-3) 6 36.0 kB 6 36.0 kB" in lines
+    one_line = " ".join(lines)
+    assert "128 kB 38% 8 all_gather on dp (2 ranks): forward of MLP.layers.0-3, for their own FSDP2 parameters, at train.py:19" in one_line
+    assert (
+        "36.0 kB 11% 6 all_reduce on tp (4 ranks): backward of MLP.layers.1-3.net1, DTensor Partial(sum) -> Replicate(), to run mm "
+        "(implicit), at train.py:28" in one_line
+    )
+    assert "2 all_reduce on tp (4 ranks): outside of every module, at train.py:29 (clip_grad_norm_)" in one_line
+    assert "All 32 collectives that were dispatched are recorded; none is unclassified." in one_line
+    assert "Bytes are those on the wire: through one rank's link" in one_line
+
+
+@pytest.mark.parametrize("width", [30, 40, 200])
+def test_every_width_and_no_colour(width):
+    out = io.StringIO()
+    trace().summary(out, width=width, colour=False)
+    assert "\x1b" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= width
+    coloured = io.StringIO()
+    trace().summary(coloured, width=width, colour=True)
+    assert "\x1b[" in coloured.getvalue()
+
+
+def test_totals_of_the_summary_add_up():
+    summary = trace().to_summary()
+    for rows in (summary.by_mesh_dim, summary.by_phase, summary.by_op):
+        assert sum(row.calls for row in rows) == summary.calls
+        assert sum(row.wire_bytes for row in rows) == summary.wire_bytes
+    inside = sum(row.own_calls for row in summary.by_module)
+    assert inside == summary.calls - trace().filter(module=None).calls
+    assert summary.by_module[0].calls == inside
+    assert sum(why.calls for why in summary.why) == summary.calls
+
+
+def test_what_is_missing_or_unclassified_is_said():
+    rec = Recorder()
+    rec.issue("all_reduce", "tp", None, None, 64, 12)
+    rec.issue("broadcast", "dp", Phase.FORWARD, None, 64, 13)
+    data = rec.finish()
+    summary = commlens.Trace(data).to_summary()
+    assert summary.coverage == (
+        "All 2 collectives that were dispatched are recorded; 2 unclassified: all_reduce at train.py:12 (1) and broadcast at train.py:13 (1)."
+    )
+    assert not summary.complete
+    data.coverage = Coverage(5, 2, 0, ["Symmetric memory is not seen."])
+    text = render(commlens.Trace(data).to_summary())
+    assert "2 of 5 collectives that passed the dispatcher are recorded" in text and "Symmetric memory is not seen." in text
+
+
+def test_an_empty_trace():
+    empty = commlens.Trace(TraceData(rank=1, world_size=2))
+    assert render(empty.to_summary()) == (
+        "No collective was issued by rank 1 of 2.\n\nNone was dispatched and none is missing; nothing is unclassified.\n"
+    )
+    assert empty.to_rows() == [] and empty.counts() == {}
+
+
+def test_ddp_buckets_and_point_to_point():
+    rec = Recorder()
+    rec.data.groups.append(ProcessGroup("0", tuple(range(8)), "default_pg", "gloo"))
+    rec.issue(
+        "all_reduce",
+        "default_pg",
+        Phase.BACKWARD,
+        "DDP",
+        64,
+        12,
+        owner=Owner("DDP", "bucket 0", ("net.0.weight", "net.0.bias", "net.2.weight")),
+    )
+    rec.issue("send", "default_pg", Phase.OUTSIDE, None, 64, 13, peer=1)
+    whys = [why.sentence for why in commlens.Trace(rec.finish()).to_summary().why]
+    assert (
+        "1 all_reduce on default (8 ranks): backward of DDP, for DDP's bucket 0 (net.0.weight, net.0.bias and 1 more), at train.py:12"
+        in whys
+    )
+    assert "1 send on default (8 ranks): outside of every module, to rank 1, at train.py:13" in whys
+
+
+def test_owner_elsewhere_is_named():
+    data = training(layers=1, steps=1)
+    data.events[0] = msgspec.structs.replace(data.events[0], site="MLP.head")
+    assert any("forward of MLP.head, for FSDP2's parameters of layers.0" in why.sentence for why in commlens.Trace(data).to_summary().why)
+
+
+@pytest.mark.parametrize(
+    ("paths", "folded"),
+    [
+        (["a.0.b", "a.1.b", "a.2.b"], "a.0-2.b"),
+        (["a.0", "a.1", "a.3"], "a.0-1+3"),
+        (["a.0.1", "a.1.1"], "a.0-1.1"),
+        (["a"], "a"),
+        ([], ""),
+    ],
+)
+def test_folding(paths, folded):
+    assert words.fold(paths) == folded
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("(Shard(dim=0),)", "Shard(0)"), ("(Shard(dim=0), Replicate())", "(Shard(0), Replicate())"), ("(Partial(sum),)", "Partial(sum)")],
+)
+def test_placements(text, shown):
+    assert words.placements(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_949, "99.9 kB"), (999_500, "1.0 MB"), (16_777_216, "16.8 MB")]
+)
+def test_sizes(amount, text):
+    assert words.size(amount) == text
