@@ -78,7 +78,8 @@ def test_counts():
 def test_dtype_and_bytes():
     assert sentences(training(dtype="bfloat16")) == [
         "changed: 8 all_gather on dp in forward of MLP.layers.0-3: dtype bfloat16 instead of float32 and size 16.0 kB instead of 32.0 kB",
-        "changed: 8 reduce_scatter on dp in backward of MLP.layers.0-3: dtype bfloat16 instead of float32 and size 16.0 kB instead of 32.0 kB",
+        "changed: 8 reduce_scatter on dp in backward of MLP.layers.0-3: dtype bfloat16 instead of float32 and size 16.0 kB instead of "
+        "32.0 kB",
     ]
 
 
@@ -219,6 +220,26 @@ def test_order_that_differs():
         "rank 5 has another order than rank 0 from #1 on: all_reduce on tp in forward of MLP.layers.0.net2, where rank 0 has all_gather "
         "on dp in forward of MLP.layers.0"
     ]
+
+
+def test_messages_are_compared_by_pairs():
+    def sends(rank: int, number: int) -> TraceData:
+        def change(rec: Recorder, step: int) -> None:
+            for _ in range(number):
+                op, peer = ("send", rank + 1) if rank % 2 == 0 else ("recv", rank - 1)
+                rec.issue(op, "tp", Phase.OUTSIDE, None, 64, 50, peer=peer)
+
+        return training(rank, change=change)
+
+    pairs = [commlens.Trace(sends(rank, 2)) for rank in range(8)]
+    assert merge(pairs).answer() == "All 8 ranks issued the same." and merge(pairs).differences() == []
+    pairs[3] = commlens.Trace(sends(3, 1))
+    assert merge(pairs).answer() == "All 8 ranks issued the same; not every message has both its ends."
+    assert merge(pairs).differences() == ["rank 2 sent 4 messages to rank 3 on tp, which received 2"]
+    assert merge(pairs[3:]).differences() == []  # whoever sends to rank 3 is not here
+    for event in pairs[3].events:
+        event.peer = None
+    assert merge(pairs).differences() == []
 
 
 def test_missing_and_double_ranks():

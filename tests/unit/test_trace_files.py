@@ -23,6 +23,7 @@ from commlens.model.collective import Frame, FrameKind, ProcessGroup
 from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData, TracedModule, TracedOp, TraceEvent
 from commlens.model.trace_changes import Change, Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
+from commlens.reports.trace_terminal import render
 
 names = st.text(max_size=12)
 small = st.integers(0, 1 << 70)
@@ -43,7 +44,7 @@ traces = st.builds(
     whole_steps=st.none() | small, preview=st.booleans(),
     groups=st.just([ProcessGroup("1", (0, 1), "dp", "gloo", "dp"), ProcessGroup("2", (0,), "x")]),
     modules=st.lists(st.builds(TracedModule, names, names, small), max_size=2), events=st.lists(events, max_size=4),
-    ops=st.lists(st.builds(TracedOp, names, small, st.none() | st.sampled_from(Phase), st.none() | names, st.just(((1, 2), ()))), max_size=2),
+    ops=st.lists(st.builds(TracedOp, names, small, st.none() | st.sampled_from(Phase), input_shapes=st.just(((1, 2), ()))), max_size=2),
     coverage=st.builds(Coverage, small, small, small, st.lists(names, max_size=2)),
 )  # fmt: skip
 
@@ -250,7 +251,9 @@ def test_comm_debug_modes_json_is_read(tmp_path):
     assert trace.coverage.dispatched == trace.coverage.recorded == 8 and trace.coverage.unclassified == 4
     assert "bytes, groups, order, times" in trace.coverage.blind[0]
     out = trace.to_summary()
-    assert not out.bytes_known and "on the wire" not in out.answer
+    assert not out.bytes_known and out.answer == "8 collectives, by CommDebugMode's count."
+    assert out.by_mesh_dim == [] and out.coverage == "CommDebugMode makes no self-check."
+    assert "bytes" not in render(out).split("This was CommDebugMode's JSON")[0]
 
 
 def test_a_damaged_one_gets_a_sentence(tmp_path):

@@ -204,7 +204,8 @@ def test_what_is_missing_or_unclassified_is_said():
     data = rec.finish()
     summary = commlens.Trace(data).to_summary()
     assert summary.coverage == (
-        "All 2 collectives that were dispatched are recorded; 2 unclassified: all_reduce at train.py:12 (1) and broadcast at train.py:13 (1)."
+        "All 2 collectives that were dispatched are recorded; 2 unclassified: all_reduce at train.py:12 (1) and broadcast at "
+        "train.py:13 (1)."
     )
     assert not summary.complete
     data.coverage = Coverage(5, 2, 0, ["Symmetric memory is not seen."])

@@ -104,7 +104,8 @@ def answer(comparison: Comparison) -> str:
     a_step = " a step" if comparison.per_step else ""
     if not comparison.changes:
         calls = f"{words.count(comparison.calls_after, 'collective')}{a_step}"
-        return f"Nothing changed: {calls}, {words.size(comparison.wire_bytes_after)} on the wire."
+        carried = f", {words.size(comparison.wire_bytes_after)} on the wire" if comparison.wire_bytes_after else ""
+        return f"Nothing changed: {calls}{carried}."
     calls = f"{words.count(comparison.calls_after, 'collective')}{a_step}"
     if comparison.calls_before != comparison.calls_after:
         calls += f" instead of {words.number(comparison.calls_before)}"

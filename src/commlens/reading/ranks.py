@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from commlens.errors import CommandError
+from commlens.model.ops import POINT_TO_POINT
 from commlens.model.ranks import format_ranks, ranks_phrase
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.reading import words
@@ -64,7 +65,7 @@ class RankTraces:
         return [row for trace in self for row in trace.to_rows()]
 
     def classes(self) -> list[list[int]]:
-        """Ranks that issued the same, together; the largest class first."""
+        """Ranks that issued the same, together; the largest class first. Point-to-point is compared by pairs, not here."""
         by_signature: dict[Hashable, list[int]] = defaultdict(list)
         for rank, trace in self.by_rank.items():
             by_signature[frozenset(_counts(trace.data, _fully).items())].append(rank)
@@ -79,9 +80,10 @@ class RankTraces:
         missing = sorted(set(range(self.world_size)) - set(self.by_rank))
         lacking = f" There is no trace of {ranks_phrase(missing)}." if missing and len(missing) < self.world_size else ""
         if len(classes) == 1:
-            order = self._order()
             who = f"All {number} ranks" if not missing else f"The {number} ranks here"
-            return f"{who} issued the same{', but not in the same order' if order else ''}.{lacking}"
+            order = ", but not in the same order" if self._order() else ""
+            messages = "; not every message has both its ends" if self._messages() else ""
+            return f"{who} issued the same{order}{messages}.{lacking}"
         kinds = f"{words.count(len(classes), 'class', 'classes')} that issued different things" if len(classes) > 2 else "different things"
         if len(classes) == 2:
             text = f"{words.capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued {kinds}."
@@ -94,11 +96,12 @@ class RankTraces:
         """Where ranks differ from the largest class of ranks that issued the same, in sentences; empty where nobody does."""
         classes = self.classes()
         if len(classes) == 1:
-            return self._order()
+            return [*self._order(), *self._messages()]
         sentences: list[str] = []
         usual = classes[0]
         for ranks in classes[1:]:
             sentences += self._against(ranks, usual)
+        sentences += self._messages()
         if len(sentences) > _MOST:
             sentences = [*sentences[:_MOST], f"{len(sentences) - _MOST} more differences; commlens compare shows two ranks in full."]
         return sentences
@@ -126,6 +129,27 @@ class RankTraces:
                 what = f"{op} on {group} {words.within(phase, site)}"
                 sentences.append(f"{who}: {what} is {_shapes(own)}, on {others} {_shapes(usual_ones)}")
         return sentences
+
+    def _messages(self) -> list[str]:
+        """Pairs of ranks of which one sent more, or less, than the other received. A receive from any rank may be of every pair."""
+        sent: Counter[tuple[int, int, str]] = Counter()
+        received: Counter[tuple[int, int, str]] = Counter()
+        anything = set()
+        for rank, trace in self.by_rank.items():
+            for event in trace.events:
+                group = words.label(trace.data.group_of(event))
+                if event.op == "recv" and event.peer is None:
+                    anything.add(rank)
+                elif event.op == "send" and event.peer is not None:
+                    sent[rank, event.peer, group] += event.count
+                elif event.op == "recv" and event.peer is not None:
+                    received[event.peer, rank, group] += event.count
+        return [
+            f"rank {sender} sent {words.count(sent[pair], 'message')} to rank {receiver} on {group}, which received {received[pair]}"
+            for pair in sorted({**sent, **received})
+            for sender, receiver, group in [pair]
+            if sent[pair] != received[pair] and {sender, receiver} <= set(self.by_rank) and receiver not in anything
+        ]
 
     def _order(self) -> list[str]:
         """Where ranks that issued the same issued it in another order. Threads have no order among one another."""
@@ -163,13 +187,18 @@ def _fully(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
 def _counts(data: TraceData, key: Callable[[TraceData, TraceEvent], tuple[Any, ...]]) -> Counter[tuple[Any, ...]]:
     counts: Counter[tuple[Any, ...]] = Counter()
     for event in data.events:
-        counts[key(data, event)] += event.count
+        if event.op not in POINT_TO_POINT:
+            counts[key(data, event)] += event.count
     return counts
 
 
 def _sequence(data: TraceData) -> list[tuple[Any, ...]]:
     threads = {event.thread for event in data.events}
-    return [_place(data, event) for event in data.events if event.count == 1 and (event.thread == 0 or len(threads) == 1)]
+    return [
+        _place(data, event)
+        for event in data.events
+        if event.count == 1 and event.op not in POINT_TO_POINT and (event.thread == 0 or len(threads) == 1)
+    ]
 
 
 def _sentence(who: str, others: str, found: list[tuple[Any, int, int]]) -> str:

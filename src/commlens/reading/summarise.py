@@ -33,7 +33,7 @@ def summarise(data: TraceData, *, kept_of: int | None = None) -> Summary:
         calls=calls,
         wire_bytes=total,
         bytes_known=known,
-        by_mesh_dim=_by(data, lambda group, event: words.label(group), sizes=True),
+        by_mesh_dim=_by(data, lambda group, event: words.label(group), sizes=True) if _groups_known(data) else [],
         by_phase=sorted(
             _by(data, lambda group, event: words.phase_name(event.phase)),
             key=lambda row: _ORDER.index(row.name) if row.name in _ORDER else len(_ORDER),
@@ -55,8 +55,15 @@ def _answer(data: TraceData, calls: int, total: int, known: bool, kept_of: int |
     if not calls and kept_of is None:
         return f"No collective was issued by {who}{_over(data)}."
     carried = f", {words.size(total)} on the wire" if known else ""
+    if not _groups_known(data):
+        return f"{some}, by CommDebugMode's count."
     over = "" if kept_of is not None else _over(data)
     return f"{some}{carried}{over}, {who}."
+
+
+def _groups_known(data: TraceData) -> bool:
+    """Not so in what was read from CommDebugMode's JSON."""
+    return not data.events or any(group.ranks for group in data.groups)
 
 
 def _over(data: TraceData) -> str:
@@ -252,6 +259,8 @@ def why(event: TraceEvent) -> str:
 
 
 def _coverage(data: TraceData) -> tuple[str, bool]:
+    if not _groups_known(data):
+        return "CommDebugMode makes no self-check.", False
     seen, kept, unclassified = data.coverage.dispatched, data.coverage.recorded, data.coverage.unclassified
     if seen == kept:
         text = "None was dispatched and none is missing" if not seen else f"All {words.count(seen, 'collective')} that were dispatched"

@@ -135,6 +135,8 @@ def _summary(summary: Summary) -> list[RenderableType]:
     known = summary.bytes_known
     if summary.calls:
         for title, rows in (("mesh dimension", summary.by_mesh_dim), ("phase", summary.by_phase), ("op", summary.by_op)):
+            if not rows:
+                continue
             parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known)]
         if summary.by_module:
             parts += ["", _modules(summary.by_module, known=known)]
