@@ -37,6 +37,7 @@ def _device_on_cpu(value: Any) -> Any:
     return "cpu" if isinstance(value, int) and not isinstance(value, bool) else _on_cpu(value)
 
 
+_TORCH_KNOWS = ("is_available", "device_count", "is_initialized", "is_bf16_supported", "init")
 _TO = (torch.Tensor.to, torch._C._nn._parse_to)  # type: ignore[attr-defined]
 
 
@@ -95,8 +96,9 @@ class FakeCuda:
             "current_stream": _Idle(), "default_stream": _Idle(), "set_stream": nothing,
         }  # fmt: skip
         for name, answer in answers.items():
-            patches.wrap(cuda, name, _answering(answer))
-        patches.wrap(cuda, "get_rng_state", lambda original: _answering_with(original, torch.get_rng_state))
+            # What can only raise without a GPU is answered to torch, too: it asks because it was given a device.
+            patches.wrap(cuda, name, _answering(answer, torch_too=name not in _TORCH_KNOWS))
+        patches.wrap(cuda, "get_rng_state", lambda original: lambda *args, **kwargs: torch.get_rng_state())
         for name in ("Stream", "Event", "device", "stream"):
             patches.wrap(cuda, name, lambda original: _Idle if isinstance(original, type) else _answering(_Idle())(original))
         for name in ("range_push", "range_pop", "mark"):
@@ -135,16 +137,15 @@ class _Idle:
         return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else True if name == "query" else None
 
 
-def _answering(answer: Any) -> Any:
-    return lambda original: _answering_with(original, lambda: answer)
+def _answering(answer: Any, *, torch_too: bool = False) -> Any:
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if not torch_too and called_by_torch() else answer
 
+        return wrapper
 
-def _answering_with(original: Any, answer: Any) -> Any:
-    @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if called_by_torch() else answer()
-
-    return wrapper
+    return wrap
 
 
 def _map_constructors(patches: Patches) -> None:
