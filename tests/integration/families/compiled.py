@@ -45,7 +45,7 @@ def compiled_model(world: World) -> Program:
     return Program([model], lambda: steps(compiled, x))
 
 
-@family(SMALL)
+@family({"fake": (8,), "gloo": (2,)})
 def compiled_part(world: World) -> Program:
     model = Stack(2)
     mesh = tensor_mesh(world)
