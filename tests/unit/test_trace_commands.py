@@ -76,6 +76,13 @@ def test_events(x, capsys):
     assert max(map(len, out.splitlines())) <= 120
 
 
+def test_ops(x, tmp_path, capsys):
+    status, out, _ = run(capsys, "view", x, "--ops", "--module", "layers.0")
+    assert status == 0 and "aten.mm.default   forward of MLP.layers.0.net1" in out and "[8, 16] (Replicate(),), [16, 4]" in out
+    commlens.Trace(one_event()).save(tmp_path / "y.json")
+    assert run(capsys, "view", tmp_path / "y.json", "--ops")[1].startswith("No tensor ops")
+
+
 def test_json_and_rows(x, capsys):
     summary = json.loads(run(capsys, "view", x, "--json")[1])
     assert summary["calls"] == 32 and summary["schema"] == "commlens.trace-summary/1"

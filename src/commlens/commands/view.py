@@ -46,6 +46,7 @@ class ViewCommand:
         filters.add_argument("--rank", type=int, metavar="N", help="of several ranks' files, this one")
         forms = parser.add_argument_group("what to print instead of the summary").add_mutually_exclusive_group()
         forms.add_argument("--events", action="store_true", help="every collective, in order")
+        forms.add_argument("--ops", action="store_true", help="every tensor op, in order, where the trace was made with depth ops")
         forms.add_argument("--json", action="store_true", help="the summary as JSON (of several ranks: a list of them)")
         forms.add_argument("--rows", action="store_true", help="every collective as one line of JSON")
         files = parser.add_argument_group("files to write")
@@ -68,7 +69,7 @@ class ViewCommand:
                 raise CommandError(f"There is no trace of rank {arguments.rank} here; there are those of {_listed(ranks)}.")
             ranks = RankTraces([ranks[arguments.rank]])
         whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
-        nothing = bool(wanted) and not any(trace.events for trace in ranks)
+        nothing = bool(wanted) and not any(trace.ops if arguments.ops else trace.events for trace in ranks)
         if nothing:
             _say(_nothing(whole, wanted))
         wrote = self._write(ranks, arguments)
@@ -81,6 +82,10 @@ class ViewCommand:
 
             summaries = [trace.to_summary() for trace in ranks]
             print(msgspec.json.format(msgspec.json.encode(summaries if len(summaries) > 1 else summaries[0]), indent=2).decode())
+        elif arguments.ops:
+            from commlens.reports.trace_terminal import print_ops
+
+            print_ops([op for trace in ranks for op in trace.ops])
         elif arguments.events:
             from commlens.reports.trace_terminal import print_events
 

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import msgspec
 
 from commlens.errors import SelectionError
-from commlens.model.trace import Coverage, TraceData, TraceEvent
+from commlens.model.trace import Coverage, TraceData, TracedOp, TraceEvent
 from commlens.reading import fields, summarise
 from commlens.reading.rows import rows
 
@@ -43,6 +43,11 @@ class Trace:
     def events(self) -> list[TraceEvent]:
         """The collectives in order of issue."""
         return self.data.events
+
+    @property
+    def ops(self) -> list[TracedOp]:
+        """The tensor ops, in order; only a trace of depth ``ops`` has some."""
+        return self.data.ops
 
     @property
     def coverage(self) -> Coverage:
@@ -86,7 +91,7 @@ class Trace:
                 op for op in ops if any(fields.path_matches(op.site, path) if isinstance(path, str) else op.site == path for path in paths)
             ]
         part = Trace(msgspec.structs.replace(data, events=kept, ops=ops, coverage=_coverage_of_part(data, kept, wanted)))
-        part._kept_of = self.calls if self._kept_of is None else self._kept_of
+        part._kept_of = sum(event.count for event in data.events) if self._kept_of is None else self._kept_of
         return part
 
     def counts(self, by: str | Sequence[str] = "op") -> dict[Any, int]:

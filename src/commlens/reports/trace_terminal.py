@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commlens.model.sizes import number, size
+from commlens.model.trace import TracedOp
 from commlens.model.trace_changes import Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total
 from commlens.model.wire_bytes import RULE_IN_SHORT
@@ -101,6 +102,25 @@ def print_events(
     _print([table if rows else Text("No collectives.")], file, width, None)
 
 
+def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: int | None = None) -> None:
+    """Print tensor ops, in order, with their inputs' shapes and, of DTensor ops, placements."""
+    if not ops:
+        _print([Text("No tensor ops: a trace has them where it was made with depth ops.")], file, width, None)
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("op", no_wrap=True, overflow="ellipsis")
+    table.add_column("where", overflow="fold", ratio=1)
+    table.add_column("inputs", overflow="fold", ratio=1)
+    for op in ops:
+        phase = "unclassified" if op.phase is None else op.phase.value
+        shapes = [f"[{', '.join(map(str, shape))}]" for shape in op.input_shapes]
+        # Where the op has DTensors only, each shape has its placements.
+        inputs = [" ".join(pair) for pair in zip(shapes, op.input_placements, strict=False)]
+        inputs += shapes[len(inputs) :] or list(op.input_placements[len(inputs) :])
+        table.add_row(Text(op.name), Text(f"{phase} of {op.site}" if op.site else phase), Text(", ".join(inputs)))
+    _print([table], file, width, None)
+
+
 def _op_of(row: Mapping[str, Any]) -> str:
     towards = {"send": "to", "recv": "from"}.get(row["op"])
     return f"{row['op']} {towards} {row['peer']}" if towards and row["peer"] is not None else str(row["op"])
@@ -126,8 +146,12 @@ def render(summary: Summary, width: int = 80) -> str:
 
 def _print(parts: Sequence[RenderableType], file: IO[str] | None, width: int | None, colour: bool | None) -> None:
     out = console(file, width, colour)
-    for part in parts:
-        out.print(part)
+    with out.capture() as captured:
+        for part in parts:
+            out.print(part)
+    text = captured.get()
+    # Tables fill their columns with blanks, which nobody wants in a file or a pipe.
+    out.file.write(text if out.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
 def _summary(summary: Summary) -> list[RenderableType]:

@@ -1,0 +1,128 @@
+"""What people do with a trace, on real ones: of one process on the fake backend, and of two ranks on gloo."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import commlens
+from commlens import commands
+from commlens.reading.compare_ranks import compare_ranks
+from commlens.reading.paths import read_ranks
+from conftest import SOURCE
+
+PROGRAM = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+import commlens
+
+out, backend, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+if backend == "fake":
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+else:
+    dist.init_process_group("gloo", init_method=f"file://{out}/meet", rank=rank, world_size=size)
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net1, self.net2 = nn.Linear(10, 16), nn.Linear(16, 10)
+    def forward(self, x):
+        return self.net2(self.net1(x).relu())
+
+mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
+torch.manual_seed(0)
+model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+
+def step():
+    model(torch.rand(8, 10)).sum().backward()
+
+with commlens.trace() as trace:
+    step()
+    commlens.assert_comms(trace, {("tp", "all_reduce"): 1}, by=("mesh_dim", "op"), module="net2", phase="forward")
+    dist.all_reduce(torch.ones(100))
+    if backend == "gloo":
+        if rank == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.ones(3), 0)
+    dist.barrier()
+commlens.assert_comms(trace, none_on="dp", max_bytes=10_000)
+commlens.assert_matches_golden(trace.filter(phase="forward"), f"{out}/golden-{rank}.json", update=True)
+commlens.assert_matches_golden(trace.filter(phase="forward"), f"{out}/golden-{rank}.json")
+trace.save(f"{out}/traces/trace-rank{rank}.json.gz")
+theirs, ours = TorchCommDebugMode(), commlens.CommDebugMode()
+for name, mode in (("theirs", theirs), ("ours", ours)):
+    with mode:
+        step()
+    mode.generate_json_dump(f"{out}/{name}-{rank}.json", noise_level=1)
+commlens.assert_comms(ours, {"all_reduce": 1}, module="net2")
+assert ours.trace().wire_bytes == trace.filter(phase="forward").wire_bytes
+try:
+    commlens.assert_comms(trace, {"all_reduce": 1})
+except AssertionError as error:
+    print(error)
+dist.destroy_process_group()
+"""
+
+
+def run(out: Path, backend: str, size: int, ranks: int) -> str:
+    program = out / "program.py"
+    program.write_text(PROGRAM)
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(program), str(out), backend, str(size), str(rank)],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0, f"rank {rank} of {ranks}:\n{output}"
+    return outputs[0]
+
+
+@pytest.mark.timeout(120)
+def test_a_trace_of_a_tensor_parallel_mlp_is_read(tmp_path, capsys):
+    output = run(tmp_path, "fake", 4, 1)
+    path = tmp_path / "traces" / "trace-rank0.json.gz"
+    assert "- all_reduce: 1 expected, and there are 2:" in output and "program.py:" in output
+    trace = commlens.Trace.load(path)
+    assert trace.counts(by=("phase", "op")) == {("forward", "all_reduce"): 1, ("outside", "all_reduce"): 1, ("outside", "barrier"): 1}
+    assert trace.coverage.dispatched == trace.coverage.recorded == 3
+    (why, *_) = trace.filter(phase="forward").to_summary().why
+    assert why.sentence.startswith("1 all_reduce on tp (4 ranks): forward of MLP.net2, DTensor Partial(sum) -> Replicate() (explicit), at")
+    golden = (tmp_path / "golden-0.json").read_text()
+    assert str(tmp_path) not in golden and len(golden) < 1500
+    for name in ("theirs", "ours"):
+        assert commands.main(["view", str(tmp_path / f"{name}-0.json")]) == 0
+        assert "1 all_reduce on unknown: forward of MLP.net2" in capsys.readouterr().out
+    assert commands.main(["compare", str(tmp_path / "theirs-0.json"), str(tmp_path / "ours-0.json")]) == 0
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_side_by_side(tmp_path, capsys):
+    run(tmp_path, "gloo", 2, 2)
+    ranks = read_ranks([tmp_path / "traces"]).ranks
+    assert ranks.answer() == "All 2 ranks issued the same." and ranks.differences() == []
+    assert not compare_ranks(ranks, ranks)
+    assert commands.main(["view", str(tmp_path / "traces")]) == 0
+    assert capsys.readouterr().out.startswith("All 2 ranks issued the same.\n\n4 collectives")
+    assert commands.main(["compare", str(tmp_path / "golden-0.json"), str(tmp_path / "golden-1.json")]) == 0
