@@ -1,6 +1,6 @@
 """Settings: what they are, and where each value came from.
 
-Lowest to highest: the defaults, a YAML file, the environment (torch's own variables for its recorder, then ``COMMLENS_*``), the
+Lowest to highest: the defaults, a YAML file, the environment (torch's and Accelerate's own variables, then ``COMMLENS_*``), the
 command line or the arguments in code. docs/settings.md explains each of them.
 
 Standard library only, because it is imported into the training process; PyYAML is imported when there is a file to read.
@@ -26,6 +26,11 @@ SWITCH: Final = "COMMLENS"
 
 DEBUG_VARIABLE: Final = "COMMLENS_DEBUG_MODE"
 """Of the setting ``debug``: named as Accelerate's is."""
+
+ACCELERATE_VARIABLE: Final = "ACCELERATE_DEBUG_MODE"
+"""Accelerate's own switch. Who sets it wants operations verified: where commlens is on, all of them are."""
+
+_ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # what Accelerate 1.15 takes for it
 
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
 PREFIX: Final = "COMMLENS_"
@@ -96,6 +101,8 @@ def load_settings(
     layers = _Layers(strict)
     _apply_file(layers, environ, config_file)
     _apply_torch_variables(layers, environ)
+    if environ.get(ACCELERATE_VARIABLE, "").strip().lower() in _ACCELERATE_ON:
+        layers.apply("debug", True, ACCELERATE_VARIABLE)  # off is Accelerate's own affair: it switches nothing of ours off
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in NOT_SETTINGS and environ[variable].strip():
             name = "debug" if variable == DEBUG_VARIABLE else variable.removeprefix(PREFIX).lower()
@@ -292,7 +299,7 @@ def _unknown(name: str, origin: str, written: str | None) -> str:
 
 
 def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | Path | None) -> None:
-    path, named_by = _config_path(environ, config_file)
+    path, named_by = config_path(environ, config_file)
     if path is None:
         return
     said = f" ({named_by})" if named_by else ""
@@ -317,8 +324,8 @@ def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | 
         layers.apply(str(key), value, str(path))
 
 
-def _config_path(environ: Mapping[str, str], config_file: str | Path | None) -> tuple[Path | None, str | None]:
-    """The file to read, and what named it (None: nothing did, so that it need not exist)."""
+def config_path(environ: Mapping[str, str], config_file: str | Path | None) -> tuple[Path | None, str | None]:
+    """The settings file, and what named it (None: nothing did, so that it need not exist)."""
     if config_file is not None:
         return Path(config_file).expanduser(), "--config-file"
     if environ.get(CONFIG_FILE_VARIABLE):

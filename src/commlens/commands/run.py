@@ -26,7 +26,7 @@ class RunCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Become the program."""
-        from commlens.config import settings_environment
+        from commlens.config import settings_environment, variable_of
         from commlens.launch import worker
         from commlens.launch.options import OPTIONS, settings_from
 
@@ -36,7 +36,7 @@ class RunCommand:
         given = settings_from(arguments)
         # Only what was given here: the rest a worker finds by itself, in the same places.
         chosen = {name for name in OPTIONS if given.origins[name] == "command line"}
-        names = {f"COMMLENS_{name.upper()}" for name in chosen}
+        names = {variable_of(name) for name in chosen}
         environment = {name: value for name, value in settings_environment(given.settings).items() if name in names}
         if arguments.commlens_config_file:
             environment["COMMLENS_CONFIG_FILE"] = arguments.commlens_config_file
