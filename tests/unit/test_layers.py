@@ -21,7 +21,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "formats": {"errors", "model"},
     "diagnose": {"compare", "errors", "formats", "model"},
     "reports": {"errors", "model"},
-    "watch": {"config", "diagnose", "errors", "formats", "model", "reports"},
+    "watch": {"compare", "config", "diagnose", "errors", "formats", "model", "reports"},
     "capture": {"config", "errors", "formats", "model", "verify", "watch"},  # its bootstrap starts the verifier; watch: a dump on demand
     "reading": {"errors", "formats", "model", "reports"},
     "verify": {"capture", "compare", "errors", "formats", "model"},

@@ -84,10 +84,17 @@ class OpenBox:
 
     def status(self) -> BoxStatus:
         """The identity and the live words, from one read of 4 KiB."""
-        header = self._read(0, L.HEADER_SIZE)
+        header = self.read(0, L.HEADER_SIZE)
         if self._identity is None or len(header) < L.HEADER_SIZE or header[: L.STATIC.size] != self._identity.raw:
             self._identity = read_identity(header, self.name)
         return read_live(header, self._identity)
+
+    @property
+    def identity(self) -> Identity:
+        """The static part of the header, checked."""
+        if self._identity is None:
+            self._identity = read_identity(self.read(0, L.HEADER_SIZE), self.name)
+        return self._identity
 
     def log(self, *, captured_ns: int | None = None) -> RankLog:
         """Everything in the box as of now."""
@@ -97,7 +104,7 @@ class OpenBox:
         """The box as a dump holds it: verbatim, but with records that were torn while it was copied read again."""
         parts = self._parts()
         identity = parts.identity
-        image = bytearray(self._read(0, identity.total_size))
+        image = bytearray(self.read(0, identity.total_size))
         for offset, part in (
             (0, parts.header),
             (L.HEADER_SIZE, parts.ring),
@@ -110,9 +117,7 @@ class OpenBox:
 
     def classifier(self) -> Callable[[str], FrameKind]:
         """Says whose code a file is, by the folders that the process named: for stacks taken of it from outside."""
-        if self._identity is None:
-            self._identity = read_identity(self._read(0, L.HEADER_SIZE), self.name)
-        prefixes = prefixes_of(self._identity.about)
+        prefixes = prefixes_of(self.identity.about)
         return lambda file: kind_of(file, prefixes)
 
     def close(self) -> None:
@@ -135,9 +140,10 @@ class OpenBox:
             size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
-        return read_parts(self._read, size, self.name, live=True)
+        return read_parts(self.read, size, self.name, live=True)
 
-    def _read(self, offset: int, length: int) -> bytes:
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes there as of now, fewer where the file ends."""
         pieces: list[bytes] = []
         try:
             while length > 0:

@@ -8,6 +8,8 @@ import msgspec
 
 from commlens.formats import layout as L
 from commlens.formats.box_header import INT_MAX
+from commlens.model.collective import Asked, Channel, ProcessGroup, TensorSpec
+from commlens.model.ranks import parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
 _Line = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
@@ -99,6 +101,46 @@ _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode
 decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode
 
 
+def decode_blob(payload: bytes) -> BlobJson | None:
+    """A blob's payload, checked; None where it is none of ours."""
+    try:
+        blob: BlobJson = _decode_blob(payload)
+    except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        return None
+    return blob
+
+
+def asked_of(blob: AskedJson, reduce_code: int) -> Asked:
+    """What was asked, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
+    later = L.REDUCE_OPS[reduce_code - 1] if 0 < reduce_code <= len(L.REDUCE_OPS) else None
+    return Asked(
+        op=blob.op,
+        dispatcher_op=blob.dop or blob.op,
+        inputs=tuple(_tensor(spec) for spec in blob.inputs),
+        outputs=tuple(_tensor(spec) for spec in blob.outputs),
+        reduce_op=blob.rop or later,
+        root=blob.root,
+        input_splits=blob.input_splits or (),
+        output_splits=blob.output_splits or (),
+        asynchronous=blob.asynchronous,
+    )
+
+
+def _tensor(spec: TensorJson) -> TensorSpec:
+    return TensorSpec(spec.shape, spec.dtype, spec.device, spec.layout, spec.order)
+
+
+def channel_of(blob: GroupJson, *, limit: int) -> Channel | None:
+    """The channel that a group blob describes, or None where it has no ranks.
+
+    Raises:
+        ValueError: its ranks are no set of ranks, or more than ``limit``.
+    """
+    ranks = parse_ranks(blob.ranks, limit=limit)
+    group = ProcessGroup(blob.name, ranks, blob.desc or "", blob.backend or "", blob.mesh_dim, blob.inc)
+    return Channel(group, blob.device or "") if ranks else None
+
+
 class SideTable:
     """One copy of a side table.
 
@@ -138,8 +180,4 @@ class SideTable:
         payload = bytes(self._copy[start : start + length])
         if crc != L.blob_crc(position, payload):
             return None
-        try:
-            blob: BlobJson = _decode_blob(payload)
-        except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
-            return None
-        return blob
+        return decode_blob(payload)

@@ -15,9 +15,10 @@ from commlens.formats.box_blobs import (
     GroupJson,
     SideTable,
     StackJson,
-    TensorJson,
     TextJson,
     ThreadJson,
+    asked_of,
+    channel_of,
     decode_evidence,
 )
 from commlens.formats.box_copy import Parts
@@ -29,13 +30,10 @@ from commlens.model.collective import (
     Frame,
     FrameKind,
     LearnedHow,
-    ProcessGroup,
     Stack,
     State,
-    TensorSpec,
 )
 from commlens.model.ranklog import RankLog, ThreadStack
-from commlens.model.ranks import parse_ranks
 
 _RANKS_MAX: Final = 500_000  # ranks spelled out over all groups of a box: the text "0-99999999" is cheap, its tuple is not
 _PREFIXES_MAX: Final = 32
@@ -107,14 +105,11 @@ class BoxReader:
             channel = None
             if blob is not None:
                 try:
-                    ranks = parse_ranks(blob.ranks, limit=self.ranks_left)
-                    self.ranks_left -= len(ranks)
+                    channel = channel_of(blob, limit=self.ranks_left)
                 except ValueError:
-                    ranks = ()
                     self.ranks_left //= 2  # trying has cost time, too
-                group = ProcessGroup(blob.name, ranks, blob.desc or "", blob.backend or "", blob.mesh_dim, blob.inc)
-                channel = Channel(group, blob.device or "") if ranks else None
                 if channel is not None:
+                    self.ranks_left -= len(channel.group.ranks)
                     channel = self.same_channel.setdefault(channel, channel)
             self.channels[position] = channel
         return self.channels[position]
@@ -127,18 +122,7 @@ class BoxReader:
             blob = self.side.blob(position, AskedJson)
             asked = None
             if blob is not None:
-                later = L.REDUCE_OPS[reduce_code - 1] if reduce_code else None
-                asked = Asked(
-                    op=blob.op,
-                    dispatcher_op=blob.dop or blob.op,
-                    inputs=tuple(_tensor(spec) for spec in blob.inputs),
-                    outputs=tuple(_tensor(spec) for spec in blob.outputs),
-                    reduce_op=blob.rop or later,
-                    root=blob.root,
-                    input_splits=blob.input_splits or (),
-                    output_splits=blob.output_splits or (),
-                    asynchronous=blob.asynchronous,
-                )
+                asked = asked_of(blob, reduce_code)
                 asked = self.same_asked.setdefault(asked, asked)
             self.asked[key] = asked
         return self.asked[key]
@@ -357,10 +341,6 @@ class BoxReader:
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=module,
         )
-
-
-def _tensor(spec: TensorJson) -> TensorSpec:
-    return TensorSpec(spec.shape, spec.dtype, spec.device, spec.layout, spec.order)
 
 
 def prefixes_of(about: dict[str, Any]) -> list[tuple[str, FrameKind]]:

@@ -197,6 +197,11 @@ class Roster:
                 return os.read(self._wake_read, 4096)
         return b""
 
+    @property
+    def was_woken(self) -> bool:
+        """Whether the last :meth:`wait` ended because something happened."""
+        return bool(self._ready)
+
     def take_ended(self) -> list[Member]:
         """Members that were found to have ended by the last :meth:`wait`, and have not been told of yet."""
         ended: list[Member] = []

@@ -1,8 +1,8 @@
 """Watches one job on this node: notices a stall, a death, an end, and says what is wrong.
 
-Polling costs one read of 4 KiB per rank, two to six times a second; the end of a process wakes the watcher at once. All else
-(samples of ``/proc``, whole boxes, the diagnosis) happens only while something has been waited for suspiciously long, or has
-ended.
+Polling costs one read of 4 KiB per rank, two to six times a second; the end of a process wakes the watcher at once. New records
+are compared as they appear (:mod:`commlens.watch.comparing`). All else (samples of ``/proc``, whole boxes, the diagnosis) happens
+only while something has been waited for suspiciously long, has ended, or disagrees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from commlens.model.ranklog import Observation, RankLog
 from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Verdict
 from commlens.watch import process
+from commlens.watch.comparing import Comparing
 from commlens.watch.jobs import discard_forgotten
+from commlens.watch.mismatches import Mismatches
 from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import pulse_of, read_logs
@@ -186,6 +188,7 @@ class Watcher:
         self._clean_due: float | None = None
         self._over = False  # its death has been told: what follows are consequences
         self._struck: set[tuple[int, int]] = set()  # (pid, index) of ops whose timeout has been dumped for
+        self._mismatches = Mismatches(Comparing(self._roster), self._roster)
 
     # --- from other threads
 
@@ -213,9 +216,16 @@ class Watcher:
             self._tick()  # first of all take hold of the processes: one may end any moment
             self._preload()
             discard_forgotten(self.folders)
+            due = 0.0
             while not self._finished():
-                self._hear(self._roster.wait(self._pause_s()))
-                self._tick()
+                now = time.monotonic()
+                self._hear(self._roster.wait(max(0.0, min(due - now, self._mismatches.pause_s(now)))))
+                now = time.monotonic()
+                if now >= due or self._roster.was_woken:
+                    self._tick()
+                    due = time.monotonic() + self._pause_s()
+                if not self._over:
+                    self._compare()
             self._finish()
         except Exception as error:
             log.warning("commlens: the watcher steps aside, the job goes on without it: %s: %s", type(error).__name__, error)
@@ -279,6 +289,8 @@ class Watcher:
     def _new_generation(self, restart: int) -> None:
         """The workers were started anew by torchelastic: their former boxes go, which were dumped if anything was wrong."""
         if self._generation >= 0:
+            for line in self._mismatches.last_words():
+                self._say(line)
             self._roster.forget([m for m in self._roster.members.values() if m.restart < restart], remove_boxes=True)
             self._begin_generation()
         self._generation = restart
@@ -325,6 +337,10 @@ class Watcher:
             who = ranks_phrase(m.rank for m in bad)
             what = next((f" ({log.exception})" for log in logs if log.rank == bad[0].rank and log.exception), "")
             self._say(f"{who} gave up waiting{what}; the verdict above stands.")
+        elif self._mismatches.has_told(verdict):
+            who = ranks_phrase(m.rank for m in bad)
+            self._say(f"{who} ended because of it; the verdict above stands.")
+            self.verdict = verdict
         elif verdict.kind != "healthy":
             self._announce(verdict)
         self._save_dump()
@@ -332,6 +348,17 @@ class Watcher:
     @staticmethod
     def _killed(member: Member) -> bool:
         return member.ending is not None and member.ending.signal is not None
+
+    # --- ranks that disagree
+
+    def _compare(self) -> None:
+        """Look at the new records, and tell what disagrees: it may hang nobody, and the job go on with wrong results."""
+        for verdict, may_abort in self._mismatches.look():
+            self._announce(verdict)
+            self._save_dump()
+            if may_abort and self.settings.on_mismatch == "abort" and self._aborting_since is None:
+                self._abort("on_mismatch")
+                return
 
     # --- stalls
 
@@ -428,13 +455,17 @@ class Watcher:
         episode.verdict = verdict
         episode.next_check, episode.interval_s = now + 1.0, 2.0
         self._clean_due = None
-        self._announce(verdict)
+        if self._mismatches.has_told(verdict):
+            self.verdict = verdict
+            self._say(f"{ranks_phrase(verdict.victims or verdict.culprits)} still waits for it; the verdict above stands.")
+        else:
+            self._announce(verdict)
         if verdict.is_fault:
             if episode.dumped < 3 and not at_once:
                 episode.dumped += 1
                 self._save_dump()
             if self.settings.on_stall == "abort" and self._aborting_since is None:
-                self._abort()
+                self._abort("on_stall")
 
     def _wait_ended(self, episode: _Episode) -> None:
         verdict = episode.verdict
@@ -506,8 +537,8 @@ class Watcher:
 
     # --- the end
 
-    def _abort(self) -> None:
-        self._say("ending the job, as on_stall: abort asks for.")
+    def _abort(self, setting: str) -> None:
+        self._say(f"ending the job, as {setting}: abort asks for.")
         self._over = True
         self._aborting_since = time.monotonic()
         if self._end_job is not None:
@@ -546,6 +577,8 @@ class Watcher:
         if self._first_bad is not None and not self._over:
             self._tell_death()
         members = self._roster.current()
+        for line in self._mismatches.last_words():
+            self._say(line)
         if any(member.alive and member.here for member in members):
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over and all(member.ended_well for member in members):
@@ -576,7 +609,7 @@ class Watcher:
         if not any(log.collectives for log in logs):
             return
         verdict = self._diagnose(logs, problems)
-        if verdict.kind.startswith("mismatch"):
+        if verdict.kind.startswith("mismatch") and not self._mismatches.has_told(verdict):
             self._announce(verdict)
             self._save_dump()
 

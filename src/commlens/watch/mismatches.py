@@ -1,0 +1,187 @@
+"""What the live comparison found, told once: a verdict for each distinct disagreement, and at the end how often it happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from commlens.diagnose import live
+from commlens.diagnose.words import count, group_phrase
+from commlens.model.ranklog import RankLog
+from commlens.model.ranks import ranks_phrase
+from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.watch.agreement import ChannelKey, Found
+from commlens.watch.comparing import SHIFT_LOOKS_APART_S, SHIFT_REST_S, SHIFTS_LOOKED_FOR, Comparing, Suspicion
+from commlens.watch.roster import Roster
+from commlens.watch.snapshot import read_logs
+
+TOLD_AT_MOST: Final = 8  # distinct disagreements of one job: a program gone astray must not fill the terminal
+LOOKED_INTO_AT_MOST: Final = 64
+SHIFT_MATCHES: Final = 8  # collectives that must fit before a rank is said to be out of step
+
+Key = tuple[str, tuple[int, ...], str, tuple[int, ...]]
+
+
+class Mismatches:
+    """Tells what disagrees.
+
+    Args:
+        comparing: finds it.
+        roster: whose boxes are read to put it in words.
+        read: gives the logs; by default the roster's boxes as of now.
+    """
+
+    def __init__(self, comparing: Comparing, roster: Roster, *, read: Callable[[], Sequence[RankLog]] | None = None) -> None:
+        self.comparing = comparing
+        self._roster = roster
+        self._read = read or (lambda: read_logs(roster.current(), {})[0])
+        self._due = 0.0
+        self._told: dict[Key, tuple[str, Found]] = {}
+        self._looked_into = 0
+        self._shift_due = 0.0
+        self._shift_looks = 0
+        self._shift_seen: set[Key] = set()
+        self._counted: set[tuple[ChannelKey, str]] = set()
+
+    def pause_s(self, now: float) -> float:
+        """How long until the next look."""
+        return max(0.0, self._due - now)
+
+    def look(self) -> list[tuple[Verdict, bool]]:
+        """Compare what is new, where it is time. Returns verdicts that are new, and whether each may end the job."""
+        now = time.monotonic()
+        if now < self._due:
+            return []
+        comparing = self.comparing
+        comparing.look()
+        self._due = now + comparing.interval_s
+        if not comparing.suspicions:
+            return []
+        ended = any(not member.alive for member in self._roster.current())
+        said: list[tuple[Verdict, bool]] = []
+        shifts = [one for one in comparing.suspicions if one.found.answer is None]
+        ripe = [one for one in comparing.suspicions if one.found.answer is not None and one.is_ripe(now, someone_ended=ended)]
+        if ripe:
+            comparing.suspicions = [one for one in comparing.suspicions if one not in ripe]
+            said += [(verdict, True) for verdict in self._look_into(ripe)]
+        if shifts and now >= self._shift_due:
+            said += [(verdict, False) for verdict in self._look_for_shifts(shifts, now)]
+        return said
+
+    def has_told(self, verdict: Verdict) -> bool:
+        """Whether this has been said already."""
+        return bool(verdict.findings) and _key(verdict.findings[0]) in self._told
+
+    def last_words(self) -> list[str]:
+        """What is to be said when the job has ended: how often it happened, and what was not compared."""
+        lines = []
+        for (kind, culprits, _, _), (where, found) in self._told.items():
+            key = (found.channel.key, found.aspect)
+            times = self.comparing.again(found)
+            if times > 1 and key not in self._counted:
+                self._counted.add(key)
+                who = f"{ranks_phrase(culprits)} disagreed" if culprits else "ranks disagreed"
+                lines.append(f"{who} ({kind}, first in {where}) {count(times, 'time')} in all.")
+        coverage = self.comparing.coverage
+        return [*lines, f"the comparison is not complete: {coverage}."] if coverage and self._told else lines
+
+    # --- disagreements
+
+    def _look_into(self, ripe: list[Suspicion]) -> list[Verdict]:
+        if self._looked_into >= LOOKED_INTO_AT_MOST or len(self._told) >= TOLD_AT_MOST:
+            return []
+        self._looked_into += 1
+        logs = self._read()
+        findings = live.disagreements(logs)
+        said: list[Verdict] = []
+        for finding in findings:
+            found = next((one.found for one in ripe if _is_of(finding, one.found)), None)
+            if found is not None and self._is_new(finding, found):
+                said.append(_verdict(finding, logs))
+        if not findings:
+            for one in ripe:
+                if not _is_recorded(logs, one.found):  # overwritten since: what was seen must do
+                    finding = _in_short(one.found)
+                    if self._is_new(finding, one.found):
+                        said.append(_verdict(finding, logs))
+        return said[: max(0, TOLD_AT_MOST - len(self._told) + len(said))]
+
+    def _is_new(self, finding: Finding, found: Found) -> bool:
+        key = _key(finding)
+        if key in self._told:
+            return False
+        op = finding.collective
+        self._told[key] = (f"{op.op} #{op.sequence_number}" if op is not None else "a collective", found)
+        return True
+
+    # --- ranks out of step
+
+    def _look_for_shifts(self, shifts: list[Suspicion], now: float) -> list[Verdict]:
+        """Lines or steps met that never had before: is a rank out of step? It must be seen twice, and fit many collectives."""
+        self._shift_looks += 1
+        logs = self._read()
+        findings = live.shifts(logs, at_least=SHIFT_MATCHES)
+        fresh = [finding for finding in findings if _key(finding) not in self._told]
+        confirmed = [finding for finding in fresh if _key(finding) in self._shift_seen]
+        self._shift_seen = {_key(finding) for finding in fresh}
+        if confirmed or not fresh:
+            for one in shifts:
+                self.comparing.rest(one.found)
+            self.comparing.suspicions = [one for one in self.comparing.suspicions if one.found.answer is not None]
+            rest = SHIFT_REST_S[min(self._shift_looks - 1, len(SHIFT_REST_S) - 1)]
+            self._shift_due = now + rest if self._shift_looks < SHIFTS_LOOKED_FOR else float("inf")
+        else:
+            self._shift_due = now + SHIFT_LOOKS_APART_S
+        said = []
+        for finding in confirmed:
+            if self._is_new(finding, shifts[0].found):
+                finding.confidence = "medium"
+                finding.evidence.append("Ops and shapes agree: this is told by the lines and the optimizer steps alone. It is a warning.")
+                said.append(_verdict(finding, logs))
+        return said
+
+
+def _key(finding: Finding) -> Key:
+    group = finding.group
+    return (finding.kind, tuple(finding.culprits), group.name if group else "", tuple(group.ranks) if group else ())
+
+
+def _is_of(finding: Finding, found: Found) -> bool:
+    """Whether a finding is about the channel on which something was found."""
+    group = finding.group
+    return group is not None and (group.name, tuple(group.ranks)) == (found.channel.group.name, found.channel.group.ranks)
+
+
+def _is_recorded(logs: Sequence[RankLog], found: Found) -> bool:
+    """Whether at least two boxes still hold what was found."""
+    key = found.channel.key
+    holders = sum(any(op.sequence_number == found.number and op.channel.key == key for op in reversed(log.collectives)) for log in logs)
+    return holders > 1
+
+
+def _in_short(found: Found) -> Finding:
+    """A finding from the comparison alone, for records that are gone."""
+    answer, group = found.answer, found.channel.group
+    assert answer is not None
+    culprits = list(answer.minority) or sorted(rank for party in answer.parties for rank in party.ranks)
+    ranks = sorted(rank for party in answer.parties for rank in party.ranks)
+    where = f"message #{found.number}" if found.pair is not None else f"collective #{found.number}"
+    return Finding(
+        kind=f"mismatch/{answer.aspect}",  # type: ignore[arg-type]
+        why="in-collective",
+        root_cause=True,
+        culprits=culprits,
+        victims=[rank for rank in ranks if rank not in culprits],
+        confidence="medium",
+        summary=f"ranks disagree in {where} of {group_phrase(group)}: {answer.detail}",
+        explanation="The records have been overwritten since: only what was asked for is known.",
+        next_step="make box_entries larger, so that the lines that issued it are still known when it is looked at",
+        group=GroupRef(group.name, group.label, list(group.ranks)),
+        collective=CollectiveRef("collective", found.number),
+    )
+
+
+def _verdict(finding: Finding, logs: Sequence[RankLog]) -> Verdict:
+    total = sum(log.issued for log in logs)
+    return Verdict.from_findings([finding], looked_at=f"{count(len(logs), 'rank')}, {count(total, 'record')} so far, while the job runs")
