@@ -1,0 +1,222 @@
+"""`commlens trace` and `commlens launch --trace`: a script that knows nothing of it is traced, and otherwise left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SOURCE
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(180)
+
+TRAIN = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch import nn
+
+def main():
+    how = sys.argv[1]
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8)), bucket_cap_mb=0.0002)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        model(torch.ones(2, 8)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    os.write(1, (f"argv {sys.argv} {__name__} {os.path.basename(sys.modules['__main__'].__file__)}" + chr(10)).encode())
+    if how == "die" and dist.get_rank() == 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "die":
+        dist.TCPStore("127.0.0.1", 0, 1, True).get("never set")  # blocks in C++
+    dist.barrier()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+
+
+def run(cwd: Path, *command: str, expect: int | None = 0) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment(), cwd=cwd, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert expect is None or done.returncode == expect, done.stdout + done.stderr
+    return done
+
+
+def load(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text())
+    return data
+
+
+def collectives(data: dict[str, Any]) -> list[tuple[Any, ...]]:
+    def owner(event: dict[str, Any]) -> Any:
+        found = event.get("owner")
+        return found and (found["library"], found["name"], sorted(found["parameters"]))
+
+    return [
+        (e["op"], e["phase"], e.get("site"), owner(e), e.get("input_bytes", 0), e.get("step", 0), (e.get("source") or {}).get("line"))
+        for e in data["events"]
+    ]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Two ranks under torchrun."""
+    folder = tmp_path_factory.mktemp("torchrun")
+    (folder / "train.py").write_text(TRAIN)
+    return folder, run(
+        folder, "torch.distributed.run", "--nproc-per-node", "2", "-m", "commlens", "trace", "train.py", "well", "--steps", "x"
+    )
+
+
+def test_every_rank_saves_a_file_and_the_first_says_so(traced):
+    folder, done = traced
+    assert sorted(path.name for path in folder.joinpath("commlens-trace").iterdir()) == ["trace-rank0.json", "trace-rank1.json"]
+    said = [line for line in done.stderr.splitlines() if line.startswith("commlens: ")]
+    assert len(said) == 4
+    assert "over 4 optimizer steps, rank 0 of 2" in said[0]
+    assert "commlens view commlens-trace/trace-rank0.json" in said[-1]
+    for rank in (0, 1):
+        data = load(folder / "commlens-trace" / f"trace-rank{rank}.json")
+        assert (data["rank"], data["world_size"], data["steps"], data["script"]) == (rank, 2, 4, "train.py well --steps x")
+        assert data["coverage"]["unclassified"] == 0
+        assert data["coverage"]["dispatched"] == data["coverage"]["recorded"] == len(data["events"])
+        assert {event["op"] for event in data["events"]} == {"all_gather", "broadcast", "all_reduce", "barrier"}
+        (group,) = data["groups"]
+        assert (group["ranks"], group["backend"]) == ([0, 1], "gloo")  # the script had destroyed it when the trace was saved
+
+
+def test_the_script_is_itself(traced):
+    _, done = traced
+    assert done.stdout.splitlines() == ["argv ['train.py', 'well', '--steps', 'x'] __main__ train.py"] * 2
+
+
+def test_a_preview_shows_what_the_real_run_issued(traced, tmp_path):
+    folder, _ = traced
+    run(folder, "commlens", "preview", "--world-size", "2", "--rank", "1", "--output", f"{tmp_path}/x.json", "train.py", "well")
+    real = load(folder / "commlens-trace" / "trace-rank1.json")
+    previewed = load(tmp_path / "x.json")
+    assert collectives(previewed) == collectives(real)
+    assert [m["path"] for m in previewed["modules"]] == [m["path"] for m in real["modules"]]
+
+
+def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    began = time.monotonic()
+    done = run(
+        tmp_path,
+        "commlens",
+        "launch",
+        "--trace=1:3",
+        "--trace-dir",
+        "traces",
+        "--nproc-per-node",
+        "2",
+        "train.py",
+        "die",
+        "--trace",
+        expect=1,
+    )
+    assert time.monotonic() - began < 60
+    assert done.stdout.splitlines() == ["argv ['train.py', 'die', '--trace'] __main__ train.py"] * 2
+    assert [path.name for path in tmp_path.joinpath("traces").iterdir()] == ["trace-rank0.json"]
+    data = load(tmp_path / "traces" / "trace-rank0.json")
+    assert {event.get("step", 0) for event in data["events"]} == {1, 2}
+    assert data["steps"] == 4
+    assert f"exitcode  : {-signal.SIGTERM}" in done.stderr  # it died of what it was sent
+    assert "rank 0 of 2" in done.stderr
+    assert "commlens view traces/trace-rank0.json shows all of it" in done.stderr
+
+
+ALONE = """
+import os, sys, torch
+from torch import nn
+parameter = nn.Parameter(torch.ones(2))
+optimizer = torch.optim.SGD([parameter], lr=0.1)
+parameter.sum().backward()
+optimizer.step()
+os.chdir("/")
+how = sys.argv[1]
+if how == "raise": raise ValueError("a bad batch")
+if how == "interrupt": raise KeyboardInterrupt
+if how == "fork" and os.fork() == 0: sys.exit(0)
+if how == "fork": os.wait()
+sys.exit(7)
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int, str, str]]:
+    """The script in each of its ways, side by side: for each the folder, the exit status and both outputs."""
+    started = {}
+    for how in ("raise", "interrupt", "fork", "unsaved"):
+        folder = tmp_path_factory.mktemp(how)
+        (folder / "alone.py").write_text(ALONE)
+        if how == "unsaved":
+            (folder / "out").write_text("a file, no folder")
+        command = [sys.executable, "-m", "commlens", "trace", "--output", "out", "alone.py", how]
+        started[how] = (
+            folder,
+            subprocess.Popen(command, env=environment(), cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True),
+        )
+    ended = {}
+    for how, (folder, process) in started.items():
+        try:
+            out, err = process.communicate(timeout=100)
+        finally:
+            process.kill()
+        ended[how] = folder, process.returncode, out, err
+    return ended
+
+
+@pytest.mark.parametrize(("how", "status"), [("raise", 1), ("interrupt", -signal.SIGINT), ("fork", 7)])
+def test_a_process_without_ranks_is_traced_and_its_end_is_its_own(alone, how, status):
+    folder, returncode, out, err = alone[how]
+    assert returncode == status, err
+    data = load(folder / "out" / "trace.json")
+    assert (data["rank"], data["world_size"], data["steps"], data["events"]) == (0, 1, 1, [])
+    assert out == ""
+    assert err.count("commlens: commlens view") == 1
+    if how == "raise":
+        assert err.count("  File ") == 1
+        assert "ValueError: a bad batch\n" in err
+
+
+def test_a_trace_that_cannot_be_saved_does_the_job_no_harm(alone):
+    _, returncode, _, err = alone["unsaved"]
+    assert returncode == 7
+    (line,) = err.splitlines()
+    assert "could not save its trace" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "The program nothing.py cannot be read"),
+        ([], "Which program?"),
+        (["--steps", "3:1", "alone.py", "exit"], "Steps are given as"),
+    ],
+)
+def test_wrong_usage_is_a_sentence(tmp_path, arguments, message):
+    (tmp_path / "alone.py").write_text(ALONE)
+    done = run(tmp_path, "commlens", "trace", *arguments, expect=2)
+    assert done.stderr.startswith("commlens: ")
+    assert message in done.stderr
+    assert not (tmp_path / "commlens-trace").exists()
