@@ -43,6 +43,7 @@ WHOLE_EVENTS = 50_000
 _FOLD_AT = 2_000
 _WATCHED_LIMIT = 4096
 _HELD_LIMIT = 32
+_NAMED_AT_ONCE = 64
 _now = time.monotonic_ns
 
 
@@ -275,10 +276,17 @@ class Tracer:
             boxed = result[-1] if type(result) is tuple else result
             if not event.asked.synchronous and boxed is not None and not self.preview and event.asked.channel.polls:
                 self._hold(tap.unbox_work(boxed), event)
+            if event.sequence % _NAMED_AT_ONCE == 0:
+                self._name_reduce_ops()
             if len(self.events) >= _FOLD_AT:
                 self._fold_old()
         except Exception as error:
             self._fail(error)
+
+    def _name_reduce_ops(self) -> None:
+        """A reduce op as the dispatcher hands it over takes 10 KB: its name stays instead."""
+        for event in self.events[-2 * _NAMED_AT_ONCE :]:
+            event.reduce_op = _reduce_op(event.reduce_op)
 
     def _hold(self, work: Any, event: RawEvent) -> None:
         """Keep a Work so that its wait is recognised. It keeps tensors alive: away with those that are done, and with the oldest."""
@@ -363,7 +371,7 @@ class Tracer:
                 kept.append(event)
 
     def _fold(self, event: RawEvent) -> None:
-        event.reduce_op = reduce_op_name(event.reduce_op)
+        event.reduce_op = _reduce_op(event.reduce_op)
         key = (id(event.asked), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional)
         summary = self._summaries.get(key)
         if summary is None:
@@ -446,7 +454,7 @@ class Tracer:
             input_bytes=input_bytes,
             output_bytes=output_bytes,
             wire_bytes=wire_bytes(asked.op, len(group.ranks), input_bytes, output_bytes),
-            reduce_op=raw.reduce_op if isinstance(raw.reduce_op, str) else reduce_op_name(raw.reduce_op),
+            reduce_op=_reduce_op(raw.reduce_op),
             root=content["root"],
             peer=asked.peer if asked.op in POINT_TO_POINT and asked.peer >= 0 else None,
             tag=asked.tag,
@@ -493,6 +501,11 @@ def _api(raw: RawEvent) -> str:
     else:
         return f"c10d.{raw.dispatcher_op}"
     return name.removeprefix("_") if name.startswith("_c10d_functional.") else name
+
+
+def _reduce_op(noted: Any) -> str | None:
+    """The name of a reduce op, which may have been worked out already."""
+    return noted if noted is None or isinstance(noted, str) else reduce_op_name(noted)
 
 
 def _bytes(tensors: list[Any]) -> int:
