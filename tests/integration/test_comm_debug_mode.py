@@ -151,7 +151,7 @@ def test_counts_are_pytorchs(mesh, make):
     theirs, ours = under(TorchCommDebugMode(), steps[0]), under(CommDebugMode(), steps[1])
     assert counts(ours) == counts(theirs)
     assert ours.get_total_counts() == theirs.get_total_counts()
-    assert repr(ours) == repr(theirs)
+    assert repr(ours) == f"CommDebugMode(get_total_counts()={theirs.get_total_counts()})"  # as theirs from 2.9 on
     assert ours.comm_module_counts == theirs.comm_module_counts
     assert ours.get_sharding_info() == theirs.get_sharding_info()
     assert list(ours.get_parameter_info()) == list(theirs.get_parameter_info())
@@ -336,8 +336,9 @@ def test_fake_tensors_count_as_they_would(mesh, inside):
     def step() -> None:
         x = torch.rand(4, 8)
         _ = funcol.all_reduce(x, "sum", dist.group.WORLD) + 1
-        d = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
-        _ = d @ d.t()
+        if TORCH >= (2, 13):  # DTensor cannot be inside a fake mode before
+            d = DTensor.from_local(x, mesh, [Shard(0)], run_check=False)
+            _ = d @ d.t()
 
     found = []
     for mode in (TorchCommDebugMode(), CommDebugMode()):
@@ -535,7 +536,7 @@ def test_collectives_of_an_optimizer_have_their_heading(mesh):
 def test_recomputation_has_its_heading(mesh, tmp_path, reentrant):
     class Communicating(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return funcol.all_reduce(x.sin(), "sum", dist.group.WORLD).exp()
+            return funcol.all_reduce(x, "sum", dist.group.WORLD) * x.sin()
 
     model = Communicating()
     with CommDebugMode() as mode:
@@ -654,22 +655,21 @@ def test_torch_compile_stays_on_and_its_collectives_count(mesh, backend):
 # --- PyTorch's own tests, and the example
 
 
-@pytest.mark.timeout(420)
-def test_pytorchs_own_tests_pass_with_ours(tmp_path):
-    if not PYTORCH_TESTS:
-        pytest.skip("COMMLENS_PYTORCH_TESTS does not name a folder with PyTorch's test_comm_mode*.py")
-    files = sorted(Path(PYTORCH_TESTS).glob("test_comm_mode*.py"))
-    assert files, f"no test_comm_mode*.py in {PYTORCH_TESTS}"
-    for file in files:
-        text = file.read_text(encoding="utf-8")
-        patched, found = re.subn(r"from torch\.distributed\.tensor\.debug import CommDebugMode", "from commlens import CommDebugMode", text)
-        assert found or "from commlens import CommDebugMode" in text
-        (tmp_path / file.name).write_text(patched, encoding="utf-8")
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-        done = subprocess.run([sys.executable, file.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
-        if "ImportError: cannot import name" in done.stderr:
-            pytest.skip(f"{file.name} is of another torch than {torch.__version__}")
-        assert done.returncode == 0, done.stdout + done.stderr
+@pytest.mark.timeout(230)  # four processes for each of its tests, which all import torch
+@pytest.mark.parametrize("name", ["test_comm_mode.py", "test_comm_mode_features.py"])
+def test_pytorchs_own_tests_pass_with_ours(tmp_path, name):
+    file = Path(PYTORCH_TESTS or "", name)
+    if not PYTORCH_TESTS or not file.exists():
+        pytest.skip(f"COMMLENS_PYTORCH_TESTS does not name a folder with PyTorch's {name}")
+    text = file.read_text(encoding="utf-8")
+    patched = text.replace("from torch.distributed.tensor.debug import CommDebugMode", "from commlens import CommDebugMode")
+    assert "from commlens import CommDebugMode" in patched
+    (tmp_path / name).write_text(patched, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=220)
+    if "ImportError: cannot import name" in done.stderr:
+        pytest.skip(f"{name} is of another torch than {torch.__version__}")
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def example(*arguments: str, launcher: tuple[str, ...] = (), folder: Path) -> str:

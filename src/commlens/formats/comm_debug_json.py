@@ -38,10 +38,13 @@ class _Module(msgspec.Struct):
     module_type: str = ""
     collectives_forward: list[tuple[str, int]] = []
     collectives_backward: list[tuple[str, int]] = []
-    collectives_recomputation: list[tuple[str, int]] = []  # ours only; part of collectives_backward in torch's
+    collectives_checkpointing: list[tuple[str, int]] = []  # ours only; part of collectives_backward in torch's
+    collectives_optimizer: list[tuple[str, int]] = []  # ours only, as the next one
+    collectives_unclassified: list[tuple[str, int]] = []
     operations_forward: list[_Op] = []
     operations_backward: list[_Op] = []
     operations_checkpointing: list[_Op] = []
+    operations_optimizer: list[_Op] = []  # ours only
 
 
 def convert(content: bytes, path: Path) -> TraceData:
@@ -83,7 +86,9 @@ def _collectives(data: TraceData, module: _Module, children: list[_Module], site
     for phase, field in (
         (Phase.FORWARD, "collectives_forward"),
         (Phase.BACKWARD, "collectives_backward"),
-        (Phase.RECOMPUTATION, "collectives_recomputation"),
+        (Phase.RECOMPUTATION, "collectives_checkpointing"),
+        (Phase.OPTIMIZER, "collectives_optimizer"),
+        (None, "collectives_unclassified"),
     ):
         below: dict[str, int] = {}
         for child in children:
@@ -113,6 +118,7 @@ def _ops(data: TraceData, module: _Module, site: str | None) -> None:
         (Phase.FORWARD, module.operations_forward),
         (Phase.BACKWARD, module.operations_backward),
         (Phase.RECOMPUTATION, module.operations_checkpointing),
+        (Phase.OPTIMIZER, module.operations_optimizer),
     ):
         for op in ops:
             data.depth = Depth.OPS

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from commlens.trace.engine import RawEvent, Tracer
     from commlens.trace.modules import ModuleRow
 
-_SETTLE_AT = 20_000
+_SETTLE_AT = 50_000  # ten thousand ops
 _CHECKPOINT = "torch/utils/checkpoint.py"
 _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
@@ -44,14 +45,13 @@ class Layout(NamedTuple):
 
 
 class OpRecord(NamedTuple):
-    """One op, once its layout has been worked out."""
+    """One op in one place, once its layout has been worked out. The same object for each time that it ran there."""
 
     op: Any  # OpOverload
     phase: Phase | None
     site: str | None
     layout: Layout | None  # DTensor ops only
     shapes: tuple[Any, ...]  # of plain tensor arguments
-    after: int  # sequence number of the last collective before it
 
 
 class _Op:
@@ -71,6 +71,9 @@ class _Op:
         self.communicates = bool(names & {"group_name", "process_group"})
         # What is issued inside counts under this packet.
         self.packet = public_packet(op._overloadpacket) if self.communicates and namespace in (*FUNCTIONAL, "_dtensor") else None
+
+
+_known: dict[int, _Op] = {}
 
 
 class _Here(threading.local):
@@ -103,9 +106,9 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
         return NotImplemented
     if AsyncCollectiveTensor in types:
         return NotImplemented  # which shows the wait, and the op once more
-    kind = self._kinds.get(id(func))
+    kind = _known.get(id(func))
     if kind is None:
-        kind = self._kinds[id(func)] = _Op(func)
+        kind = _known[id(func)] = _Op(func)
     if kind.communicates:
         return self._run_collective(kind, args, kwargs or {})
     result = func(*args, **kwargs) if kwargs else func(*args)
@@ -141,9 +144,10 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._shapes = shapes
         self._fresh: list[Any] = []  # five things for each op in turn: objects of its own would keep the garbage collector busy
         self._settled: list[OpRecord] = []
+        self._after = array("q")  # for each of them the sequence number of the last collective before it
+        self._records: dict[Any, OpRecord] = {}
         self._layouts: dict[Any, Layout] = {}
         self._meshes: dict[int, tuple[Any, str]] = {}
-        self._kinds: dict[int, _Op] = {}
         self._sequence = 0
         self._here = _Here()
         self._hooks: list[Any] = []
@@ -192,7 +196,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     def clear(self) -> None:
         """Forget what was recorded."""
         with self._lock:
-            self._settled = []
+            self._settled, self._after, self._records = [], array("q"), {}
             self._fresh.clear()
             self.rows.clear()
 
@@ -204,11 +208,11 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     def traced_ops(self) -> Iterator[TracedOp]:
         """The same as part of a trace."""
         placements: dict[int, str] = {}
-        for record in self.records():
+        for record, after in zip(self.records(), self._after, strict=True):
             layout = record.layout
             yield TracedOp(
                 name=str(record.op),
-                before_sequence=record.after + 1,
+                before_sequence=after + 1,
                 phase=record.phase,
                 site=record.site,
                 input_shapes=tuple(tuple(shape) for shape in (layout.shapes if layout else record.shapes)),
@@ -291,11 +295,16 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     def _settle(self) -> None:
         with self._lock:
             count = len(self._fresh)  # another thread may append meanwhile
-            add = self._settled.append
             items = iter(self._fresh[:count])
             for op, place, specs, shapes, after in zip(items, items, items, items, items, strict=True):
                 phase, path = _phase_and_path(place)
-                add(OpRecord(op, phase, path, self._layout(specs) if specs is not None else None, shapes, after))
+                layout = self._layout(specs) if specs is not None else None
+                key = (op, phase, path, id(layout), shapes)
+                record = self._records.get(key)
+                if record is None:
+                    record = self._records[key] = OpRecord(op, phase, path, layout, shapes)
+                self._settled.append(record)
+                self._after.append(after)
             del self._fresh[:count]
 
     def _layout(self, specs: tuple[Any, ...]) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,7 +46,8 @@ def split_name(packet: Any) -> tuple[str, str]:
     return namespace, name
 
 
-def registry() -> set[Any]:
+@functools.cache
+def registry() -> frozenset[Any]:
     """The functional collectives that this torch has, native and public, and DTensor's own."""
     known: set[Any] = set()
     for schema in torch._C._jit_get_all_schemas():
@@ -54,4 +56,4 @@ def registry() -> set[Any]:
             packet = getattr(torch.ops._c10d_functional, name)
             known |= {packet, public_packet(packet)}
     known.add(torch.ops._dtensor.shard_dim_alltoall)
-    return known
+    return frozenset(known)

@@ -1,0 +1,113 @@
+"""What tracing adds to a step of tensor-parallel models, next to PyTorch's CommDebugMode: in one process, on the fake backend, in turns.
+
+python benchmarks/comm_debug_cost.py [--rounds 40] [--world-size 4]
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from _pairs import machine
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from commlens import CommDebugMode
+from commlens.model.trace import Depth
+from commlens.trace.engine import Tracer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from models import parallel_mlp, parallel_transformer
+
+Step = Callable[[], object]
+
+
+def tracing(depth: Depth) -> Callable[[], AbstractContextManager[None]]:
+    """What ``commlens.trace(depth=...)`` does to one of many steps: the tracer is the same for all of them."""
+    tracer = Tracer(depth)
+
+    @contextmanager
+    def running() -> Iterator[None]:
+        tracer.start()
+        try:
+            yield
+        finally:
+            tracer.stop()
+
+    return running
+
+
+WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "bare": nullcontext,
+    "commlens collectives": tracing(Depth.COLLECTIVES),
+    "commlens ops": tracing(Depth.OPS),
+    "commlens.CommDebugMode": CommDebugMode,
+    "torch CommDebugMode": TorchCommDebugMode,
+}
+"""Ways to run a step. CommDebugMode, both, is a new one for each step, since PyTorch's does not survive two in one context."""
+
+
+def steps(mesh: DeviceMesh) -> dict[str, Step]:
+    """One forward and backward of each model."""
+    mlp, x = parallel_mlp(mesh), torch.rand(8, 10)
+    small, tokens = parallel_transformer(mesh, width=64, vocabulary=64, length=32), torch.randint(0, 64, (4, 32))
+    large = parallel_transformer(mesh, width=256, vocabulary=512, length=64, layers=4)
+    more_tokens = torch.randint(0, 512, (8, 64))
+    return {
+        "MLP": lambda: mlp(x).sum().backward(),
+        "transformer, 2 layers of 64": lambda: small(tokens).sum().backward(),
+        "transformer, 4 layers of 256": lambda: large(more_tokens).sum().backward(),
+    }
+
+
+def measure(step: Step, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Wall and CPU milliseconds of one step for each way and round; the ways take turns, and who begins changes."""
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    order = list(WAYS)
+    for number in range(rounds + 3):
+        for way in order[number % len(order) :] + order[: number % len(order)]:
+            with WAYS[way]():
+                cpu, wall = time.process_time_ns(), time.perf_counter_ns()
+                step()
+                wall, cpu = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
+            if number >= 3:
+                times[way].append((wall / 1e6, cpu / 1e6))
+    return times
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="What tracing adds to a step, next to PyTorch's CommDebugMode.")
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--world-size", type=int, default=4)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.world_size)
+    print(f"one step, medians of {arguments.rounds} rounds in which each way has its turn; {machine()}")
+    for name, step in steps(init_device_mesh("cpu", (arguments.world_size,))).items():
+        times = measure(step, arguments.rounds)
+        bare = times["bare"]
+        theirs = [statistics.median(t[i] - b[i] for t, b in zip(times["torch CommDebugMode"], bare, strict=True)) for i in (0, 1)]
+        print(f"\n{name}\n{'':26}{'wall':>20}{'CPU':>20}   added, of what torch's adds")
+        for way, found in times.items():
+            medians = [statistics.median(t[i] for t in found) for i in (0, 1)]
+            added = [statistics.median(t[i] - b[i] for t, b in zip(found, bare, strict=True)) for i in (0, 1)]
+            ratios = [statistics.median(t[i] / b[i] for t, b in zip(found, bare, strict=True)) for i in (0, 1)]
+            columns = "".join(f"{ms:10.2f} ms x{ratio:5.2f}" for ms, ratio in zip(medians, ratios, strict=True))
+            print(f"  {way:24}{columns}   {added[0]:+7.2f} ms {added[0] / theirs[0]:5.2f} (CPU {added[1] / theirs[1]:.2f})")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
