@@ -38,10 +38,10 @@ def _device_on_cpu(value: Any) -> Any:
 
 
 _TORCH_KNOWS = ("is_available", "device_count", "is_initialized", "is_bf16_supported", "init")
-_TO = (torch.Tensor.to, torch._C._nn._parse_to)  # type: ignore[attr-defined]
+_TO = (torch.Tensor.to, torch._C._nn._parse_to)
 
 
-class _CudaIsCpu(TorchFunctionMode):
+class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
     """Maps the devices that torch's functions are given."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 
-class FakeStore(dist.Store):
+class FakeStore(dist.Store):  # type: ignore[misc]
     """The store of a fake world.
 
     Counters count every rank (each adds what this one adds), waits end at once, and a key that was never set is empty.

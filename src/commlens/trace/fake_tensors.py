@@ -31,7 +31,7 @@ _NO_COLLECTIVES = ("wait_tensor", "wait_tensors", "_wrap_tensor_autograd", "mesh
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
-class PreviewTensors(FakeTensorMode):
+class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
     """torch's FakeTensorMode, in which a value that the program asks for is made up, and said to be."""
 
     def __init__(self) -> None:
