@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from commlens.diagnose import why
 from commlens.diagnose.context import Context, make_finding, most_waited
+from commlens.diagnose.fate import is_refusal
 from commlens.diagnose.graph import Edge, Node
 from commlens.diagnose.next_steps import missing_step
 from commlens.diagnose.why import Doing
@@ -24,7 +25,9 @@ def find_absences(context: Context, nodes: list[Node]) -> None:
         what = why.doing(view.log, view.fate, quiet_ns=why.quiet_ns(view.log), stalled_after_ns=context.world.stalled_after_ns)
         edges = context.edges_into(node)
         first = most_waited(edges)
-        groups[(first.instance, what.works, what.why, what.frame)].append((node, what))
+        # Strict verification has given up waiting: that the rank works does not help any more.
+        works = what.works and not is_refusal(first.op.error)
+        groups[(first.instance, works, what.why, what.frame)].append((node, what))
     for (_, works, _, _), members in sorted(groups.items(), key=lambda item: [m[0] for m in item[1]]):
         if works:
             _waiting(context, members)

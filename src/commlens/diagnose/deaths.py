@@ -79,7 +79,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], root: bool) ->
     explanation += context.behind(waiting, sorted(set(held) - set(ranks)))
     if peers:
         explanation += f"{capital(ranks_phrase(peers))} ended because of it."
-    evidence = [f"rank {r} {context.world.views[r].fate.text}." for r in sorted(peers)[:4]]
+    evidence = [f"rank {r} {context.world.views[r].fate.text}." for r in sorted(peers) if not context.world.views[r].fate.refused][:4]
     confidence: Confidence = "high" if fate.kind == "own" else "medium"
     more = (
         None

@@ -29,6 +29,8 @@ _DISAGREEMENT = re.compile(
     r"invalid (tensor|collective)|unexpected (size|length)|size mismatch",
     re.IGNORECASE,
 )
+# What commlens's strict verification raises, on every rank that it refuses a collective to.
+_REFUSED = re.compile(r"\bDistributedOperationException\b")
 _TOLD = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TOLD_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _LATE_KILL_NS = 5_000_000_000
@@ -43,6 +45,7 @@ class Fate(msgspec.Struct):
     text: str = ""  # "died of SIGKILL", "exited with status 3", "raised ValueError: ..."
     source: Frame | None = None  # the user's line that raised
     says_disagreement: bool = False  # its error is one that ranks which do not fit cause
+    refused: bool = False  # strict verification refused a collective to it
 
     @property
     def ended(self) -> bool:
@@ -58,6 +61,11 @@ class Fate(msgspec.Struct):
 def is_peer_error(text: str | None) -> bool:
     """Whether an error says that somebody else failed, or that a wait took too long."""
     return bool(text) and _PEER.search(text or "") is not None
+
+
+def is_refusal(text: str | None) -> bool:
+    """Whether an error is strict verification's: it never is the cause, the records say what is."""
+    return bool(text) and _REFUSED.search((text or "").split(":", 1)[0]) is not None
 
 
 def fate_of(log: RankLog) -> Fate:
@@ -84,6 +92,8 @@ def fate_of(log: RankLog) -> Fate:
             return Fate("clean", "finished", at, "finished")
         return Fate("gone", "unknown", at, "is gone, and nobody saw how it ended")
     text = f"exited with status {seen.exit_code}" if seen.exit_code is not None else "failed"
+    if is_refusal(failure):
+        return Fate("peer", "exception", at, f"{text} after a DistributedOperationException", refused=True)
     if seen.exit_code in _TOLD_CODES:
         return Fate("told", "killed", at, text)
     if is_peer_error(failure):
@@ -100,6 +110,8 @@ def _by_exception(log: RankLog, exception: str, at: int) -> Fate:
         code = log.observation.exit_code
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
         return Fate("own", "exit", at, f"exited with status {status}", frame)
+    if is_refusal(exception):
+        return Fate("peer", "exception", at, "raised DistributedOperationException", frame, refused=True)
     peer = is_peer_error(exception) and (_in_torch(log) or is_peer_error(_last_failure(log)) or name.startswith("Dist"))
     says = _DISAGREEMENT.search(exception) is not None
     return Fate("peer" if peer else "own", "exception", at, f"raised {_short(exception)}", frame, says_disagreement=says)

@@ -12,6 +12,7 @@ from commlens.diagnose.inside import find_stuck_inside
 from commlens.diagnose.mismatch import Trouble
 from commlens.diagnose.outside import find_ended, find_left_over, find_starting
 from commlens.diagnose.unrecorded import find_unrecorded
+from commlens.diagnose.words import ranks_phrase
 from commlens.diagnose.world import World
 from commlens.model.verdict import Finding
 
@@ -34,8 +35,22 @@ def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Findin
     if not any(case.finding.root_cause for case in context.cases):
         find_ended(context)
     _tell_causes(context.cases)
+    _tell_refusals(context)
     context.cases.sort(key=_weight)
     return [case.finding for case in context.cases]
+
+
+def _tell_refusals(context: Context) -> None:
+    """Strict verification raised: say once, with the cause, that nothing was sent."""
+    refused = [rank for rank, view in sorted(context.world.views.items()) if view.fate.refused]
+    cause = next((case.finding for case in sorted(context.cases, key=_weight) if case.finding.root_cause), None)
+    if not refused or cause is None:
+        return
+    op = cause.collective
+    what = f"{op.op} #{op.sequence_number}" if op is not None and cause.kind.startswith("mismatch/") else "what the others waited in"
+    cause.evidence.append(
+        f"Strict verification refused {what}, before it was issued: {ranks_phrase(refused)} raised DistributedOperationException."
+    )
 
 
 def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnose.fate import is_peer_error
+from commlens.diagnose.fate import is_peer_error, is_refusal
 from commlens.diagnose.mismatch import Trouble, match_pairs
 from commlens.diagnose.world import Block, ChannelKey, View, World
 from commlens.model.collective import Collective, State
@@ -169,6 +169,7 @@ class Builder:
         op = track.ops[number]
         edge = Edge(op, Instance(key, number), view.rank)
         absent: list[int] = []
+        late: list[int] = []
         no_record: list[int] = []
         behind: list[tuple[int, int]] = []
         unfinished: list[View] = []
@@ -186,7 +187,9 @@ class Builder:
                 absent.append(member)
                 continue
             met = theirs.ops.get(number)
-            if met is not None and met.state is State.FAILED and not is_peer_error(met.error):
+            if met is not None and _came_too_late(op, met):
+                late.append(member)
+            elif met is not None and met.state is State.FAILED and not is_peer_error(met.error) and not is_refusal(met.error):
                 absent.append(member)
             elif theirs.open and theirs.open[0] < number:
                 behind.append((member, theirs.open[0]))
@@ -195,6 +198,10 @@ class Builder:
         trouble = self._trouble(key, number, absent)
         if trouble is not None:
             self.graph.add(node, Node("trouble", -1, trouble), edge)
+            return True
+        for member in late:
+            self.graph.add(node, Node("absent", member), edge)
+        if late:
             return True
         if not (absent or behind or last):
             return False
@@ -311,6 +318,11 @@ class Builder:
     def _pair_thread(self, other: View, key: ChannelKey) -> int:
         last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
         return last.issue_thread if last is not None else 0
+
+
+def _came_too_late(op: Collective, met: Collective) -> bool:
+    """Whether strict verification had given up waiting in ``op`` before the other rank came to it."""
+    return met.state is State.FAILED and is_refusal(met.error) and is_refusal(op.error) and 0 < op.done_ns < met.announced_ns
 
 
 def _waits_for_a_thread(frames: tuple[object, ...]) -> bool:

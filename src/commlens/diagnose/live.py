@@ -56,4 +56,4 @@ def _found(logs: Sequence[RankLog]) -> list[tuple[Finding, Trouble]]:
 
 def _held_back(trouble: Trouble) -> bool:
     """Whether the strict verifier has it: it holds these back, or has refused them on every rank."""
-    return any(op.state is State.ANNOUNCED for op in trouble.ops.values())
+    return trouble.refused or any(op.state is State.ANNOUNCED for op in trouble.ops.values())

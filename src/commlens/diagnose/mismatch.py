@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from commlens.compare import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair
 from commlens.compare.answer import Answer
+from commlens.diagnose.fate import is_refusal
 from commlens.diagnose.period import exact_token, expected_token, loose_token, token
 from commlens.diagnose.shift import Shift, find_shifts, skips_by_habit
 from commlens.diagnose.world import ChannelKey, View, World
@@ -31,6 +32,7 @@ class Trouble:
     silent: bool = False  # it hung nobody
     uncertain: bool = False  # issued by several threads at once: their order is not sure
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
+    refused: bool = False  # strict verification raised on those who met, and nothing was sent
     sides: dict[int, str] = field(default_factory=dict)
 
     @property
@@ -53,7 +55,21 @@ def find_troubles(world: World) -> list[Trouble]:
     for key in sorted(world.users):
         troubles += _channel(world, key)
     troubles += _pairs(world)
-    return troubles
+    for trouble in troubles:
+        trouble.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in trouble.ops.values())
+    return [trouble for trouble in troubles if not (trouble.refused and _went_on(world, trouble))]
+
+
+def _went_on(world: World, trouble: Trouble) -> bool:
+    """Whether the program caught the refusal on every rank and did more: then it is over, and did no harm."""
+    for rank, op in trouble.ops.items():
+        view = world.views[rank]
+        last = view.last_op
+        if view.fate.failed or any(is_refusal(block.op.error) for block in view.blocks.values()):
+            return False
+        if last is not None and last.index == op.index and view.fate.kind != "clean":
+            return False
+    return True
 
 
 # --- collectives -------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Literal
 
 from commlens.diagnose import why
 from commlens.diagnose.choose import absent_ranks, last_moment, world_size
-from commlens.diagnose.fate import Fate, fate_of, is_peer_error, sort_out
+from commlens.diagnose.fate import Fate, fate_of, is_peer_error, is_refusal, sort_out
 from commlens.model.collective import Asked, Channel, Collective, State
 from commlens.model.ranklog import RankLog
 
@@ -184,7 +184,7 @@ def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective
         elif _may_be_pending(view, op):
             loose.append(op)
     for op in failed:
-        if is_peer_error(op.error) and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
+        if (is_peer_error(op.error) or is_refusal(op.error)) and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
             _block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
     if loose and _main_may_wait_in_cpp(view, loose[0]):
         _block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)

@@ -17,6 +17,7 @@ from commlens.formats.box_blobs import BlobJson, decode_blob
 _LIVE: Final = struct.Struct("<4Q")  # heartbeat, Unix heartbeat, records announced, bytes written to the side table
 # Of a slot only what a comparison needs; announcement, module, thread and the life words but one are passed over.
 _SLOT: Final = struct.Struct(f"<Q8xQQQ8xQQQq4xIiII{L.REDUCE_OP - L.RECORD_CRC_AT - 4}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
+_REDUCE_WORD: Final = struct.Struct(f"<{L.REDUCE_OP}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
 _LATE_LOOKS: Final = 20  # at a record that is announced and not whole: its writer may have lost the CPU, or died, in mid-write
 _BLOB_GUESS: Final = 768  # most blobs are shorter: one read
 
@@ -70,9 +71,9 @@ class BoxTail:
         self.next = self.issued + 1
         return found
 
-    def reduce_words(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Index and reduce op's word of the records in these slots now; what was overwritten shows its newer owner's."""
-        return [(raw[0], raw[12]) for raw in _SLOT.iter_unpack(self._slots(first, last))]
+    def reduce_words(self, first: int, last: int) -> list[int]:
+        """The reduce op's life word of the records ``first`` to ``last``, for :func:`reduce_code`."""
+        return [word for (word,) in _REDUCE_WORD.iter_unpack(self._slots(first, last))]
 
     def blob(self, position: int) -> bytes | None:
         """A blob's payload, if it is alive and whole."""

@@ -13,7 +13,6 @@ OPTIONS: Final = {
     "debug": (None, "verify every collective against the other ranks' before it is issued, and refuse a bad one on all of them"),
     "verify_timeout": ("SECONDS", "how long a rank may be silent then (default: the process group's timeout)"),
     "on_mismatch": ("{warn,abort}", "what to do when ranks are seen to disagree, besides saying so (default warn: the job goes on)"),
-    "on_mismatch": ("{warn,abort}", "what to do when ranks are seen to disagree, besides saying so (default warn)"),
     "dump_dir": ("DIR", "where dumps go, one folder per job (default commlens-dumps)"),
     "keep_dumps": ("N", "how many jobs' dumps to keep there (default 10)"),
     "box_entries": ("N", "collectives remembered per rank (default 2000; 0 records nothing)"),

@@ -546,11 +546,14 @@ class Feed:
                 ready.append(one)
         if not ready:
             return
-        words = dict(self.tail.reduce_words(min(one[1] for one in ready), max(one[1] for one in ready)))
-        reduces = self._agreement.reduces
+        first = min(one[1] for one in ready)
+        words = self.tail.reduce_words(first, max(one[1] for one in ready))
+        reduces, rank = self._agreement.reduces, self.rank
         for _, index, lane, place, code, looks in ready:
-            reduce_op = reduce_code(words.get(index, 0), index)
+            reduce_op = reduce_code(words[index - first], index) if index - first < len(words) else 0
             if reduce_op:
-                reduces(lane, place, self.rank, code, reduce_op)
+                known = lane.reduced.get(place)
+                if known is None or known[0] != reduce_op:
+                    reduces(lane, place, rank, code, reduce_op)
             elif looks + 1 < _REDUCE_LOOKS:
                 self._reducing.append((self._beat, index, lane, place, code, looks + 1))

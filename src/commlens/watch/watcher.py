@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from commlens.config import Settings
+from commlens.diagnose.words import verb
 from commlens.errors import CommlensError
 from commlens.formats import dumps, places
 from commlens.formats.layout import PHASE_CREATED
@@ -457,7 +458,8 @@ class Watcher:
         self._clean_due = None
         if self._mismatches.has_told(verdict):
             self.verdict = verdict
-            self._say(f"{ranks_phrase(verdict.victims or verdict.culprits)} still waits for it; the verdict above stands.")
+            held = verdict.victims or verdict.culprits
+            self._say(f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by it; the verdict above stands.")
         else:
             self._announce(verdict)
         if verdict.is_fault:

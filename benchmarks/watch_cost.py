@@ -1,0 +1,138 @@
+"""What the watcher costs: its CPU time a minute, with the live comparison of records and without it.
+
+The ranks are small processes that write black boxes at a given rate, without torch, so that nothing but the watcher is measured.
+The two ways take turns.
+
+    python benchmarks/watch_cost.py [--ranks 8] [--rate 1000] [--seconds 20] [--rounds 2]
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+OPS = [("all_reduce", 4_194_304), ("all_reduce", 1_048_576), ("all_gather", 65_536), ("reduce_scatter", 65_536), ("all_reduce", 1)]
+
+
+def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object) -> None:
+    """Announce ``rate`` collectives a second, ten by ten, with a watchdog's heartbeat and reduce ops that come later."""
+    from commlens.capture.boxwriter import BoxWriter
+    from commlens.formats import layout as L
+    from commlens.formats import places
+
+    about = {"job": folder.name, "host": os.uname().nodename, "pid_namespace": os.readlink("/proc/self/ns/pid"), "prefixes": {}}
+    box = BoxWriter(
+        folder / places.box_name(rank, os.getpid()), capacity=2000, rank=rank, world_size=ranks, local_rank=rank,
+        start_ticks=places.start_ticks(os.getpid()), about=about,
+    )  # fmt: skip
+    box.word(L.PHASE, 1)
+    name = f"0-{ranks - 1}"
+    group = box.add_blob({"k": "group", "name": "0", "desc": "default_pg", "ranks": name, "backend": "gloo", "device": "cpu", "inc": 0})
+    asked = [
+        box.add_blob({"k": "asked", "op": op, "dop": op, "in": [[[size], "float32", "cpu", "strided", None]], "out": [], "rop": None})
+        for op, size in OPS
+    ]
+    stacks = [box.add_blob({"k": "stack", "f": [["/home/me/train.py", 80 + i, "step"]]}) for i in range(len(OPS))]
+    barrier.wait()  # type: ignore[attr-defined]
+    began, beat, pending, number = time.monotonic(), 0.0, [], 0
+    while (now := time.monotonic()) - began < seconds:
+        while number < (now - began) * rate:
+            number += 1
+            kind = number % len(OPS)
+            index = box.next_index()
+            at = time.monotonic_ns()
+            offset = box.announce(
+                index, at, group, asked[kind], stacks[kind], 0, number, number // 100, 0, 0, os.getpid(), L.FLAG_ENTERED, -1, 0
+            )
+            box.mark_outcome(offset, index, L.OUTCOME_COMPLETED, L.HOW_WAIT)
+            pending.append((offset, index))
+        if now - beat > 0.25:
+            beat = now
+            box.heartbeat()
+            for offset, index in pending[-500:]:
+                box.mark_value(offset, L.REDUCE_OP, index, 1)
+            pending.clear()
+        time.sleep(10 / rate if rate > 100 else 0.1)
+    box.word(L.PHASE, L.PHASE_CLOSED)
+
+
+def watch(folder: Path, compares: bool, pipe: object) -> None:
+    """The watcher as a process of its own. Sends its CPU seconds when the job has ended."""
+    from commlens.config import Settings
+    from commlens.watch.comparing import Comparing
+    from commlens.watch.watcher import Watcher
+
+    made: list[Comparing] = []
+    look = Comparing.look
+
+    def counted(self: Comparing) -> None:
+        if self not in made:
+            made.append(self)
+        if compares:
+            look(self)
+
+    Comparing.look = counted  # type: ignore[method-assign]
+    watcher = Watcher([folder], Settings(dump_dir=str(folder.parent / "dumps")))
+    watcher._preload()
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    watcher.run()
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    comparing = made[0] if made else None
+    pipe.send((cpu, comparing.records if comparing else 0, comparing.missed if comparing else 0, watcher.verdict is not None))  # type: ignore[attr-defined]
+
+
+def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:
+    """CPU seconds of a watcher, records compared, records missed, and whether it said anything."""
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="commlens-watch-cost-", dir="/dev/shm") as root:
+        folder = Path(root) / "job"
+        folder.mkdir()
+        barrier = context.Barrier(ranks + 1)
+        processes = [
+            context.Process(target=rank_process, args=(folder, rank, ranks, rate, seconds, barrier), daemon=True) for rank in range(ranks)
+        ]
+        for process in processes:
+            process.start()
+        barrier.wait()
+        ours, theirs = context.Pipe()
+        watcher = context.Process(target=watch, args=(folder, compares, theirs), daemon=True)
+        watcher.start()
+        result = ours.recv()
+        for process in [*processes, watcher]:
+            process.join(20)
+            process.kill()
+    return result
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description="What the watcher costs, with and without the live comparison.")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--rate", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
+    arguments = parser.parse_args()
+    figures: dict[bool, list[float]] = {False: [], True: []}
+    records = missed = 0
+    for _ in range(arguments.rounds):
+        for compares in (False, True):
+            cpu, read, lost, spoke = measure(arguments.ranks, arguments.rate, arguments.seconds, compares)
+            figures[compares].append(cpu * 60 / arguments.seconds)
+            records, missed = records + read, missed + lost
+            assert not spoke, "a healthy job, and the watcher said something"
+    without, with_it = statistics.median(figures[False]), statistics.median(figures[True])
+    print(
+        f"{arguments.ranks} ranks at {arguments.rate}/s: the watcher uses {without:.2f} s of CPU a minute without the comparison, "
+        f"{with_it:.2f} s with it ({(with_it - without) / 60:.2%} of a core); {records} records compared, {missed} not"
+    )
+
+
+if __name__ == "__main__":
+    main()
