@@ -202,6 +202,16 @@ def test_at_noise_level_3_everything_is_listed_and_nothing_of_our_own_doing(mesh
     assert sorted(listed(ours)) == sorted(witness.names)
 
 
+def test_what_dtensor_tries_on_fake_tensors_is_not_listed(mesh):
+    x = distribute_tensor(torch.rand(12, 28), mesh, [Shard(0)])  # shapes that no other test has: nothing is known of them yet
+
+    def step() -> None:
+        torch.cat([x @ x.t(), x @ x.t()], 1)
+
+    first, second = under(CommDebugMode(), step), under(CommDebugMode(), step)
+    assert listed(first) == listed(second)
+
+
 def test_files_hold_what_the_table_says(mesh, tmp_path, monkeypatch):
     ours = under(CommDebugMode(), mlp_step(mesh))
     monkeypatch.chdir(tmp_path)

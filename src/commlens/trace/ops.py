@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _SETTLE_AT = 50_000  # ten thousand ops
 _CHECKPOINT = "torch/utils/checkpoint.py"
+_PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
 _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
 _NOWHERE = -2
@@ -112,7 +114,7 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
     if kind.communicates:
         return self._run_collective(kind, args, kwargs or {})
     result = func(*args, **kwargs) if kwargs else func(*args)
-    if kind.is_tensor_op:
+    if kind.is_tensor_op and not (_is_fake(result) and _in_propagation()):
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         self._fresh += (func, self._place(), None, shapes, self._sequence)
     return result
@@ -341,6 +343,21 @@ def _printed(layout: Layout, known: dict[int, str]) -> tuple[str, ...]:
         if id(placements) not in known:
             known[id(placements)] = str(placements)
     return tuple(known[id(placements)] for placements in layout.placements)
+
+
+def _is_fake(result: Any) -> bool:
+    first = result[0] if type(result) in (tuple, list) and result else result
+    return isinstance(first, _Tensor) and (first.is_meta or isinstance(first, FakeTensor))
+
+
+def _in_propagation() -> bool:
+    """Whether DTensor runs an op on fake tensors to learn the shape of its result: once for each new op, and no part of the program."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_PROPAGATION):
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 def _in_checkpoint() -> bool:
