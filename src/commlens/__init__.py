@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         CommandError,
         CommlensError,
         ConfigError,
+        DistributedOperationException,
         DumpError,
         EvidenceError,
         FormatError,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from commlens.trace import trace
     from commlens.trace.comm_debug_mode import CommDebugMode
     from commlens.trace.preview import preview
+    from commlens.verify import verify
+    from commlens.verify.operation import verify_operation
     from commlens.watch.snapshot import dump
 
 __version__ = "0.1.0"
@@ -37,6 +40,7 @@ __all__ = [
     "CommandError",
     "CommlensError",
     "ConfigError",
+    "DistributedOperationException",
     "DumpError",
     "EvidenceError",
     "FormatError",
@@ -55,6 +59,8 @@ __all__ = [
     "expect_slow",
     "preview",
     "trace",
+    "verify",
+    "verify_operation",
 ]
 
 _FROM = {
@@ -62,6 +68,7 @@ _FROM = {
     "CommandError": "commlens.errors",
     "CommlensError": "commlens.errors",
     "ConfigError": "commlens.errors",
+    "DistributedOperationException": "commlens.errors",
     "DumpError": "commlens.errors",
     "EvidenceError": "commlens.errors",
     "FormatError": "commlens.errors",
@@ -76,6 +83,7 @@ _FROM = {
     "dump": "commlens.watch.snapshot",
     "enable": "commlens.capture",
     "expect_slow": "commlens.capture",
+    "verify_operation": "commlens.verify.operation",
     "preview": "commlens.trace.preview",
 }
 
@@ -83,7 +91,7 @@ _FROM = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in ("diagnose", "trace"):  # packages that can be called: see there
+    if name in ("diagnose", "trace", "verify"):  # packages that can be called: see there
         return import_module(f"commlens.{name}")
     if name not in _FROM:
         raise AttributeError(f"module 'commlens' has no attribute {name!r}")

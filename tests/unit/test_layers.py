@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "trace",
         "watch",
     },
-    "__init__": {"capture", "diagnose", "errors", "model", "reading", "trace", "watch"},
+    "__init__": {"capture", "diagnose", "errors", "model", "reading", "trace", "verify", "watch"},
     "__main__": {"commands"},
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""

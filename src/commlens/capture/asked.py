@@ -25,7 +25,8 @@ class Asked:
     """What a collective asked for, and of which channel, interned: most programs repeat a few."""
 
     __slots__ = (
-        "blob", "channel", "content", "first_tensor", "flags", "next_number", "op", "peer", "synchronous", "tag", "too_large", "wait_tells",
+        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "synchronous", "tag",
+        "too_large", "wait_tells",
     )  # fmt: skip
 
     def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = 0) -> None:
@@ -39,6 +40,8 @@ class Asked:
         self.op: str = content["op"]
         self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
+        # gloo matches messages by tag, others by order alone: what meets what is counted accordingly.
+        self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.polls else None
         self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
         # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
         self.wait_tells = self.op in ("reduce_scatter", "send", "recv")

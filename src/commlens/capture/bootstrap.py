@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import fcntl
 import functools
 import json
@@ -20,7 +21,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ from commlens import config
 from commlens.errors import DistributedOperationException
 from commlens.formats import layout as L
 from commlens.formats import places
+from commlens.model.ranks import format_ranks
 
 log = logging.getLogger("commlens")
 
@@ -50,6 +52,8 @@ class Session:
         self.given_up = False
         self.exception_seen = False
         self.expecting: list[str] = []
+        self.began_late = False  # a process group was there before recording was switched on
+        self.regions = 0  # of `commlens.verify()` that the program is in
 
     @property
     def is_recording(self) -> bool:
@@ -73,10 +77,24 @@ def start_from_environment() -> None:
     start(resolved.settings)
 
 
+def start_if_stopped() -> None:
+    """Record with the settings that are in force here, unless something has begun to already."""
+    if _session is None or _session.pid != os.getpid():
+        start_from_environment()
+
+
 def start(settings: config.Settings) -> None:
-    """Record from the first ``init_process_group`` on; at once where it has been called already. A second call changes nothing."""
+    """Record from the first ``init_process_group`` on; at once where it has been called already.
+
+    A second call may change the settings of a session that has not begun to record, and may switch verification on in one that has.
+    """
     global _session
     if _session is not None and _session.pid == os.getpid():
+        if _session.recorder is None:
+            _session.settings = settings
+        elif settings.debug and not _session.settings.debug:
+            _session.settings = dataclasses.replace(_session.settings, debug=True, verify_timeout=settings.verify_timeout)
+            enter_verification()
         return
     import torch.distributed as dist
 
@@ -85,10 +103,13 @@ def start(settings: config.Settings) -> None:
     _session = Session(settings)
     _hook_init()
     if dist.is_initialized():
+        _session.began_late = True
         _safely(_begin, _session, dist.get_rank(), dist.get_world_size())
         if _session.is_recording:
             _session.recorder.groups.started_again()
             _safely(_initialised, _session)
+            if _session.recorder.verifier is not None:
+                _safely(_meet, _session, _session.recorder.verifier.wait_for_peers)
 
 
 def stop() -> None:
@@ -207,8 +228,8 @@ def _begin(session: Session, rank: int, world_size: int) -> None:
         session.writer = writer
         session.recorder = Recorder(writer, Groups(), cpp_stack=session.settings.cpp_stack, timing=session.settings.timing)
         session.recorder.on_unreadable_reduce_op = hooks.tap_reduce_ops
-        if session.settings.debug:
-            _safely(_verify, session, rank)
+        if depth := int(session.settings.debug) + session.regions:
+            _safely(_verify, session, rank, depth)
         hooks.set_recorder(session.recorder)
         tap.attach(session.recorder)
         pipe = Path(f"{session.settings.dump_pipe}{rank}.commlens.pipe") if session.settings.dump_pipe else None
@@ -236,14 +257,69 @@ def _initialised(session: Session) -> None:
     session.writer.word(L.PHASE, L.PHASE_INITIALISED)
 
 
-def _verify(session: Session, rank: int) -> None:
-    """Let every collective be compared with the peers' before it is issued."""
+def _verify(session: Session, rank: int, depth: int) -> None:
+    """Let every collective be compared with the peers' before it is issued; with depth 0, once that is entered."""
     from commlens.verify.strict import Verifier
 
     settings = session.settings
     assert session.job_dir is not None  # a box was made there
     timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or _timeout_ms() / 1000)
-    session.recorder.verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s)
+    late = _ranks_of_this_node(rank) if session.began_late else ()
+    verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s, active=depth > 0, late=late)
+    for _ in range(depth - 1):
+        verifier.enter()
+    session.recorder.verifier = verifier
+
+
+def _ranks_of_this_node(rank: int) -> range:
+    """As far as the environment tells; all, where it does not."""
+    import torch.distributed as dist
+
+    local, size = _number(os.environ, *_LOCAL_RANK_VARIABLES), _number(os.environ, "LOCAL_WORLD_SIZE")
+    return range(rank - local, rank - local + size) if local >= 0 and size > 0 else range(dist.get_world_size())
+
+
+def enter_verification() -> None:
+    """Verify from here on, as the other ranks do at the same point of the program. Waits for them for a while."""
+    current = _session
+    if current is None or current.pid != os.getpid():
+        return
+    current.regions += 1
+    if current.is_recording:
+        _safely(_enter, current)
+
+
+def leave_verification() -> None:
+    """Undo one :func:`enter_verification`."""
+    current = _session
+    if current is None or current.pid != os.getpid():
+        return
+    current.regions -= 1
+    if current.is_recording and current.recorder.verifier is not None:
+        _safely(current.recorder.verifier.leave)
+
+
+def _enter(session: Session) -> None:
+    if session.recorder.verifier is None:
+        import torch.distributed as dist
+
+        _verify(session, dist.get_rank(), 0)
+    _meet(session, session.recorder.verifier.enter)
+
+
+def _meet(session: Session, wait: Callable[[], list[int]]) -> None:
+    """Begin to verify in the middle of a job. Without the others there is nothing to compare with, and they are named."""
+    missing = wait()
+    if not missing:
+        return
+    who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {format_ranks(missing)}"
+    if session.began_late:
+        # Numbers of collectives count from the switching on: they fit those of ranks that did it at the same point.
+        session.recorder.verifier.close()
+        session.recorder.verifier = None
+        log.warning("commlens: collectives are not verified here: %s did not switch that on at the same point of the program", who)
+    else:
+        log.warning("commlens: %s did not come to where verification begins: nobody compares with it until it does", who)
 
 
 def _timeout_ms() -> int:

@@ -124,7 +124,7 @@ class Recorder:
             verifier.before_issue(token.index, token.asked, token.number, token.thread, frame, noted or reduce_op)
         except BaseException as error:
             self.raised(token, error)
-            raise
+            raise error.with_traceback(None) from error.__cause__  # without our own frames: the user's line is what matters
         self.writer.mark(token.offset, L.ENTERED, token.index, _monotonic())
         return token
 
@@ -155,7 +155,7 @@ class Recorder:
             offset = writer.announce(
                 index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
             )
-            token = Token(index, offset, asked, now, thread, number)
+            token = Token(index, offset, asked, now, thread, number if asked.next_tagged is None else asked.next_tagged())
             if coalescing is not None:
                 token.coalescing = coalescing
             elif not asked.synchronous and channel.polls:

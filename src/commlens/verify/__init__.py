@@ -1,1 +1,51 @@
-"""Compare every collective with the peers' before it is issued: a bad one raises on all ranks instead of hanging."""
+"""Compare every collective with the peers' before it is issued: a bad one raises on all ranks instead of hanging.
+
+``commlens.verify()`` is a public function of the same name, for a region of the program: so the package answers the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+import types
+from collections.abc import Iterator
+
+from commlens.errors import MissingDependency
+
+__all__ = ["verify"]
+
+
+@contextlib.contextmanager
+def verify() -> Iterator[None]:
+    """Verify every collective inside, whatever the setting outside; on leaving, all is as it was.
+
+    ``with commlens.verify(): ...``, or ``@commlens.verify()`` on a function. All ranks must enter it at the same point of the program: they
+    wait there for each other, for up to 10 s. A rank that does not come is named in one line of the log, and what is issued
+    inside is compared among the ranks that are inside. Where nothing is recorded yet, recording begins, and goes on.
+
+    Raises:
+        DistributedOperationException: inside, at a collective that would go wrong.
+        MissingDependency: torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency.torch("commlens.verify()")
+    from commlens.capture import bootstrap
+
+    bootstrap.start_if_stopped()
+    bootstrap.enter_verification()
+    try:
+        yield
+    finally:
+        bootstrap.leave_verification()
+
+
+class _CallablePackage(types.ModuleType):
+    """``commlens.verify()`` is a public function, and Python puts this package under the same name."""
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        """See :func:`verify`."""
+        return verify()
+
+
+sys.modules[__name__].__class__ = _CallablePackage

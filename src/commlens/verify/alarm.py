@@ -18,6 +18,7 @@ from typing import Any, Final
 
 NAME: Final = "verify.alarms"
 _COUNT: Final = struct.Struct("<Q")
+_CHANGES_AT: Final = 8
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _RECORD_SIZE: Final = 16 * 1024
 _MOST: Final = 32
@@ -76,6 +77,16 @@ class Alarms:
                 self._map[at + _RECORD.size : at + _RECORD.size + len(payload)] = payload
                 _COUNT.pack_into(self._map, 0, count + 1)
         return content
+
+    def changes(self) -> int:
+        """How often a rank has made its board: whoever misses some looks again when this has grown."""
+        number: int = _COUNT.unpack_from(self._map, _CHANGES_AT)[0]
+        return number
+
+    def tell_change(self) -> None:
+        """A board was made."""
+        with self._locked():
+            _COUNT.pack_into(self._map, _CHANGES_AT, self.changes() + 1)
 
     def close(self) -> None:
         """Let go of the file; the last rank's box folder takes it away."""

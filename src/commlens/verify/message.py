@@ -11,6 +11,7 @@ from commlens.compare.tensors import payload
 from commlens.model.collective import Asked
 from commlens.model.ops import POINT_TO_POINT
 from commlens.model.ranks import format_ranks
+from commlens.verify.leaves import LeafDisagreement
 
 _PLURAL = {
     "shape": ("shape", "shapes"),
@@ -25,6 +26,18 @@ _PLURAL = {
 }
 _HEADINGS = {"shape": "Input shapes", "dtype": "Input dtypes", "reduce-op": "Reduce ops", "root": "Roots", "device": "Devices",
              "layout": "Input layouts", "splits": "Splits", "op": "Operations", "p2p": "Messages"}  # fmt: skip
+
+
+_LEAF_WORDS = {
+    "structure": ("containers across devices must have the same elements", "Structure"),
+    "shape": ("shapes across devices must be valid", "Input shapes"),
+    "dtype": ("dtypes across devices must be valid", "Input dtypes"),
+    "device": ("processes must use the same kind of device", "Devices"),
+    "layout": ("memory layouts across devices must be valid", "Input layouts"),
+    "value": ("values across devices must be equal", "Values"),
+    "argument": ("arguments across devices must be valid", "Arguments"),
+}
+_LEAVES_SHOWN = 8
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -58,7 +71,8 @@ def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> st
     if answer.aspect == "op":
         first = "Cannot apply desired operation: processes issued different operations as one and the same collective of their group."
     else:
-        first = f"Cannot apply desired operation due to {one} mismatches. All {many} across devices must be valid."
+        all_of_them = "processes must use the same kind of device" if answer.aspect == "device" else f"{many} across devices must be valid"
+        first = f"Cannot apply desired operation due to {one} mismatches. All {all_of_them}."
     lines = [first, "", _operation(subject, rows, answer.aspect), f"{_HEADINGS[answer.aspect]}:"]
     return "\n".join([*lines, *_table(answer.aspect, rows)])
 
@@ -99,12 +113,32 @@ def cycle_text(edges: Sequence[tuple[int, str, str, Sequence[int]]]) -> str:
     return "\n".join(lines)
 
 
+def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> str:
+    """What is raised when ranks call a function of the user's with arguments that do not fit.
+
+    Args:
+        answer: where in the arguments, and in what.
+        subject: which call, of which group.
+        rows: all ranks of which something is known, in order of rank.
+    """
+    many, heading = _LEAF_WORDS[answer.aspect]
+    first = f"Cannot apply desired operation due to {answer.aspect} mismatches. All {many}."
+    lines = [first, "", _operation(subject, rows, answer.aspect)]
+    if not answer.at:
+        return "\n".join([*lines, "The arguments differ. They have too many elements to say in which."])
+    places = {row.rank: row.where for row in rows}
+    for path, words in answer.at[:_LEAVES_SHOWN]:
+        lines += [f"{heading} of {path}:", *_lined([(rank, cells, places.get(rank, "")) for rank, cells in words.items()])]
+    more = len(answer.at) - _LEAVES_SHOWN
+    return "\n".join([*lines, *([f"and so in {more} more"] if more > 0 else [])])
+
+
 def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     """The line that names the operation: the library's name first, where one issued it."""
     names = {row.name for row in rows if row.asked is not None and row.name}
     known = [row for row in rows if row.asked is not None]
     ops = {row.asked.op for row in known if row.asked is not None}
-    plain = f"torch.distributed.{next(iter(ops))}" if len(ops) == 1 else ""
+    plain = f"torch.distributed.{next(iter(ops))}" if len(ops) == 1 and not any("." in op for op in ops) else ""
     where = f"group {subject.group}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
     roots = {row.asked.root for row in known if row.asked is not None}
     if len(roots) == 1 and (root := next(iter(roots))) is not None:
@@ -119,17 +153,21 @@ def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
 
 
 def _table(aspect: str, rows: Sequence[Row]) -> list[str]:
-    """One line for all processes that say the same, in order of their first rank."""
+    return _lined([(row.rank, _cells(aspect, row), row.where) for row in rows])
+
+
+def _lined(rows: Sequence[tuple[int, tuple[str, str], str]]) -> list[str]:
+    """One line for all processes that say the same, in order of their first rank. A row is a rank, two cells, and its line."""
     grouped: dict[tuple[str, ...], list[int]] = {}
-    for row in sorted(rows, key=lambda row: row.rank):
-        grouped.setdefault((*_cells(aspect, row), row.where), []).append(row.rank)
+    for rank, two, where in sorted(rows, key=lambda row: row[0]):
+        grouped.setdefault((*two, where), []).append(rank)
     heads = [f"{_processes(ranks)}:" for ranks in grouped.values()]
     width = max((len(head) for head in heads), default=0)
     widths = [max(len(cells[i]) for cells in grouped) for i in range(2)]
     lines = []
     for head, cells in zip(heads, grouped, strict=True):
         shown = "  ".join(cell.ljust(widths[i]) for i, cell in enumerate(cells[:2]) if widths[i])
-        lines.append(f"  - {head.ljust(width)} {shown}  {cells[2]}".rstrip())
+        lines.append(f"  - {head.ljust(width)} {shown}   {cells[2]}".rstrip())
     return lines
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,10 +30,12 @@ from commlens.formats import places
 from commlens.formats.blackbox import read_box
 from commlens.model.collective import Asked, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ranks import format_ranks
 from commlens.verify import board as B
 from commlens.verify.alarm import Alarms
 from commlens.verify.board import Board, PeerBoard
-from commlens.verify.message import Row, Subject, absence_text, cycle_text, mismatch_text
+from commlens.verify.leaves import LeafDisagreement, compare_leaves, unpacked
+from commlens.verify.message import Row, Subject, absence_text, cycle_text, leaves_text, mismatch_text
 from commlens.verify.names import named_operation
 from commlens.verify.refusal import refusal
 
@@ -49,6 +52,8 @@ ACCELERATOR_PATIENCE_NS: Final = 5_000_000_000  # there, the host may legally ru
 FULL_TABLE_NS: Final = 400_000_000  # a disagreement is told when all have come, or after this
 WARN_AFTER_NS: Final = 10_000_000_000
 CYCLE_AFTER_NS: Final = 300_000_000
+ENTRY_PATIENCE_NS: Final = 10_000_000_000  # who enters `commlens.verify()` waits for the others at most so long
+ENTRY_NAP_S: Final = 500e-6
 _MASK: Final = (1 << 64) - 1
 _now = time.monotonic_ns
 
@@ -58,7 +63,7 @@ class _Pending:
 
     __slots__ = ("absent", "channel", "code", "interned", "number", "signature", "slot")
 
-    def __init__(self, channel: _Watched, slot: int, number: int, signature: int, code: int, interned: Interned) -> None:
+    def __init__(self, channel: _Watched, slot: int, number: int, signature: int, code: int, interned: Interned | _Call) -> None:
         self.channel = channel
         self.slot = slot
         self.number = number
@@ -66,6 +71,17 @@ class _Pending:
         self.code = code
         self.interned = interned
         self.absent: list[int] = channel.peers
+
+
+class _Call:
+    """A call of a user's function, in the place of a collective."""
+
+    __slots__ = ("content", "op", "peer", "tag")
+
+    def __init__(self, name: str, leaves: Any) -> None:
+        self.op = name
+        self.content = {"op": name, "dop": name, "in": [], "out": [], "root": None, "is": [], "os": [], "async": False, "leaves": leaves}
+        self.peer, self.tag = -1, 0
 
 
 class _Watched:
@@ -85,13 +101,16 @@ class _Watched:
 class Verifier:
     """Compares this rank's collectives with its peers'. Its own errors switch it off with one line; only refusals are raised."""
 
-    def __init__(self, folder: Path, rank: int, *, timeout_s: Callable[[], float]) -> None:
+    def __init__(self, folder: Path, rank: int, *, timeout_s: Callable[[], float], active: bool = True, late: Iterable[int] = ()) -> None:
         """Make the rank's board.
 
         Args:
             folder: the job's folder of black boxes.
             rank: the global rank.
             timeout_s: how long a peer may be silent, asked when it matters.
+            active: verify from now on; otherwise between :meth:`enter` and :meth:`leave`.
+            late: where this is switched on in the middle of a job, the ranks that do it together. Their numbers of collectives count
+                from there, and fit those of nobody else.
 
         Raises:
             OSError: no room.
@@ -105,16 +124,26 @@ class Verifier:
         self._boards: dict[int, PeerBoard] = {}
         self._watched: dict[Any, _Watched] = {}
         self._by_key: dict[int, _Watched] = {}
-        self._numbers: dict[int, int] = {}  # of point-to-point ops, by key
         self._signatures: dict[int, tuple[Interned, int]] = {}
         self._blobs: dict[Any, int] = {}
         self._agreed: set[tuple[tuple[int, int], ...]] = set()
         self._pending: dict[int, _Pending] = {}  # by record index
         self._threads: set[int] = set()
         self._unverified: set[int] = set()
+        self._warned: set[int] = set()
         self._told: list[dict[str, Any]] = []
         self._off = False
-        self._paused = 0
+        self._entries = int(active)
+        self._depth = 1 if active else 0  # of what has asked for verification; 0: collectives pass
+        self._late = frozenset(late) - {rank}
+        self._counts_from = int(bool(self._late))
+        self._changes_seen = -1
+        self._here: list[int] = []  # ranks to wait for where verification begins
+        self._in_vain: set[int] = set()  # those that did not come there
+        self._board.word(B.COUNTS_FROM, self._counts_from)
+        self._board.word(B.ENTERED, self._depth)
+        self._board.word(B.ACTIVE, self._depth)
+        self._alarms.tell_change()
 
     # --- what the recorder calls
 
@@ -124,20 +153,63 @@ class Verifier:
         Raises:
             DistributedOperationException: it must not be issued.
         """
-        if self._off or self._paused or (interned.channel.device == "cuda" and _is_capturing()):
+        if self._off or not self._depth or (interned.channel.device == "cuda" and _is_capturing()):
             return
         try:
             self._raise_alarm()
+            if self._unverified:
+                self._look_for_boards()
             pending = self._announce(interned, number, thread, frame, reduce_op)
             if pending is None:
                 return
             self._compare(pending)
             if pending.absent:
-                self._wait_before_issue(pending)
+                self._wait_before_issue(pending, interned)
             if pending.absent and not interned.synchronous:
                 self._remember(index, pending)
         except DistributedOperationException:
             raise
+        except Exception as error:
+            self._give_up(error)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether collectives are verified now."""
+        return self._depth > 0 and not self._off
+
+    def before_call(self, name: str, group: Group, number: int, describe: Callable[[], Any], frame: FrameType | None) -> None:
+        """A function that all ranks of a group call together is about to run: its arguments must fit theirs.
+
+        Args:
+            name: the function's, "train.gather_metrics".
+            group: the group.
+            number: of this call, among those of the function in this group.
+            describe: makes the arguments' leaves.
+            frame: the caller's.
+
+        Raises:
+            DistributedOperationException: they do not fit, or a rank does not come.
+        """
+        if not self.is_active or _is_capturing():
+            return
+        try:
+            self._raise_alarm()
+            if self._unverified:
+                self._look_for_boards()
+            watched = self._called(name, group)
+            if not watched.slot:
+                return
+            self._note(threading.get_native_id())
+            call = _Call(name, describe())
+            signature = B.key_of(call.content["leaves"])
+            position = self._call_blob(watched.key, signature, call, frame)
+            self._board.announce(watched.slot, number, signature, position, 0)
+            pending = _Pending(watched, watched.slot, number, signature, 0, call)
+            self._compare(pending)
+            if pending.absent:
+                self._wait(pending, pending.absent, None)
+        except DistributedOperationException as refused:
+            raise refused.with_traceback(None) from refused.__cause__
         except Exception as error:
             self._give_up(error)
 
@@ -148,7 +220,7 @@ class Verifier:
             DistributedOperationException: they announced something else, have ended, or do not come.
         """
         pending = self._pending.pop(index, None)
-        if self._off or self._paused:
+        if self._off or not self._depth:
             return
         try:
             self._raise_alarm()
@@ -179,16 +251,62 @@ class Verifier:
 
     def before_end(self) -> None:
         """The process group is about to be destroyed: the last moment to raise what concerns this rank."""
-        if not self._off and not self._paused:
+        if not self._off and self._depth:
             self._raise_alarm()
 
-    def pause(self) -> None:
-        """Let what follows pass unverified (the peers see that, and go on without it)."""
-        self._paused += 1
+    def enter(self) -> list[int]:
+        """Verify from now on, once the others on the node do, too.
 
-    def resume(self) -> None:
-        """Verify again."""
-        self._paused -= 1
+        Returns:
+            The ranks that were waited for in vain. Nobody compares with them until they verify.
+        """
+        self._depth += 1
+        self._entries += 1
+        self._board.word(B.ENTERED, self._entries)
+        if self._depth == 1:
+            self._raised = self._alarms.count()  # what was posted while this rank did not verify is told by those who did
+            self._board.word(B.ACTIVE, 1)
+        return self.wait_for_peers()
+
+    def leave(self) -> None:
+        """Undo one :meth:`enter`. Without another, collectives pass again; the peers see that, and go on without this rank."""
+        self._depth -= 1
+        if not self._depth:
+            self._board.word(B.ACTIVE, 0)
+
+    def wait_for_peers(self) -> list[int]:
+        """Let all recorded ranks of this node come to where they verify; at most for a while, since they need not.
+
+        Returns:
+            The ranks that were waited for in vain. They are not waited for again until they have come.
+        """
+        entries = self._entries
+        until = _now() + min(int(self._timeout_s() * 1e9) or ENTRY_PATIENCE_NS, ENTRY_PATIENCE_NS)
+        self._in_vain -= {rank for rank in self._in_vain if self._verifies(rank, entries)}
+        if not self._here:
+            self._here = self._recorded_here()
+        while missing := [rank for rank in self._here if rank not in self._in_vain and not self._verifies(rank, entries)]:
+            if _now() > until:
+                break
+            time.sleep(ENTRY_NAP_S)
+            self._here = self._recorded_here()
+        self._in_vain.update(missing)
+        self._warned.update(missing)
+        return missing
+
+    def _recorded_here(self) -> list[int]:
+        """The other ranks of the job that live on this node, by their boxes."""
+        ranks = set(self._late)
+        for box in places.boxes(self._folder):
+            rank, pid = int(box.name.removeprefix("rank").split(".")[0]), places.box_pid(box)
+            if rank != self.rank and places.start_ticks(pid) and not _is_zombie(pid):
+                ranks.add(rank)
+        return sorted(ranks)
+
+    def _verifies(self, rank: int, entries: int) -> bool:
+        self._look_for_boards()
+        board = self._peer(rank)
+        return board is not None and (board.word(B.ACTIVE) == 1 or board.word(B.ENTERED) >= entries)
 
     def close(self) -> None:
         """Say goodbye to the peers."""
@@ -206,8 +324,6 @@ class Verifier:
         watched = self._channel(interned)
         if watched is None or not watched.slot:
             return None
-        if interned.op in POINT_TO_POINT:
-            number = self._numbers[watched.key] = self._numbers.get(watched.key, 0) + 1
         code = 0
         if reduce_op is not None:
             found = reduce_op_code(reduce_op)
@@ -218,11 +334,14 @@ class Verifier:
                 self._signatures.clear()
             known = self._signatures[id(interned)] = (interned, _signature(interned))
         signature = (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
+        self._note(thread)
+        self._board.announce(watched.slot, number, signature, self._blob(interned, code, frame), code)
+        return _Pending(watched, watched.slot, number, signature, code, interned)
+
+    def _note(self, thread: int) -> None:
         if thread not in self._threads:
             self._threads.add(thread)
             self._board.word(B.THREADS, len(self._threads))
-        self._board.announce(watched.slot, number, signature, self._blob(interned, code, frame), code)
-        return _Pending(watched, watched.slot, number, signature, code, interned)
 
     def _blob(self, interned: Interned, code: int, frame: FrameType | None) -> int:
         """What was asked and where, for who must tell it in words."""
@@ -247,6 +366,8 @@ class Verifier:
                 return None  # which send it meets is not known before
             sends = interned.op == "send"
             tag = interned.tag if channel.polls else 0  # NCCL ignores tags
+            if not sends and (-1, f"recv {tag}" if channel.polls else "recv") in channel.pairs:
+                return None  # it has received from anybody, too: which message is the next one from this peer is not known
             identity: Any = (channel, sends, interned.peer, tag)
         else:
             identity = channel
@@ -268,14 +389,43 @@ class Verifier:
         slot = self._board.add_channel(key, description)
         if not slot:
             log.warning("commlens: more than %d channels: what goes over further ones is not verified", B.CHANNELS)
-        watched = _Watched(group, key, slot, members, [r for r in members if r != self.rank and self._peer(r) is not None])
+        peers = [rank for rank in members if rank != self.rank and self._peer(rank) is not None]
+        self._warn_of_unverified(rank for rank in members if rank != self.rank and rank not in peers)
+        watched = _Watched(group, key, slot, members, peers)
         self._by_key[key] = watched
         return watched
+
+    def _called(self, name: str, group: Group) -> _Watched:
+        """The channel of a function's calls in a group."""
+        found = self._watched.get((group, name))
+        if found is None:
+            key = B.key_of("function", group.incarnation, group.name, group.ranks, name)
+            slot = self._board.add_channel(key, {"group": _label(group), "ranks": list(group.ranks)})
+            peers = [rank for rank in group.ranks if rank != self.rank and self._peer(rank) is not None]
+            left_out = [rank for rank in group.ranks if rank != self.rank and rank not in peers]
+            if left_out:
+                log.warning(
+                    "commlens: the arguments of %s are not compared with those of %s (on another node, or not verifying)",
+                    name, f"rank {left_out[0]}" if len(left_out) == 1 else f"ranks {format_ranks(left_out)}",
+                )  # fmt: skip
+            found = self._watched[(group, name)] = self._by_key[key] = _Watched(group, key, slot, group.ranks, peers)
+        return found
+
+    def _call_blob(self, key: int, signature: int, call: _Call, frame: FrameType | None) -> int:
+        place = (id(frame.f_code), frame.f_lasti) if frame is not None else None
+        position = self._blobs.get((key, signature, place), 0)
+        if not position or not self._board.is_alive(position):
+            if len(self._blobs) > 10_000:
+                self._blobs.clear()
+            content = {**call.content, "name": call.op, "where": named_operation(frames_of(frame), "")[1]}
+            position = self._board.add_blob(content) or self._board.add_blob({**content, "leaves": None})
+            self._blobs[(key, signature, place)] = position
+        return position
 
     # --- peers
 
     def _peer(self, rank: int) -> PeerBoard | None:
-        """A rank's board, where it is on this node and verifies too. All have made theirs before the first group was there."""
+        """A rank's board, where it is on this node and verifies too. Mostly all have made theirs before the first group was there."""
         found = self._boards.get(rank)
         if found is None and rank not in self._unverified:
             for path in sorted(self._folder.glob(f"rank{rank}.*{B.SUFFIX}")):
@@ -283,15 +433,31 @@ class Verifier:
                     board = PeerBoard(path)
                 except (OSError, ValueError):
                     continue
-                if places.start_ticks(board.pid) == board.start_ticks:
+                if places.start_ticks(board.pid) == board.start_ticks and board.word(B.COUNTS_FROM) == self._counts_from:
                     found = self._boards[rank] = board
             if found is None:
                 self._unverified.add(rank)
-                if rank in _ranks_of_this_node(self.rank):
-                    log.warning(
-                        "commlens: rank %d does not verify its collectives (it was started without --debug): nobody compares with it", rank
-                    )
         return found
+
+    def _warn_of_unverified(self, ranks: Iterable[int]) -> None:
+        """Once for each rank of this node: nobody compares with it."""
+        new = [rank for rank in ranks if rank not in self._warned and rank in _ranks_of_this_node(self.rank)]
+        if new:
+            self._warned.update(new)
+            log.warning(
+                "commlens: %s not verify collectives (started without --debug?): rank %d goes on, and compares with the others only",
+                f"rank {new[0]} does" if len(new) == 1 else f"ranks {format_ranks(new)} do", self.rank,
+            )  # fmt: skip
+
+    def _look_for_boards(self) -> None:
+        """Boards that were made since: their ranks are peers from now on."""
+        changes = self._alarms.changes()
+        if changes == self._changes_seen:
+            return
+        self._changes_seen = changes
+        self._unverified.clear()
+        for watched in self._watched.values():
+            watched.peers = [rank for rank in watched.members if rank != self.rank and self._peer(rank) is not None]
 
     # --- comparing
 
@@ -310,6 +476,8 @@ class Verifier:
             if seen is None:
                 if slot and board.is_past(slot, pending.number):
                     continue  # its announcement has been overwritten: it came, and nobody objected
+                if not board.word(B.ACTIVE):
+                    continue  # it does not announce (any more): nobody can wait for that
                 absent.append(rank)
             elif seen[0] != pending.signature:
                 differs = True
@@ -337,8 +505,10 @@ class Verifier:
         return {**content, "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
                 "peer": pending.interned.peer, "tag": pending.interned.tag, "name": "", "where": ""}  # fmt: skip
 
-    def _disagreement(self, pending: _Pending) -> Disagree | None:
+    def _disagreement(self, pending: _Pending) -> Disagree | LeafDisagreement | None:
         rows = self._rows(pending)
+        if isinstance(pending.interned, _Call):
+            return compare_leaves({rank: unpacked(blob.get("leaves")) for rank, _, blob in rows if blob is not None})
         key = tuple((rank, signature) for rank, signature, _ in rows)
         if key in self._agreed:
             return None
@@ -367,7 +537,8 @@ class Verifier:
         answer = self._disagreement(pending)
         if answer is None:
             return
-        text = mismatch_text(answer, self._subject(pending), self._words(pending))
+        subject, rows = self._subject(pending), self._words(pending)
+        text = leaves_text(answer, subject, rows) if isinstance(answer, LeafDisagreement) else mismatch_text(answer, subject, rows)
         self._post(pending, f"mismatch/{answer.aspect}", text)
 
     def _words(self, pending: _Pending) -> list[Row]:
@@ -441,8 +612,7 @@ class Verifier:
             return [rank for rank in pending.absent if rank == root]
         return pending.absent if root == self.rank else []
 
-    def _wait_before_issue(self, pending: _Pending) -> None:
-        interned = pending.interned
+    def _wait_before_issue(self, pending: _Pending, interned: Interned) -> None:
         if not interned.synchronous:
             return
         needed = self._needed(pending)
