@@ -26,7 +26,7 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
     from commlens.formats import layout as L
     from commlens.formats import places
 
-    about = {"job": folder.name, "host": os.uname().nodename, "pid_namespace": os.readlink("/proc/self/ns/pid"), "prefixes": {}}
+    about = {"job": folder.name, "host": os.uname().nodename, "pid_namespace": str(Path("/proc/self/ns/pid").readlink()), "prefixes": {}}
     box = BoxWriter(
         folder / places.box_name(rank, os.getpid()), capacity=2000, rank=rank, world_size=ranks, local_rank=rank,
         start_ticks=places.start_ticks(os.getpid()), about=about,
@@ -71,11 +71,11 @@ def watch(folder: Path, compares: bool, pipe: object) -> None:
     made: list[Comparing] = []
     look = Comparing.look
 
-    def counted(self: Comparing) -> None:
+    def counted(self: Comparing, now: float) -> None:
         if self not in made:
             made.append(self)
         if compares:
-            look(self)
+            look(self, now)
 
     Comparing.look = counted  # type: ignore[method-assign]
     watcher = Watcher([folder], Settings(dump_dir=str(folder.parent / "dumps")))

@@ -26,8 +26,8 @@ def find_absences(context: Context, nodes: list[Node]) -> None:
         edges = context.edges_into(node)
         first = most_waited(edges)
         # Strict verification has given up waiting: that the rank works does not help any more.
-        works = what.works and not is_refusal(first.op.error)
-        groups[(first.instance, works, what.why, what.frame)].append((node, what))
+        in_time = what.works and not is_refusal(first.op.error)
+        groups[(first.instance, in_time, what.why, what.frame)].append((node, what))
     for (_, works, _, _), members in sorted(groups.items(), key=lambda item: [m[0] for m in item[1]]):
         if works:
             _waiting(context, members)

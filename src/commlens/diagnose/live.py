@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnose.choose import choose
-from commlens.diagnose.context import Context
+from commlens.diagnose.context import Context, make_finding
 from commlens.diagnose.disagreements import find_disagreements
 from commlens.diagnose.graph import Builder
 from commlens.diagnose.mismatch import Trouble, find_troubles
-from commlens.diagnose.world import build
+from commlens.diagnose.swap import Swap, find_swaps
+from commlens.diagnose.words import capital, group_phrase, place, ranks_phrase
+from commlens.diagnose.world import ChannelKey, World, build
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding
@@ -23,28 +25,52 @@ def disagreements(logs: Sequence[RankLog]) -> list[Finding]:
     Args:
         logs: the boxes of a running job, as of now.
     """
-    return [finding for finding, trouble in _found(logs) if trouble.answer is not None]
+    world = _world(logs)
+    return [finding for finding, trouble in _found(world) if trouble.answer is not None] if world is not None else []
 
 
-def shifts(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
-    """Ranks that are out of step where shapes agree, told by the lines and steps alone: a warning, never more.
+def out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
+    """Ranks that are out of step, or had another order, where ops and shapes agree: told by the lines and steps alone.
 
     Args:
         logs: the same.
-        at_least: collectives that must agree with it.
+        at_least: collectives that must fit a shift.
     """
-    return [
+    world = _world(logs)
+    if world is None:
+        return []
+    shifts = [
         finding
-        for finding, trouble in _found(logs)
+        for finding, trouble in _found(world)
         if trouble.answer is None and trouble.shift is not None and trouble.shift.matches >= at_least
     ]
+    return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swaps(world, key)]
 
 
-def _found(logs: Sequence[RankLog]) -> list[tuple[Finding, Trouble]]:
+def _swapped(world: World, key: ChannelKey, swap: Swap) -> Finding:
+    """Another order, in words."""
+    first, theirs = swap.own[0], swap.others[0]
+    last = swap.number + len(swap.own) - 1
+    group = first.channel.group
+    others = [rank for rank in sorted(world.users[key]) if rank != swap.rank]
+    where = f"{first.op} #{swap.number} to #{last} of {group_phrase(group)}"
+    return make_finding(
+        "mismatch/op", "in-collective", [swap.rank], others, "medium",
+        f"rank {swap.rank} issued {where} in another order than the others: what it means at {place(first.source)} "
+        f"met what they mean at {place(theirs.source)}",
+        f"Rank {swap.rank}: {', '.join(place(op.source) for op in swap.own[:4])}. "
+        f"{capital(ranks_phrase(others))}: {', '.join(place(op.source) for op in swap.others[:4])}. "
+        "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
+        f"find out why rank {swap.rank} comes to {place(first.source)} first here", first, first.source, [], None,
+    )  # fmt: skip
+
+
+def _world(logs: Sequence[RankLog]) -> World | None:
     chosen, _ = choose(logs)
-    if len(chosen) < 2:
-        return []
-    world = build(chosen, _NOTHING_STALLS_S)
+    return build(chosen, _NOTHING_STALLS_S) if len(chosen) > 1 else None
+
+
+def _found(world: World) -> list[tuple[Finding, Trouble]]:
     troubles = [trouble for trouble in find_troubles(world) if not trouble.uncertain and not _held_back(trouble)]
     if not troubles:
         return []

@@ -38,7 +38,7 @@ class Trouble:
     @property
     def absorbs(self) -> bool:
         """Whether what goes wrong later on the channel may follow from it."""
-        return self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
+        return self.refused or self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
 
     def explains(self, world: World, number: int, absent: Sequence[int]) -> bool:
         """Whether a rank that is stuck in this channel's ``number`` is stuck because of this."""
@@ -215,8 +215,9 @@ def _same_again(troubles: list[Trouble], trouble: Trouble) -> bool:
     """Whether an earlier one says the same: a wrong reduce op in every step is one finding."""
     for earlier in troubles:
         if earlier.answer is not None and trouble.answer is not None and earlier.shift is None:
-            same = earlier.answer.aspect == trouble.answer.aspect and set(earlier.culprits) == set(trouble.culprits)
-            if same and earlier.silent and trouble.silent and earlier.key == trouble.key:
+            # Between two sides as large, history tells only the first time: from then on the odd one repeats itself.
+            same = set(earlier.culprits) == set(trouble.culprits) or (trouble.tie and earlier.answer.parties == trouble.answer.parties)
+            if same and earlier.answer.aspect == trouble.answer.aspect and earlier.silent and trouble.silent and earlier.key == trouble.key:
                 earlier.again += 1
                 return True
     return False

@@ -61,8 +61,8 @@ class Comparing:
         self.records = 0
         self._missed_before = 0
 
-    def look(self) -> None:
-        """Read what is new and compare it."""
+    def look(self, now: float) -> None:
+        """Read what is new and compare it. ``now`` is CLOCK_MONOTONIC, seconds."""
         self._follow(self._roster.current())
         if len(self._feeds) < 2:
             return
@@ -72,7 +72,6 @@ class Comparing:
             with contextlib.suppress(FormatError):  # the roster says what is wrong with it
                 read += feed.poll(self._at_most)
         self.records += read
-        now = time.monotonic()
         self.suspicions += [Suspicion(found, now) for found in self._agreement.take_found()]
         self._keep_within(self._clock() - began, read)
 

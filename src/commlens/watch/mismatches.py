@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -48,13 +47,16 @@ class Mismatches:
         """How long until the next look."""
         return max(0.0, self._due - now)
 
-    def look(self) -> list[tuple[Verdict, bool]]:
-        """Compare what is new, where it is time. Returns verdicts that are new, and whether each may end the job."""
-        now = time.monotonic()
+    def look(self, now: float) -> list[tuple[Verdict, bool]]:
+        """Compare what is new, where it is time (CLOCK_MONOTONIC, seconds).
+
+        Returns:
+            Verdicts that are new, each with whether it may end the job: a rank out of step is only warned of.
+        """
         if now < self._due:
             return []
         comparing = self.comparing
-        comparing.look()
+        comparing.look(now)
         self._due = now + comparing.interval_s
         if not comparing.suspicions:
             return []
@@ -71,7 +73,12 @@ class Mismatches:
 
     def has_told(self, verdict: Verdict) -> bool:
         """Whether this has been said already."""
-        return bool(verdict.findings) and _key(verdict.findings[0]) in self._told
+        return bool(verdict.findings) and self._is_told(_key(verdict.findings[0]))
+
+    def _is_told(self, key: Key) -> bool:
+        """Whether it is known. Where nobody can tell any more who is the odd one, more are named than the first time."""
+        kind, culprits, *where = key
+        return any(kind == told[0] and where == [*told[2:]] and set(told[1]) <= set(culprits) for told in self._told)
 
     def last_words(self) -> list[str]:
         """What is to be said when the job has ended: how often it happened, and what was not compared."""
@@ -109,7 +116,7 @@ class Mismatches:
 
     def _is_new(self, finding: Finding, found: Found) -> bool:
         key = _key(finding)
-        if key in self._told:
+        if self._is_told(key):
             return False
         op = finding.collective
         self._told[key] = (f"{op.op} #{op.sequence_number}" if op is not None else "a collective", found)
@@ -121,7 +128,7 @@ class Mismatches:
         """Lines or steps met that never had before: is a rank out of step? It must be seen twice, and fit many collectives."""
         self._shift_looks += 1
         logs = self._read()
-        findings = live.shifts(logs, at_least=SHIFT_MATCHES)
+        findings = live.out_of_step(logs, at_least=SHIFT_MATCHES)
         fresh = [finding for finding in findings if _key(finding) not in self._told]
         confirmed = [finding for finding in fresh if _key(finding) in self._shift_seen]
         self._shift_seen = {_key(finding) for finding in fresh}

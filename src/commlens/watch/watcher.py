@@ -354,7 +354,7 @@ class Watcher:
 
     def _compare(self) -> None:
         """Look at the new records, and tell what disagrees: it may hang nobody, and the job go on with wrong results."""
-        for verdict, may_abort in self._mismatches.look():
+        for verdict, may_abort in self._mismatches.look(time.monotonic()):
             self._announce(verdict)
             self._save_dump()
             if may_abort and self.settings.on_mismatch == "abort" and self._aborting_since is None:

@@ -1,0 +1,149 @@
+"""Ranks that disagree while the job runs, under `commlens launch` and with the detached watcher: real processes, real gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Bench
+
+pytest.importorskip("torch")
+pytestmark = pytest.mark.timeout(120)
+
+PROGRAM = """
+import os, sys, time
+import torch, torch.distributed as dist
+
+def average(step, rank, how):
+    odd = rank == 1 and step >= 5
+    if how == "max" and odd:
+        dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX)
+    elif how == "transposed" and odd:
+        dist.all_reduce(torch.ones(3, 2))
+    elif how == "transposed":
+        dist.all_reduce(torch.ones(2, 3))
+    elif how == "partial":
+        dist.broadcast(torch.ones(1, 5) if not odd else torch.ones(1, 2, 5), 0)
+    else:
+        dist.all_reduce(torch.ones(4))
+
+def first(step):
+    dist.all_reduce(torch.ones(7))
+
+def second(step):
+    dist.all_reduce(torch.ones(7))
+
+def main():
+    how, steps = sys.argv[1], int(sys.argv[2])
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    for step in range(steps):
+        if how in ("skipped", "swapped") and rank == 1 and step == 30:
+            if how == "swapped":
+                second(step)
+                first(step)
+            else:
+                second(step)
+        elif how in ("skipped", "swapped"):
+            first(step)
+            second(step)
+        else:
+            average(step, rank, how)
+        if step == 5:
+            os.write(1, b"odd step done\\n")
+        if step % 10 == 0 and how not in ("skipped", "swapped"):
+            dist.barrier()
+        optimizer.step()
+        time.sleep(0.02)
+    if how == "skipped" and rank == 1:
+        first(step)
+    dist.barrier()
+    os.write(1, b"training ends\\n")
+    time.sleep(0.3)
+    dist.destroy_process_group()
+
+main()
+"""
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    made.script.write_text(PROGRAM)
+    yield made
+    made.close()
+
+
+def verdicts(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("VERDICT")]
+
+
+def test_a_silent_reduce_op_is_told_once_while_the_job_runs(bench: Bench) -> None:
+    program = bench.launch("train.py", "max", "60")
+    odd = program.until("odd step done")
+    told = program.until("VERDICT", stream="err")
+    over = program.until("training ends")
+    assert told < over, "while the job runs"
+    assert told - odd < 1.0, "the rank's watchdog reads reduce ops four times a second"
+    assert program.end() == 0, "the job is left alone"
+    assert len(verdicts(program.err)) == 1, program.report()
+    assert "disagree in all_reduce" in program.error or "the reduce op of all_reduce" in program.error
+    assert "mismatch/reduce-op, first in all_reduce #" in program.err[-1]
+    assert "55 times in all" in program.err[-1], program.report()
+    assert sum("everything known is in" in line for line in program.err) == 1
+    assert bench.dumped == ["rank0", "rank1"]
+    assert bench.boxes_left == []
+
+
+def test_abort_ends_the_job(bench: Bench) -> None:
+    program = bench.launch("--on-mismatch", "abort", "train.py", "transposed", "600")
+    odd = program.until("odd step done")
+    told = program.until("VERDICT", stream="err")
+    assert told - odd < 0.6, "shapes need no watchdog"
+    assert program.end() != 0
+    assert "ending the job, as on_mismatch: abort asks for." in program.error
+    assert not any("training ends" in line for line in program.out)
+    assert len(verdicts(program.err)) == 1, program.report()
+    assert bench.boxes_left == []
+
+
+def test_the_detached_watcher_tells_it_too(bench: Bench) -> None:
+    program = bench.torchrun("train.py", "partial", "40", COMMLENS="1")
+    told = program.until("VERDICT", stream="err")
+    assert told < program.until("training ends")
+    assert program.end() == 0
+    assert len(verdicts(program.err)) == 1, program.report()
+    assert "float32[1,2,5]" in program.error
+
+
+@pytest.mark.parametrize("how", ["skipped", "swapped"])
+def test_ranks_out_of_step_are_warned_of_and_never_ended(bench: Bench, how: str) -> None:
+    program = bench.launch("--on-mismatch", "abort", "train.py", how, "110")
+    told = program.until("VERDICT", stream="err")
+    assert told < program.until("training ends")
+    assert program.end() == 0, program.report()
+    assert "rank 1" in verdicts(program.err)[0]
+    assert len(verdicts(program.err)) == 1, program.report()
+    assert "It is a warning." in program.error.replace("\n   ", "")
+    assert "ending the job" not in program.error
+
+
+def test_a_healthy_job_is_told_nothing(bench: Bench) -> None:
+    program = bench.launch("train.py", "well", "40")
+    assert program.end() == 0
+    assert "commlens" not in program.error
+    assert verdicts(program.err) == []
+
+
+def test_a_refusal_of_strict_verification_is_told_once_by_its_cause(bench: Bench) -> None:
+    program = bench.launch("train.py", "transposed", "20", COMMLENS_DEBUG_MODE="1")
+    assert program.end() != 0
+    (verdict,) = verdicts(program.err)
+    assert "all_reduce #" in verdict, program.report()
+    assert "float32[2,3]" in program.error
+    text = " ".join(program.error.split())
+    assert "Strict verification refused all_reduce #" in text, program.report()
+    assert "before it was issued: ranks 0-1 raised DistributedOperationException." in text

@@ -1,0 +1,161 @@
+"""Black boxes that fill up while somebody reads them: from the byte-by-byte builder, in memory, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+
+from boxes import MONO, REDUCE_OP, UNIX, Box
+
+from commlens.formats.blackbox import read_box
+from commlens.formats.box_header import Identity, read_identity
+from commlens.formats.layout import REDUCE_OPS
+from commlens.model.collective import Asked, Collective, TensorSpec
+from commlens.model.ranklog import RankLog
+from commlens.model.ranks import format_ranks
+from commlens.model.verdict import Verdict
+from commlens.watch.comparing import Comparing
+from commlens.watch.mismatches import Mismatches
+
+COALESCED, CLOSES, CONCURRENT, ENTERED, ANY_SOURCE = 1, 2, 4, 8, 16
+
+
+class Memory:
+    """What :class:`commlens.formats.blackbox.OpenBox` is to a tail, on a box in memory."""
+
+    def __init__(self, box: Box) -> None:
+        self.box = box
+        self.name = box.name
+
+    @property
+    def identity(self) -> Identity:
+        return read_identity(self.read(0, 4096), self.name)
+
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.box.data[offset : offset + length])
+
+
+class Rank:
+    """One rank that records. Numbers are drawn as the recorder draws them."""
+
+    def __init__(self, rank: int, world_size: int, *, capacity: int = 64) -> None:
+        self.rank = rank
+        self.box = Box(rank, world_size, capacity=capacity, pid=4000 + rank)
+        self.blobs: dict[object, int] = {}
+        self.numbers: dict[object, int] = {}
+        self.undecoded: list[tuple[int, str]] = []
+        self.beats = 0
+
+    def blob(self, content: object, make: Callable[[], int]) -> int:
+        key = repr(content)
+        if key not in self.blobs:
+            self.blobs[key] = make()
+        return self.blobs[key]
+
+    def issue(
+        self, asked: Asked, *, ranks: Sequence[int] = (0, 1, 2, 3), group: str = "0", inc: int = 0, backend: str = "gloo",
+        device: str = "cpu", line: int = 81, step: int = 0, peer: int = -1, tag: int = 0, flags: int = ENTERED, number: int | None = None,
+        coalescing: int = 0, members: int = 0, stack: bool = True,
+    ) -> int:  # fmt: skip
+        """Announce one. Its reduce op is not there before :meth:`beat`."""
+        box = self.box
+        where = {"name": group, "ranks": format_ranks(ranks), "backend": backend, "device": device, "inc": inc}
+        group_at = self.blob(where, lambda: box.group(group, where["ranks"], device=device, inc=inc, backend=backend))
+        content = {
+            "k": "asked", "op": asked.op, "dop": asked.dispatcher_op, "in": _tensors(asked.inputs), "out": _tensors(asked.outputs),
+            "rop": None, "root": asked.root, "is": list(asked.input_splits), "os": list(asked.output_splits), "async": asked.asynchronous,
+        }  # fmt: skip
+        asked_at = self.blob(content, lambda: box.blob(content))
+        stack_at = self.blob(("stack", line), lambda: box.stack(("/home/me/train.py", line, "step"))) if stack else 0
+        if number is None:
+            key = (repr(where), peer, asked.op if asked.op in ("send", "recv") else "")
+            number = self.numbers[key] = self.numbers.get(key, 0) + 1
+        index = box.record(
+            group=group_at, asked=asked_at, stack=stack_at, seq=number, step=step, peer=peer, tag=tag, flags=flags,
+            coalescing_id=coalescing, members=members,
+        )  # fmt: skip
+        if asked.reduce_op:
+            self.undecoded.append((index, asked.reduce_op))
+        return index
+
+    def replay(self, op: Collective) -> None:
+        """Issue what another recorder recorded."""
+        group = op.channel.group
+        index = self.issue(
+            op.asked, ranks=group.ranks, group=group.name, inc=group.incarnation, backend=group.backend, device=op.channel.device,
+            line=op.source.line if op.source else 0, step=op.step, peer=-1 if op.peer is None else op.peer, tag=op.tag,
+            number=op.sequence_number,
+        )  # fmt: skip
+        if op.state.value == "completed":
+            self.box.complete(index)
+
+    def coalesce(self, *members: Asked, number: int, coalescing: int) -> None:
+        """A coalesced group: its members, and the record that closes it."""
+        for asked in members:
+            self.issue(asked, number=number, coalescing=coalescing, flags=ENTERED | COALESCED)
+        closing = Asked("coalesced", "coalesced")
+        self.issue(closing, number=number, coalescing=coalescing, flags=ENTERED | CLOSES, members=len(members))
+
+    def beat(self) -> None:
+        """The watchdog thread's round: a heartbeat, and reduce ops."""
+        self.beats += 1
+        self.box.heartbeat(MONO + self.beats * 250_000_000, UNIX + self.beats * 250_000_000)
+        for index, name in self.undecoded:
+            if index + self.box.capacity > self.box.index:
+                self.box.value(index, REDUCE_OP, REDUCE_OPS.index(name) + 1)
+        self.undecoded.clear()
+
+    def log(self) -> RankLog:
+        return read_box(self.box.bytes())
+
+
+class Node:
+    """All ranks of a node, compared as the watcher does. Time is what the tests say."""
+
+    def __init__(self, size: int, *, world_size: int = 0, capacity: int = 64) -> None:
+        self.ranks = [Rank(rank, world_size or size, capacity=capacity) for rank in range(size)]
+        self.members = [SimpleNamespace(pid=rank.box.pid, rank=rank.rank, box=Memory(rank.box), alive=True) for rank in self.ranks]
+        roster = SimpleNamespace(current=lambda: self.members)
+        self.comparing = Comparing(roster, clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.mismatches = Mismatches(self.comparing, roster, read=lambda: [rank.log() for rank in self.ranks])  # type: ignore[arg-type]
+        self.now = 0.0
+        self.said: list[tuple[Verdict, bool]] = []
+
+    def look(self, *, after: float = 0.1) -> list[Verdict]:
+        self.now += after
+        said = self.mismatches.look(self.now)
+        self.said += said
+        return [verdict for verdict, _ in said]
+
+    def all(self, asked: Asked, **more: object) -> None:
+        for rank in self.ranks:
+            rank.issue(asked, **more)  # type: ignore[arg-type]
+
+    def settle(self) -> list[Verdict]:
+        """A watchdog's round on every rank, and looks until nothing more can come of it."""
+        said = self.look()
+        for _ in range(2):
+            for rank in self.ranks:
+                rank.beat()
+            said += self.look(after=1.2)
+        return said + self.look(after=1.2)
+
+
+def tensor(*shape: int, dtype: str = "float32") -> TensorSpec:
+    return TensorSpec(shape, dtype)
+
+
+def all_reduce(*shape: int, op: str = "SUM", dtype: str = "float32") -> Asked:
+    return Asked("all_reduce", "allreduce_", (tensor(*(shape or (8,)), dtype=dtype),), reduce_op=op)
+
+
+def send(*shape: int) -> Asked:
+    return Asked("send", "send", (tensor(*shape),))
+
+
+def recv(*shape: int) -> Asked:
+    return Asked("recv", "recv_", (), (tensor(*shape),))
+
+
+def _tensors(specs: Sequence[TensorSpec]) -> list[object]:
+    return [[list(s.shape), s.dtype, s.device, s.layout, list(s.memory_order) if s.memory_order else None] for s in specs]

@@ -1,0 +1,401 @@
+"""The live comparison: boxes that fill up, in any order and at any pace, and what is said of them."""
+
+from __future__ import annotations
+
+import pytest
+from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, send, tensor
+
+from commlens.model.collective import Asked
+from commlens.model.verdict import Verdict
+from commlens.watch import agreement
+from commlens.watch.agreement import KEPT
+
+
+def gather(*shape: int) -> Asked:
+    return Asked("all_gather", "_allgather_base_", (tensor(*shape),), (tensor(99),))
+
+
+def test_ranks_that_agree() -> None:
+    node = Node(4)
+    for step in range(20):
+        node.all(all_reduce(8, 4), step=step)
+        node.all(gather(5), step=step, line=90)
+        assert node.look() == []
+    assert node.settle() == []
+    assert node.comparing.records == 160
+    assert node.comparing.coverage == ""
+    assert node.mismatches.last_words() == []
+
+
+def test_a_shape_is_told_as_soon_as_all_have_come() -> None:
+    node = Node(4)
+    node.all(all_reduce(8))
+    for rank in (0, 2, 3):
+        node.ranks[rank].issue(all_reduce(9 if rank == 2 else 8))
+    assert node.look() == [], "rank 1 may show who is the odd one"
+    node.ranks[1].issue(all_reduce(8))
+    (verdict,) = node.look()
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
+    assert verdict.source == "train.py:81"
+    assert "float32[9]" in verdict.summary
+    assert node.said[0][1], "it may end the job"
+
+
+def test_ranks_that_disagree_are_told_although_another_never_comes() -> None:
+    node = Node(4)
+    for rank in (0, 1, 3):
+        node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
+    assert node.look() == []
+    (verdict,) = node.look(after=1.1)
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [3])
+
+
+def test_when_a_rank_has_died_nobody_is_waited_for() -> None:
+    node = Node(4)
+    for rank in (0, 1, 3):
+        node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
+    node.members[3].alive = False
+    (verdict,) = node.look()
+    assert verdict.culprits == [3]
+
+
+def test_a_reduce_op_is_compared_when_it_is_there() -> None:
+    node = Node(4)
+    for rank in node.ranks:
+        rank.issue(all_reduce(8, op="MAX" if rank.rank == 1 else "SUM"))
+    assert node.look() == [], "nobody has read the reduce ops yet"
+    for rank in node.ranks[:3]:
+        rank.beat()
+    (verdict,) = node.look()
+    assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
+    node.ranks[3].beat()
+    assert node.look() == []
+
+
+def test_the_same_in_every_step_is_told_once_and_counted() -> None:
+    node = Node(4)
+    for step in range(30):
+        for rank in node.ranks:
+            rank.issue(all_reduce(8, op="MAX" if rank.rank == 1 else "SUM"), step=step)
+            rank.issue(all_reduce(step + 1, op="MAX" if rank.rank == 1 else "SUM"), step=step)
+            rank.beat()
+        node.look(after=0.6)
+    assert [verdict.kind for verdict, _ in node.said] == ["mismatch/reduce-op"]
+    node.settle()
+    (line,) = node.mismatches.last_words()
+    assert line == "rank 1 disagreed (mismatch/reduce-op, first in all_reduce #1) 60 times in all."
+
+
+def test_of_two_ranks_the_odd_one_is_told_by_its_history_and_only_once() -> None:
+    node = Node(2)
+    for step in range(40):
+        for rank in node.ranks:
+            odd = rank.rank == 1 and step >= 10
+            for shape in (8, 16):
+                rank.issue(all_reduce(shape, op="MAX" if odd else "SUM"), ranks=(0, 1), line=90 if odd else 80 + shape, step=step)
+                rank.box.complete(rank.box.index)
+            rank.beat()
+        node.look(after=0.6)
+    node.settle()
+    assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [("mismatch/reduce-op", [1])]
+    assert not node.mismatches.has_told(Verdict())
+    node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
+    node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
+    assert [verdict.kind for verdict in node.settle()] == ["mismatch/shape"]
+
+
+def test_another_aspect_is_another_disagreement() -> None:
+    node = Node(4)
+    for rank in node.ranks:
+        rank.issue(all_reduce(8, op="MAX" if rank.rank == 1 else "SUM"))
+    node.settle()
+    for rank in node.ranks:
+        rank.issue(all_reduce(8, dtype="float64" if rank.rank == 2 else "float32"))
+    node.settle()
+    assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [("mismatch/reduce-op", [1]), ("mismatch/dtype", [2])]
+
+
+def test_only_so_many_are_told() -> None:
+    node = Node(2, capacity=2000)
+    for i in range(40):
+        for rank in node.ranks:
+            rank.issue(all_reduce(8 + rank.rank), ranks=(0, 1), group=str(i))
+        node.look(after=1.5)
+    assert len(node.said) == 8
+
+
+# --- pace
+
+
+def test_a_rank_that_laps_its_ring_leaves_a_gap_and_no_alarm() -> None:
+    node = Node(2)
+    node.all(all_reduce(8), ranks=(0, 1))
+    node.look()
+    for i in range(200):
+        node.all(all_reduce(8 + i % 3), ranks=(0, 1))
+    assert node.settle() == []
+    assert node.comparing.missed == 2 * (200 - 64)
+    node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
+    node.ranks[1].issue(all_reduce(7), ranks=(0, 1))
+    (verdict,) = node.settle()
+    assert verdict.kind == "mismatch/shape"
+    assert any("came too fast to be compared" in line for line in node.mismatches.last_words())
+
+
+def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
+    node = Node(2, capacity=512)
+    root = Asked("broadcast", "broadcast_", (tensor(8),), root=0)
+    for _ in range(40):
+        for _ in range(256):
+            node.ranks[0].issue(root, ranks=(0, 1))
+        node.look()
+    (lane,) = node.comparing._agreement._lanes.values()
+    assert len(lane.first_at) <= KEPT + 1
+    for _ in range(40 * 256):
+        node.ranks[1].issue(root, ranks=(0, 1))
+        if node.ranks[1].box.index % 256 == 0:
+            assert node.look() == []
+    assert len(lane.first_at) <= 1
+    assert "more than 4096 behind" in node.comparing.coverage
+
+
+def test_shapes_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "REMEMBERED", 50)
+    node = Node(2)
+    for i in range(400):
+        node.all(all_reduce(i + 1), ranks=(0, 1))
+        if i % 10 == 0:
+            assert node.look() == []
+    found = node.comparing._agreement
+    assert len(found._asks) <= 101
+    assert len(found._codes) <= 51
+
+
+def test_a_record_overwritten_before_it_could_be_looked_at_is_told_in_short() -> None:
+    node = Node(2)
+    node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
+    node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
+    node.comparing.look(0.0)  # seen, and then the ring is lapped before anybody asks
+    for _ in range(80):
+        node.all(all_reduce(8), ranks=(0, 1))
+    (verdict,) = node.look()
+    assert verdict.kind == "mismatch/shape"
+    assert "float32[9]" in verdict.summary
+    assert "overwritten since" in verdict.explanation
+
+
+def test_too_much_is_looked_at_less_often_and_then_less_of_it() -> None:
+    node = Node(2, capacity=2000)
+    seconds = iter(x * 0.1 for x in range(100))
+    node.comparing._clock = lambda: next(seconds)
+    for _ in range(1500):
+        node.all(all_reduce(8), ranks=(0, 1))
+    node.look()
+    assert node.comparing.interval_s == 0.5
+    assert node.comparing._at_most < 1500
+    for _ in range(1500):
+        node.all(all_reduce(8), ranks=(0, 1))
+    assert node.look(after=0.6) == []
+    assert node.comparing.missed > 0
+    assert "came too fast" in node.comparing.coverage
+
+
+# --- what is compared with what
+
+
+def test_ranks_of_other_nodes_are_not_waited_for() -> None:
+    node = Node(2, world_size=8)
+    node.ranks[0].issue(all_reduce(8), ranks=range(8))
+    node.ranks[1].issue(all_reduce(9), ranks=range(8))
+    (verdict,) = node.look()
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [0, 1]), "of two, nobody is the odd one"
+    node.ranks[0].issue(all_reduce(8), ranks=(0, 4), group="dp")
+    node.ranks[1].issue(all_reduce(5), ranks=(1, 5), group="dp")
+    assert node.settle() == []
+
+
+def test_groups_incarnations_and_devices_are_told_apart() -> None:
+    node = Node(2)
+    for options in ({"group": "a"}, {"group": "a", "inc": 1}, {"group": "a", "device": "cuda"}, {"group": "b"}):
+        first, second = (all_reduce(8), all_reduce(9)) if options.get("inc") else (all_reduce(8), all_reduce(8))
+        node.ranks[0].issue(first, ranks=(0, 1), **options)  # type: ignore[arg-type]
+        node.ranks[1].issue(second, ranks=(0, 1), **options)  # type: ignore[arg-type]
+    (verdict,) = node.look()
+    assert verdict.kind == "mismatch/shape"
+    assert node.comparing.again(next(iter(node.mismatches._told.values()))[1]) == 1
+
+
+def test_a_group_that_is_made_again_starts_anew() -> None:
+    node = Node(2)
+    for _ in range(3):
+        node.all(all_reduce(8), ranks=(0, 1))
+    for rank in node.ranks:
+        rank.issue(all_reduce(4), ranks=(0, 1), number=1)
+        rank.issue(all_reduce(5), ranks=(0, 1), number=2)
+    assert node.settle() == []
+
+
+def test_the_order_of_several_threads_is_not_blamed() -> None:
+    node = Node(2)
+    node.all(all_reduce(8), ranks=(0, 1), flags=ENTERED | CONCURRENT)
+    node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
+    node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
+    assert node.settle() == []
+
+
+def test_coalesced_groups_are_compared_member_by_member() -> None:
+    node = Node(3)
+    for rank in node.ranks:
+        rank.coalesce(all_reduce(4), all_reduce(5), number=1, coalescing=1)
+    assert node.settle() == []
+    for rank in node.ranks:
+        rank.coalesce(all_reduce(4), all_reduce(6 if rank.rank == 2 else 5), number=2, coalescing=2)
+    (verdict,) = node.settle()
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [2])
+
+
+def test_reduce_ops_inside_coalesced_groups() -> None:
+    node = Node(3)
+    for rank in node.ranks:
+        rank.coalesce(all_reduce(4), all_reduce(5, op="MIN" if rank.rank == 1 else "SUM"), number=1, coalescing=1)
+    (verdict,) = node.settle()
+    assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
+
+
+def test_splits_of_any_two_ranks_must_fit() -> None:
+    def exchange(sends: tuple[int, ...], receives: tuple[int, ...]) -> Asked:
+        total = (sum(sends),), (sum(receives),)
+        return Asked("all_to_all", "alltoall_base_", (tensor(*total[0]),), (tensor(*total[1]),), None, None, sends, receives)
+
+    node = Node(3)
+    right = [exchange((1, 2, 3), (1, 4, 7)), exchange((4, 5, 6), (2, 5, 8)), exchange((7, 8, 9), (3, 6, 9))]
+    for rank, asked in zip(node.ranks, right, strict=True):
+        rank.issue(asked, ranks=(0, 1, 2))
+    assert node.settle() == []
+    wrong = [right[0], right[1], exchange((7, 8, 9), (3, 5, 9))]
+    for rank, asked in zip(node.ranks, wrong, strict=True):
+        rank.issue(asked, ranks=(0, 1, 2))
+    (verdict,) = node.settle()
+    assert verdict.kind == "mismatch/splits"
+
+
+# --- messages
+
+
+def test_messages_of_several_tags_may_be_received_in_another_order() -> None:
+    node = Node(2)
+    for tag in (1, 2, 3):
+        node.ranks[0].issue(send(tag), ranks=(0, 1), peer=1, tag=tag)
+    for tag in (3, 1, 2):
+        node.ranks[1].issue(recv(tag), ranks=(0, 1), peer=0, tag=tag)
+    assert node.settle() == []
+    node.ranks[1].issue(recv(9), ranks=(0, 1), peer=0, tag=2)
+    node.ranks[0].issue(send(8), ranks=(0, 1), peer=1, tag=2)
+    (verdict,) = node.settle()
+    assert verdict.kind == "mismatch/p2p"
+    assert "float32[9]" in verdict.summary
+
+
+def test_nccl_ignores_tags() -> None:
+    node = Node(2)
+    for tag in (1, 2):
+        node.ranks[0].issue(send(4), ranks=(0, 1), peer=1, tag=tag, backend="nccl", device="cuda")
+    for tag in (2, 1):
+        node.ranks[1].issue(recv(4), ranks=(0, 1), peer=0, tag=tag, backend="nccl", device="cuda")
+    assert node.settle() == []
+
+
+def test_a_receive_from_anybody_ends_what_can_be_known() -> None:
+    node = Node(2)
+    node.ranks[1].issue(recv(4), ranks=(0, 1), flags=ENTERED | ANY_SOURCE)
+    node.ranks[1].issue(recv(5), ranks=(0, 1), peer=0)
+    node.ranks[0].issue(send(4), ranks=(0, 1), peer=1)
+    node.ranks[0].issue(send(5), ranks=(0, 1), peer=1)
+    assert node.settle() == []
+
+
+def test_messages_after_a_gap_meet_by_their_numbers() -> None:
+    node = Node(2)
+    for i in range(100):
+        node.ranks[0].issue(send(i + 1), ranks=(0, 1), peer=1)
+    node.look()
+    for i in range(100):
+        node.ranks[1].issue(recv(i + 1), ranks=(0, 1), peer=0)
+        if i % 20 == 0:
+            node.look()
+    assert node.settle() == []
+    node.ranks[0].issue(send(7), ranks=(0, 1), peer=1)
+    node.ranks[1].issue(recv(8), ranks=(0, 1), peer=0)
+    (verdict,) = node.settle()
+    assert verdict.kind == "mismatch/p2p"
+
+
+# --- ranks out of step
+
+
+def program(node: Node, skips: int | None, steps: int, at: int = 20) -> None:
+    """Two collectives of the same shape in every step, from two lines; one rank may skip one."""
+    for step in range(steps):
+        for rank in node.ranks:
+            for line in (81, 82):
+                if not (rank.rank == skips and step == at and line == 81):
+                    rank.issue(all_reduce(8), line=line, step=step)
+            rank.beat()
+        node.look(after=0.5)
+
+
+def test_a_rank_that_skipped_a_collective_of_the_same_shape_is_warned_of() -> None:
+    node = Node(4, capacity=256)
+    program(node, 2, 40)
+    ((verdict, may_abort),) = node.said
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "skipped", [2])
+    assert not may_abort, "a warning, never more"
+    assert verdict.confidence == "medium"
+    assert verdict.source == "train.py:82"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_two_collectives_of_the_same_shape_that_were_swapped_once_are_warned_of(size: int) -> None:
+    node = Node(size, capacity=256)
+    for step in range(40):
+        for rank in node.ranks:
+            lines = (82, 81) if (rank.rank, step) == (1, 20) else (81, 82)
+            for line in (80, *lines, 83):
+                rank.issue(all_reduce(8), ranks=range(size), line=line + 100 * (rank.rank == 0), step=step)
+        node.look(after=0.5)
+    ((verdict, may_abort),) = node.said
+    assert (verdict.kind, verdict.culprits, may_abort) == ("mismatch/op", [1], False)
+    assert "#82 to #83" in verdict.summary
+    assert "train.py:82" in verdict.summary
+
+
+def test_lines_that_a_rank_chooses_by_its_data_are_no_swap() -> None:
+    node = Node(2, capacity=512)
+    for step in range(80):
+        for rank in node.ranks:
+            for _ in range(2):
+                rank.issue(all_reduce(8), ranks=(0, 1), line=81 + (hash((step, rank.rank, _)) % 3 == 0), step=step)
+        node.look(after=0.5)
+    assert node.said == []
+
+
+def test_lines_that_differ_by_rank_are_no_shift() -> None:
+    node = Node(4, capacity=256)
+    for step in range(60):
+        for rank in node.ranks:
+            rank.issue(all_reduce(8), line=81 if rank.rank == 0 else 82, step=step)
+            if step % 7 == 3:
+                rank.issue(all_reduce(8), line=90 + (step + rank.rank) % 3, step=step)
+            rank.beat()
+        node.look(after=0.5)
+    assert node.said == []
+
+
+# --- with strict verification
+
+
+def test_what_strict_verification_holds_back_is_left_to_it() -> None:
+    node = Node(2)
+    for rank in node.ranks:
+        rank.issue(all_reduce(8 + rank.rank), ranks=(0, 1), flags=0)
+    assert node.settle() == []
