@@ -259,6 +259,7 @@ def _initialised(session: Session) -> None:
 
 def _verify(session: Session, rank: int, depth: int) -> None:
     """Let every collective be compared with the peers' before it is issued; with depth 0, once that is entered."""
+    from commlens.verify.accelerate_check import take_over
     from commlens.verify.strict import Verifier
 
     settings = session.settings
@@ -269,6 +270,7 @@ def _verify(session: Session, rank: int, depth: int) -> None:
     for _ in range(depth - 1):
         verifier.enter()
     session.recorder.verifier = verifier
+    take_over()
 
 
 def _ranks_of_this_node(rank: int) -> range:
@@ -508,8 +510,21 @@ def _record_exception(session: Session, kind: type[BaseException], error: BaseEx
     frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
     text = f"{kind.__name__}: {first_line[0][:500]}" if first_line else kind.__name__
     session.writer.word(L.EXCEPTION, session.writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
-    if isinstance(error, DistributedOperationException):
-        _tell_torchelastic(str(error))
+    refusal = _refusal_in(error)
+    if refusal is not None:
+        _tell_torchelastic(str(refusal))
+
+
+def _refusal_in(error: BaseException) -> BaseException | None:
+    """The refusal that an exception is, or that it was raised from: ours, or Accelerate's own of the same name."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None or (isinstance(seen, DistributedOperationException) and seen.kind):
+            return seen
+        if type(seen).__name__ == "DistributedOperationException" and seen.__cause__ is None:
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
 
 
 def _tell_torchelastic(text: str) -> None:

@@ -56,9 +56,10 @@ class Token:
     pointers: tuple[int, ...] = ()  # addresses of its outputs
     coalescing: Any = None
 
-    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int, number: int = 0) -> None:
+    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int, number: int = 0, stack: int = 0) -> None:
         self.index = index
         self.number = number
+        self.stack = stack
         self.offset = offset
         self.asked = asked
         self.since = since
@@ -121,7 +122,7 @@ class Recorder:
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
         noted = noted_reduce_ops.get(token.thread) if noted_reduce_ops else None
         try:
-            verifier.before_issue(token.index, token.asked, token.number, token.thread, frame, noted or reduce_op)
+            verifier.before_issue(token, frame, noted or reduce_op)
         except BaseException as error:
             self.raised(token, error)
             raise error.with_traceback(None) from error.__cause__  # without our own frames: the user's line is what matters
@@ -155,7 +156,7 @@ class Recorder:
             offset = writer.announce(
                 index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
             )
-            token = Token(index, offset, asked, now, thread, number if asked.next_tagged is None else asked.next_tagged())
+            token = Token(index, offset, asked, now, thread, number if asked.next_tagged is None else asked.next_tagged(), stack)
             if coalescing is not None:
                 token.coalescing = coalescing
             elif not asked.synchronous and channel.polls:

@@ -46,6 +46,7 @@ THREADS: Final = 104  # threads that have issued collectives
 CLOSED: Final = 112  # 1: the rank has said goodbye
 ACTIVE: Final = 120  # 1: it announces all that it issues; 0: it is outside of its `commlens.verify()`
 ENTERED: Final = 128  # how often it has begun to
+STEADY: Final = 144  # 1: it verifies from its first collective to its last
 COUNTS_FROM: Final = 136  # 0: it counts collectives since its first group was made; 1: since it was switched on, later
 BLOB: Final = struct.Struct("<IIQ")  # length, CRC-32, position
 BLOB_MAX: Final = 32 * 1024

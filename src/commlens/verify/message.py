@@ -128,7 +128,10 @@ def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row])
         return "\n".join([*lines, "The arguments differ. They have too many elements to say in which."])
     places = {row.rank: row.where for row in rows}
     for path, words in answer.at[:_LEAVES_SHOWN]:
-        lines += [f"{heading} of {path}:", *_lined([(rank, cells, places.get(rank, "")) for rank, cells in words.items()])]
+        lines += [
+            f"{heading} of {path}:" if path else f"{heading}:",
+            *_lined([(rank, cells, places.get(rank, "")) for rank, cells in words.items()]),
+        ]
     more = len(answer.at) - _LEAVES_SHOWN
     return "\n".join([*lines, *([f"and so in {more} more"] if more > 0 else [])])
 
@@ -183,7 +186,8 @@ def _cells(aspect: str, row: Row) -> tuple[str, str]:
         peer = f"process {row.peer}" if row.peer is not None else "any process"
         return f"{asked.op} {direction} {peer}, tag {row.tag}", f"{shapes} {dtypes}".strip()
     if aspect in ("op", "missing"):
-        return _op_words(asked), f"{shapes} {dtypes}".strip()
+        through = f" of {row.name}" if row.name not in ("", asked.op) and not row.name.startswith("torch.distributed.") else ""
+        return _op_words(asked) + through, f"{shapes} {dtypes}".strip()
     if aspect == "dtype":
         return dtypes, shapes
     if aspect == "reduce-op":

@@ -22,7 +22,7 @@ R = TypeVar("R")
 GROUP_NAMES = ("group", "process_group")
 """Parameters that say which ranks call the function, where the decorator does not."""
 
-_calls: weakref.WeakKeyDictionary[Any, dict[str, int]] = weakref.WeakKeyDictionary()  # by process group: calls of each function
+_calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by process group
 
 
 @overload
@@ -80,8 +80,8 @@ def verify_operation(
             return function(*args, **kwargs)  # which says it best itself
         bound.apply_defaults()
         among = _group(group, bound.arguments) or distributed.group.WORLD
-        number = _count(among, name)
-        verifier, known = _verifier(among)
+        number = next_call(among)
+        verifier, known = verifier_of(among)
         if verifier is not None and verifier.is_active:
             verifier.before_call(
                 name, known, number, lambda: packed(describe(bound.arguments, compare_value, shapes=shapes)), sys._getframe(1)
@@ -108,17 +108,16 @@ def _group(group: Any, arguments: dict[str, Any]) -> Any:
     return next((arguments[name] for name in GROUP_NAMES if hasattr(arguments.get(name), "rank")), None)
 
 
-def _count(among: Any, name: str) -> int:
-    """The number of this call among those of the function in the group: verified or not, all ranks count alike."""
+def next_call(among: Any) -> int:
+    """The number of this call among those of such functions in the group: verified or not, all ranks count alike."""
     try:
-        counts = _calls.setdefault(among, {})
+        number = _calls[among] = _calls.get(among, 0) + 1
     except TypeError:  # this rank is no member
         return 0
-    number = counts[name] = counts.get(name, 0) + 1
     return number
 
 
-def _verifier(among: Any) -> tuple[Any, Any]:
+def verifier_of(among: Any) -> tuple[Any, Any]:
     """The process's verifier and what the recorder knows of the group; nothing where there is none."""
     bootstrap = sys.modules.get("commlens.capture.bootstrap")
     session = bootstrap.session() if bootstrap is not None else None

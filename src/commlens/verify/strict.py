@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from commlens.capture.asked import Asked as Interned
 from commlens.capture.asked import reduce_op_code
 from commlens.capture.groups import Channel, Group
-from commlens.capture.stacks import frames_of
 from commlens.compare import Disagree, compare_collectives, compare_pair
 from commlens.errors import DistributedOperationException, FormatError
 from commlens.formats import layout as L
@@ -36,8 +35,11 @@ from commlens.verify.alarm import Alarms
 from commlens.verify.board import Board, PeerBoard
 from commlens.verify.leaves import LeafDisagreement, compare_leaves, unpacked
 from commlens.verify.message import Row, Subject, absence_text, cycle_text, leaves_text, mismatch_text
-from commlens.verify.names import named_operation
+from commlens.verify.names import users_operation
 from commlens.verify.refusal import refusal
+
+if TYPE_CHECKING:
+    from commlens.capture.recorder import Token
 
 log = logging.getLogger("commlens")
 
@@ -142,31 +144,38 @@ class Verifier:
         self._in_vain: set[int] = set()  # those that did not come there
         self._board.word(B.COUNTS_FROM, self._counts_from)
         self._board.word(B.ENTERED, self._depth)
+        self._board.word(B.STEADY, int(active and not self._late))
         self._board.word(B.ACTIVE, self._depth)
         self._alarms.tell_change()
 
     # --- what the recorder calls
 
-    def before_issue(self, index: int, interned: Interned, number: int, thread: int, frame: FrameType | None, reduce_op: Any) -> None:
+    def before_issue(self, token: Token, frame: FrameType | None, reduce_op: Any) -> None:
         """Announce an op, compare it, and wait for the peers where its meaning allows.
+
+        Args:
+            token: the recorder's, of the op.
+            frame: where it was issued.
+            reduce_op: it, as torch has it.
 
         Raises:
             DistributedOperationException: it must not be issued.
         """
+        interned = token.asked
         if self._off or not self._depth or (interned.channel.device == "cuda" and _is_capturing()):
             return
         try:
             self._raise_alarm()
             if self._unverified:
                 self._look_for_boards()
-            pending = self._announce(interned, number, thread, frame, reduce_op)
+            pending = self._announce(token, frame, reduce_op)
             if pending is None:
                 return
             self._compare(pending)
             if pending.absent:
                 self._wait_before_issue(pending, interned)
             if pending.absent and not interned.synchronous:
-                self._remember(index, pending)
+                self._remember(token.index, pending)
         except DistributedOperationException:
             raise
         except Exception as error:
@@ -177,13 +186,17 @@ class Verifier:
         """Whether collectives are verified now."""
         return self._depth > 0 and not self._off
 
+    def all_verify(self, group: Group) -> bool:
+        """Whether all ranks of a group do, on this node, and from first to last: each of them says the same."""
+        return all(board is not None and board.word(B.STEADY) for board in (self._peer_or_own(rank) for rank in group.ranks))
+
     def before_call(self, name: str, group: Group, number: int, describe: Callable[[], Any], frame: FrameType | None) -> None:
         """A function that all ranks of a group call together is about to run: its arguments must fit theirs.
 
         Args:
             name: the function's, "train.gather_metrics".
             group: the group.
-            number: of this call, among those of the function in this group.
+            number: of this call, among those of such functions in this group.
             describe: makes the arguments' leaves.
             frame: the caller's.
 
@@ -196,12 +209,12 @@ class Verifier:
             self._raise_alarm()
             if self._unverified:
                 self._look_for_boards()
-            watched = self._called(name, group)
+            watched = self._calls(name, group)
             if not watched.slot:
                 return
             self._note(threading.get_native_id())
             call = _Call(name, describe())
-            signature = B.key_of(call.content["leaves"])
+            signature = B.key_of(name, call.content["leaves"])
             position = self._call_blob(watched.key, signature, call, frame)
             self._board.announce(watched.slot, number, signature, position, 0)
             pending = _Pending(watched, watched.slot, number, signature, 0, call)
@@ -320,7 +333,8 @@ class Verifier:
 
     # --- announcing
 
-    def _announce(self, interned: Interned, number: int, thread: int, frame: FrameType | None, reduce_op: Any) -> _Pending | None:
+    def _announce(self, token: Token, frame: FrameType | None, reduce_op: Any) -> _Pending | None:
+        interned, number = token.asked, token.number
         watched = self._channel(interned)
         if watched is None or not watched.slot:
             return None
@@ -334,8 +348,8 @@ class Verifier:
                 self._signatures.clear()
             known = self._signatures[id(interned)] = (interned, _signature(interned))
         signature = (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
-        self._note(thread)
-        self._board.announce(watched.slot, number, signature, self._blob(interned, code, frame), code)
+        self._note(token.thread)
+        self._board.announce(watched.slot, number, signature, self._blob(interned, code, token.stack, frame), code)
         return _Pending(watched, watched.slot, number, signature, code, interned)
 
     def _note(self, thread: int) -> None:
@@ -343,14 +357,14 @@ class Verifier:
             self._threads.add(thread)
             self._board.word(B.THREADS, len(self._threads))
 
-    def _blob(self, interned: Interned, code: int, frame: FrameType | None) -> int:
-        """What was asked and where, for who must tell it in words."""
-        key = (id(interned), code, id(frame.f_code) if frame is not None else 0, frame.f_lasti if frame is not None else 0, _lines(frame))
+    def _blob(self, interned: Interned, code: int, stack: int, frame: FrameType | None) -> int:
+        """What was asked and where, for who must tell it in words: once for each stack."""
+        key = (id(interned), code, stack)
         position = self._blobs.get(key, 0)
         if not position or not self._board.is_alive(position):
             if len(self._blobs) > 10_000:
                 self._blobs.clear()
-            name, where = named_operation(frames_of(frame), interned.op)
+            name, where = users_operation(frame, interned.op)
             content = {
                 **{field: interned.content[field] for field in ("op", "dop", "in", "out", "root", "is", "os")},
                 "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
@@ -395,11 +409,11 @@ class Verifier:
         self._by_key[key] = watched
         return watched
 
-    def _called(self, name: str, group: Group) -> _Watched:
-        """The channel of a function's calls in a group."""
-        found = self._watched.get((group, name))
+    def _calls(self, name: str, group: Group) -> _Watched:
+        """The channel of calls of functions in a group: one for all functions, as there is one for all collectives."""
+        found = self._watched.get(group)
         if found is None:
-            key = B.key_of("function", group.incarnation, group.name, group.ranks, name)
+            key = B.key_of("calls", group.incarnation, group.name, group.ranks)
             slot = self._board.add_channel(key, {"group": _label(group), "ranks": list(group.ranks)})
             peers = [rank for rank in group.ranks if rank != self.rank and self._peer(rank) is not None]
             left_out = [rank for rank in group.ranks if rank != self.rank and rank not in peers]
@@ -408,18 +422,23 @@ class Verifier:
                     "commlens: the arguments of %s are not compared with those of %s (on another node, or not verifying)",
                     name, f"rank {left_out[0]}" if len(left_out) == 1 else f"ranks {format_ranks(left_out)}",
                 )  # fmt: skip
-            found = self._watched[(group, name)] = self._by_key[key] = _Watched(group, key, slot, group.ranks, peers)
+            found = self._watched[group] = self._by_key[key] = _Watched(group, key, slot, group.ranks, peers)
         return found
 
     def _call_blob(self, key: int, signature: int, call: _Call, frame: FrameType | None) -> int:
-        place = (id(frame.f_code), frame.f_lasti) if frame is not None else None
-        position = self._blobs.get((key, signature, place), 0)
+        place: list[int] = []
+        below = frame
+        while below is not None:
+            place += (id(below.f_code), below.f_lasti)
+            below = below.f_back
+        known = (key, signature, *place)
+        position = self._blobs.get(known, 0)
         if not position or not self._board.is_alive(position):
             if len(self._blobs) > 10_000:
                 self._blobs.clear()
-            content = {**call.content, "name": call.op, "where": named_operation(frames_of(frame), "")[1]}
+            content = {**call.content, "name": call.op, "where": users_operation(frame, "")[1]}
             position = self._board.add_blob(content) or self._board.add_blob({**content, "leaves": None})
-            self._blobs[(key, signature, place)] = position
+            self._blobs[known] = position
         return position
 
     # --- peers
@@ -438,6 +457,11 @@ class Verifier:
             if found is None:
                 self._unverified.add(rank)
         return found
+
+    def _peer_or_own(self, rank: int) -> PeerBoard | None:
+        if rank == self.rank and rank not in self._boards:
+            self._boards[rank] = PeerBoard(self._board.path)
+        return self._boards[rank] if rank == self.rank else self._peer(rank)
 
     def _warn_of_unverified(self, ranks: Iterable[int]) -> None:
         """Once for each rank of this node: nobody compares with it."""
@@ -507,7 +531,7 @@ class Verifier:
 
     def _disagreement(self, pending: _Pending) -> Disagree | LeafDisagreement | None:
         rows = self._rows(pending)
-        if isinstance(pending.interned, _Call):
+        if isinstance(pending.interned, _Call) and len({blob["op"] for _, _, blob in rows if blob is not None}) == 1:
             return compare_leaves({rank: unpacked(blob.get("leaves")) for rank, _, blob in rows if blob is not None})
         key = tuple((rank, signature) for rank, signature, _ in rows)
         if key in self._agreed:
@@ -785,17 +809,6 @@ def _label(group: Group) -> str:
 def _signature(interned: Interned) -> int:
     content = interned.content
     return B.key_of(*(content[field] for field in ("op", "in", "out", "root", "is", "os")))
-
-
-def _lines(frame: FrameType | None) -> int:
-    """A cheap number for the stack below the innermost frame: callers on other lines are other places."""
-    total = 0
-    for _ in range(4):
-        frame = frame.f_back if frame is not None else None
-        if frame is None:
-            break
-        total = total * 31 + id(frame.f_code) + frame.f_lasti
-    return total
 
 
 def _asked(blob: dict[str, Any]) -> Asked:
