@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import platform
+import signal
 import socket
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,23 @@ class Pair:
             "ratio": round(statistics.median(recorded[0] / bare[0] for bare, recorded in pairs), 3),
         }
 
+    def watched(self, case: str, *, rounds: int, runs: int) -> list[float]:
+        """How much longer a case takes while the watcher runs than while it is stopped (SIGSTOP), block by block; sorted."""
+        watcher = _watcher()
+        ratios = []
+        recorded = self._sets[1]
+        try:
+            for turn in range(rounds):
+                times = {}
+                for runs_now in (True, False) if turn % 2 else (False, True):
+                    os.kill(watcher, signal.SIGCONT if runs_now else signal.SIGSTOP)
+                    self._block(recorded, case, 2)
+                    times[runs_now] = self._block(recorded, case, runs)[0]
+                ratios.append(times[True] / times[False])
+        finally:
+            os.kill(watcher, signal.SIGCONT)
+        return sorted(ratios)
+
     @staticmethod
     def _block(pipes: list[Connection], case: str, runs: int) -> tuple[float, float]:
         for pipe in pipes:
@@ -103,6 +121,16 @@ def pair(backend: str, world_size: int, prepare: Prepare) -> Iterator[Pair]:
             for process in processes:
                 process.join(20)
                 process.kill()
+
+
+def _watcher() -> int:
+    """The pid of the recorded set's watcher."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            line = (process / "cmdline").read_bytes()
+            if b"commlens.watch" in line and b"/commlens-bench-" in line:
+                return int(process.name)
+    raise RuntimeError("The recorded job has no watcher.")
 
 
 def machine() -> str:

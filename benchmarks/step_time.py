@@ -41,7 +41,11 @@ def main() -> None:
         for case in ("DDP, batch 64", "DDP, batch 1024"):
             row = both.compare(case, rounds=arguments.rounds, runs=arguments.steps)
             low, high = row["added_us_quartiles"]
+            ratios = both.watched(case, rounds=arguments.rounds, runs=arguments.steps)
             print(f"{case:16} {row['bare_us'] / 1000:8.2f} ms  x{row['ratio']:.3f}  (added {low / 1000:.2f} to {high / 1000:.2f} ms)")
+            middle, quarter = ratios[len(ratios) // 2], len(ratios) // 4
+            spread = f"{ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}"
+            print(f"{'':16} while the watcher runs, which compares all records, against it stopped: x{middle:.3f} ({spread})")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 from boxes import MONO, REDUCE_OP, UNIX, Box
 
-from commlens.formats.blackbox import read_box
+from commlens.formats.box_copy import read_parts
 from commlens.formats.box_header import Identity, read_identity
+from commlens.formats.box_log import BoxReader
 from commlens.formats.layout import REDUCE_OPS
 from commlens.model.collective import Asked, Collective, TensorSpec
 from commlens.model.ranklog import RankLog
@@ -105,8 +106,10 @@ class Rank:
                 self.box.value(index, REDUCE_OP, REDUCE_OPS.index(name) + 1)
         self.undecoded.clear()
 
-    def log(self) -> RankLog:
-        return read_box(self.box.bytes())
+    def log(self, newest: int | None = None) -> RankLog:
+        content = self.box.bytes()
+        parts = read_parts(lambda offset, length: content[offset : offset + length], len(content), self.box.name, live=False, newest=newest)
+        return BoxReader(parts, self.box.name, None).log(newest)
 
 
 class Node:
@@ -117,7 +120,7 @@ class Node:
         self.members = [SimpleNamespace(pid=rank.box.pid, rank=rank.rank, box=Memory(rank.box), alive=True) for rank in self.ranks]
         roster = SimpleNamespace(current=lambda: self.members)
         self.comparing = Comparing(roster, clock=lambda: 0.0)  # type: ignore[arg-type]
-        self.mismatches = Mismatches(self.comparing, roster, read=lambda: [rank.log() for rank in self.ranks])  # type: ignore[arg-type]
+        self.mismatches = Mismatches(self.comparing, roster, read=lambda newest: [rank.log(newest) for rank in self.ranks])  # type: ignore[arg-type]
         self.now = 0.0
         self.said: list[tuple[Verdict, bool]] = []
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from boxes import Box
+from boxes import Box, busy_box
 from live_boxes import Memory
 
+from commlens.formats.blackbox import OpenBox
 from commlens.formats.box_blobs import AskedJson
 from commlens.formats.box_tail import BoxTail, reduce_code
 
@@ -114,3 +117,14 @@ def test_reduce_ops(box: Box, tail: BoxTail) -> None:
     assert [reduce_code(word, index) for index, word in enumerate(words, 15)] == [0, 0, 0, 1, 5, 0]
     assert reduce_code(99 << 16 | 3, 3) == 0, "no reduce op has this code"
     assert reduce_code(1 << 16 | 4, 3) == 0, "another record's"
+
+
+def test_a_log_of_the_newest_records(tmp_path: Path) -> None:
+    box = busy_box(records=40, capacity=16)
+    with OpenBox(box.write(tmp_path)) as opened:
+        log = opened.log(newest=5)
+        assert [op.index for op in log.collectives] == [36, 37, 38, 39, 40]
+        assert log.issued == 40
+        assert log.problems == []
+        assert len(opened.log(newest=100).collectives) == 16
+        assert [op.index for op in opened.log().collectives] == list(range(25, 41))

@@ -66,10 +66,25 @@ def test_a_reduce_op_is_compared_when_it_is_there() -> None:
     assert node.look() == [], "nobody has read the reduce ops yet"
     for rank in node.ranks[:3]:
         rank.beat()
+    assert node.look() == [], "that of rank 3 may show who is the odd one"
+    node.ranks[3].beat()
     (verdict,) = node.look()
     assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
-    node.ranks[3].beat()
+    assert node.settle() == []
+
+
+def test_a_reduce_op_that_is_never_known_is_no_excuse() -> None:
+    node = Node(4)
+    for rank in node.ranks:
+        rank.issue(all_reduce(8, op="MAX" if rank.rank == 1 else "SUM"))
+        if rank.rank != 3:
+            rank.beat()
+    node.look()
+    for rank in node.ranks[:3]:
+        rank.beat()
     assert node.look() == []
+    (verdict,) = node.look(after=1.1)
+    assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
 
 
 def test_the_same_in_every_step_is_told_once_and_counted() -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from commlens.diagnose import why
-from commlens.diagnose.context import Context, make_finding, most_waited
+from commlens.diagnose.context import Context, make_finding, most_waited, op_at
 from commlens.diagnose.fate import is_refusal
 from commlens.diagnose.graph import Edge, Node
 from commlens.diagnose.next_steps import missing_step
@@ -69,6 +69,8 @@ def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
         summary = f"{who} never {did} rank {main.rank}, which waits for it"
     elif what.why == "finished":
         summary = f"{who} finished without {name}; {they_wait}"
+    elif all(op_at(view, main.instance) is not None for view in views):
+        summary = f"{who} came to {name} when {ranks_phrase(direct)} had given up waiting for {verb(ranks, 'it', 'them')}"
     else:
         summary = f"{who} never reached {name}; {they_wait}"
     if frame is None and what.why == "finished" and views[0].last_op is not None:

@@ -142,7 +142,7 @@ class Builder:
 
     def _follow(self, view: View, block: Block) -> None:
         node = Node("wait", view.rank, block.thread)
-        if node in self.graph.blocks:
+        if node in self.graph.blocks or self._is_late(view, block.op):
             return
         self.graph.blocks[node] = block
         self.graph.edges.setdefault(node, {})
@@ -151,6 +151,16 @@ class Builder:
                 self._message(view, node, part)
             elif part.sequence_number > 0:
                 self._collective(view, node, part)
+
+    def _is_late(self, view: View, op: Collective) -> bool:
+        """Whether it came when others had been refused because of that: nobody holds it up, it did."""
+        if not is_refusal(op.error) or op.is_point_to_point:
+            return False
+        tracks = (
+            self.world.views[r].tracks.get(op.channel.key) for r in op.channel.group.ranks if r in self.world.views and r != view.rank
+        )
+        others = (track.ops.get(op.sequence_number) for track in tracks if track is not None)
+        return any(other is not None and _came_too_late(other, op) for other in others)
 
     # --- collectives
 

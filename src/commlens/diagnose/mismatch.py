@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from commlens.compare import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair
 from commlens.compare.answer import Answer
 from commlens.diagnose.fate import is_refusal
-from commlens.diagnose.period import exact_token, expected_token, loose_token, token
+from commlens.diagnose.period import exact_tokens, expected_token, loose_token, token
 from commlens.diagnose.shift import Shift, find_shifts, skips_by_habit
 from commlens.diagnose.world import ChannelKey, View, World
 from commlens.model.collective import Asked, Channel, Collective, State
@@ -64,10 +64,10 @@ def _went_on(world: World, trouble: Trouble) -> bool:
     """Whether the program caught the refusal on every rank and did more: then it is over, and did no harm."""
     for rank, op in trouble.ops.items():
         view = world.views[rank]
+        if view.fate.kind == "clean":
+            continue
         last = view.last_op
-        if view.fate.failed or any(is_refusal(block.op.error) for block in view.blocks.values()):
-            return False
-        if last is not None and last.index == op.index and view.fate.kind != "clean":
+        if view.fate.failed or (last is not None and last.index == op.index):
             return False
     return True
 
@@ -144,11 +144,12 @@ def _trouble(
     if here and {s.rank for s in here} <= set(met):
         culprits, tie = tuple(sorted(s.rank for s in here)), False
     elif tie:
-        odd = leave_routine(world, dict(met.items()))
+        sides = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}  # of others the aspect is not known
+        odd = leave_routine(world, sides)
         if odd:
             culprits, tie, by_history = odd, False, True
         else:
-            culprits = tuple(sorted(met))
+            culprits = tuple(sorted(sides))
     trouble = Trouble(key, world.channels[key], number, dict(met), answer, culprits, tie, by_history)
     trouble.shift = here[0] if here else None
     trouble.uncertain = any(op.concurrent for op in met.values())
@@ -181,7 +182,7 @@ def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...
 
 
 def _leave_routine(world: World, ops: Mapping[int, Collective], before: bool) -> tuple[int, ...]:
-    for read in (token, exact_token, loose_token):
+    for read in (_tokens, exact_tokens, _loose_tokens):
         odd = []
         for rank, op in sorted(ops.items()):
             history = world.views[rank].log.collectives
@@ -191,12 +192,20 @@ def _leave_routine(world: World, ops: Mapping[int, Collective], before: bool) ->
             start = max(0, position - 2048)
             key = op.channel.key
             since = start if before else next((i for i in range(position - 1, start, -1) if history[i].channel.key == key), start)
-            tokens = [read(o) for o in history[start : position + 1]]
+            tokens = read(history[start : position + 1])
             if any(expected_token(tokens, i - start) is False for i in range(max(since + 1, position - 16), position + 1)):
                 odd.append(rank)
         if odd and len(odd) < len(ops):
             return tuple(odd)
     return ()
+
+
+def _tokens(ops: Sequence[Collective]) -> list[Hashable]:
+    return [token(op) for op in ops]
+
+
+def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
+    return [loose_token(op) for op in ops]
 
 
 def _position(history: Sequence[Collective], op: Collective) -> int | None:
@@ -234,6 +243,8 @@ def _pairs(world: World) -> list[Trouble]:
         for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: (item[0][0], item[0][1], item[0][2])):
             if direction != "send" or peer not in world.views:
                 continue
+            if (key, -1, "recv") in world.views[peer].pairs:
+                continue  # it received from whoever sent first: nobody knows which message met which receive
             first = True
             for send, recv in match_pairs(sends, world.views[peer].pairs.get((key, rank, "recv"), []), view, world.views[peer]):
                 if send is None or recv is None or send.asked == recv.asked:

@@ -22,9 +22,19 @@ def token(op: Collective) -> Hashable:
     return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.asked.root, line, sizes)
 
 
-def exact_token(op: Collective) -> Hashable:
-    """The same with dtypes and the reduce op: for ops that met, and disagree."""
-    return (token(op), tuple(spec.dtype for spec in (op.asked.inputs or op.asked.outputs)[:4]), op.asked.reduce_op)
+def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
+    """The same with dtypes and the reduce op: for ops that met, and disagree.
+
+    A reduce op that nobody has read yet is taken to be the one that was known first in the same place.
+    """
+    known: dict[Hashable, str] = {}
+    found: list[Hashable] = []
+    for op in ops:
+        here = (token(op), tuple(spec.dtype for spec in (op.asked.inputs or op.asked.outputs)[:4]))
+        if op.asked.reduce_op is not None:
+            known.setdefault(here, op.asked.reduce_op)
+        found.append(here)
+    return [(here, op.asked.reduce_op or known.get(here)) for here, op in zip(found, ops, strict=True)]
 
 
 def loose_token(op: Collective) -> Hashable:

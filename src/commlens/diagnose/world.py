@@ -184,7 +184,8 @@ def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective
         elif _may_be_pending(view, op):
             loose.append(op)
     for op in failed:
-        if (is_peer_error(op.error) or is_refusal(op.error)) and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
+        gave_up = is_peer_error(op.error) or (is_refusal(op.error) and view.fate.kind != "clean")
+        if gave_up and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
             _block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
     if loose and _main_may_wait_in_cpp(view, loose[0]):
         _block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)

@@ -31,7 +31,7 @@ class Parts(msgspec.Struct):
     size: int  # of the file
 
 
-def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live: bool) -> Parts:
+def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live: bool, newest: int | None = None) -> Parts:
     """Copy a box.
 
     Args:
@@ -39,6 +39,7 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
         size: of the file.
         name: what to call it in errors.
         live: whether reading again may give something else.
+        newest: check and take only so many of the newest records.
 
     Raises:
         FormatError: the header is damaged, or of something else.
@@ -47,7 +48,7 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
     identity = read_identity(header, name)
     ring_size = identity.capacity * L.RECORD_SIZE
     ring = read(L.HEADER_SIZE, ring_size)
-    slots, torn = whole_records(ring, range(identity.capacity), identity.capacity)
+    slots, torn = whole_records(ring, _numbers(header, identity.capacity, newest), identity.capacity)
     for pause in _PAUSES_S if live else ():
         if not torn:
             break
@@ -74,6 +75,14 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
             break
     (side_head,) = L.LIVE_WORD.unpack_from(header, L.SIDE_HEAD)
     return Parts(identity, header, slots, ring, side, side_head, evidence, size)
+
+
+def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[int]:
+    """The slots to look at."""
+    (issued,) = L.LIVE_WORD.unpack_from(header, L.NEXT_INDEX)
+    if newest is None or newest >= capacity or issued <= newest:
+        return range(capacity)
+    return sorted((index - 1) % capacity for index in range(issued - newest + 1, issued + 1))
 
 
 def whole_records(ring: bytes, numbers: range | list[int], capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -155,10 +155,10 @@ class BoxReader:
 
     # --- the log
 
-    def log(self) -> RankLog:
-        """Everything in the box."""
+    def log(self, newest: int | None = None) -> RankLog:
+        """Everything in the box, or of its records only the ``newest``."""
         status, about = self.status, self.identity.about
-        collectives = self._collectives()
+        collectives = self._collectives(newest)
         stacks, stacks_ns = self._evidence()
         exception, exception_stack = self._exception()
         expecting = None
@@ -242,7 +242,7 @@ class BoxReader:
         taken_ns = self.unix(best[1])
         return [ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main) for t in threads], taken_ns
 
-    def _collectives(self) -> list[Collective]:
+    def _collectives(self, at_most: int | None) -> list[Collective]:
         capacity = self.identity.capacity
         newest = max((record[0] for record in self.parts.slots), default=0)
         self.issued = max(newest, self.status.issued)
@@ -254,7 +254,7 @@ class BoxReader:
         held = {record[0]: record for record in self.parts.slots if record[0] > oldest}
         result: list[Collective] = []
         lost_channels = lost_asked = lost_stacks = 0
-        for index in sorted(held):
+        for index in sorted(held)[-(at_most or len(held) or 1) :]:
             record = held[index]
             channel = self.channel(record[2])
             if channel is None:
@@ -267,6 +267,8 @@ class BoxReader:
             lost_asked += collective.asked.dispatcher_op == "unknown"
             lost_stacks += record[4] != 0 and self.stack(record[4]) is None
             result.append(collective)
+        if at_most is not None:
+            return result  # what was left out on purpose is no problem
         unreadable = min(self.issued, capacity) - sum(index > self.issued - capacity for index in held)
         self._count(unreadable, "torn or damaged and left out")
         self._count(lost_channels, "left out because their group was overwritten or is damaged")

@@ -47,7 +47,10 @@ class Found:
     def missing(self) -> tuple[int, ...]:
         """Ranks of this node that have not come there yet: who is the odd one may depend on them."""
         lane = self.lane
-        return tuple(rank for rank in lane.local if lane.at.get(rank, 0) < self.number) if lane is not None else ()
+        if lane is None:
+            return ()
+        at = lane.reduced_at if self.aspect == "reduce-op" else lane.at
+        return tuple(rank for rank in lane.local if at.get(rank, 0) < self.number)
 
 
 @dataclass(slots=True)
@@ -69,6 +72,7 @@ class _Lane:
     reduced: dict[Place, tuple[int, Code, int]] = field(default_factory=dict)  # reduce op's code, ask, rank
     whole: dict[int, dict[int, Code]] = field(default_factory=dict)  # numbers at which all ranks must be seen together
     at: dict[int, int] = field(default_factory=dict)  # rank: its newest number
+    reduced_at: dict[int, int] = field(default_factory=dict)  # rank: its newest number of which the reduce op is known
     floor: int = 1  # numbers below are done with
     begin: int = 0  # the first number seen
     habits: set[tuple[int, int, int]] = field(default_factory=set)  # pairs of stacks that met, with the difference of steps
@@ -552,6 +556,8 @@ class Feed:
         for _, index, lane, place, code, looks in ready:
             reduce_op = reduce_code(words[index - first], index) if index - first < len(words) else 0
             if reduce_op:
+                if place[0] > lane.reduced_at.get(rank, 0):
+                    lane.reduced_at[rank] = place[0]
                 known = lane.reduced.get(place)
                 if known is None or known[0] != reduce_op:
                     reduces(lane, place, rank, code, reduce_op)

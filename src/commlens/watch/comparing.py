@@ -18,7 +18,7 @@ from commlens.model.ranks import format_ranks
 from commlens.watch.agreement import Agreement, Feed, Found
 from commlens.watch.roster import Member, Roster
 
-EVERY_S: Final = 0.08
+EVERY_S: Final = 0.05
 LATEST_S: Final = 0.5
 SHARE: Final = 0.03  # of one core
 AT_MOST: Final = 1 << 16  # records of a rank in one look

@@ -17,6 +17,7 @@ from commlens.watch.snapshot import read_logs
 
 TOLD_AT_MOST: Final = 8  # distinct disagreements of one job: a program gone astray must not fill the terminal
 LOOKED_INTO_AT_MOST: Final = 64
+ENOUGH: Final = 400  # newest records of each rank, as a rule: reading all takes longer than a report may
 SHIFT_MATCHES: Final = 8  # collectives that must fit before a rank is said to be out of step
 
 Key = tuple[str, tuple[int, ...], str, tuple[int, ...]]
@@ -28,13 +29,13 @@ class Mismatches:
     Args:
         comparing: finds it.
         roster: whose boxes are read to put it in words.
-        read: gives the logs; by default the roster's boxes as of now.
+        read: gives the logs, with all records or only the newest so many; by default the roster's boxes as of now.
     """
 
-    def __init__(self, comparing: Comparing, roster: Roster, *, read: Callable[[], Sequence[RankLog]] | None = None) -> None:
+    def __init__(self, comparing: Comparing, roster: Roster, *, read: Callable[[int | None], Sequence[RankLog]] | None = None) -> None:
         self.comparing = comparing
         self._roster = roster
-        self._read = read or (lambda: read_logs(roster.current(), {})[0])
+        self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
         self._due = 0.0
         self._told: dict[Key, tuple[str, Found]] = {}
         self._looked_into = 0
@@ -99,8 +100,11 @@ class Mismatches:
         if self._looked_into >= LOOKED_INTO_AT_MOST or len(self._told) >= TOLD_AT_MOST:
             return []
         self._looked_into += 1
-        logs = self._read()
+        logs = self._read(ENOUGH)
         findings = live.disagreements(logs)
+        if not findings or any(finding.confidence != "high" for finding in findings):
+            logs = self._read(None)  # a longer history may tell who is the odd one
+            findings = live.disagreements(logs)
         said: list[Verdict] = []
         for finding in findings:
             found = next((one.found for one in ripe if _is_of(finding, one.found)), None)
@@ -127,7 +131,7 @@ class Mismatches:
     def _look_for_shifts(self, shifts: list[Suspicion], now: float) -> list[Verdict]:
         """Lines or steps met that never had before: is a rank out of step? It must be seen twice, and fit many collectives."""
         self._shift_looks += 1
-        logs = self._read()
+        logs = self._read(None)
         findings = live.out_of_step(logs, at_least=SHIFT_MATCHES)
         fresh = [finding for finding in findings if _key(finding) not in self._told]
         confirmed = [finding for finding in fresh if _key(finding) in self._shift_seen]

@@ -25,8 +25,8 @@ def pulse_of(member: Member) -> Pulse:
     return Pulse(status.heartbeat_mono_ns, status.main_stack_since_mono_ns, status.issued, status.closed)
 
 
-def read_logs(members: list[Member], observations: dict[int, Observation]) -> tuple[list[RankLog], list[str]]:
-    """Read the members' boxes.
+def read_logs(members: list[Member], observations: dict[int, Observation], *, newest: int | None = None) -> tuple[list[RankLog], list[str]]:
+    """Read the members' boxes, or only so many of their newest records.
 
     A rank that has no box (it has not come to ``init_process_group``, or ended before) gets an empty log, so that it is known
     to exist.
@@ -41,7 +41,7 @@ def read_logs(members: list[Member], observations: dict[int, Observation]) -> tu
         log: RankLog | None = None
         if member.box is not None:
             try:
-                log = member.box.log()
+                log = member.box.log(newest=newest)
             except FormatError as error:
                 problems.append(str(error))
         if log is None:

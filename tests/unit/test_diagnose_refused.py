@@ -1,0 +1,134 @@
+"""What strict verification refused is told by its cause, once; the exception that it raised on every rank is never the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from builders import Die, Job, S, Stay, all_reduce, collective, recv
+
+from commlens.diagnose import diagnose
+from commlens.model.collective import State
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.verdict import Verdict
+
+TEXT = "DistributedOperationException: Cannot apply desired operation due to shape mismatches.\n\nOperation: `all_reduce`\nInput shapes:"
+
+
+def refuse(logs: list[RankLog], *, raises: bool = True, at_ns: int = 0) -> list[RankLog]:
+    """What is in flight was refused, and the ranks ended by that."""
+    for log in logs:
+        for op in log.collectives:
+            if op.in_flight:
+                op.state, op.error, op.done_ns = State.FAILED, TEXT, at_ns or op.announced_ns + S // 10
+                if raises:
+                    log.exception = f"commlens.errors.{TEXT.splitlines()[0]}"
+                    log.observation = Observation(End.FAILED, 1, ended_ns=op.done_ns)
+    return logs
+
+
+def refused(verdict: Verdict) -> list[str]:
+    assert len([finding for finding in verdict.findings if finding.root_cause]) == 1, [f.summary for f in verdict.findings]
+    assert all("\n" not in text for finding in verdict.findings for text in (finding.summary, finding.explanation, *finding.evidence))
+    return [text for text in verdict.findings[0].evidence if "Strict verification refused" in text]
+
+
+def test_a_mismatch() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 8, line=10)
+        yield all_reduce(job.world, 9 if rank == 2 else 8, line=10)
+
+    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
+    assert refused(verdict) == [
+        "Strict verification refused all_reduce #4, before it was issued: ranks 0-3 raised DistributedOperationException."
+    ]
+
+
+def test_one_that_would_have_hung_nobody() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10, reduce_op="MAX" if rank == 1 else "SUM")
+
+    logs = Job(4).run(program).logs()
+    for log in logs:
+        log.collectives[-1].state = State.ISSUED
+        log.closed = False
+    verdict = diagnose(refuse(logs))
+    assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
+    assert refused(verdict)
+
+
+def test_a_mismatch_that_was_caught_is_over() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 9 if rank == 2 else 8, line=10)
+
+    logs = refuse(Job(4).run(program).logs(), raises=False)
+    for log in logs:
+        log.observation = Observation(End.CLEAN, 0)
+        log.closed = True
+    assert diagnose(logs).kind == "healthy"
+
+
+def test_a_rank_that_never_came() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank == 2:
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.world, 8, line=10)
+
+    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
+    assert "before it was issued: ranks 0-1,3 raised" in refused(verdict)[0]
+
+
+def test_a_rank_that_works_has_come_too_late_all_the_same() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank == 2:
+            yield Stay(57, "load_batch", Observation(End.RUNNING, window_s=10.0, cpu_s=9.0, stack_moved=True))
+        yield all_reduce(job.world, 8, line=10)
+
+    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
+
+
+def test_a_rank_that_came_when_the_others_had_given_up() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        yield collective("barrier", job.world, line=11)
+
+    logs = Job(4).run(program).logs()
+    for log in logs:
+        op = log.collectives[-1]
+        op.state, log.closed = State.ISSUED, False
+        op.announced_ns += 5 * S if log.rank == 1 else 0
+    first = min(log.collectives[-1].announced_ns for log in logs)
+    for log in logs:
+        log.collectives[-1].done_ns = 0
+    refuse([logs[0], logs[2], logs[3]], at_ns=first + 3 * S)
+    refuse([logs[1]])
+    verdict = diagnose(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [1])
+    assert refused(verdict)
+
+
+def test_a_rank_that_was_killed() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank == 3:
+            yield Die(Observation(End.KILLED, signal="SIGKILL"))
+        yield all_reduce(job.world, 8, line=10)
+
+    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [3], [0, 1, 2])
+    assert len(refused(verdict)) == 1
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        yield recv(job.world, 1 - rank, line=20)
+
+    verdict = diagnose(refuse(Job(2).run(program).logs()))
+    assert (verdict.kind, verdict.culprits) == ("cycle", [0, 1])
+    assert refused(verdict)
