@@ -189,7 +189,7 @@ def _vote(
     values = {rank: value for rank, a in asked.items() if (value := read(a)) is not None}
     if len(set(values.values())) < 2:
         return Unknown((aspect,)) if len(values) < len(asked) else None
-    shown = {value: show(asked[rank]) for rank, value in values.items()}
+    shown = {values[rank]: show(asked[rank]) for rank in sorted(values, reverse=True)}  # as the first rank of each side shows it
     return _split(aspect, severity, values, lambda value: shown[value])
 
 
