@@ -109,7 +109,7 @@ def start(settings: config.Settings) -> None:
             _session.recorder.groups.started_again()
             _safely(_initialised, _session)
             if _session.recorder.verifier is not None:
-                _safely(_meet, _session, _session.recorder.verifier.wait_for_peers)
+                _safely(_meet, _session, _session.recorder.verifier.meet)
 
 
 def stop() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 from commlens.errors import CommandError
 
@@ -40,4 +42,7 @@ class RunCommand:
         environment = {name: value for name, value in settings_environment(given.settings).items() if name in names}
         if arguments.commlens_config_file:
             environment["COMMLENS_CONFIG_FILE"] = arguments.commlens_config_file
+        alone = worker.lone_worker(os.environ)
+        if alone is not None:
+            print(f"commlens: {alone}", file=sys.stderr)
         worker.run(program, module=arguments.module, environment=environment)

@@ -55,6 +55,21 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
     run_here(program, module=module)
 
 
+def lone_worker(environ: Mapping[str, str]) -> str | None:
+    """What is odd about this worker's environment: Accelerate was told to start several processes, and started this one alone.
+
+    That is what ``accelerate launch --cpu --num_processes 2`` does without mpirun (Accelerate 1.15).
+    """
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    if "ACCELERATE_MIXED_PRECISION" not in environ or "MASTER_PORT" not in environ or any(name in environ for name in ranks):
+        return None
+    return (
+        "Accelerate was told to start several processes, and has started one alone, as it does on a CPU without mpirun. "
+        "`commlens launch --nproc-per-node N script.py` starts N of them; so does `accelerate launch --multi_gpu --num_processes N` "
+        "with ACCELERATE_USE_CPU=true."
+    )
+
+
 def check_program(program: Sequence[str], *, module: bool) -> None:
     """Refuse a script that cannot be read, before anything is started for it.
 

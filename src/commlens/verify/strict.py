@@ -56,6 +56,7 @@ WARN_AFTER_NS: Final = 10_000_000_000
 CYCLE_AFTER_NS: Final = 300_000_000
 ENTRY_PATIENCE_NS: Final = 10_000_000_000  # who enters `commlens.verify()` waits for the others at most so long
 ENTRY_NAP_S: Final = 500e-6
+EVERY_MEETING: Final = 1 << 62  # of whoever verifies from first to last
 _MASK: Final = (1 << 64) - 1
 _now = time.monotonic_ns
 
@@ -135,16 +136,17 @@ class Verifier:
         self._warned: set[int] = set()
         self._told: list[dict[str, Any]] = []
         self._off = False
-        self._entries = int(active)
         self._depth = 1 if active else 0  # of what has asked for verification; 0: collectives pass
         self._late = frozenset(late) - {rank}
         self._counts_from = int(bool(self._late))
         self._changes_seen = -1
+        self._meetings = 0
         self._here: list[int] = []  # ranks to wait for where verification begins
-        self._in_vain: set[int] = set()  # those that did not come there
+        self._in_vain: dict[int, int] = {}  # how often they did not come there
         self._board.word(B.COUNTS_FROM, self._counts_from)
-        self._board.word(B.ENTERED, self._depth)
-        self._board.word(B.STEADY, int(active and not self._late))
+        steady = active and not self._late
+        self._board.word(B.STEADY, int(steady))
+        self._board.word(B.PRESENT, EVERY_MEETING if steady else 0)
         self._board.word(B.ACTIVE, self._depth)
         self._alarms.tell_change()
 
@@ -271,41 +273,52 @@ class Verifier:
         """Verify from now on, once the others on the node do, too.
 
         Returns:
-            The ranks that were waited for in vain. Nobody compares with them until they verify.
+            The ranks that were waited for in vain, once each. Nobody compares with them until they verify.
         """
         self._depth += 1
-        self._entries += 1
-        self._board.word(B.ENTERED, self._entries)
-        if self._depth == 1:
-            self._raised = self._alarms.count()  # what was posted while this rank did not verify is told by those who did
-            self._board.word(B.ACTIVE, 1)
-        return self.wait_for_peers()
+        if self._depth > 1:
+            return []
+        self._raised = self._alarms.count()  # what was posted while this rank did not verify is told by those who did
+        self._board.word(B.ACTIVE, 1)
+        return self.meet()
 
     def leave(self) -> None:
         """Undo one :meth:`enter`. Without another, collectives pass again; the peers see that, and go on without this rank."""
         self._depth -= 1
         if not self._depth:
             self._board.word(B.ACTIVE, 0)
+            self._board.word(B.ALONE, 0)
 
-    def wait_for_peers(self) -> list[int]:
+    def meet(self) -> list[int]:
         """Let all recorded ranks of this node come to where they verify; at most for a while, since they need not.
 
         Returns:
-            The ranks that were waited for in vain. They are not waited for again until they have come.
+            Those that were waited for in vain for the first time. They are waited for less and less.
         """
-        entries = self._entries
-        until = _now() + min(int(self._timeout_s() * 1e9) or ENTRY_PATIENCE_NS, ENTRY_PATIENCE_NS)
-        self._in_vain -= {rank for rank in self._in_vain if self._verifies(rank, entries)}
-        if not self._here:
-            self._here = self._recorded_here()
-        while missing := [rank for rank in self._here if rank not in self._in_vain and not self._verifies(rank, entries)]:
-            if _now() > until:
+        began = _now()
+        patience = min(int(self._timeout_s() * 1e9) or ENTRY_PATIENCE_NS, ENTRY_PATIENCE_NS)
+        self._here = self._here or self._recorded_here()
+        meeting = self._meetings + 1
+        self._board.word(B.PRESENT, meeting)
+        while True:
+            absent = [rank for rank in self._here if not self._is_at(rank, meeting)]
+            missing = [rank for rank in absent if not self._is_alone(rank)]
+            waited = _now() - began
+            if not any(waited < patience // 10 ** self._in_vain.get(rank, 0) for rank in missing):
                 break
             time.sleep(ENTRY_NAP_S)
             self._here = self._recorded_here()
-        self._in_vain.update(missing)
-        self._warned.update(missing)
-        return missing
+        if absent:
+            # Not counted: the meeting that did not come about is the next one, for those who come later, too.
+            self._board.word(B.PRESENT, self._meetings)
+            self._board.word(B.ALONE, 1)
+        else:
+            self._meetings = meeting
+        for rank in missing:
+            self._in_vain[rank] = self._in_vain.get(rank, 0) + 1
+        new = [rank for rank in missing if rank not in self._warned]
+        self._warned.update(new)
+        return new
 
     def _recorded_here(self) -> list[int]:
         """The other ranks of the job that live on this node, by their boxes."""
@@ -316,10 +329,14 @@ class Verifier:
                 ranks.add(rank)
         return sorted(ranks)
 
-    def _verifies(self, rank: int, entries: int) -> bool:
+    def _is_at(self, rank: int, meeting: int) -> bool:
         self._look_for_boards()
         board = self._peer(rank)
-        return board is not None and (board.word(B.ACTIVE) == 1 or board.word(B.ENTERED) >= entries)
+        return board is not None and board.word(B.PRESENT) >= meeting
+
+    def _is_alone(self, rank: int) -> bool:
+        board = self._peer(rank)
+        return board is not None and board.word(B.ALONE) == 1
 
     def close(self) -> None:
         """Say goodbye to the peers."""

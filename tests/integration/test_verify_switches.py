@@ -1,0 +1,315 @@
+"""Strict verification as a user switches it on: launch --debug, commlens run, regions, one line of code, and functions of one's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from launching import Bench, Program
+
+PRELUDE = """
+import collections, dataclasses, json, logging, os, pathlib, sys, time
+logging.basicConfig(level=logging.WARNING, format="%(message)s", filename=f"log{os.environ['RANK']}.txt")
+import torch, torch.distributed as dist
+import commlens
+
+RESULTS = {}
+
+def attempt(name, function, *args, **kwargs):
+    began = time.monotonic()
+    try:
+        function(*args, **kwargs)
+        told = None
+    except commlens.DistributedOperationException as error:
+        told = [error.kind, str(error)]
+    RESULTS[name] = {"told": told, "seconds": time.monotonic() - began}
+
+def save():
+    pathlib.Path(f"results{dist.get_rank()}.json").write_text(json.dumps(RESULTS))
+
+def bad():
+    dist.broadcast(torch.ones(1, 5) if dist.get_rank() == 0 else torch.ones(1, 2, 5), 0)
+"""
+
+CASES = (
+    PRELUDE
+    + """
+@dataclasses.dataclass
+class Batch:
+    tokens: object
+    mask: object = None
+
+Point = collections.namedtuple("Point", "x y")
+
+@commlens.verify_operation
+def gather_metrics(inputs):
+    dist.all_reduce(torch.ones(1))
+
+@commlens.verify_operation(values=["op"])
+def reduce_metrics(inputs, op="mean"):
+    dist.all_reduce(torch.ones(1))
+
+@commlens.verify_operation(shapes=False)
+def pad(inputs):
+    dist.all_reduce(torch.ones(1))
+
+def swap(first, second):
+    (first if dist.get_rank() == 0 else second)(torch.ones(1))
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    ones = torch.ones
+    attempt("fine", dist.all_reduce, ones(2))
+    attempt("seed", bad)
+    attempt("usable", dist.all_reduce, ones(2))
+    attempt("same", gather_metrics, {"tokens": ones(1, 5), "rest": [Point(1, ones(2)), None]})
+    attempt("shape", gather_metrics, {"tokens": ones(1, 5) if rank == 0 else ones(1, 2, 5)})
+    attempt("dtype", gather_metrics, [Point(1, ones(2, dtype=torch.int32) if rank else ones(2))])
+    attempt("length", gather_metrics, [ones(1)] * (2 + rank))
+    attempt("none", gather_metrics, Batch(ones(1), ones(1) if rank else None))
+    attempt("device", gather_metrics, ones(1, device="meta") if rank else ones(1))
+    attempt("order", gather_metrics, {"a": 1, "b": 2} if rank else {"b": 2, "a": 1})
+    attempt("value", reduce_metrics, ones(1), op="sum" if rank else "mean")
+    attempt("other value", gather_metrics, rank)
+    attempt("padded", pad, ones(1 + rank))
+    attempt("padded dims", pad, ones([1] * (1 + rank)))
+    attempt("many", gather_metrics, [ones(1)] * 3000 + [ones(1 + rank)])
+    attempt("functions", swap, gather_metrics, reduce_metrics)
+    attempt("usable again", gather_metrics, ones(1))
+    if not os.environ.get("CAUGHT"):
+        save()
+        bad()
+    attempt("against a collective", lambda: gather_metrics(1) if rank else dist.all_reduce(ones(1)))
+    save()
+    dist.destroy_process_group()
+
+main()
+"""
+)
+
+REGIONS = (
+    PRELUDE
+    + """
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    sums = []
+    def step():
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        sums.append(tensor[0].item())
+    attempt("outside", bad)
+    with commlens.verify():
+        attempt("inside", bad)
+        step()
+    attempt("after", bad)
+    for _ in range(50):
+        with commlens.verify():
+            pass
+    # Messages that cross a region's border, and one received from anybody.
+    sent = [dist.isend(torch.ones(i + 1), 1) for i in range(2)] if rank == 0 else []
+    if rank == 1:
+        dist.recv(torch.zeros(1), 0)
+    with commlens.verify():
+        if rank == 1:
+            attempt("crossed", dist.recv, torch.zeros(2), 0)
+            attempt("from anybody", dist.recv, torch.zeros(3))
+            attempt("the next", dist.recv, torch.zeros(4), 0)
+        else:
+            dist.send(torch.ones(3), 1)
+            dist.send(torch.ones(4), 1)
+        step()
+    for work in sent:
+        work.wait()
+    # Only one rank has it, and enters it where the other is inside a collective.
+    began = time.monotonic()
+    if rank == 0:
+        with commlens.verify():
+            step(); step()
+    else:
+        step(); step()
+    RESULTS["alone"] = time.monotonic() - began
+    RESULTS["sums"] = sums
+    dist.barrier()
+    commlens.enable(verify=True)
+    attempt("from now on", bad)
+    step()
+    save()
+    dist.destroy_process_group()
+
+main()
+"""
+)
+
+LATE = (
+    PRELUDE
+    + """
+def main():
+    dist.init_process_group("gloo")
+    for _ in range(1 + dist.get_rank()):
+        pass
+    dist.all_reduce(torch.ones(1))
+    if sys.argv[1] == "all" or dist.get_rank() == 0:
+        commlens.enable(verify=True, verify_timeout=2)
+    dist.all_reduce(torch.ones(1))
+    attempt("late", bad)
+    save()
+    dist.destroy_process_group()
+
+main()
+"""
+)
+
+TABLE = """Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.
+
+Operation: `torch.distributed.broadcast`  (group default_pg, ranks 0-1, #{number}, src 0)
+Input shapes:
+  - Process 0: [1, 5]     float32   {script}.py:{line} in bad
+  - Process 1: [1, 2, 5]  float32   {script}.py:{line} in bad"""
+BAD_LINE = 1 + next(i for i, line in enumerate(PRELUDE.splitlines()) if "dist.broadcast" in line)
+
+
+class Told:
+    """What a program's two ranks were told."""
+
+    def __init__(self, bench: Bench, program: Program, code: int) -> None:
+        self.program, self.code = program, code
+        assert (bench.folder / "results1.json").exists(), program.report()
+        self.by_rank = [json.loads((bench.folder / f"results{rank}.json").read_text()) for rank in (0, 1)]
+        self.logs = [(bench.folder / f"log{rank}.txt").read_text() for rank in (0, 1)]
+
+    def both(self, name: str) -> tuple[str, str] | None:
+        """Kind and text, the same on both ranks."""
+        first, second = (results[name]["told"] for results in self.by_rank)
+        assert first == second, f"{name}: {first}\n{second}"
+        return None if first is None else (first[0], first[1])
+
+
+def run(folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str) -> Told:
+    bench = Bench(folder)
+    try:
+        script = folder / "cases.py"
+        script.write_text(text)
+        program = getattr(bench, launcher)(*[str(script) if part == "SCRIPT" else part for part in command], **environ)
+        return Told(bench, program, program.end())
+    finally:
+        bench.close()
+
+
+@pytest.fixture(scope="module")
+def debugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    yield run(tmp_path_factory.mktemp("debugged"), CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0")
+
+
+@pytest.fixture(scope="module")
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+    yield run(tmp_path_factory.mktemp("regions"), REGIONS, "SCRIPT", COMMLENS_VERIFY_TIMEOUT="1.5")
+
+
+class TestLaunchDebug:
+    def test_both_ranks_print_the_table_within_a_second(self, debugged: Told):
+        assert debugged.both("fine") is None
+        assert debugged.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+        assert all(results["seed"]["seconds"] < 1 for results in debugged.by_rank)
+        assert debugged.both("usable") is None
+
+    def test_the_job_ends_with_an_error_and_torchruns_summary_shows_the_table(self, debugged: Told):
+        assert debugged.code != 0
+        text = debugged.program.error
+        summary = text[text.index("Root Cause (first observed failure)") :]
+        assert "Operation: `torch.distributed.broadcast`" in summary and "- Process 1: [1, 2, 5]  float32   cases.py:" in summary
+        for rank in (0, 1):
+            assert f"[rank{rank}]:   - Process 0: [1, 5]     float32   cases.py:" in text, debugged.program.report()
+
+    def test_the_traceback_leads_to_the_users_line_without_the_verifiers_own(self, debugged: Told):
+        assert "verify/strict.py" not in debugged.program.error
+
+
+class TestOwnFunctions:
+    def test_what_agrees_runs(self, debugged: Told):
+        assert debugged.both("same") is None
+        assert debugged.both("other value") is None  # values are compared where that was asked for
+        assert debugged.both("padded") is None
+        assert debugged.both("usable again") is None
+
+    @pytest.mark.parametrize(
+        ("name", "kind", "lines"),
+        [
+            ("shape", "mismatch/shape", ['Input shapes of inputs["tokens"]:', "  - Process 1: [1, 2, 5]  float32   cases.py:"]),
+            ("dtype", "mismatch/dtype", ["Input dtypes of inputs[0].y:", "  - Process 1: int32    [2]   cases.py:"]),
+            ("length", "mismatch/structure", ["Structure of inputs:", "  - Process 1: list of 3   cases.py:"]),
+            ("none", "mismatch/structure", ["Structure of inputs.mask:", "  - Process 0: None                 cases.py:"]),
+            ("device", "mismatch/device", ["Devices of inputs:", "  - Process 1: meta  [1]   cases.py:"]),
+            ("order", "mismatch/structure", ["Structure of inputs:", "  - Process 0: dict with 'b', 'a'   cases.py:"]),
+            ("value", "mismatch/value", ["Values of op:", "  - Process 1: 'sum'    cases.py:"]),
+            ("padded dims", "mismatch/shape", ["  - Process 1: [2]  float32   cases.py:"]),
+            ("many", "mismatch/shape", ["Input shapes of inputs[3000]:", "  - Process 1: [2]  float32   cases.py:"]),
+            ("functions", "mismatch/op", ["  - Process 0: `cases.gather_metrics`   cases.py:"]),
+        ],
+    )
+    def test_what_differs_is_named_by_function_and_path_on_all_ranks(self, debugged: Told, name: str, kind: str, lines: list[str]):
+        told = debugged.both(name)
+        assert told is not None and told[0] == kind
+        for line in lines:
+            assert line in told[1], told[1]
+        if kind != "mismatch/op":
+            function = {"value": "reduce_metrics", "padded dims": "pad"}.get(name, "gather_metrics")
+            assert f"Operation: `cases.{function}`  (group default_pg, ranks 0-1, #" in told[1]
+
+
+class TestRegions:
+    def test_strict_inside_and_as_before_outside(self, regions: Told):
+        assert regions.code == 0, regions.program.report()
+        assert regions.both("outside") is None
+        assert regions.both("inside") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+        assert regions.both("after") is None
+
+    def test_messages_across_the_border_of_a_region_are_no_mismatch(self, regions: Told):
+        assert [regions.by_rank[1][name]["told"] for name in ("crossed", "from anybody", "the next")] == [None] * 3
+
+    def test_where_one_rank_lacks_it_it_is_told_and_the_job_goes_on(self, regions: Told):
+        assert "rank 1 did not come to where verification begins" in regions.logs[0]
+        assert regions.logs[0].count("\n") == 1 and regions.logs[1] == ""
+        for results in regions.by_rank:
+            assert 1 < results["alone"] < 5
+            assert set(results["sums"]) == {2.0}
+
+    def test_a_job_that_records_can_be_switched_to_verifying(self, regions: Told):
+        told = regions.both("from now on")
+        assert told is not None and told[0] == "mismatch/shape"
+
+
+def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
+    (tmp_path / "settings.yaml").write_text("debug: true\n")
+    arguments = ("--no-debug", "--config-file", str(tmp_path / "settings.yaml"), "SCRIPT")
+    told = run(tmp_path, LATE.replace("commlens.enable(verify=True, verify_timeout=2)", "pass"), *arguments, "all", COMMLENS_DEBUG_MODE="1")
+    assert told.both("late") is None and told.code == 0
+
+
+def test_under_torchrun(tmp_path: Path):
+    told = run(tmp_path, CASES, "-m", "commlens", "run", "--debug", "SCRIPT", launcher="torchrun", CAUGHT="1")
+    assert told.code == 0, told.program.report()
+    assert told.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+    crossed = told.both("against a collective")
+    assert crossed is not None and crossed[0] == "cycle"
+    assert "  - Process 0: waits in all_reduce #" in crossed[1] and "  - Process 1: waits in cases.gather_metrics #" in crossed[1]
+
+
+@pytest.mark.parametrize("who", ["all", "one"])
+def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(tmp_path: Path, who: str):
+    told = run(tmp_path, LATE, "SCRIPT", who, launcher="torchrun")
+    assert told.code == 0, told.program.report()
+    if who == "all":
+        assert told.both("late") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+        assert told.logs == ["", ""]
+    else:
+        assert told.both("late") is None
+        assert (
+            told.logs[0] == "commlens: collectives are not verified here: rank 1 did not switch that on at the same point of the program\n"
+        )
