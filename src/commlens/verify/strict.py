@@ -56,6 +56,7 @@ WARN_AFTER_NS: Final = 10_000_000_000
 CYCLE_AFTER_NS: Final = 300_000_000
 ENTRY_PATIENCE_NS: Final = 10_000_000_000  # who enters `commlens.verify()` waits for the others at most so long
 ENTRY_NAP_S: Final = 500e-6
+SILENT_AFTER_S: Final = 1.0  # the watchdog thread's heart beats four times as often
 EVERY_MEETING: Final = 1 << 62  # of whoever verifies from first to last
 _MASK: Final = (1 << 64) - 1
 _now = time.monotonic_ns
@@ -724,7 +725,7 @@ class Verifier:
                     )
         timeout_s = self._timeout_s()
         if timeout_s and waited_ns > timeout_s * 1e9:
-            where = dict.fromkeys(absent, "")
+            where = {rank: self._where_is(rank) for rank in absent}
             self._post(pending, "missing", absence_text("missing", self._subject(pending), self._words(pending), where, waited_ns / 1e9))
 
     def _how_it_ended(self, rank: int) -> str:
@@ -734,15 +735,23 @@ class Verifier:
         return "" if places.start_ticks(board.pid) == board.start_ticks and not _is_zombie(board.pid) else "was killed or crashed"
 
     def _where_is(self, rank: int) -> str:
-        """The line on which a rank's main thread is, as its own watchdog thread last saw it."""
+        """What an absent rank does instead: the line of its main thread, as its own watchdog thread last saw it; "" where nothing tells."""
         board = self._boards[rank]
+        if _process_state(board.pid) in ("T", "t"):
+            return "is stopped by a signal"
         try:
-            log_of = read_box(self._folder / places.box_name(rank, board.pid))
+            box = read_box(self._folder / places.box_name(rank, board.pid))
         except (OSError, FormatError):
             return ""
-        main = log_of.main_stack
-        frame = main.source if main is not None else None
-        return f"{frame.where} in {frame.function}" if frame is not None else ""
+        silent_s = (box.captured_ns - box.heartbeat_ns) / 1e9 if box.heartbeat_ns else 0.0
+        if silent_s > SILENT_AFTER_S:
+            return f"runs no Python code since {silent_s:.0f} s (is the GIL held?)"
+        main = box.main_stack
+        newest = max((op.announced_ns for op in box.collectives[-1:]), default=0)
+        if main is None or main.taken_ns < newest:
+            return ""  # the stack is older than its last collective
+        frame = main.source
+        return f"is at {frame.where} in {frame.function}" if frame is not None else ""
 
     def _cycle(self) -> list[tuple[int, int, int]] | None:
         """Ranks that wait for each other, this one first: (rank, channel's key, number); None unless it is proven.
@@ -850,11 +859,16 @@ def _ranks_of_this_node(rank: int) -> range:
 
 
 def _is_zombie(pid: int) -> bool:
+    return _process_state(pid) in ("Z", "")
+
+
+def _process_state(pid: int) -> str:
+    """The letter that the kernel has for it; "" where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return True
-    return text.rpartition(")")[2].split()[:1] == ["Z"]
+        return ""
+    return "".join(text.rpartition(")")[2].split()[:1])
 
 
 def _is_capturing() -> bool:
