@@ -129,7 +129,7 @@ class TraceData(msgspec.Struct, kw_only=True):
     preview: bool = False  # made on the fake backend, in one process: times mean nothing
     depth: Depth = Depth.COLLECTIVES
     started_unix_ns: int = 0
-    steps: int = 0  # optimizer steps that completed while traced
+    steps: int = 0  # optimizer steps that completed, of those that were to be traced
     whole_steps: int | None = None  # events of later steps are summarised; None: none is
     groups: list[ProcessGroup] = msgspec.field(default_factory=list)
     modules: list[TracedModule] = msgspec.field(default_factory=list)

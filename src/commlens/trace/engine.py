@@ -32,6 +32,7 @@ from commlens.model.wire_bytes import wire_bytes
 from commlens.trace.causes import Causes
 from commlens.trace.modules import ModuleCall, ModuleTracker
 from commlens.trace.owners import Owners
+from commlens.trace.packets import key_of
 from commlens.trace.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, steps_under_way
 
 log = logging.getLogger("commlens")
@@ -42,7 +43,7 @@ WHOLE_EVENTS = 50_000
 """Where no step ends, or steps are large: from so many on, collectives are summarised."""
 _FOLD_AT = 2_000
 _WATCHED_LIMIT = 4096
-_HELD_LIMIT = 32
+_HELD_LIMIT = 16
 _NAMED_AT_ONCE = 64
 _now = time.monotonic_ns
 
@@ -150,6 +151,7 @@ class Tracer:
         self._pointers: dict[int, RawEvent] = {}
         self._stepping: Callable[[], Any] | None = None  # the optimizer whose steps count
         self._step_hook: Any = None
+        self._place: tuple[int, int] | None = None  # rank and world size
         self._started_ns = 0
         self._started_unix_ns = 0
         self._running = False
@@ -255,6 +257,8 @@ class Tracer:
         self.events.append(event)
         for listener in self.on_collective:
             listener(event)
+        if self._place is None:
+            self._place = _rank_and_world()  # asked now: the program may destroy its group before it looks at the trace
         event.started_ns = _now()
         return event
 
@@ -291,13 +295,13 @@ class Tracer:
     def _hold(self, work: Any, event: RawEvent) -> None:
         """Keep a Work so that its wait is recognised. It keeps tensors alive: away with those that are done, and with the oldest."""
         works = self._works
-        loose = [held for held in works if held.is_completed()]
-        if len(works) - len(loose) >= _HELD_LIMIT:
-            loose.append(next(iter(works)))
-        for held in loose:
-            done = works.pop(held, None)
-            if done is not None:
-                self._loose_works[held] = done  # its wait may be yet to come, as long as the program has the Work
+        if works:
+            # Amortised: each new one looks at the oldest two.
+            loose = [held for held in itertools.islice(works, 2) if len(works) > _HELD_LIMIT or held.is_completed()]
+            for held in loose:
+                done = works.pop(held, None)
+                if done is not None:
+                    self._loose_works[held] = done  # its wait may be yet to come, as long as the program has the Work
         works[work] = event
 
     def raised(self, event: RawEvent | None, error: BaseException) -> None:
@@ -339,6 +343,11 @@ class Tracer:
     def _wanted(self) -> bool:
         first, last = self.wanted_steps or (0, None)
         return first <= self.steps and (last is None or self.steps < last)
+
+    def _traced_steps(self) -> int:
+        """How many of the steps that were to be traced have completed."""
+        first, last = self.wanted_steps or (0, None)
+        return max(0, (self.steps if last is None else min(self.steps, last)) - first)
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         try:
@@ -395,7 +404,7 @@ class Tracer:
                 event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = event.call = 0
             events.append(event)
         events.sort(key=lambda event: event.sequence)
-        rank, world_size = _rank_and_world()
+        rank, world_size = self._place or _rank_and_world()
         recorded = sum(event.count for event in events)
         return TraceData(
             commlens_version=__version__,
@@ -406,7 +415,7 @@ class Tracer:
             preview=self.preview,
             depth=self.depth,
             started_unix_ns=self._started_unix_ns,
-            steps=self.steps,
+            steps=self._traced_steps(),
             whole_steps=self.whole_steps if self._summaries else None,
             groups=table.groups,
             modules=[
@@ -497,7 +506,7 @@ def _api(raw: RawEvent) -> str:
     if raw.functional is not None:
         name = str(raw.functional).replace("::", ".")
     elif raw.info.packet is not None:
-        name = raw.info.packet
+        name = str(key_of(raw)).replace("::", ".")
     else:
         return f"c10d.{raw.dispatcher_op}"
     return name.removeprefix("_") if name.startswith("_c10d_functional.") else name
