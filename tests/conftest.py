@@ -24,7 +24,7 @@ GRACE_S = 10.0  # watchers end by themselves, with the job
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No setting of the person who runs the tests reaches them."""
     for name in list(os.environ):
-        if (name.startswith("COMMLENS") and name != "COMMLENS_TEST_DATA") or name.startswith(("TORCH_NCCL_", "TORCH_FR_")):
+        if (name.startswith("COMMLENS") and name != "COMMLENS_TEST_DATA") or name.startswith(("TORCH_NCCL_", "TORCH_FR_", "ACCELERATE_")):
             monkeypatch.delenv(name)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))

@@ -224,6 +224,52 @@ class TestTorchsOwnVariables:
         assert resolved.settings == Settings() and len(resolved.warnings) == 2
 
 
+@pytest.mark.parametrize("value", ["1", "y", "Yes", "t", "TRUE", "on"])
+def test_accelerates_debug_mode_switches_verification_on(value):
+    resolved = load({"ACCELERATE_DEBUG_MODE": value})
+    assert resolved.settings == Settings(debug=True)
+    assert resolved.origins["debug"] == "ACCELERATE_DEBUG_MODE"
+
+
+@pytest.mark.parametrize("value", ["0", "false", "", "perhaps"])
+def test_accelerates_debug_mode_switches_nothing_off(value, tmp_path):
+    path = yaml_file(tmp_path, "debug: true\n")
+    resolved = load({"ACCELERATE_DEBUG_MODE": value}, config_file=path)
+    assert resolved.settings.debug is True and resolved.warnings == []
+
+
+def test_accelerates_debug_mode_is_above_the_file_and_below_what_is_ours(tmp_path):
+    path = yaml_file(tmp_path, "debug: false\n")
+    environ = {"ACCELERATE_DEBUG_MODE": "1"}
+    assert load(environ, config_file=path).settings.debug is True
+    assert load({**environ, "COMMLENS_DEBUG_MODE": "0"}).settings.debug is False
+    assert load(environ, overrides={"debug": False}).settings.debug is False
+
+
+@pytest.mark.parametrize(("given", "debug"), [([], True), (["--debug"], True), (["--no-debug"], False)])
+def test_no_debug_wins_over_the_environment_and_the_file(given, debug, tmp_path, monkeypatch):
+    import argparse
+
+    from commlens.launch.options import add_settings, settings_from
+
+    monkeypatch.setenv("COMMLENS_DEBUG_MODE", "1")
+    parser = argparse.ArgumentParser()
+    add_settings(parser)
+    path = yaml_file(tmp_path, "debug: true\n")
+    resolved = settings_from(parser.parse_args([*given, "--config-file", str(path)]))
+    assert resolved.settings.debug is debug
+    assert resolved.origins["debug"] == ("command line" if given else "COMMLENS_DEBUG_MODE")
+
+
+def test_a_worker_that_accelerate_started_alone_is_told():
+    from commlens.launch.worker import lone_worker
+
+    alone = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
+    assert "commlens launch --nproc-per-node N" in (lone_worker(alone) or "")
+    assert lone_worker({**alone, "LOCAL_RANK": "0"}) is None
+    assert lone_worker({"MASTER_PORT": "29500"}) is None
+
+
 def test_a_launcher_hands_its_settings_on(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     handed = Settings(

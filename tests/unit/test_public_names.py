@@ -80,7 +80,41 @@ assert diagnose is commlens.diagnose and callable(diagnose)
     assert python(program) == "called"
 
 
-@pytest.mark.parametrize("call", ["commlens.enable()", "commlens.enable(stall_timeout=3)"])
+@pytest.mark.parametrize(
+    "imported", ["", "import commlens.verify", "from commlens.verify import verify", "from commlens import verify", "commlens.verify"]
+)
+def test_the_function_verify_and_the_package_of_its_name_do_not_break_one_another(imported):
+    program = f"""
+import commlens, inspect
+{imported}
+assert hasattr(commlens.verify(), "__enter__")
+import commlens.verify
+from commlens.verify import verify as inner
+assert inspect.isfunction(inner) and commlens.verify.verify is inner
+from commlens import verify
+assert verify is commlens.verify and callable(verify)
+print("called")
+"""
+    assert python(program) == "called"
+
+
+def test_a_decorated_function_is_what_it_was_without_torch():
+    program = """
+import sys
+sys.modules["torch"] = None
+import commlens
+@commlens.verify_operation(values=["op"])
+def gather(inputs, op="mean"):
+    "What it does."
+    return op
+print(gather(1), gather.__name__, gather.__doc__)
+"""
+    assert python(program) == "mean gather What it does."
+
+
+@pytest.mark.parametrize(
+    "call", ["commlens.enable()", "commlens.enable(stall_timeout=3)", "commlens.enable(verify=True)", "commlens.verify().__enter__()"]
+)
 def test_enable_without_torch_says_which_line_to_type(call):
     program = f"""
 import sys
@@ -92,6 +126,12 @@ except commlens.MissingDependency as error:
     print(error)
 """
     assert "pip install 'commlens[torch]'" in python(program)
+
+
+def test_two_names_for_one_setting_must_say_the_same():
+    pytest.importorskip("torch")
+    with pytest.raises(commlens.ConfigError, match="two names for one setting"):
+        commlens.enable(verify=True, debug=False)
 
 
 def test_expect_slow_without_torch_does_nothing():

@@ -1,0 +1,168 @@
+"""``commlens config``: what it asks, at a real terminal, and what it writes."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from commlens.commands.questionnaire import QUESTIONS, ask, settings_file
+from commlens.config import ACCEPTED, Settings, load_settings
+from conftest import SOURCE, RunCommlens
+
+TERMINAL = (
+    "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from commlens.commands import main; sys.exit(main(sys.argv[1:]))"
+)
+"""Takes the terminal as its own first, so that Ctrl-C reaches it."""
+
+
+def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
+    """Type the answers to ``commlens config``, and Ctrl-C at a prompt. Returns its exit status and what stood on the screen."""
+    master, slave = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_CONFIG_HOME": str(home), **environ}
+    process = subprocess.Popen(
+        [sys.executable, "-c", TERMINAL, "config", *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment,
+        close_fds=True, start_new_session=True,
+    )  # fmt: skip
+    os.close(slave)
+    os.write(master, answers.encode())
+    screen = b""
+    pressed = 0.0
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        if interrupt_at and interrupt_at.encode() in screen and time.monotonic() > pressed + 1:
+            # Again after a while: Python hears of one only once it reads, which is a moment after the prompt.
+            pressed = time.monotonic()
+            os.write(master, b"\x03")
+        if not select.select([master], [], [], 0.05)[0]:
+            if process.poll() is not None:
+                break
+            continue
+        try:
+            chunk = os.read(master, 65536)
+        except OSError:  # the other side is closed
+            break
+        if not chunk:
+            break
+        screen += chunk
+    try:
+        status = process.wait(10)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
+    return status, screen.decode(errors="replace").replace("\r\n", "\n")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return tmp_path / "home"
+
+
+def written(home: Path) -> Path:
+    return home / "commlens" / "config.yaml"
+
+
+def test_answers_are_written_with_their_comments_and_read_back(home: Path):
+    status, screen = at_a_terminal(home, "y\nabort\nsoon\n30\n\n/scratch/my dumps\n5\n")
+    assert status == 0, screen
+    assert "That is not accepted: it takes a number of seconds above 0." in screen
+    for question in QUESTIONS:
+        assert question.question in screen and question.explanation in screen
+        assert f"# {question.explanation}" in written(home).read_text()
+    resolved = load_settings(environ={"XDG_CONFIG_HOME": str(home)})
+    expected = Settings(debug=True, on_mismatch="abort", stall_timeout=30.0, dump_dir="/scratch/my dumps", keep_dumps=5)
+    assert resolved.settings == expected
+    assert {resolved.origins[question.name] for question in QUESTIONS} == {str(written(home))}
+    assert f"Written: {written(home)}" in screen
+
+
+def test_run_again_the_files_values_are_the_defaults_and_the_rest_stays(home: Path):
+    written(home).parent.mkdir(parents=True)
+    written(home).write_text("stall_timeout: 7.5\nbox_entries: 99\non_stall: abort\n")
+    status, screen = at_a_terminal(home, "\n\n\n\n\n\ny\n")
+    assert status == 0 and "stall_timeout [7.5]" in screen and "on_stall [abort]" in screen
+    expected = Settings(stall_timeout=7.5, box_entries=99, on_stall="abort")
+    assert load_settings(environ={"XDG_CONFIG_HOME": str(home)}).settings == expected
+
+
+@pytest.mark.parametrize("answer", ["\n", "n\n", "\x04"])
+def test_a_file_is_not_overwritten_without_a_yes(home: Path, answer: str):
+    written(home).parent.mkdir(parents=True)
+    written(home).write_text("stall_timeout: 7\n")
+    status, screen = at_a_terminal(home, "\n\n9\n\n\n\n" + answer)
+    assert status != 0 and "Nothing was written." in screen
+    assert written(home).read_text() == "stall_timeout: 7\n"
+
+
+def test_force_does_not_ask(home: Path):
+    written(home).parent.mkdir(parents=True)
+    written(home).write_text("stall_timeout: 7\n")
+    status, screen = at_a_terminal(home, "\n\n9\n\n\n\n", "--force")
+    assert status == 0 and "Overwrite" not in screen
+    assert load_settings(environ={"XDG_CONFIG_HOME": str(home)}).settings.stall_timeout == 9
+
+
+def test_leaving_in_the_middle_writes_nothing(home: Path):
+    status, screen = at_a_terminal(home, "y\n", interrupt_at="on_mismatch [")
+    assert status == 130 and "Nothing was written." in screen and not written(home).exists()
+
+
+def test_what_wins_over_an_answer_is_said(home: Path):
+    status, screen = at_a_terminal(home, "n\n\n\n\n\n\n", ACCELERATE_DEBUG_MODE="1")
+    assert status == 0
+    assert "debug is true here all the same, because ACCELERATE_DEBUG_MODE is set." in screen
+
+
+def test_where_nobody_can_be_asked_it_says_what_to_type(run_commlens: RunCommlens, home: Path):
+    done = run_commlens("config", environ={"XDG_CONFIG_HOME": str(home)})  # standard input is no terminal here
+    assert done.returncode == 2 and done.stdout == "" and not written(home).exists()
+    assert "standard input is not a terminal" in done.stderr and "commlens config --yes" in done.stderr
+
+
+def test_yes_asks_nothing_and_overwrites_nothing(run_commlens: RunCommlens, home: Path):
+    environ = {"XDG_CONFIG_HOME": str(home)}
+    done = run_commlens("config", "--yes", environ=environ)
+    assert done.returncode == 0, done.stderr
+    assert load_settings(environ=environ).settings == Settings()
+    before = written(home).read_text()
+    done = run_commlens("config", "--yes", environ=environ)
+    assert done.returncode == 2 and "--force" in done.stderr and written(home).read_text() == before
+    assert run_commlens("config", "--yes", "--force", environ=environ).returncode == 0
+
+
+def test_another_file_is_written_where_it_is_named(run_commlens: RunCommlens, home: Path, tmp_path: Path):
+    done = run_commlens("config", "--yes", "--config-file", "mine.yaml", environ={"XDG_CONFIG_HOME": str(home)})
+    assert done.returncode == 0 and "COMMLENS_CONFIG_FILE=mine.yaml" in done.stdout
+    assert (tmp_path / "mine.yaml").exists() and not written(home).exists()
+    for arguments in (["--config-file", "mine.yaml", "show"], ["show", "--config-file", "mine.yaml"]):
+        assert "mine.yaml" in run_commlens("config", *arguments, environ={"XDG_CONFIG_HOME": str(home)}).stdout
+
+
+def test_a_broken_file_is_replaced_by_force_only(run_commlens: RunCommlens, home: Path):
+    written(home).parent.mkdir(parents=True)
+    written(home).write_text("colour: [red\n")
+    environ = {"XDG_CONFIG_HOME": str(home)}
+    assert run_commlens("config", "--yes", environ=environ).returncode == 2
+    assert run_commlens("config", "--yes", "--force", environ=environ).returncode == 0
+    assert load_settings(environ=environ).settings == Settings()
+
+
+@pytest.mark.parametrize("value", ["on", "null", "12", "a: b", "#x", "it's", "dä/ö", "~/x", " x", "a\\b", '"q"', "@x", "- x", "1e3"])
+def test_whatever_is_answered_yaml_reads_it_back(value: str):
+    answers = {question.name: getattr(Settings(), question.name) for question in QUESTIONS}
+    content = yaml.safe_load(settings_file({**answers, "dump_dir": value}, {"dump_signal": "SIGUSR2", "box_dir": value}))
+    assert (content["dump_dir"], content["box_dir"], content["dump_signal"]) == (value, value, "SIGUSR2")
+
+
+def test_every_question_is_about_a_setting_and_takes_its_default():
+    answers = ask(Settings(), lambda prompt: "", lambda line: None)
+    assert answers == {question.name: getattr(Settings(), question.name) for question in QUESTIONS}
+    assert all(not ACCEPTED[name].internal for name in answers)

@@ -1,0 +1,99 @@
+"""Arguments of functions, compared between ranks."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from commlens.verify.leaves import compare_leaves, describe, packed, unpacked
+
+Point = collections.namedtuple("Point", "x y")
+
+
+@dataclasses.dataclass
+class Batch:
+    tokens: Any
+    mask: Any = None
+
+
+def compared(*values: Any, compare_values: bool = False, shapes: bool = True) -> Any:
+    """What is found when rank 0 gives the first value, rank 1 the second ..."""
+    leaves = {}
+    for rank, value in enumerate(values):
+        described = describe({"inputs": value}, lambda name: compare_values, shapes=shapes)
+        assert unpacked(packed(described)) == described
+        leaves[rank] = described
+    return compare_leaves(leaves)
+
+
+def ones(*shape: int, dtype: str = "float32") -> Any:
+    return np.ones(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [None, 3, "text", [], {}, ones(2), [ones(2), (ones(1), {"a": Point(1, ones(3))})], Batch(ones(1), [None]), {1: ones(1), (2, "b"): 4}],
+    ids=repr,
+)
+def test_equal_arguments_agree(value):
+    assert compared(value, value, value) is None
+
+
+def test_plain_values_are_compared_by_type_only_unless_asked():
+    assert compared([1, "a", 2.0], [2, "b", 3.0]) is None
+    found = compared([1, "a", 2.0], [1, "b", 2.0], compare_values=True)
+    assert (found.aspect, found.at) == ("value", [("inputs[1]", {0: ("'a'", ""), 1: ("'b'", "")})])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "aspect", "path", "words"),
+    [
+        ({"a": ones(1, 5)}, {"a": ones(1, 2, 5)}, "shape", 'inputs["a"]', [("[1, 5]", "float32"), ("[1, 2, 5]", "float32")]),
+        ([ones(2)], [ones(2, dtype="int64")], "dtype", "inputs[0]", [("float32", "[2]"), ("int64", "[2]")]),
+        ([1, 2], [1, 2, 3], "structure", "inputs", [("list of 2", ""), ("list of 3", "")]),
+        ([1], (1,), "structure", "inputs", [("list of 1", ""), ("tuple of 1", "")]),
+        (Batch(1), Batch(None), "structure", "inputs.tokens", [("int", ""), ("None", "")]),
+        (Point(1, ones(2)), Point(1, 2), "structure", "inputs.y", [("tensor [2] float32", ""), ("int", "")]),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, "structure", "inputs", [("dict with 'a', 'b'", ""), ("dict with 'b', 'a'", "")]),
+        ({"a": {"b": [1]}}, {"a": {"b": []}}, "structure", 'inputs["a"]["b"]', [("list of 1", ""), ("list of 0", "")]),
+        ({"a": 1}, {}, "structure", "inputs", [("dict with 'a'", ""), ("empty dict", "")]),
+        ("text", b"text", "structure", "inputs", [("str", ""), ("bytes", "")]),
+    ],
+)
+def test_a_difference_is_named_by_its_path(first, second, aspect, path, words):
+    found = compared(first, second)
+    assert found.aspect == aspect
+    assert found.at == [(path, dict(enumerate(words)))]
+
+
+def test_structure_comes_first_and_its_inside_is_not_told_again():
+    found = compared([ones(1), [ones(2)]], [ones(9), [ones(2), ones(2)]])
+    assert found.aspect == "structure" and [path for path, _ in found.at] == ["inputs[1]"]
+
+
+def test_the_odd_rank_is_among_those_that_are_told():
+    found = compared(ones(2), ones(2), ones(3))
+    assert found.at == [("inputs", {0: ("[2]", "float32"), 1: ("[2]", "float32"), 2: ("[3]", "float32")})]
+
+
+def test_sizes_may_differ_where_that_was_said_and_dimensions_may_not():
+    assert compared(ones(2, 3), ones(5, 1), shapes=False) is None
+    assert compared(ones(2, 3), ones(5), shapes=False).aspect == "shape"
+
+
+def test_a_container_within_itself_comes_to_an_end():
+    endless: list[Any] = [1]
+    endless.append(endless)
+    assert compared(endless, endless) is None
+
+
+def test_many_leaves_are_packed_small_and_what_cannot_be_read_is_said():
+    many = describe({"inputs": [ones(1)] * 3000}, lambda name: False)
+    assert isinstance(packed(many), str) and len(packed(many)) < 32 * 1024 and unpacked(packed(many)) == many
+    for damaged in (None, "not packed", [1, 2], "zz" * 30):
+        assert unpacked(damaged) is None
+    assert compare_leaves({0: many, 1: None}).aspect == "argument"
