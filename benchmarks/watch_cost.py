@@ -14,6 +14,7 @@ import os
 import resource
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -62,8 +63,8 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
     box.word(L.PHASE, L.PHASE_CLOSED)
 
 
-def watch(folder: Path, compares: bool, pipe: object) -> None:
-    """The watcher as a process of its own. Sends its CPU seconds when the job has ended."""
+def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
+    """The watcher as a process of its own. Sends the CPU seconds of a minute: its start and the job's end are left out."""
     from commlens.config import Settings
     from commlens.watch.comparing import Comparing
     from commlens.watch.watcher import Watcher
@@ -80,16 +81,24 @@ def watch(folder: Path, compares: bool, pipe: object) -> None:
     Comparing.look = counted  # type: ignore[method-assign]
     watcher = Watcher([folder], Settings(dump_dir=str(folder.parent / "dumps")))
     watcher._preload()
-    before = resource.getrusage(resource.RUSAGE_SELF)
+    looks: list[tuple[float, float]] = []
+
+    def use() -> None:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        looks.append((used.ru_utime + used.ru_stime, time.monotonic()))
+
+    for at in (2.0, seconds - 1.0):
+        timer = threading.Timer(at, use)
+        timer.daemon = True
+        timer.start()
     watcher.run()
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu = (looks[1][0] - looks[0][0]) / (looks[1][1] - looks[0][1]) * 60
     comparing = made[0] if made else None
     pipe.send((cpu, comparing.records if comparing else 0, comparing.missed if comparing else 0, watcher.verdict is not None))  # type: ignore[attr-defined]
 
 
 def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:
-    """CPU seconds of a watcher, records compared, records missed, and whether it said anything."""
+    """CPU seconds a minute of a watcher, records compared, records missed, and whether it said anything."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="commlens-watch-cost-", dir="/dev/shm") as root:
         folder = Path(root) / "job"
@@ -102,7 +111,7 @@ def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[floa
             process.start()
         barrier.wait()
         ours, theirs = context.Pipe()
-        watcher = context.Process(target=watch, args=(folder, compares, theirs), daemon=True)
+        watcher = context.Process(target=watch, args=(folder, seconds, compares, theirs), daemon=True)
         watcher.start()
         result = ours.recv()
         for process in [*processes, watcher]:
@@ -124,7 +133,7 @@ def main() -> None:
     for _ in range(arguments.rounds):
         for compares in (False, True):
             cpu, read, lost, spoke = measure(arguments.ranks, arguments.rate, arguments.seconds, compares)
-            figures[compares].append(cpu * 60 / arguments.seconds)
+            figures[compares].append(cpu)
             records, missed = records + read, missed + lost
             assert not spoke, "a healthy job, and the watcher said something"
     without, with_it = statistics.median(figures[False]), statistics.median(figures[True])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from builders import Job
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from live_boxes import Node
+from live_boxes import Node, all_reduce
 from test_diagnose_random import FAULT_STEP, SLOW, STEPS, Item, applies, broken, one_step, sizes, steps
 
 from commlens.model.verdict import Verdict
@@ -74,3 +74,20 @@ def test_one_disagreement_is_reported_with_its_culprit(
     _, said = watched(Job(size).run(program), seed)
     kind = {"size": "shape", "reduce_op": "reduce-op"}.get(fault, fault)
     assert [(verdict.kind, verdict.culprits) for verdict in said] == [(f"mismatch/{kind}", [culprit])], [v.summary for v in said]
+
+
+@SLOW
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(1, 255)), max_size=60), st.integers(0, 1 << 30))
+def test_damage_ends_nothing(damage: list[tuple[float, int]], seed: int) -> None:
+    """Bytes of the records and blobs are wrong: what is read is less, and nothing is raised."""
+    node = Node(2, capacity=32)
+    choose = random.Random(seed)
+    for i in range(40):
+        for rank in node.ranks:
+            rank.issue(all_reduce(8 + i % 3), ranks=(0, 1), line=80 + i % 3)
+        for where, bits in damage[i::40]:
+            data = choose.choice(node.ranks).box.data
+            data[4096 + int(where * (32 * 192 + 8000))] ^= bits
+        node.look()
+        node.ranks[i % 2].beat()
+    node.settle()

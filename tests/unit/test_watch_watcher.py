@@ -290,3 +290,17 @@ def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(job: Job, caplog:
     eventually(job.ended)
     assert "steps aside" in caplog.text
     assert job.ranks[0].process.poll() is None
+
+
+def test_an_error_of_the_comparison_leaves_the_rest_of_the_watcher(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    job.start()
+    job.watch()
+    assert job.watcher is not None
+
+    def broken(now: float) -> None:
+        raise RuntimeError("no idea")
+
+    job.watcher._mismatches.comparing.look = broken  # type: ignore[method-assign]
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.heard("missing [1]"))
+    assert "not compared any more" in caplog.text

@@ -72,6 +72,10 @@ class Mismatches:
             said += [(verdict, False) for verdict in self._look_for_shifts(shifts, now)]
         return said
 
+    def give_up(self) -> None:
+        """Look at nothing any more."""
+        self._due = float("inf")
+
     def has_told(self, verdict: Verdict) -> bool:
         """Whether this has been said already."""
         return bool(verdict.findings) and self._is_told(_key(verdict.findings[0]))
@@ -94,6 +98,12 @@ class Mismatches:
         coverage = self.comparing.coverage
         return [*lines, f"the comparison is not complete: {coverage}."] if coverage and self._told else lines
 
+    def _verdict(self, finding: Finding, logs: Sequence[RankLog]) -> Verdict:
+        about = f"{count(len(logs), 'rank')}, {count(sum(log.issued for log in logs), 'record')} so far, while the job runs"
+        coverage = self.comparing.coverage
+        missing = [f"The comparison is not complete: {coverage}."] if coverage else []
+        return Verdict.from_findings([finding], looked_at=about, missing_evidence=missing)
+
     # --- disagreements
 
     def _look_into(self, ripe: list[Suspicion]) -> list[Verdict]:
@@ -109,13 +119,13 @@ class Mismatches:
         for finding in findings:
             found = next((one.found for one in ripe if _is_of(finding, one.found)), None)
             if found is not None and self._is_new(finding, found):
-                said.append(_verdict(finding, logs))
+                said.append(self._verdict(finding, logs))
         if not findings:
             for one in ripe:
                 if not _is_recorded(logs, one.found):  # overwritten since: what was seen must do
                     finding = _in_short(one.found)
                     if self._is_new(finding, one.found):
-                        said.append(_verdict(finding, logs))
+                        said.append(self._verdict(finding, logs))
         return said[: max(0, TOLD_AT_MOST - len(self._told) + len(said))]
 
     def _is_new(self, finding: Finding, found: Found) -> bool:
@@ -149,7 +159,7 @@ class Mismatches:
             if self._is_new(finding, shifts[0].found):
                 finding.confidence = "medium"
                 finding.evidence.append("Ops and shapes agree: this is told by the lines and the optimizer steps alone. It is a warning.")
-                said.append(_verdict(finding, logs))
+                said.append(self._verdict(finding, logs))
         return said
 
 
@@ -191,8 +201,3 @@ def _in_short(found: Found) -> Finding:
         group=GroupRef(group.name, group.label, list(group.ranks)),
         collective=CollectiveRef("collective", found.number),
     )
-
-
-def _verdict(finding: Finding, logs: Sequence[RankLog]) -> Verdict:
-    total = sum(log.issued for log in logs)
-    return Verdict.from_findings([finding], looked_at=f"{count(len(logs), 'rank')}, {count(total, 'record')} so far, while the job runs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import time
@@ -191,7 +192,7 @@ class Roster:
 
     def wait(self, seconds: float) -> bytes:
         """Sleep until a process ends, somebody writes to :attr:`wake_fileno`, or the time is over. Returns what was written."""
-        self._ready = {fileno for fileno, _ in self._poll.poll(max(0, int(seconds * 1000)))}
+        self._ready = {fileno for fileno, _ in self._poll.poll(max(0, math.ceil(seconds * 1000)))}
         if self._wake_read in self._ready:
             with contextlib.suppress(BlockingIOError):
                 return os.read(self._wake_read, 4096)

@@ -354,7 +354,14 @@ class Watcher:
 
     def _compare(self) -> None:
         """Look at the new records, and tell what disagrees: it may hang nobody, and the job go on with wrong results."""
-        for verdict, may_abort in self._mismatches.look(time.monotonic()):
+        try:
+            found = self._mismatches.look(time.monotonic())
+        except Exception as error:  # stalls and deaths are still to be told
+            self._mismatches.give_up()
+            log.warning("commlens: ranks are not compared any more while the job runs: %s: %s", type(error).__name__, error)
+            log.debug("the comparison's error", exc_info=True)
+            return
+        for verdict, may_abort in found:
             self._announce(verdict)
             self._save_dump()
             if may_abort and self.settings.on_mismatch == "abort" and self._aborting_since is None:
