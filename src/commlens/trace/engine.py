@@ -344,7 +344,7 @@ class Tracer:
         first, last = self.wanted_steps or (0, None)
         return first <= self.steps and (last is None or self.steps < last)
 
-    def _traced_steps(self) -> int:
+    def traced_steps(self) -> int:
         """How many of the steps that were to be traced have completed."""
         first, last = self.wanted_steps or (0, None)
         return max(0, (self.steps if last is None else min(self.steps, last)) - first)
@@ -415,7 +415,7 @@ class Tracer:
             preview=self.preview,
             depth=self.depth,
             started_unix_ns=self._started_unix_ns,
-            steps=self._traced_steps(),
+            steps=self.traced_steps(),
             whole_steps=self.whole_steps if self._summaries else None,
             groups=table.groups,
             modules=[

@@ -113,7 +113,7 @@ class TracedProcess:
         self._note_rank()
         if self._taken is not None and self._taken[0] == self.live.tracer.dispatched:
             data = self._taken[1]
-            data.steps = self.live.tracer.steps
+            data.steps = self.live.tracer.traced_steps()
         else:
             data = self.live.tracer.data()
         if self._rank is not None:
