@@ -72,7 +72,7 @@ class OutputError(CommlensError):
     slug = "not-written"
 
 
-class DistributedOperationException(CommlensError):  # noqa: N818 - Accelerate's name, which people catch
+class DistributedOperationException(CommlensError):
     """A collective would go wrong, and was not issued. The message holds what every rank asked for, the same on all of them.
 
     ``kind`` is the verdict's word: "mismatch/shape", "missing", "dead", "cycle".
