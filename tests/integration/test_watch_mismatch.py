@@ -131,13 +131,6 @@ def test_ranks_out_of_step_are_warned_of_and_never_ended(bench: Bench, how: str)
     assert "ending the job" not in program.error
 
 
-def test_a_healthy_job_is_told_nothing(bench: Bench) -> None:
-    program = bench.launch("train.py", "well", "40")
-    assert program.end() == 0
-    assert "commlens" not in program.error
-    assert verdicts(program.err) == []
-
-
 def test_a_refusal_of_strict_verification_is_told_once_by_its_cause(bench: Bench) -> None:
     program = bench.launch("train.py", "transposed", "20", COMMLENS_DEBUG_MODE="1")
     assert program.end() != 0

@@ -348,7 +348,7 @@ def test_messages_after_a_gap_meet_by_their_numbers() -> None:
 # --- ranks out of step
 
 
-def program(node: Node, skips: int | None, steps: int, at: int = 20) -> None:
+def program(node: Node, skips: int | None, steps: int, at: int = 20, pace: float = 0.5) -> None:
     """Two collectives of the same shape in every step, from two lines; one rank may skip one."""
     for step in range(steps):
         for rank in node.ranks:
@@ -356,12 +356,13 @@ def program(node: Node, skips: int | None, steps: int, at: int = 20) -> None:
                 if not (rank.rank == skips and step == at and line == 81):
                     rank.issue(all_reduce(8), line=line, step=step)
             rank.beat()
-        node.look(after=0.5)
+        node.look(after=pace)
 
 
-def test_a_rank_that_skipped_a_collective_of_the_same_shape_is_warned_of() -> None:
+@pytest.mark.parametrize("pace", [0.05, 0.25, 0.5])
+def test_a_rank_that_skipped_a_collective_of_the_same_shape_is_warned_of(pace: float) -> None:
     node = Node(4, capacity=256)
-    program(node, 2, 40)
+    program(node, 2, 20 + int(10 / pace) if pace < 0.2 else 60, pace=pace)
     ((verdict, may_abort),) = node.said
     assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "skipped", [2])
     assert not may_abort, "a warning, never more"

@@ -44,6 +44,12 @@ class Found:
     lane: _Lane | None = None
 
     @property
+    def passed(self) -> int:
+        """How many numbers all ranks of this node have come past it."""
+        lane = self.lane
+        return min(lane.at.get(rank, 0) for rank in lane.local) - self.number if lane is not None else 0
+
+    @property
     def missing(self) -> tuple[int, ...]:
         """Ranks of this node that have not come there yet: who is the odd one may depend on them."""
         lane = self.lane

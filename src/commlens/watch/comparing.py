@@ -24,6 +24,7 @@ SHARE: Final = 0.03  # of one core
 AT_MOST: Final = 1 << 16  # records of a rank in one look
 AT_LEAST: Final = 64
 OTHERS_COME_WITHIN_S: Final = 1.0  # before ranks are blamed, the others of the group may come and show who is the odd one
+SHIFT_LOOKS_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0)  # how long after something odd, and after each look that showed nothing yet
 SHIFT_LOOKS_APART_S: Final = 1.0  # a rank out of step must be seen twice
 SHIFT_REST_S: Final = (4.0, 8.0, 16.0, 32.0, 64.0)  # after a suspicion that was none
 SHIFTS_LOOKED_FOR: Final = 40

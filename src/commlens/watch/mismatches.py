@@ -11,7 +11,7 @@ from commlens.model.ranklog import RankLog
 from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.watch.agreement import ChannelKey, Found
-from commlens.watch.comparing import SHIFT_LOOKS_APART_S, SHIFT_REST_S, SHIFTS_LOOKED_FOR, Comparing, Suspicion
+from commlens.watch.comparing import SHIFT_LOOKS_AFTER_S, SHIFT_LOOKS_APART_S, SHIFT_REST_S, SHIFTS_LOOKED_FOR, Comparing, Suspicion
 from commlens.watch.roster import Roster
 from commlens.watch.snapshot import read_logs
 
@@ -40,7 +40,8 @@ class Mismatches:
         self._told: dict[Key, tuple[str, Found]] = {}
         self._looked_into = 0
         self._shift_due = 0.0
-        self._shift_looks = 0
+        self._shift_looks = 0  # in all
+        self._shift_tries = 0  # of the suspicion at hand, which the first one begins; 0: there is none
         self._shift_seen: set[Key] = set()
         self._counted: set[tuple[ChannelKey, str]] = set()
 
@@ -63,12 +64,14 @@ class Mismatches:
             return []
         ended = any(not member.alive for member in self._roster.current())
         said: list[tuple[Verdict, bool]] = []
-        shifts = [one for one in comparing.suspicions if one.found.answer is None]
+        shifts = [one for one in comparing.suspicions if one.found.answer is None and one.found.passed >= SHIFT_MATCHES + 2]
         ripe = [one for one in comparing.suspicions if one.found.answer is not None and one.is_ripe(now, someone_ended=ended)]
         if ripe:
             comparing.suspicions = [one for one in comparing.suspicions if one not in ripe]
             said += [(verdict, True) for verdict in self._look_into(ripe)]
-        if shifts and now >= self._shift_due:
+        if shifts and not self._shift_tries:  # what comes next must show whether it fits
+            self._shift_tries, self._shift_due = 1, max(self._shift_due, now + SHIFT_LOOKS_AFTER_S[0])
+        elif shifts and now >= self._shift_due:
             said += [(verdict, False) for verdict in self._look_for_shifts(shifts, now)]
         return said
 
@@ -146,14 +149,18 @@ class Mismatches:
         fresh = [finding for finding in findings if _key(finding) not in self._told]
         confirmed = [finding for finding in fresh if _key(finding) in self._shift_seen]
         self._shift_seen = {_key(finding) for finding in fresh}
-        if confirmed or not fresh:
+        if not confirmed and fresh:
+            self._shift_due = now + SHIFT_LOOKS_APART_S
+        elif not confirmed and self._shift_tries < len(SHIFT_LOOKS_AFTER_S):
+            self._shift_due = now + SHIFT_LOOKS_AFTER_S[self._shift_tries]
+            self._shift_tries += 1
+        else:
             for one in shifts:
                 self.comparing.rest(one.found)
             self.comparing.suspicions = [one for one in self.comparing.suspicions if one.found.answer is not None]
-            rest = SHIFT_REST_S[min(self._shift_looks - 1, len(SHIFT_REST_S) - 1)]
+            rest = SHIFT_REST_S[min(self._shift_looks, len(SHIFT_REST_S)) - 1]
+            self._shift_tries = 0
             self._shift_due = now + rest if self._shift_looks < SHIFTS_LOOKED_FOR else float("inf")
-        else:
-            self._shift_due = now + SHIFT_LOOKS_APART_S
         said = []
         for finding in confirmed:
             if self._is_new(finding, shifts[0].found):
