@@ -317,8 +317,7 @@ def _meet(session: Session, wait: Callable[[], list[int]]) -> None:
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {format_ranks(missing)}"
     if session.began_late:
         # Numbers of collectives count from the switching on: they fit those of ranks that did it at the same point.
-        session.recorder.verifier.close()
-        session.recorder.verifier = None
+        session.recorder.verifier.stop()
         log.warning("commlens: collectives are not verified here: %s did not switch that on at the same point of the program", who)
     else:
         log.warning("commlens: %s did not come to where verification begins: nobody compares with it until it does", who)

@@ -277,7 +277,7 @@ class Verifier:
             The ranks that were waited for in vain, once each. Nobody compares with them until they verify.
         """
         self._depth += 1
-        if self._depth > 1:
+        if self._depth > 1 or self._off:
             return []
         self._raised = self._alarms.count()  # what was posted while this rank did not verify is told by those who did
         self._board.word(B.ACTIVE, 1)
@@ -338,6 +338,11 @@ class Verifier:
     def _is_alone(self, rank: int) -> bool:
         board = self._peer(rank)
         return board is not None and board.word(B.ALONE) == 1
+
+    def stop(self) -> None:
+        """Verify no more in this process. It lives on, and the peers go on without it."""
+        self._off = True
+        self._board.word(B.ACTIVE, 0)
 
     def close(self) -> None:
         """Say goodbye to the peers."""
