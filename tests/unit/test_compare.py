@@ -144,6 +144,15 @@ def test_coalesced_members_agree_one_by_one() -> None:
     assert (fewer.aspect, fewer.minority) == ("op", (1,))
 
 
+def test_one_coalesced_op_whose_tensors_are_in_another_order() -> None:
+    in_order, swapped = asked("all_reduce", spec(2), spec(5), reduce_op="SUM"), asked("all_reduce", spec(5), spec(2), reduce_op="SUM")
+    flat = asked("all_reduce", spec(7), reduce_op="SUM")
+    answer = compare_collectives({0: in_order, 1: swapped, 2: in_order})
+    assert isinstance(answer, Disagree)
+    assert (answer.aspect, answer.severity, answer.minority) == ("shape", Severity.SUSPICIOUS, (1,))
+    assert not isinstance(compare_collectives({0: in_order, 1: flat}), Disagree), "the same elements, flat"
+
+
 def test_messages() -> None:
     send, recv = asked("send", spec(4)), asked("recv", outputs=(spec(4),))
     assert compare_pair(0, send, 1, recv) == Agree()

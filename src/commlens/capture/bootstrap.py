@@ -115,6 +115,8 @@ def start(settings: config.Settings) -> None:
 def stop() -> None:
     """Stop recording and close the box. The job goes on."""
     if _session is not None:
+        if _session.is_recording and _session.recorder.verifier is not None:
+            _session.recorder.verifier.stop()  # the process may go on
         _close(_session, L.PHASE_CLOSED)
 
 

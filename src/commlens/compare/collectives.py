@@ -127,6 +127,17 @@ def _sparsity(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer |
 
 def _shape(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
     """Equal numbers of elements in other shapes run, and mix up the elements' meaning. Flat views and dimensions of 1 do not."""
+    members = {rank: tuple(wire_numel(spec) for spec in payload(a)) for rank, a in asked.items()}
+    counts = {len(sizes) for sizes in members.values()}
+    if op != "all_to_all" and len(counts) == 1 and counts.pop() > 1 and len(set(members.values())) > 1:
+        # As many tensors and elements in all, cut elsewhere: coalesced ones in another order.
+        return _vote(
+            "shape",
+            asked,
+            lambda a: tuple(wire_numel(spec) for spec in payload(a)),
+            lambda a: show_tensors(payload(a)),
+            Severity.SUSPICIOUS,
+        )
     if op not in ("all_reduce", "broadcast", "reduce"):
         return None
     shapes = {rank: tuple(squeezed(spec) for spec in payload(a)) for rank, a in asked.items() if payload(a)}

@@ -178,6 +178,7 @@ class Verifier:
             if pending.absent:
                 self._wait_before_issue(pending, interned)
             if pending.absent and not interned.synchronous:
+                self._refuse_if_ended(pending)
                 self._remember(token.index, pending)
         except DistributedOperationException:
             raise
@@ -723,15 +724,17 @@ class Verifier:
                 time.sleep(2 * LOOK_AROUND_NS / 1e9)
                 if self._cycle() == cycle:
                     self._compare(pending)
-                    first = cycle.index(min(cycle))
-                    cycle = cycle[first:] + cycle[:first]
-                    self._post(
-                        pending, "cycle", cycle_text([self._edge(*step) for step in cycle]), about=cycle[0], ranks=[r for r, *_ in cycle]
-                    )
+                    concerned = {member for _, key, _ in cycle for member in self._members(key)}
+                    self._post(pending, "cycle", cycle_text([self._edge(*step) for step in cycle]), about=cycle[0], ranks=concerned)
         timeout_s = self._timeout_s()
         if timeout_s and waited_ns > timeout_s * 1e9:
             where = {rank: self._where_is(rank) for rank in absent}
             self._post(pending, "missing", absence_text("missing", self._subject(pending), self._words(pending), where, waited_ns / 1e9))
+
+    def _refuse_if_ended(self, pending: _Pending) -> None:
+        """At once where a rank that the op needs has said goodbye: what nobody waits for in Python is never looked at again."""
+        if any(self._boards[rank].word(B.CLOSED) for rank in self._needed(pending)):
+            self._look_around(pending, self._needed(pending), 0)
 
     def _how_it_ended(self, rank: int) -> str:
         board = self._boards[rank]
@@ -759,7 +762,7 @@ class Verifier:
         return f"is at {frame.where} in {frame.function}" if frame is not None else ""
 
     def _cycle(self) -> list[tuple[int, int, int]] | None:
-        """Ranks that wait for each other, this one first: (rank, channel's key, number); None unless it is proven.
+        """Ranks that wait for each other: (rank, channel's key, number); None unless it is proven.
 
         Proven is it among ranks of which each issues from one thread only and waits before issue for the next.
         """
@@ -773,11 +776,20 @@ class Verifier:
             successors = self._absent_from(*state)
             following = next((r for r in sorted(successors) if r == self.rank), None)
             if following is not None:
-                return path if len(path) > 1 else None
+                return self._told_alike(path) if len(path) > 1 else None
             following = next((r for r in sorted(successors) if r not in {step[0] for step in path} and self._waits_in(r) is not None), None)
             if following is None:
                 return None
             rank = following
+
+    def _told_alike(self, cycle: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """The cycle as every rank that waits in it tells it: of those that wait in one place, the first; the lowest rank at the start."""
+        alike = []
+        for at, (rank, key, number) in enumerate(cycle):
+            missed = self._absent_from(*cycle[at - 1][1:])  # by the rank that waits for this one
+            alike.append((next(r for r in sorted(missed | {rank}) if r == rank or self._waits_in(r) == (key, number)), key, number))
+        first = alike.index(min(alike))
+        return alike[first:] + alike[:first]
 
     def _waits_in(self, rank: int) -> tuple[int, int] | None:
         board = self._boards.get(rank)
@@ -790,20 +802,22 @@ class Verifier:
 
     def _absent_from(self, key: int, number: int) -> set[int]:
         """Who has not announced this collective, as far as boards tell."""
-        members: set[int] = set()
-        for board in self._boards.values():
-            description = board.channel(key)
-            if description is not None:
-                members = {rank for rank in description.get("ranks", ()) if isinstance(rank, int)}
-                break
         absent = set()
-        for rank in members:
+        for rank in self._members(key):
             its = self._boards.get(rank)
             if its is not None:
                 slot = its.slot(key)
                 if not slot or its.last_number(slot) < number:
                     absent.add(rank)
         return absent
+
+    def _members(self, key: int) -> set[int]:
+        """A channel's ranks, as far as boards tell."""
+        for board in self._boards.values():
+            description = board.channel(key)
+            if description is not None:
+                return {rank for rank in description.get("ranks", ()) if isinstance(rank, int)}
+        return set()
 
     def _edge(self, rank: int, key: int, number: int) -> tuple[int, str, str, list[int]]:
         board = self._boards[rank]

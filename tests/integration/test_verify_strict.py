@@ -1,0 +1,94 @@
+"""Strict verification of faulty programs on real gloo ranks: what each fault of ``verify_cases.py`` comes to, and the table of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import verify_cases
+from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 150  # takes about 45 s on two cores
+JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
+
+pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
+
+
+def launch(out: Path, module: str, *arguments: str) -> str:
+    """Run one of this folder's programs; what it printed."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
+    environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HERE / f"{module}.py"), str(out), *arguments]
+    with subprocess.Popen(
+        command, env=environment, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            printed, _ = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            printed = f"not done within {TIMEOUT_S} s\n{process.communicate()[0]}"
+    return printed
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("strict")
+    return out, launch(out, "verify_forked", *(f"{name}:{size}" for name, size in JOBS))
+
+
+def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
+    """In the words of the table, as the ranks tell it."""
+    refused = [rank for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"]
+    if not refused:
+        return ENDED if any(ranks[rank]["raised"] for rank in involved) else PASSES
+    if refused != involved:
+        return ENDED
+    return DETECTED if any(ranks[rank]["issued"] for rank in involved) else PREVENTED
+
+
+@pytest.mark.parametrize(("name", "size"), JOBS, ids=[f"{name}-{size}" for name, size in JOBS])
+def test_fault(launched: tuple[Path, str], name: str, size: int) -> None:
+    out, printed = launched
+    case, folder = CASES[name], out / f"{name}:{size}"
+    assert (folder / "job.json").exists(), f"the job did not run: {printed[-4000:]}"
+    job = json.loads((folder / "job.json").read_text())
+    outputs = "\n".join(f"--- rank {rank}:\n{(folder / f'{rank}.out').read_text()[-3000:]}" for rank in range(size))
+    ranks = {rank: json.loads(path.read_text()) for rank in range(size) if (path := folder / f"{rank}.json").exists()}
+    shown = f"{json.dumps(ranks, indent=1)}\n{outputs}"
+    assert not job["hung"], f"ranks {job['hung']} were ended by force after {job['seconds']:.0f} s\n{shown}"
+    # Who takes no part does not raise: ranks that died or left of themselves, and those beside a message.
+    survivors = [rank for rank in ranks if not (rank == 1 and case.leaves)]
+    involved = [rank for rank in survivors if rank < 2 or not case.pair]
+    assert set(ranks) >= set(range(size)) - ({1} if case.leaves else set()), shown
+    ended = how_it_ended(ranks, involved)
+    assert STRENGTH.index(ended) >= STRENGTH.index(case.ends), f"{ended}, not {case.ends}\n{shown}"
+    if case.ends == PASSES:
+        assert ended == PASSES, shown
+        return
+    texts = {ranks[rank]["text"] for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"}
+    if case.kind:
+        assert len(texts) == 1, f"not one text on all ranks\n{shown}"
+    for text in texts:
+        assert all(ranks[rank]["kind"] == case.kind for rank in involved if ranks[rank]["text"] == text), shown
+        for words in (*case.shows, *case.lines):
+            assert words in text, f"{words!r} is not in\n{text}\n{shown}"
+    if case.usable:
+        assert all(ranks[rank]["usable"] for rank in ranks), f"the group was not usable afterwards\n{shown}"
+    if case.kind == "missing":
+        assert all(ranks[rank]["seconds"] < case.timeout_s + 3 for rank in involved if ranks[rank]["kind"]), shown
+    elif case.kind == "dead" and case.ends == PREVENTED:
+        assert all(ranks[rank]["seconds"] < 1 for rank in involved), shown
+
+
+def test_the_table_is_what_the_cases_say() -> None:
+    assert verify_cases.TABLE.read_text() == verify_cases.table(), "write it anew: python tests/integration/verify_cases.py"

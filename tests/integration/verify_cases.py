@@ -1,0 +1,665 @@
+"""Faulty programs, one for each row of docs/verify_table.md: what strict verification says of each, and how it ends.
+
+A case is a function that every rank of a real gloo job runs. Its docstring is its row's title, and every line marked ``# told`` must be
+in the refusal's text. ``verify_forked.py`` runs them, ``test_verify_strict.py`` judges, and ``python verify_cases.py`` writes the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import inspect
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.nn.parallel import DistributedDataParallel
+
+PREVENTED: Final = "prevented on all ranks"
+DETECTED: Final = "detected"
+ENDED: Final = "job ended"
+PASSES: Final = "not refused"
+PLAIN: Final = "plain"
+P2P: Final = "point-to-point"
+STRENGTH: Final = (PASSES, ENDED, DETECTED, PREVENTED)
+TABLE: Final = Path(__file__).parents[2] / "docs" / "verify_table.md"
+MARK: Final = "# told"
+_WIDTH: Final = 8
+
+
+class Context:
+    """What a case is given on each rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.odd = rank == 1  # the rank that does it differently
+        self.groups: list[Any] = []  # two groups of all ranks
+        self.before_the_fault: Callable[[], None] = lambda: None  # for cases that issue something legal first
+
+
+@dataclass(frozen=True)
+class Case:
+    """One fault."""
+
+    name: str
+    family: str
+    body: Callable[[Context], None]
+    kind: str  # of the exception; "" where nothing is refused
+    ends: str
+    shows: tuple[str, ...]
+    sizes: tuple[int, ...]
+    timeout_s: float  # the setting verify_timeout
+    usable: bool  # the group can be used after the refusal was caught
+    leaves: bool  # rank 1 dies or ends by itself
+    pair: bool  # only ranks 0 and 1 take part
+
+    @property
+    def title(self) -> str:
+        return inspect.cleandoc(self.body.__doc__ or "").rstrip(".")
+
+    @property
+    def lines(self) -> list[str]:
+        """``verify_cases.py:21`` of every marked line."""
+        source, first = inspect.getsourcelines(self.body)
+        return [f"{Path(__file__).name}:{first + i}" for i, line in enumerate(source) if line.rstrip().endswith(MARK)]
+
+
+CASES: dict[str, Case] = {}
+BOTH: Final = (2, 4)
+
+
+def case(
+    family: str,
+    kind: str,
+    ends: str,
+    *shows: str,
+    sizes: tuple[int, ...] = (2,),
+    timeout_s: float = 4.0,
+    usable: bool | None = None,
+    leaves: bool = False,
+) -> Callable[[Callable[[Context], None]], Callable[[Context], None]]:
+    """Register the decorated function."""
+
+    def register(body: Callable[[Context], None]) -> Callable[[Context], None]:
+        name = body.__name__
+        assert name not in CASES, name
+        again = ends == PREVENTED if usable is None else usable
+        CASES[name] = Case(name, family, body, kind, ends, shows, sizes, timeout_s, again, leaves, family == P2P)
+        return body
+
+    return register
+
+
+# --- plain calls, synchronous: all_reduce
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[5]  float32", "[4]  float32", sizes=BOTH)
+def all_reduce_shape(c: Context) -> None:
+    """all_reduce: number of elements."""
+    dist.all_reduce(torch.ones(5 if c.odd else 4))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[2, 3]", "[3, 2]", sizes=BOTH)
+def all_reduce_same_numel(c: Context) -> None:
+    """all_reduce: as many elements in another shape."""
+    dist.all_reduce(torch.ones((3, 2) if c.odd else (2, 3)))  # told
+
+
+@case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32", sizes=BOTH)
+def all_reduce_dtype(c: Context) -> None:
+    """all_reduce: dtype."""
+    dist.all_reduce(torch.ones(4, dtype=torch.float64 if c.odd else torch.float32))  # told
+
+
+@case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "MAX", sizes=BOTH)
+def all_reduce_op(c: Context) -> None:
+    """all_reduce: reduce op."""
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM)  # told
+
+
+@case(PLAIN, "mismatch/layout", PREVENTED, "row-major", "dimensions in order [1, 0]")
+def all_reduce_layout(c: Context) -> None:
+    """all_reduce: memory order of equal shapes."""
+    dist.all_reduce(torch.ones(3, 3).t() if c.odd else torch.ones(3, 3))  # told
+
+
+# --- all_gather, reduce_scatter, all_to_all, barrier
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[5]", "[4]")
+def all_gather_shape(c: Context) -> None:
+    """all_gather (lists): shape."""
+    n = 5 if c.odd else 4
+    dist.all_gather([torch.empty(n) for _ in range(c.size)], torch.ones(n))  # told
+
+
+@case(PLAIN, "mismatch/dtype", PREVENTED, "int32", "float32")
+def all_gather_dtype(c: Context) -> None:
+    """all_gather (lists): dtype."""
+    dtype = torch.int32 if c.odd else torch.float32
+    dist.all_gather([torch.empty(4, dtype=dtype) for _ in range(c.size)], torch.ones(4, dtype=dtype))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[6]", "[4]", sizes=BOTH)
+def all_gather_into_tensor_shape(c: Context) -> None:
+    """all_gather_into_tensor: number of elements."""
+    n = 6 if c.odd else 4
+    dist.all_gather_into_tensor(torch.empty(n * c.size), torch.ones(n))  # told
+
+
+@case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
+def all_gather_into_tensor_dtype(c: Context) -> None:
+    """all_gather_into_tensor: dtype."""
+    dtype = torch.float64 if c.odd else torch.float32
+    dist.all_gather_into_tensor(torch.empty(4 * c.size, dtype=dtype), torch.ones(4, dtype=dtype))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, sizes=BOTH)
+def reduce_scatter_tensor_shape(c: Context) -> None:
+    """reduce_scatter_tensor: number of elements."""
+    n = 6 if c.odd else 4
+    dist.reduce_scatter_tensor(torch.empty(n), torch.ones(n * c.size))  # told
+
+
+@case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "MIN")
+def reduce_scatter_tensor_op(c: Context) -> None:
+    """reduce_scatter_tensor: reduce op."""
+    op = dist.ReduceOp.MIN if c.odd else dist.ReduceOp.SUM
+    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size), op=op)  # told
+
+
+@case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
+def reduce_scatter_dtype(c: Context) -> None:
+    """reduce_scatter (lists): dtype."""
+    dtype = torch.float64 if c.odd else torch.float32
+    dist.reduce_scatter(torch.empty(4, dtype=dtype), [torch.ones(4, dtype=dtype) for _ in range(c.size)])  # told
+
+
+@case(PLAIN, "mismatch/splits", PREVENTED, "sends [3, 1", "sends even", sizes=BOTH)
+def all_to_all_splits(c: Context) -> None:
+    """all_to_all_single: splits."""
+    send = [3, 1] + [2] * (c.size - 2) if c.odd else []
+    receive = [2] * c.size if c.odd else []
+    dist.all_to_all_single(torch.empty(2 * c.size), torch.ones(2 * c.size), receive, send)  # told
+
+
+@case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
+def all_to_all_dtype(c: Context) -> None:
+    """all_to_all_single: dtype."""
+    dtype = torch.float64 if c.odd else torch.float32
+    dist.all_to_all_single(torch.empty(2 * c.size, dtype=dtype), torch.ones(2 * c.size, dtype=dtype))  # told
+
+
+@case(PLAIN, "mismatch/op", PREVENTED, "`barrier`", "`all_reduce`", sizes=BOTH)
+def barrier_or_all_reduce(c: Context) -> None:
+    """barrier against all_reduce."""
+    if c.odd:
+        dist.barrier()  # told
+    else:
+        dist.all_reduce(torch.ones(1))  # told
+
+
+@case(PLAIN, "mismatch/op", PREVENTED, "`all_gather`", "`reduce_scatter`", sizes=BOTH)
+def gather_or_scatter(c: Context) -> None:
+    """all_gather against reduce_scatter."""
+    if c.odd:
+        dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size))  # told
+    else:
+        dist.all_gather_into_tensor(torch.empty(4 * c.size), torch.ones(4))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[3]", "[7]")
+def order_swap_shapes(c: Context) -> None:
+    """Two all_reduces of other shapes in another order."""
+    for n in (7, 3) if c.odd else (3, 7):
+        dist.all_reduce(torch.ones(n))  # told
+
+
+@case(PLAIN, "", PASSES)
+def order_swap_same_shape(c: Context) -> None:
+    """Two all_reduces of one shape in another order (nothing differs; the watcher warns of the lines)."""
+    if c.odd:
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.zeros(3))
+    else:
+        dist.all_reduce(torch.zeros(3))
+        dist.all_reduce(torch.ones(3))
+
+
+@case(PLAIN, "cycle", PREVENTED, "wait for each other", "Cycle:", sizes=BOTH)
+def order_swap_groups(c: Context) -> None:
+    """The same all_reduces of two groups in another order."""
+    first, second = c.groups[::-1] if c.odd else c.groups
+    dist.all_reduce(torch.ones(4), group=first)  # told
+    dist.all_reduce(torch.ones(4), group=second)
+
+
+# --- rooted: whom an op does not need, it does not wait for long
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[1, 5]", "[1, 2, 5]", sizes=BOTH)
+def broadcast_shape(c: Context) -> None:
+    """broadcast: shape."""
+    dist.broadcast(torch.ones(1, 2, 5) if c.odd else torch.ones(1, 5), 0)  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[2, 5]", "[5, 2]")
+def broadcast_same_numel(c: Context) -> None:
+    """broadcast: as many elements in another shape."""
+    dist.broadcast(torch.ones(5, 2) if c.odd else torch.ones(2, 5), 0)  # told
+
+
+@case(PLAIN, "mismatch/dtype", PREVENTED, "int32", "float32")
+def broadcast_dtype(c: Context) -> None:
+    """broadcast: dtype."""
+    dist.broadcast(torch.ones(4, dtype=torch.int32 if c.odd else torch.float32), 0)  # told
+
+
+@case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1", sizes=BOTH)
+def broadcast_root(c: Context) -> None:
+    """broadcast: source."""
+    dist.broadcast(torch.ones(4), int(c.odd))  # told
+
+
+@case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
+def reduce_root(c: Context) -> None:
+    """reduce: destination."""
+    dist.reduce(torch.ones(4), int(c.odd))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[4]", "[5]", sizes=BOTH)
+def reduce_shape(c: Context) -> None:
+    """reduce: number of elements."""
+    dist.reduce(torch.ones(5 if c.odd else 4), 0)  # told
+
+
+@case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "PRODUCT")
+def reduce_op(c: Context) -> None:
+    """reduce: reduce op."""
+    dist.reduce(torch.ones(4), 0, op=dist.ReduceOp.PRODUCT if c.odd else dist.ReduceOp.SUM)  # told
+
+
+@case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
+def scatter_root(c: Context) -> None:
+    """scatter: source."""
+    dist.scatter(torch.empty(4), [torch.ones(4)] * c.size if c.rank < 2 else None, int(c.odd))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED)
+def scatter_shape(c: Context) -> None:
+    """scatter: number of elements."""
+    dist.scatter(torch.empty(5 if c.odd else 4), [torch.ones(4)] * c.size if c.rank == 0 else None, 0)  # told
+
+
+@case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
+def gather_root(c: Context) -> None:
+    """gather: destination."""
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank < 2 else None, int(c.odd))  # told
+
+
+@case(PLAIN, "mismatch/shape", PREVENTED, "[5]", "[4]", sizes=BOTH)
+def gather_shape(c: Context) -> None:
+    """gather: number of elements."""
+    dist.gather(torch.ones(5 if c.odd else 4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # told
+
+
+@case(PLAIN, "mismatch/op", PREVENTED, "`broadcast` with root 0", "`all_reduce`", sizes=BOTH)
+def broadcast_or_all_reduce(c: Context) -> None:
+    """broadcast against all_reduce."""
+    if c.odd:
+        dist.broadcast(torch.ones(4), 0)  # told
+    else:
+        dist.all_reduce(torch.ones(4))  # told
+
+
+# --- point-to-point
+
+
+@case(P2P, "mismatch/p2p", DETECTED, "[4] float32", "[6] float32", sizes=BOTH)
+def send_recv_shape(c: Context) -> None:
+    """send against recv: number of elements."""
+    if c.rank == 0:
+        dist.send(torch.ones(4), 1)  # told
+    elif c.odd:
+        dist.recv(torch.ones(6), 0)  # told
+
+
+@case(P2P, "mismatch/p2p", DETECTED, "int32", "float32")
+def send_recv_dtype(c: Context) -> None:
+    """send against recv: dtype."""
+    if c.rank == 0:
+        dist.send(torch.ones(4), 1)  # told
+    elif c.odd:
+        dist.recv(torch.ones(4, dtype=torch.int32), 0)  # told
+
+
+@case(P2P, "missing", DETECTED, "recv from process 0, tag 7", timeout_s=1.5)
+def send_recv_tag(c: Context) -> None:
+    """send against recv: tag."""
+    if c.rank == 0:
+        dist.send(torch.ones(4), 1, tag=5)
+    else:
+        dist.recv(torch.ones(4), 0, tag=7)  # told
+
+
+@case(P2P, "cycle", DETECTED, "Each receives before it sends", sizes=BOTH)
+def both_receive(c: Context) -> None:
+    """Both recv first."""
+    if c.rank < 2:
+        dist.recv(torch.ones(4), 1 - c.rank)  # told
+
+
+@case(P2P, "mismatch/p2p", DETECTED, "[4] float32", "[6] float32")
+def batch_shape(c: Context) -> None:
+    """batch_isend_irecv: number of elements."""
+    n = 6 if c.odd else 4
+    ops = [dist.P2POp(dist.isend, torch.ones(4), 1 - c.rank), dist.P2POp(dist.irecv, torch.ones(n), 1 - c.rank)]
+    for work in dist.batch_isend_irecv(ops):  # told
+        work.wait()
+
+
+# --- async
+
+
+@case("async", "mismatch/shape", DETECTED, "[5]", "[4]", sizes=BOTH)
+def async_shape(c: Context) -> None:
+    """all_reduce with async_op: number of elements."""
+    dist.all_reduce(torch.ones(5 if c.odd else 4), async_op=True).wait()  # told
+
+
+@case("async", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`", sizes=BOTH)
+def async_ops(c: Context) -> None:
+    """all_reduce against broadcast with async_op."""
+    x = torch.ones(4)
+    work = dist.broadcast(x, 0, async_op=True) if c.odd else dist.all_reduce(x, async_op=True)  # told
+    work.wait()
+
+
+@case("async", "mismatch/reduce-op", DETECTED, "SUM", "MAX")
+def async_reduce_op(c: Context) -> None:
+    """all_reduce with async_op: reduce op."""
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM, async_op=True).wait()  # told
+
+
+# --- coalesced, objects, groups
+
+
+@case("coalesced", "mismatch/shape", DETECTED, "[5]", "[3]")
+def coalesced_members(c: Context) -> None:
+    """Members of another shape."""
+    with _coalescing_manager():
+        dist.all_reduce(torch.ones(2))
+        dist.all_reduce(torch.ones(5 if c.odd else 3))
+
+
+@case("coalesced", "mismatch/shape", DETECTED)
+def coalesced_order(c: Context) -> None:
+    """Members in another order."""
+    with _coalescing_manager():
+        for n in (5, 2) if c.odd else (2, 5):
+            dist.all_reduce(torch.ones(n))
+
+
+@case("objects", "mismatch/op", PREVENTED, "`broadcast`", "`all_gather`", sizes=BOTH)
+def object_kinds(c: Context) -> None:
+    """broadcast_object_list against all_gather_object."""
+    if c.odd:
+        dist.all_gather_object([None] * c.size, 1)  # told
+    else:
+        dist.broadcast_object_list([1], 0)  # told
+
+
+@case("objects", "mismatch/op", PREVENTED, "`all_reduce`", "`all_gather`")
+def object_against_tensor(c: Context) -> None:
+    """all_gather_object against all_reduce."""
+    if c.odd:
+        dist.all_reduce(torch.ones(1))  # told
+    else:
+        dist.all_gather_object([None] * c.size, 1)  # told
+
+
+@case("groups", "missing", ENDED, "Process 0", "torch.distributed.all_reduce", timeout_s=2.0)
+def new_group_on_some(c: Context) -> None:
+    """new_group called by some ranks only."""
+    if not c.odd:
+        dist.new_group(list(range(c.size)), timeout=timedelta(seconds=4))  # told
+    dist.all_reduce(torch.ones(2))
+
+
+# --- what the libraries issue
+
+
+@case("functional", "mismatch/shape", DETECTED, "[5]", "[4]", sizes=BOTH)
+def functional_shape(c: Context) -> None:
+    """all_reduce: number of elements."""
+    functional.wait_tensor(functional.all_reduce(torch.ones(5 if c.odd else 4), "sum", dist.group.WORLD))  # told
+
+
+@case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
+def functional_ops(c: Context) -> None:
+    """all_reduce against all_gather."""
+    x, world = torch.ones(4), dist.group.WORLD
+    functional.wait_tensor(functional.all_gather_tensor(x, 0, world) if c.odd else functional.all_reduce(x, "sum", world))  # told
+
+
+@case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`")
+def functional_against_plain(c: Context) -> None:
+    """all_reduce against a plain broadcast."""
+    if c.odd:
+        dist.broadcast(torch.ones(4), 0)  # told
+    else:
+        functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # told
+
+
+@case("DTensor", "mismatch/shape", DETECTED, "[3, 4]", "[2, 4]", sizes=BOTH)
+def dtensor_local_shapes(c: Context) -> None:
+    """Local tensors of other shapes are reduced."""
+    mesh = init_device_mesh("cpu", (c.size,))
+    partial = DTensor.from_local(torch.ones(3 if c.odd else 2, 4), mesh, [Partial()], run_check=False)
+    c.before_the_fault()
+    partial.redistribute(mesh, [Replicate()]).to_local()  # told
+
+
+@case("DTensor", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
+def dtensor_placements(c: Context) -> None:
+    """Another placement."""
+    mesh = init_device_mesh("cpu", (c.size,))
+    placement = Shard(0) if c.odd else Partial()
+    local = DTensor.from_local(torch.ones(2, 4), mesh, [placement], run_check=False)
+    c.before_the_fault()
+    local.redistribute(mesh, [Replicate()]).to_local()  # told
+
+
+@case("DDP", "mismatch/op", ENDED, "`barrier`", "DistributedDataParallel")
+def ddp_skipped_step(c: Context) -> None:
+    """A rank skips a step and goes on to something else."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(2 if c.odd else 3):
+        model(torch.ones(2, 4)).sum().backward()
+    if c.odd:
+        dist.barrier()  # told
+
+
+@case("DDP", "", ENDED, leaves=True)
+def ddp_uneven_data(c: Context) -> None:
+    """Uneven data: a rank has a batch less, and ends (`dead`, or the backend's error where it was waiting already)."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for _ in range(2 if c.odd else 3):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@case("DDP", "mismatch/op", ENDED, "DistributedDataParallel")
+def ddp_no_sync(c: Context) -> None:
+    """no_sync on one rank only, then a barrier."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    model(torch.ones(2, 4)).sum().backward()
+    with model.no_sync() if c.odd else contextlib.nullcontext():
+        model(torch.ones(2, 4)).sum().backward()
+    dist.barrier()
+
+
+@case("FSDP2", "mismatch/shape", DETECTED, "fully_shard")
+def fsdp_forward_order(c: Context) -> None:
+    """Layers of other shapes in another order."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
+    mesh = init_device_mesh("cpu", (c.size,))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh)
+    c.before_the_fault()
+    x = torch.ones(2, 8)
+    for layer in reversed(layers) if c.odd else layers:
+        x = layer(x)  # told
+    x.sum().backward()
+
+
+@case("pipelining", "mismatch/p2p", DETECTED, "recv", "send")
+def pipeline_shapes(c: Context) -> None:
+    """Stages that expect activations of other shapes."""
+    shape = (2, _WIDTH if c.rank == 0 else _WIDTH // 2)
+    module = torch.nn.Linear(shape[1], shape[1])
+    x = torch.ones(2, shape[1])
+    stage = PipelineStage(module, c.rank, c.size, torch.device("cpu"), input_args=x, output_args=x)
+    schedule = ScheduleGPipe(stage, 2)
+    batch = torch.ones(4, shape[1])
+    c.before_the_fault()
+    schedule.step(batch) if c.rank == 0 else schedule.step()  # told
+
+
+@case("compiled", "mismatch/shape", DETECTED, "[5]", "[4]")
+def compiled_shape(c: Context) -> None:
+    """all_reduce inside a compiled function: number of elements."""
+
+    def summed(x: Any) -> Any:
+        return functional.all_reduce(x, "sum", dist.group.WORLD) + 1
+
+    torch.compile(summed, backend="aot_eager", fullgraph=True)(torch.ones(5 if c.odd else 4))
+
+
+# --- a rank that does not come
+
+ABSENT: Final = "a rank is not there"
+
+
+@case(
+    ABSENT, "missing", PREVENTED, "Process 1 did not take part within 2 s", "is at verify_cases.py", sizes=BOTH, timeout_s=2.0, usable=False
+)
+def never_comes(c: Context) -> None:
+    """It does something else: named with its line."""
+    if c.odd:
+        time.sleep(3)  # told
+    dist.all_reduce(torch.ones(4))  # told
+
+
+@case(ABSENT, "dead", PREVENTED, "Process 1 has ended", "has finished", sizes=BOTH, usable=False, leaves=True)
+def exits(c: Context) -> None:
+    """It exits."""
+    if c.odd:
+        sys.exit(0)
+    dist.all_reduce(torch.ones(4))  # told
+
+
+@case(ABSENT, "dead", PREVENTED, "Process 1 has ended", usable=False, leaves=True)
+def raises(c: Context) -> None:
+    """It raises."""
+    if c.odd:
+        raise ValueError("of its own")
+    dist.all_reduce(torch.ones(4))  # told
+
+
+@case(ABSENT, "dead", PREVENTED, "Process 1 has ended", "was killed or crashed", sizes=BOTH, usable=False, leaves=True)
+def sigkill(c: Context) -> None:
+    """It dies by SIGKILL."""
+    if c.odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))  # told
+
+
+@case(ABSENT, "missing", PREVENTED, "Process 1", "is stopped by a signal", sizes=BOTH, timeout_s=1.5, usable=False, leaves=True)
+def sigstop(c: Context) -> None:
+    """It is stopped by SIGSTOP."""
+    if c.odd:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.all_reduce(torch.ones(4))  # told
+
+
+@case(ABSENT, "missing", PREVENTED, "Process 1", "is the GIL held?", timeout_s=2.0, usable=False)
+def holds_the_gil(c: Context) -> None:
+    """It holds the GIL in C code."""
+    if c.odd:
+        ctypes.PyDLL(None).sleep(4)
+    dist.all_reduce(torch.ones(4))  # told
+
+
+@case(ABSENT, "missing", DETECTED, "broadcast", "Process 0", timeout_s=2.0, usable=False)
+def root_never_comes(c: Context) -> None:
+    """The root of a broadcast does something else."""
+    if c.rank == 0:
+        time.sleep(3)  # told
+    dist.broadcast(torch.ones(4), 0)  # told
+
+
+@case(ABSENT, "missing", DETECTED, "recv from process 0", timeout_s=2.0, usable=False)
+def sender_never_comes(c: Context) -> None:
+    """The sender of a message does something else."""
+    if c.rank == 0:
+        time.sleep(3)  # told
+        dist.send(torch.ones(4), 1)
+    elif c.odd:
+        dist.recv(torch.ones(4), 0)  # told
+
+
+# --- the table
+
+_HEAD: Final = """# What strict verification does with each fault
+
+With `commlens launch --debug`, on gloo. Written by `python tests/integration/verify_cases.py`; `tests/integration/test_verify_strict.py`
+runs every row on 2 ranks, and those marked so on 4, and holds this page to what comes of it.
+
+- **prevented on all ranks**: every rank that lives raises the same text, and nothing of the operation was handed to the backend.
+- **detected**: every rank that lives raises the same text; on some of them the operation had been issued.
+- **job ended**: at least one rank raises it. Others are inside the backend's own code, from which nothing can call them: they print
+  the same text from commlens' thread or end with the backend's error, once the first has ended.
+- **not refused**: nothing that one rank asks for differs from what the others do.
+
+The operations of a root (broadcast, reduce, scatter, gather) end on some ranks before others have come: a rank waits for those that
+it does not need for a second only, and not again once that was in vain. Beyond that, they are detected. So are async operations and
+what libraries issue: whoever comes last finds the fault. The group can be used again where the last column says so.
+"""
+
+
+def table() -> str:
+    """docs/verify_table.md."""
+    lines = [_HEAD]
+    for family in dict.fromkeys(case.family for case in CASES.values()):
+        lines += [
+            f"## {family[0].upper()}{family[1:]}",
+            "",
+            "| fault | what happens | kind | ranks | group usable afterwards |",
+            "|---|---|---|---|---|",
+        ]
+        for one in CASES.values():
+            if one.family == family:
+                ranks = " and ".join(map(str, one.sizes))
+                usable = "yes" if one.usable else "-" if one.ends == PASSES else "no"
+                lines.append(f"| {one.title} | {one.ends} | {one.kind or '-'} | {ranks} | {usable} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    TABLE.write_text(table())

@@ -1,0 +1,226 @@
+"""Runs jobs of real gloo ranks under strict verification: ``python verify_forked.py OUT all_reduce_shape:2 all_reduce_shape:4 ...``.
+
+One process imports torch; every rank of every job is forked from it. Each rank appends what became of it to ``OUT/<job>/<rank>.json``
+and prints to ``OUT/<job>/<rank>.out``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT_S = 7
+JOB_TIMEOUT_S = 20.0
+AT_ONCE = 3  # jobs; most of them wait most of the time
+
+
+@dataclass
+class Job:
+    """Ranks that run one function."""
+
+    name: str
+    size: int
+    body: Callable[[int, int, Path], None]  # rank, world size, the rank's result file
+    settings: dict[str, Any] = field(default_factory=dict)
+    verified: bool = True
+    group_timeout_s: float = GROUP_TIMEOUT_S
+    timeout_s: float = JOB_TIMEOUT_S
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """What became of a rank, whole or not at all."""
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(record))
+    draft.rename(path)
+
+
+def init(folder: Path, rank: int, size: int, timeout_s: float, name: str = "store") -> None:
+    """The default group, over a file."""
+    store = dist.FileStore(str(folder / name), size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+
+def sequence_numbers(groups: Sequence[Any]) -> list[int]:
+    """How many operations the backend of each group was given: the witness that a refused one never reached it."""
+    return [group._get_backend(torch.device("cpu"))._get_sequence_number_for_group() for group in groups]
+
+
+class Jobs:
+    """Runs them, a few at once."""
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self._running: dict[str, tuple[Job, float, dict[int, int]]] = {}  # job to its start and pids by rank
+        self._ended: dict[int, int] = {}
+
+    def run(self, jobs: Sequence[Job], at_once: int = AT_ONCE) -> None:
+        """All of them; one that takes too long is ended by force, and says so in ``hung``."""
+        waiting = list(jobs)
+        while waiting or self._running:
+            while waiting and len(self._running) < at_once:
+                self._start(waiting.pop(0))
+            time.sleep(0.005)
+            self._reap()
+
+    def _start(self, job: Job) -> None:
+        folder = self.out / job.name
+        folder.mkdir(parents=True)
+        pids = {rank: self._fork(job, rank, folder) for rank in range(job.size)}
+        self._running[job.name] = (job, time.monotonic(), pids)
+
+    def _fork(self, job: Job, rank: int, folder: Path) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            descriptor = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT, 0o600)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            environment = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": job.size}
+            os.environ.update({name: str(value) for name, value in environment.items()})
+            warnings.simplefilter("ignore")
+            if job.verified:
+                import commlens
+
+                settings = {"watched": True, "box_dir": str(folder), "job": "job", "debug": True, **job.settings}
+                commlens.enable(**settings)
+            job.body(rank, job.size, folder / f"{rank}.json")
+            code = 0
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 0
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            if job.verified:
+                from commlens.capture import bootstrap
+
+                bootstrap._at_exit(bootstrap.session())  # as the interpreter would
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not pid:
+                break
+            self._ended[pid] = status
+        for name, (job, began, pids) in list(self._running.items()):
+            folder = self.out / name
+            left = {rank: pid for rank, pid in pids.items() if pid not in self._ended}
+            stopped = [rank for rank, pid in left.items() if _state(pid) == "T"]
+            if left and len(stopped) == len(left):  # a rank that stopped itself, and its peers have ended
+                for pid in left.values():
+                    os.kill(pid, signal.SIGKILL)
+                continue
+            hung = bool(left) and time.monotonic() - began > job.timeout_s
+            if hung:
+                for pid in left.values():
+                    os.kill(pid, signal.SIGKILL)
+                    self._ended[pid] = os.waitpid(pid, 0)[1]
+            if hung or not left:
+                codes = {rank: os.waitstatus_to_exitcode(self._ended.pop(pid)) for rank, pid in pids.items()}
+                write(folder / "job.json", {"hung": sorted(left), "codes": codes, "seconds": time.monotonic() - began})
+                del self._running[name]
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def prepare() -> None:
+    """What every rank would otherwise do for itself, done once before the forks."""
+    import commlens.capture.hooks
+    import commlens.capture.tap
+    import commlens.capture.watchdog
+    import commlens.verify.strict  # noqa: F401
+
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
+
+
+# --- the cases of verify_cases.py
+
+
+def run_case(rank: int, size: int, result: Path, name: str) -> None:
+    """One rank of one case."""
+    import verify_cases
+
+    from commlens.errors import DistributedOperationException
+
+    case = verify_cases.CASES[name]
+    init(result.parent, rank, size, GROUP_TIMEOUT_S)
+    context = verify_cases.Context(rank, size)
+    context.groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    groups = [dist.group.WORLD, *context.groups]
+    dist.all_reduce(torch.ones(3))
+    before: list[int] = []
+
+    def note() -> None:
+        before[:] = sequence_numbers(groups)
+
+    note()
+    context.before_the_fault = note
+    record: dict[str, Any] = {"raised": None, "kind": "", "text": "", "issued": 0, "usable": None}
+    began = time.monotonic()
+    try:
+        case.body(context)
+        record["issued"] = sum(sequence_numbers(groups)) - sum(before)
+        dist.destroy_process_group()
+    except DistributedOperationException as error:
+        record.update(raised="DistributedOperationException", kind=error.kind, text=str(error))
+    except Exception as error:
+        record.update(raised=type(error).__name__, text=str(error))
+    record["seconds"] = time.monotonic() - began
+    if dist.is_initialized():
+        record["issued"] = sum(sequence_numbers(groups)) - sum(before)
+    write(result, record)
+    if case.usable and dist.is_initialized():
+        tensor = torch.full((2,), float(rank))
+        dist.all_reduce(tensor)
+        dist.broadcast(tensor, 0)
+        write(result, {**record, "usable": tensor.tolist() == [sum(range(size))] * 2})
+        dist.destroy_process_group()
+    if record["raised"]:
+        sys.exit(1)
+
+
+def main() -> None:
+    import verify_cases
+
+    out = Path(sys.argv[1])
+    jobs = []
+    for which in sys.argv[2:]:
+        name, _, size = which.partition(":")
+        case = verify_cases.CASES[name]
+        body = lambda rank, world_size, result, name=name: run_case(rank, world_size, result, name)  # noqa: E731
+        jobs.append(Job(which, int(size), body, {"verify_timeout": case.timeout_s}))
+    prepare()
+    Jobs(out).run(jobs)
+
+
+if __name__ == "__main__":
+    main()
