@@ -613,6 +613,14 @@ def root_never_comes(c: Context) -> None:
     dist.broadcast(torch.ones(4), 0)  # told
 
 
+@case(ABSENT, "missing", DETECTED, "gather", "Process 1", timeout_s=2.0, usable=False)
+def giver_never_comes(c: Context) -> None:
+    """A rank that a gather's root waits for does something else."""
+    if c.odd:
+        time.sleep(4)  # told
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # told
+
+
 @case(ABSENT, "missing", DETECTED, "recv from process 0", timeout_s=2.0, usable=False)
 def sender_never_comes(c: Context) -> None:
     """The sender of a message does something else."""

@@ -46,6 +46,9 @@ log = logging.getLogger("commlens")
 NEEDS_ALL: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "monitored_barrier"})
 """Wire ops that end on no rank before all have come."""
 
+COLLECTING: Final = frozenset({"gather", "reduce"})
+"""Wire ops that end on some ranks once the root is in them: it must not hold its own back until the last rank has come."""
+
 SPIN_NS: Final = 300_000  # look again at once for so long, then sleep in between
 NAP_S: Final = 50e-6
 LOOK_AROUND_NS: Final = 50_000_000  # between looks at whether the absent still live, and whether all wait for each other
@@ -177,7 +180,7 @@ class Verifier:
             self._compare(pending)
             if pending.absent:
                 self._wait_before_issue(pending, interned)
-            if pending.absent and not interned.synchronous:
+            if pending.absent:
                 self._refuse_if_ended(pending)
                 self._remember(token.index, pending)
         except DistributedOperationException:
@@ -666,7 +669,7 @@ class Verifier:
         needed = self._needed(pending)
         if not interned.channel.polls:
             self._wait(pending, pending.absent, ACCELERATOR_PATIENCE_NS)
-        elif needed:
+        elif needed and interned.op not in COLLECTING:
             self._wait(pending, needed, None)
         if pending.absent and interned.op not in NEEDS_ALL and interned.op not in POINT_TO_POINT:
             patience = pending.channel.rooted_patience_ns
@@ -683,7 +686,8 @@ class Verifier:
         began = _now()
         looked = began
         warned = False
-        self._board.waits(pending.channel.key, pending.number, began)
+        if patience_ns is None:  # else it goes on by itself: no proof that ranks wait for each other
+            self._board.waits(pending.channel.key, pending.number, began)
         try:
             while wanted & set(pending.absent):
                 now = _now()
