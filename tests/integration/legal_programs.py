@@ -24,6 +24,8 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from verify_forked import Job, Jobs, init, prepare, write
 
+import commlens
+
 Results = Sequence[torch.Tensor]
 TIMEOUT_S: Final = 30.0
 AT_FOUR: Final = (
@@ -187,6 +189,18 @@ def messages_out_of_order(rank: int, size: int) -> Results:
 
 
 @oddity
+def all_to_all_without_some(rank: int, size: int) -> Results:
+    """Splits of nothing for the last rank, which comes late."""
+    last = size - 1
+    counts = [[0 if last in (i, j) and i != j else 1 for j in range(size)] for i in range(size)]
+    out = torch.zeros(sum(row[rank] for row in counts))
+    if rank == last:
+        time.sleep(0.5)
+    dist.all_to_all_single(out, torch.full((sum(counts[rank]),), float(rank)), [row[rank] for row in counts], counts[rank])
+    return [out]
+
+
+@oddity
 def several_threads(rank: int, size: int) -> Results:
     """Threads with a group each, at their own pace."""
     groups = [dist.new_group(list(range(size))) for _ in range(3)]
@@ -235,6 +249,20 @@ def groups_made_again(rank: int, size: int) -> Results:
                 dist.all_reduce(x, group=group)
             dist.destroy_process_group(group)
     return [x]
+
+
+@oddity
+def one_stops_recording(rank: int, size: int) -> Results:
+    """A rank switches commlens off, and goes on; the last of the oddities, since it stays so."""
+    x = torch.full((2,), float(rank))
+    dist.all_reduce(x)
+    if rank == 1:
+        commlens.disable()
+    for step in range(3):
+        dist.all_reduce(x)
+        dist.broadcast(x, step % size)
+        dist.all_reduce(y := x.clone(), async_op=True).wait()
+    return [x, y]
 
 
 # --- random programs
