@@ -635,7 +635,8 @@ def sender_never_comes(c: Context) -> None:
 
 _HEAD: Final = """# What strict verification does with each fault
 
-With `commlens launch --debug`, on gloo. Written by `python tests/integration/verify_cases.py`; `tests/integration/test_verify_strict.py`
+With `commlens launch --debug`, on gloo, torch 2.13 and 2.15. torch 2.6 does not say whether a call waits: there, what is prevented here
+may be detected only. Written by `python tests/integration/verify_cases.py`; `tests/integration/test_verify_strict.py`
 runs every row on 2 ranks, and those marked so on 4, and holds this page to what comes of it.
 
 - **prevented on all ranks**: every rank that lives raises the same text, and nothing of the operation was handed to the backend.

@@ -261,6 +261,9 @@ def _initialised(session: Session) -> None:
 
 def _verify(session: Session, rank: int, depth: int) -> None:
     """Let every collective be compared with the peers' before it is issued; with depth 0, once that is entered."""
+    import torch
+
+    from commlens.capture import hooks
     from commlens.verify.accelerate_check import take_over
     from commlens.verify.strict import Verifier
 
@@ -272,6 +275,8 @@ def _verify(session: Session, rank: int, depth: int) -> None:
     for _ in range(depth - 1):
         verifier.enter()
     session.recorder.verifier = verifier
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+        hooks.tap_reduce_ops()  # at once: a boxed reduce op cannot be read there, and the first one counts as much as any
     take_over()
 
 

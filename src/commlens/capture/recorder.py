@@ -10,6 +10,7 @@ import collections
 import contextlib
 import itertools
 import logging
+import os
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ class _Here(threading.local):
 
 
 _here = _Here()
+os.register_at_fork(after_in_child=lambda: setattr(_here, "id", threading.get_native_id()))
 
 
 class Token:
@@ -122,7 +124,7 @@ class Recorder:
         reduce_op = arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
         noted = noted_reduce_ops.get(token.thread) if noted_reduce_ops else None
         try:
-            verifier.before_issue(token, frame, noted or reduce_op)
+            verifier.before_issue(token, frame, noted if noted is not None else reduce_op)
         except BaseException as error:
             self.raised(token, error)
             raise error.with_traceback(None) from error.__cause__  # without our own frames: the user's line is what matters
