@@ -37,7 +37,7 @@ def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str =
     pressed = 0.0
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        if interrupt_at and interrupt_at.encode() in screen and time.monotonic() > pressed + 1:
+        if interrupt_at and interrupt_at.encode() in screen and time.monotonic() > pressed + 4:
             # Again after a while: Python hears of one only once it reads, which is a moment after the prompt.
             pressed = time.monotonic()
             os.write(master, b"\x03")
