@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,7 @@ TERMINAL = (
 
 
 def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
-    """Type the answers to ``commlens config``, and Ctrl-C at a prompt. Returns its exit status and what stood on the screen."""
+    """Type the answers to ``commlens config``, and interrupt it at a prompt. Returns its exit status and what stood on the screen."""
     master, slave = pty.openpty()
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "XDG_CONFIG_HOME": str(home), **environ}
     process = subprocess.Popen(
@@ -32,15 +33,18 @@ def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str =
         close_fds=True, start_new_session=True,
     )  # fmt: skip
     os.close(slave)
-    os.write(master, answers.encode())
+    typed = False
     screen = b""
     pressed = 0.0
     end = time.monotonic() + 20
     while time.monotonic() < end:
-        if interrupt_at and interrupt_at.encode() in screen and time.monotonic() > pressed + 4:
+        if not typed and b" [" in screen:  # at the first question: what is typed before anybody reads may be lost
+            typed = True
+            os.write(master, answers.encode())
+        if interrupt_at and interrupt_at.encode() in screen and time.monotonic() > pressed + 1 and process.poll() is None:
             # Again after a while: Python hears of one only once it reads, which is a moment after the prompt.
             pressed = time.monotonic()
-            os.write(master, b"\x03")
+            process.send_signal(signal.SIGINT)
         if not select.select([master], [], [], 0.05)[0]:
             if process.poll() is not None:
                 break

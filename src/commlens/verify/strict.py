@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -693,7 +694,7 @@ class Verifier:
                 now = _now()
                 if now - began < SPIN_NS:
                     os.sched_yield()
-                    time.sleep(0)
+                    select.select((), (), (), 0)  # lets other threads have the GIL; time.sleep(0) would take 55 us
                 else:
                     time.sleep(NAP_S)
                 self._raise_alarm()
