@@ -49,5 +49,6 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH_VERSION) $(USE_CPU_INDEX) \
 		$(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),--constraint constraints.txt)
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint]' --constraint constraints.txt
+	@sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt $(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),,| grep '^\(torch\|accelerate\|ruff\|mypy\|pytest\|hypothesis\)[a-z-]*==') > $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint]' --constraint $(VENV)/constraints.txt
 	@touch $@
