@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compat clean
+.PHONY: help demo test lint bench compat page clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ help: ## Say what there is to make
 demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told why (DEMO=NAME for another fault, DEMO=--list)
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
 
-test: $(VENV)/.ready ## Run all the tests (ARGS="-k name" for some of them)
+test: $(VENV)/.ready $(VENV)/.browser ## Run all the tests (ARGS="-k name" for some of them)
 	$(VENV)/bin/python -m pytest $(ARGS)
 
 lint: $(VENV)/.ready ## Check style and types
@@ -37,6 +37,9 @@ bench: $(VENV)/.ready ## Measure what recording costs, a collective and a traini
 compat: ## Run all the tests on another torch, in an environment of its own: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH_VERSION=$(TORCH) test
+
+page: ## Build the HTML pages' scripts and styles anew from web/ (needs Node.js with npm; nothing else here does)
+	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 clean: ## Remove the virtual environments
 	rm -rf .venv .venv-torch-*
@@ -52,3 +55,14 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt $(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),,| grep '^\(torch\|accelerate\|ruff\|mypy\|pytest\|hypothesis\)[a-z-]*==') > $(VENV)/constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint]' --constraint $(VENV)/constraints.txt
 	@touch $@
+
+# A Chromium for the tests of pages: the system's, else Debian's, else the one that Playwright downloads. Without any, they are skipped and say so.
+BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
+$(VENV)/.browser: $(VENV)/.ready
+	@for name in $(BROWSERS); do command -v $$name >/dev/null && touch $@ && exit 0; done; \
+	echo "Setting up a Chromium for the tests of pages: once."; \
+	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive \
+		&& { timeout 300 apt-get install -y -qq chromium || { timeout 120 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; }; } >/dev/null 2>&1; } \
+	|| timeout 300 $(VENV)/bin/playwright install chromium >/dev/null 2>&1 \
+	|| echo "No Chromium could be had: the tests of pages will be skipped."; \
+	touch $@

@@ -1,0 +1,60 @@
+import { useState } from "preact/hooks";
+import { Icon } from "./icons";
+
+type Theme = "light" | "dark";
+const KEY = "commlens-theme";
+
+function stored(): Theme | null {
+  try {
+    const value = localStorage.getItem(KEY);
+    return value === "light" || value === "dark" ? value : null;
+  } catch {
+    return null; // no storage for this page
+  }
+}
+
+/** The theme in force: the reader's choice, else the system's. */
+export function currentTheme(): Theme {
+  return stored() ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+}
+
+export function applyTheme(): void {
+  const chosen = stored();
+  if (chosen) document.documentElement.dataset["theme"] = chosen;
+}
+
+/** Told of whenever colours change, so that canvases are drawn anew. */
+export function onThemeChange(listener: () => void): () => void {
+  const media = matchMedia("(prefers-color-scheme: dark)");
+  media.addEventListener("change", listener);
+  addEventListener("commlens-theme", listener);
+  return () => {
+    media.removeEventListener("change", listener);
+    removeEventListener("commlens-theme", listener);
+  };
+}
+
+/** A colour of the stylesheet as it is now: `colour("--culprit")`. */
+export function colour(name: string): string {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+export function ThemeSwitch() {
+  const [theme, setTheme] = useState<Theme>(currentTheme());
+  const other: Theme = theme === "dark" ? "light" : "dark";
+  function change() {
+    try {
+      localStorage.setItem(KEY, other);
+    } catch {
+      // it holds for this page only
+    }
+    document.documentElement.dataset["theme"] = other;
+    setTheme(other);
+    dispatchEvent(new Event("commlens-theme"));
+  }
+  return (
+    <button type="button" class="icon-button" onClick={change} aria-label={`Switch to the ${other} theme`} title={`Switch to the ${other} theme`}>
+      <Icon name={theme === "dark" ? "sun" : "moon"} />
+    </button>
+  );
+}

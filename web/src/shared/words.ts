@@ -1,0 +1,31 @@
+// Numbers as people read them.
+
+export function number(value: number): string {
+  return value.toLocaleString("en-US");
+}
+
+/** `512 B`, `4.1 kB`, `16.8 MB`: as model/sizes.py has it. */
+export function size(amount: number): string {
+  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+  let unit = 0;
+  while (Math.abs(amount) >= 999.5 && unit < units.length - 1) {
+    amount /= 1000;
+    unit++;
+  }
+  return `${amount.toFixed(unit === 0 || Math.abs(amount) >= 99.95 ? 0 : 1)} ${units[unit]}`;
+}
+
+/** `1.2 s`, `350 ms`, `4.0 us`, `3 min 5 s`. */
+export function seconds(value: number): string {
+  const size = Math.abs(value);
+  if (size >= 3600) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
+  if (size >= 120) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
+  if (size >= 1) return `${Number(value.toPrecision(3))} s`;
+  if (size >= 1e-3) return `${Number((value * 1e3).toPrecision(3))} ms`;
+  return `${Number((value * 1e6).toPrecision(3))} us`;
+}
+
+/** `2 ranks`, `1 rank`. */
+export function count(value: number, one: string, many = `${one}s`): string {
+  return `${number(value)} ${value === 1 ? one : many}`;
+}
