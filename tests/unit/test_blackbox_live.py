@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -45,10 +44,14 @@ class SlowBox(Box):
         path.write_bytes(self.data)
         with path.open("r+b") as file:
             self.mapped = mmap.mmap(file.fileno(), 0)
+        self.words = memoryview(self.mapped).cast("Q")
         self.data = Slowly(self.mapped)  # type: ignore[assignment]
 
     def word(self, offset: int, value: int) -> None:
-        struct.pack_into("<Q", getattr(self, "mapped", self.data), offset, value)  # live words are written whole
+        if hasattr(self, "words"):
+            self.words[offset // 8] = value  # live words are written whole: struct.pack_into would clear them first
+        else:
+            super().word(offset, value)
 
 
 def write_for_ever(path: str) -> None:
@@ -101,8 +104,8 @@ def check(log: RankLog) -> None:
 
 
 @contextmanager
-def writer(path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-c", f"import test_blackbox_live; test_blackbox_live.write_for_ever({str(path)!r})"]
+def writer(path: Path, loop: str = "write_for_ever") -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", f"import test_blackbox_live; test_blackbox_live.{loop}({str(path)!r})"]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ)
     try:
@@ -149,6 +152,35 @@ def test_a_writer_killed_at_any_moment_leaves_a_readable_box(tmp_path: Path) -> 
             check(log)
             assert len(log.collectives) >= min(log.issued, CAPACITY) - 2
             assert log == read_box(path, captured_ns=log.captured_ns)
+
+
+def beat_for_ever(path: str) -> None:
+    """The package's own writer, which only ever counts upwards."""
+    box = BoxWriter(Path(path), capacity=8, rank=0, world_size=1, local_rank=0, start_ticks=1, about={})
+    group = box.add_blob({"k": "group", "name": "0", "ranks": "0-3", "backend": "gloo", "device": "cpu", "inc": 0})
+    asked = box.add_blob({"k": "asked", "op": "all_reduce", "dop": "allreduce_", "in": []})
+    for number in range(1, 1 << 62):
+        box.word(L.STEPS, number)
+        box.heartbeat()
+        index, now = box.next_index(), time.monotonic_ns()
+        slot = box.announce(index, now, group, asked, 0, 0, index, 0, 0, 0, 7, L.FLAG_ENTERED, -1, 0)
+        box.wait_began(slot, index, now, 7, True)
+        box.wait_completed(slot, index, now, 7)
+        if number == 100:
+            print("writing", flush=True)
+
+
+@pytest.mark.timeout(60)
+def test_a_live_word_is_never_seen_half_written(tmp_path: Path) -> None:
+    path = tmp_path / "rank0.1.box"
+    places = [at // 8 for at in (L.HEARTBEAT_MONO, L.NEXT_INDEX, L.STEPS)]
+    with writer(path, "beat_for_ever"), path.open("rb") as file:
+        words = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)).cast("Q")
+        before = [words[at] for at in places]
+        for _ in range(200_000):
+            now = [words[at] for at in places]
+            assert all(old <= new for old, new in zip(before, now, strict=True)), (before, now)
+            before = now
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 The hot path is :meth:`BoxWriter.announce` and the life words. Nothing here takes a lock on it: a record's slot belongs to
 the thread that drew its index (``itertools.count`` is atomic), and only the side table, which is written when something is
 seen for the first time, is locked.
+
+Live words are items of a memoryview of u64: each is one aligned store. ``struct.pack_into`` would clear the word before it
+writes, and a reader could meet the 0.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import itertools
 import json
 import mmap
 import os
-import struct
 import threading
 import time
 import zlib
@@ -21,10 +23,11 @@ from typing import Any
 from commlens.formats import layout as L
 
 _pack_record = L.RECORD.pack
-_pack_word = L.LIVE_WORD.pack_into
-_pack_wait = struct.Struct("<QQQQ").pack_into  # wait began, wait ended, done, outcome are neighbours
-_pack_returned = struct.Struct("<QQQQQ").pack_into  # the same with returned before it
-_pack_end = struct.Struct("<QQQ").pack_into
+_WORD = 8  # bytes
+_NEXT_INDEX = L.NEXT_INDEX // _WORD
+_RETURNED, _WAIT_BEGAN, _WAIT_ENDED, _DONE, _OUTCOME = (
+    field // _WORD for field in (L.RETURNED, L.WAIT_BEGAN, L.WAIT_ENDED, L.DONE, L.OUTCOME)
+)
 _COMPLETED_BY_WAIT = (L.OUTCOME_COMPLETED << 24) | (L.HOW_WAIT << 16)
 _crc32 = zlib.crc32
 _monotonic = time.monotonic_ns
@@ -68,6 +71,7 @@ class BoxWriter:
             # ftruncate alone would let the first touch of a full tmpfs kill the process with SIGBUS.
             os.posix_fallocate(descriptor, 0, size)
             self._map = mmap.mmap(descriptor, size)
+            self._words = memoryview(self._map).cast("Q")
             self._write_header(size, rank, world_size, local_rank, start_ticks, about)
             building.rename(path)
         except BaseException:
@@ -93,12 +97,12 @@ class BoxWriter:
 
     def word(self, offset: int, value: int) -> None:
         """Write one live word of the header."""
-        _pack_word(self._map, offset, value)
+        self._words[offset // _WORD] = value
 
     def heartbeat(self) -> None:
         """Say that this process's watchdog thread runs."""
-        _pack_word(self._map, L.HEARTBEAT_UNIX, time.time_ns())
-        _pack_word(self._map, L.HEARTBEAT_MONO, _monotonic())
+        self.word(L.HEARTBEAT_UNIX, time.time_ns())
+        self.word(L.HEARTBEAT_MONO, _monotonic())
 
     # --- records. A life word is not written any more once the record's slot has a newer owner, whose words it would wipe out.
 
@@ -115,43 +119,49 @@ class BoxWriter:
             index, now, group, asked, stack, module, sequence_number, step, coalescing_id, tag, thread, flags, peer, members
         )
         self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = record + _crc32(record).to_bytes(_CRC_BYTES, "little")
-        _pack_word(self._map, L.NEXT_INDEX, index)
+        self._words[_NEXT_INDEX] = index
         self.last_index = index
         return offset
 
     def mark(self, offset: int, field: int, index: int, now: int) -> None:
         """Write a life word that is a time: ``field`` is its offset in the record, ``now`` CLOCK_MONOTONIC ns."""
         if index + self.capacity > self.last_index:
-            _pack_word(self._map, offset + field, ((now - self.epoch) // 100 << 16) | (index & 0xFFFF))
+            self._words[(offset + field) // _WORD] = ((now - self.epoch) // 100 << 16) | (index & 0xFFFF)
 
     def mark_value(self, offset: int, field: int, index: int, value: int) -> None:
         """Write a life word that is a value of at most 48 bits."""
         if index + self.capacity > self.last_index:
-            _pack_word(self._map, offset + field, (value << 16) | (index & 0xFFFF))
+            self._words[(offset + field) // _WORD] = (value << 16) | (index & 0xFFFF)
 
     def wait_began(self, offset: int, index: int, now: int, thread: int, returned: bool) -> None:
-        """Write at once that ``thread`` waits since ``now``, and with ``returned`` that the issuing call came back just before."""
+        """Write that ``thread`` waits since ``now``, and with ``returned`` that the issuing call came back just before."""
         if index + self.capacity <= self.last_index:
             return
         tag = index & 0xFFFF
         began = ((now - self.epoch) // 100 << 16) | tag
+        words, at = self._words, offset // _WORD
         if returned:
-            _pack_returned(self._map, offset + L.RETURNED, began, began, 0, 0, (thread << 32) | tag)
-        else:
-            _pack_wait(self._map, offset + L.WAIT_BEGAN, began, 0, 0, (thread << 32) | tag)
+            words[at + _RETURNED] = began
+        words[at + _WAIT_ENDED] = 0
+        words[at + _DONE] = 0
+        words[at + _OUTCOME] = (thread << 32) | tag
+        words[at + _WAIT_BEGAN] = began
 
     def wait_completed(self, offset: int, index: int, now: int, thread: int) -> None:
-        """Write at once that the wait ended and the op with it."""
+        """Write that the wait ended and the op with it."""
         if index + self.capacity <= self.last_index:
             return
         tag = index & 0xFFFF
         ended = ((now - self.epoch) // 100 << 16) | tag
-        _pack_end(self._map, offset + L.WAIT_ENDED, ended, ended, (thread << 32) | _COMPLETED_BY_WAIT | tag)
+        words, at = self._words, offset // _WORD
+        words[at + _WAIT_ENDED] = ended
+        words[at + _DONE] = ended
+        words[at + _OUTCOME] = (thread << 32) | _COMPLETED_BY_WAIT | tag
 
     def mark_outcome(self, offset: int, index: int, outcome: int, how: int, thread: int = 0) -> None:
         """Write how a record ended, or (with outcome 0) which thread waits for it."""
         if index + self.capacity > self.last_index:
-            _pack_word(self._map, offset + L.OUTCOME, (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF))
+            self._words[(offset + L.OUTCOME) // _WORD] = (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF)
 
     # --- side table
 
