@@ -1,0 +1,28 @@
+"""PyTorch's Flight Recorder: dumps as pickle or JSON, of NCCL, gloo and other backends, format versions 2.0 to 2.10 and later."""
+
+from __future__ import annotations
+
+from commlens.errors import FormatError
+from commlens.formats.flight_recorder.entries import table_of
+from commlens.formats.flight_recorder.meaning import rows_of
+from commlens.formats.flight_recorder.pickle_data import read_pickle
+from commlens.formats.rows import Rows
+
+__all__ = ["read_flight_recorder_pickle"]
+
+
+def read_flight_recorder_pickle(data: bytes, source: str) -> Rows:
+    """One rank's dump, as torch wrote it or as Python saved it again.
+
+    Args:
+        data: the file's content.
+        source: the file's name, for messages and for :attr:`~commlens.formats.rows.Rows.source`.
+
+    Raises:
+        FormatError: it cannot be read; the message names the file.
+    """
+    try:
+        found = read_pickle(data)
+        return rows_of(table_of(found.value, cut=found.cut), source)
+    except FormatError as error:
+        raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None

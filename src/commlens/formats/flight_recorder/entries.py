@@ -1,0 +1,187 @@
+"""From the plain data of a dump (a dict, from pickle or JSON) to a table of its entries. In Python, for every file there is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+from commlens.errors import FormatError
+from commlens.formats.flight_recorder.table import INT64_MAX, STATES, Signature, Sizes, Table
+
+__all__ = ["table_of"]
+
+_WORK_MAX: Final = 50_000_000  # sizes and frames in all: lists can be shared, so a small file can speak of very many
+
+
+def table_of(value: Any, *, cut: bool = False) -> Table:
+    """The table of a dump's entries.
+
+    Raises:
+        FormatError: it is no Flight Recorder dump. The message is a sentence about "It".
+    """
+    if not isinstance(value, dict) or not any(key in value for key in ("entries", "pg_config", "pg_status")):
+        raise FormatError("It is not a Flight Recorder dump: it has neither entries nor process groups.")
+    entries = value.get("entries", [])
+    if not isinstance(entries, (list, tuple)):
+        raise FormatError("It is not a Flight Recorder dump: its entries are no list.")
+    reader = _Reader(Table(about={key: content for key, content in value.items() if key != "entries"}, cut=cut))
+    for entry in entries:
+        reader.add(entry)
+    return reader.done()
+
+
+class _Malformed(Exception):
+    """An entry is not as entries are."""
+
+
+class _Reader:
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.work = 0
+        self.groups: dict[tuple[str, str], int] = {}
+        self.names: dict[str, int] = {}
+        self.signatures: dict[Signature, int] = {}
+        self.frames: dict[tuple[str, int, str], int] = {}
+        self.frame_of: dict[int, int] = {}  # id of a frame's dict, which the dump keeps alive
+        self.stacks: dict[tuple[int, ...], int] = {}
+        self.stack_of: dict[tuple[int, ...], int] = {}  # ids of the frames' dicts
+        self.rows: list[tuple[Any, ...]] = []
+
+    def add(self, entry: Any) -> None:
+        """One more entry; one that is not as entries are is counted and left out."""
+        try:
+            self.rows.append(self._row(entry))
+        except _Malformed:
+            self.table.left_out += 1
+
+    def done(self) -> Table:
+        """The table of all that were added."""
+        table = self.table
+        table.groups, table.names, table.signatures = list(self.groups), list(self.names), list(self.signatures)
+        table.frames, table.stacks = list(self.frames), list(self.stacks)
+        if self.rows:
+            (table.group, table.name, table.signature, table.stack, table.state, table.retired, table.is_p2p, table.pg_id,
+             table.record_id, table.collective_seq_id, table.p2p_seq_id, table.op_id, table.created_ns, table.started_ns,
+             table.completed_ns, table.timeout_ms, table.duration_ms) = zip(*self.rows, strict=True)  # fmt: skip
+        return table
+
+    def _row(self, entry: Any) -> tuple[Any, ...]:
+        if type(entry) is not dict or "profiling_name" not in entry or "state" not in entry:
+            raise _Malformed
+        get = entry.get
+        name = get("profiling_name")
+        if type(name) is not str:
+            raise _Malformed
+        state = get("state")
+        known = STATES.get(state) if type(state) is str else None
+        if known is None:
+            self.table.strange_states += 1
+        created = get("time_created_ns")
+        if created is None and type(micros := get("time_created_us")) is int:
+            created = micros * 1000  # torch 2.2
+        sequence = get("collective_seq_id", get("seq_id"))
+        frames = get("frames")
+        return (
+            _index(self.groups, self._group(get("process_group"), get("pg_id"))),
+            _index(self.names, name),
+            _index(self.signatures, self._signature(get)),
+            self._stack(frames) if frames else -1,
+            known or 0,
+            get("retired") is True,
+            get("is_p2p") is True,
+            _integer(get("pg_id")),
+            _integer(get("record_id", get("id"))),
+            _integer(sequence),
+            _integer(get("p2p_seq_id")),
+            _integer(get("op_id")),
+            _integer(created),
+            _integer(get("time_discovered_started_ns")),
+            _integer(get("time_discovered_completed_ns")),
+            _integer(get("timeout_ms")),
+            _duration(get("duration_ms")),
+        )
+
+    def _group(self, value: Any, pg_id: Any) -> tuple[str, str]:
+        if type(value) is str:
+            return (value, "")
+        if type(value) in (tuple, list) and len(value) == 2 and type(value[0]) is str and type(value[1]) is str:
+            return (value[0], value[1])
+        if value is None and type(pg_id) is int:
+            return (str(pg_id), "")  # torch 2.2: the group's number only
+        raise _Malformed
+
+    def _signature(self, get: Callable[[str], Any]) -> Signature:
+        return (
+            self._sizes(get("input_sizes")),
+            self._dtypes(get("input_dtypes")),
+            self._sizes(get("output_sizes")),
+            self._dtypes(get("output_dtypes")),
+        )
+
+    def _sizes(self, value: Any) -> Sizes:
+        if value is None:
+            return ()
+        if type(value) not in (list, tuple):
+            raise _Malformed
+        self._count(len(value))
+        sizes = []
+        for shape in value:
+            if type(shape) not in (list, tuple):
+                raise _Malformed
+            self._count(len(shape))
+            for size in shape:
+                if type(size) is not int or not -INT64_MAX <= size <= INT64_MAX:
+                    raise _Malformed
+            sizes.append(tuple(shape))
+        return tuple(sizes)
+
+    def _dtypes(self, value: Any) -> tuple[str, ...]:
+        if value is None:
+            return ()
+        if type(value) not in (list, tuple):
+            raise _Malformed
+        self._count(len(value))
+        for dtype in value:
+            if type(dtype) is not str:
+                raise _Malformed
+        return tuple(value)
+
+    def _stack(self, frames: Any) -> int:
+        if type(frames) is not list:
+            raise _Malformed
+        self._count(len(frames))
+        key = tuple(map(id, frames))
+        known = self.stack_of.get(key)
+        if known is None:
+            known = self.stack_of[key] = _index(self.stacks, tuple(map(self._frame, frames)))
+        return known
+
+    def _frame(self, frame: Any) -> int:
+        known = self.frame_of.get(id(frame))
+        if known is None:
+            if type(frame) is not dict:
+                raise _Malformed
+            file, line, function = frame.get("filename"), frame.get("line"), frame.get("name")
+            if type(file) is not str or type(function) is not str:
+                raise _Malformed
+            known = self.frame_of[id(frame)] = _index(self.frames, (file, max(_integer(line), 0), function))
+        return known
+
+    def _count(self, work: int) -> None:
+        self.work += work
+        if self.work > _WORK_MAX:
+            raise FormatError(f"It speaks of more than {_WORK_MAX} sizes and stack frames, which no dump does.")
+
+
+def _index(known: dict[Any, int], value: Any) -> int:
+    return known.setdefault(value, len(known))
+
+
+def _integer(value: Any) -> int:
+    """An integer that fits in 64 bits; -1 for none and for anything else."""
+    return value if type(value) is int and -INT64_MAX <= value <= INT64_MAX else -1
+
+
+def _duration(value: Any) -> float:
+    return float(value) if type(value) in (float, int) and math.isfinite(value) and 0 <= value < 1e12 else -1.0

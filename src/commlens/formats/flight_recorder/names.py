@@ -1,0 +1,115 @@
+"""Names in Flight Recorder entries: ``nccl:_all_gather_base``, ``nccl:send 0->1``, dtypes as C++ has them."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+__all__ = ["CLOSING", "Named", "dtype_of", "parse_ranks", "read_name"]
+
+CLOSING: Final = "coalesced"
+"""The op of the entry that ends a coalesced group."""
+
+_WIRE_OPS: Final = {
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+    "_all_gather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_v": "all_gather",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_v": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_barrier": "barrier",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "all_to_all_v_single": "all_to_all",
+    "recvAnySource": "recv",
+    "recv_any_source": "recv",
+    "coalesced": CLOSING,
+    "ALLGATHER_coalesced": CLOSING,
+    "REDUCE_SCATTER_coalesced": CLOSING,
+    "ALLREDUCE_coalesced": CLOSING,
+}
+"""Names that torch's backends give their operations in its profiler and recorder, torch 2.2 to 2.15."""
+
+_DEVICES: Final = {
+    "nccl": "cuda",
+    "ncclx": "cuda",
+    "rccl": "cuda",
+    "gloo": "cpu",
+    "mpi": "cpu",
+    "xccl": "xpu",
+    "hccl": "hpu",
+    "mccl": "musa",
+}
+_P2P: Final = re.compile(r"(send|recv|recvAnySource) ?(\d{1,9})(?:->|<-)(\d{1,9})")
+
+_DTYPES: Final = {
+    "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16", "Float": "float32",
+    "Double": "float64", "ComplexHalf": "complex32", "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool",
+    "BFloat16": "bfloat16", "UInt16": "uint16", "UInt32": "uint32", "UInt64": "uint64",
+}  # fmt: skip
+"""c10::toString(ScalarType) to the name that Python shows."""
+
+
+class Named(NamedTuple):
+    """What a profiling name says."""
+
+    op: str  # wire op: "all_gather"; an op that nobody knows yet keeps its name
+    raw: str  # "_all_gather_base"
+    backend: str  # "nccl", also for "nccl2:..."
+    device: str  # "cuda"; "" where the backend is not known
+    me: int | None = None  # point-to-point: rank in the group of who recorded it
+    peer: int | None = None  # and of the other
+
+    @property
+    def closes(self) -> bool:
+        """Whether it is the entry that ends a coalesced group."""
+        return self.op == CLOSING
+
+
+@lru_cache(maxsize=4096)
+def read_name(name: str) -> Named:
+    """Take ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1`` or ``nccl:recv 1<-0`` apart."""
+    prefix, colon, raw = name.partition(":")
+    if not colon:
+        prefix, raw = "", name
+    backend = prefix.rstrip("0123456789")
+    device = _DEVICES.get(backend, "")
+    found = _P2P.match(raw)
+    if found:
+        op = "send" if found[1] == "send" else "recv"
+        return Named(op, found[1], backend, device, int(found[2]), int(found[3]))
+    raw = raw.split(" ")[0]
+    op = _WIRE_OPS.get(raw, raw)
+    return Named(CLOSING if raw.endswith("_coalesced") and raw[:1].isupper() else op, raw, backend, device)
+
+
+def dtype_of(name: str) -> str:
+    """``"float32"`` for ``"Float"``; a name that nobody knows yet is kept."""
+    return _DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
+
+
+@lru_cache(maxsize=65536)
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """The ranks in ``"[0, 1, 5]"``; none where it is not written so. Nothing is evaluated."""
+    inside = text.strip()
+    if not (inside.startswith("[") and inside.endswith("]")):
+        return ()
+    try:
+        ranks = tuple(int(part) for part in inside[1:-1].split(",") if len(part) < 12) if inside[1:-1].strip() else ()
+    except ValueError:
+        return ()
+    return ranks if all(rank >= 0 for rank in ranks) else ()
