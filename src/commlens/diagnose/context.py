@@ -63,7 +63,7 @@ class Context:
 
     def edges_into(self, node: Node) -> list[Edge]:
         """Who waits for it directly."""
-        return [self.graph.edges[source][node] for source in sorted(self.graph.back.get(node, ()))]
+        return self.graph.edges_into(node)
 
     def waiting_at(self, edges: Sequence[Edge]) -> str:
         """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM"``; by line where lines differ."""

@@ -21,6 +21,7 @@ def find_cycles(context: Context) -> None:
 
 def _cycle(context: Context, component: list[Node]) -> None:
     path = edges_of(context.graph, component)
+    component = [node for node in component if node.kind == "wait"]
     ranks = sorted({node.rank for node in component})
     culprits, odd, how = _odd_ones(context, component, ranks, sorted({node.rank for node, _, _ in path}))
     held = context.blocked_by(component)

@@ -1,8 +1,13 @@
-"""Who waits for whom: nodes are blocked threads, and what the waiting ends in (its sinks) is what is wrong."""
+"""Who waits for whom: nodes are blocked threads, and what the waiting ends in (its sinks) is what is wrong.
+
+Between those who wait in a collective and those whom it waits for stands the collective itself, so that the graph grows with the
+number of ranks and not with its square.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,11 +16,13 @@ from commlens.diagnose.mismatch import Trouble, match_pairs
 from commlens.diagnose.world import Block, ChannelKey, View, World
 from commlens.model.collective import Collective, State
 
+_STARTS = 64  # threads from which a shortest cycle is looked for
+
 
 class Node(NamedTuple):
     """A thread that waits, or what a wait ends in."""
 
-    kind: str  # "wait"; "absent", "dead", "no-record", "elsewhere", "trouble", "stuck"
+    kind: str  # "wait", "at"; "absent", "dead", "no-record", "elsewhere", "trouble", "stuck"
     rank: int = -1
     detail: int = 0  # thread, or number of the trouble or of the instance
 
@@ -43,7 +50,7 @@ class Graph:
     """The wait-for graph."""
 
     edges: dict[Node, dict[Node, Edge]] = field(default_factory=dict)
-    instances: list[Instance] = field(default_factory=list)  # of "stuck" nodes, by detail
+    instances: list[Instance] = field(default_factory=list)  # of "stuck" and "at" nodes, by detail
     blocks: dict[Node, Block] = field(default_factory=dict)
     back: dict[Node, set[Node]] = field(default_factory=dict)
 
@@ -55,7 +62,17 @@ class Graph:
 
     def sinks(self) -> list[Node]:
         """Nodes that wait for nobody."""
-        return sorted(node for node, targets in self.edges.items() if not targets and node.kind != "wait")
+        return sorted(node for node, targets in self.edges.items() if not targets and node.kind not in ("wait", "at"))
+
+    def edges_into(self, node: Node) -> list[Edge]:
+        """Who waits for it directly, by rank."""
+        found = []
+        for source in sorted(self.back.get(node, ())):
+            if source.kind == "at":
+                found += [self.edges[waiting][source] for waiting in sorted(self.back.get(source, ()))]
+            elif source.kind == "wait":
+                found.append(self.edges[source][node])
+        return sorted(found, key=lambda edge: edge.rank)
 
     def reaching(self, targets: Iterable[Node]) -> set[Node]:
         """All nodes whose waiting ends (also) in these."""
@@ -69,7 +86,7 @@ class Graph:
         return seen
 
     def cycles(self) -> list[list[Node]]:
-        """Strongly connected components of several nodes that nothing leads out of (Tarjan, without recursion)."""
+        """Strongly connected components of several waiting threads that nothing leads out of (Tarjan, without recursion)."""
         index: dict[Node, int] = {}
         low: dict[Node, int] = {}
         on_stack: set[Node] = set()
@@ -107,10 +124,23 @@ class Graph:
                                 break
                         members = set(component)
                         closed = all(target in members for member in component for target in self.edges[member])
-                        loop = len(component) > 1 or node in self.edges[node]
+                        loop = sum(member.kind == "wait" for member in component) > 1 or node in self.edges[node]
                         if closed and loop:
                             found.append(sorted(component))
         return found
+
+
+@dataclass
+class Held:
+    """What holds up one collective: worked out once for all who wait in it. Ranks, in the group's order."""
+
+    absent: list[int] = field(default_factory=list)  # have not issued it
+    behind: list[int] = field(default_factory=list)  # have, and come to it only after another one in which they are stuck
+    dead: list[int] = field(default_factory=list)  # came, and ended in it
+    no_record: list[int] = field(default_factory=list)
+    refused: list[tuple[int, int]] = field(default_factory=list)  # whom strict verification refused it: (announced, rank), ascending
+    first_refusal_ns: int = 0
+    node: Node | None = None  # once somebody waits at it
 
 
 class Builder:
@@ -128,7 +158,9 @@ class Builder:
                     self._pair_troubles[id(op)] = i
             else:
                 self._by_key.setdefault(trouble.key, []).append(i)
-        self._stuck: dict[Instance, int] = {}
+        self._numbers: dict[tuple[str, Instance], int] = {}
+        self._known: dict[tuple[ChannelKey, int], Held] = {}
+        self._todo: list[tuple[View, Block]] = []
 
     def build(self) -> Graph:
         """Follow every stuck thread."""
@@ -137,7 +169,9 @@ class Builder:
             for thread in sorted(view.blocks):
                 block = view.blocks[thread]
                 if block.stuck and view.fate.kind != "own" and view.fate.kind != "gone":
-                    self._follow(view, block)
+                    self._todo.append((view, block))
+        while self._todo:
+            self._follow(*self._todo.pop())
         return self.graph
 
     def _follow(self, view: View, block: Block) -> None:
@@ -154,13 +188,10 @@ class Builder:
 
     def _is_late(self, view: View, op: Collective) -> bool:
         """Whether it came when others had been refused because of that: nobody holds it up, it did."""
-        if not is_refusal(op.error) or op.is_point_to_point:
+        if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
-        tracks = (
-            self.world.views[r].tracks.get(op.channel.key) for r in op.channel.group.ranks if r in self.world.views and r != view.rank
-        )
-        others = (track.ops.get(op.sequence_number) for track in tracks if track is not None)
-        return any(other is not None and _came_too_late(other, op) for other in others)
+        first = self._held(op.channel.key, op.sequence_number).first_refusal_ns
+        return 0 < first < op.announced_ns
 
     # --- collectives
 
@@ -175,63 +206,83 @@ class Builder:
 
     def _at(self, view: View, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
         """Add the edges of one collective. False where nothing holds it up and it is not the last candidate."""
-        track = view.tracks[key]
-        op = track.ops[number]
+        op = view.tracks[key].ops[number]
         edge = Edge(op, Instance(key, number), view.rank)
-        absent: list[int] = []
-        late: list[int] = []
-        no_record: list[int] = []
-        behind: list[tuple[int, int]] = []
-        unfinished: list[View] = []
+        held = self._held(key, number)
+        trouble = self._trouble(key, number, held.absent)
+        if trouble is not None:
+            self.graph.add(node, Node("trouble", -1, trouble), edge)
+            return True
+        if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
+            late = [rank for _, rank in held.refused[bisect_right(held.refused, (op.done_ns, 1 << 62)) :]]
+            for member in late:
+                self.graph.add(node, Node("absent", member), edge)
+            if late:
+                return True
+        others_behind = held.behind and held.behind != [view.rank]
+        if not (held.absent or others_behind or last):
+            return False
+        if held.node is None:
+            held.node = self._arrive(key, number, held, edge)
+        self.graph.add(node, held.node, edge)
+        return True
+
+    def _arrive(self, key: ChannelKey, number: int, held: Held, edge: Edge) -> Node:
+        """The node that stands for a collective, with what it waits for."""
+        if not (held.absent or held.behind or held.dead or held.no_record):
+            return Node("stuck", -1, self._number("stuck", edge.instance))
+        at = Node("at", -1, self._number("at", edge.instance))
+        for member in held.absent:
+            self._to_absent(at, self.world.views[member], key, edge)
+        for member in held.behind:
+            self._to_thread(at, self.world.views[member], key, edge)
+        if held.absent or held.behind:
+            return at
+        for member in held.dead:
+            self.graph.add(at, Node("dead", member), edge)
+        if not held.dead:
+            for member in held.no_record:
+                self.graph.add(at, Node("no-record" if member in self.world.unrecorded else "elsewhere", member), edge)
+        return at
+
+    def _number(self, kind: str, instance: Instance) -> int:
+        number = self._numbers.setdefault((kind, instance), len(self.graph.instances))
+        if number == len(self.graph.instances):
+            self.graph.instances.append(instance)
+        return number
+
+    def _held(self, key: ChannelKey, number: int) -> Held:
+        """Sort a collective's ranks by where they are."""
+        held = self._known.get((key, number))
+        if held is not None:
+            return held
+        held = self._known[(key, number)] = Held()
         for member in key[2]:
             other = self.world.views.get(member)
-            if member == view.rank:
-                continue
             if other is None:
-                no_record.append(member)
+                held.no_record.append(member)
                 continue
             theirs = other.tracks.get(key)
             if theirs is None or theirs.last < number:
                 if theirs is None and other.wrapped and other.log.collectives:
                     continue  # its records of this channel are gone: nobody can say
-                absent.append(member)
+                held.absent.append(member)
                 continue
             met = theirs.ops.get(number)
-            if met is not None and _came_too_late(op, met):
-                late.append(member)
-            elif met is not None and met.state is State.FAILED and not is_peer_error(met.error) and not is_refusal(met.error):
-                absent.append(member)
-            elif theirs.open and theirs.open[0] < number:
-                behind.append((member, theirs.open[0]))
-            elif met is not None and met.state is not State.COMPLETED:
-                unfinished.append(other)
-        trouble = self._trouble(key, number, absent)
-        if trouble is not None:
-            self.graph.add(node, Node("trouble", -1, trouble), edge)
-            return True
-        for member in late:
-            self.graph.add(node, Node("absent", member), edge)
-        if late:
-            return True
-        if not (absent or behind or last):
-            return False
-        for member in absent:
-            self._to_absent(node, self.world.views[member], key, edge)
-        for member, _ in behind:
-            self._to_thread(node, self.world.views[member], key, edge)
-        if absent or behind:
-            return True
-        dead = [other for other in unfinished if other.fate.kind in ("own", "gone")]
-        for other in dead:
-            self.graph.add(node, Node("dead", other.rank), edge)
-        if dead:
-            return True
-        if no_record:
-            for member in no_record:
-                self.graph.add(node, Node("no-record" if member in self.world.no_record else "elsewhere", member), edge)
-            return True
-        self._to_stuck(node, edge)
-        return True
+            if met is not None and met.state is State.FAILED:
+                if is_refusal(met.error):
+                    held.refused.append((met.announced_ns, member))
+                    if met.done_ns > 0:
+                        held.first_refusal_ns = min(held.first_refusal_ns or met.done_ns, met.done_ns)
+                elif not is_peer_error(met.error):
+                    held.absent.append(member)
+                    continue
+            if theirs.open and theirs.open[0] < number:
+                held.behind.append(member)
+            elif met is not None and met.state is not State.COMPLETED and other.fate.kind in ("own", "gone"):
+                held.dead.append(member)
+        held.refused.sort()
+        return held
 
     def _trouble(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
         for i in self._by_key.get(key, ()):
@@ -240,10 +291,7 @@ class Builder:
         return None
 
     def _to_stuck(self, node: Node, edge: Edge) -> None:
-        number = self._stuck.setdefault(edge.instance, len(self.graph.instances))
-        if number == len(self.graph.instances):
-            self.graph.instances.append(edge.instance)
-        self.graph.add(node, Node("stuck", -1, number), edge)
+        self.graph.add(node, Node("stuck", -1, self._number("stuck", edge.instance)), edge)
 
     # --- point to point
 
@@ -260,7 +308,7 @@ class Builder:
             return
         other = self.world.views.get(op.peer)
         if other is None:
-            self.graph.add(node, Node("no-record" if op.peer in self.world.no_record else "elsewhere", op.peer), edge)
+            self.graph.add(node, Node("no-record" if op.peer in self.world.unrecorded else "elsewhere", op.peer), edge)
             return
         match = self._match(view, other, key, op)
         if match is None:
@@ -306,7 +354,7 @@ class Builder:
             return
         target = Node("wait", other.rank, block.thread)
         self.graph.add(node, target, edge)
-        self._follow(other, block)
+        self._todo.append((other, block))
 
     def _block_of(self, other: View, key: ChannelKey) -> Block | None:
         """What the thread is blocked in that uses this channel; the main thread where none has used it."""
@@ -330,11 +378,6 @@ class Builder:
         return last.issue_thread if last is not None else 0
 
 
-def _came_too_late(op: Collective, met: Collective) -> bool:
-    """Whether strict verification had given up waiting in ``op`` before the other rank came to it."""
-    return met.state is State.FAILED and is_refusal(met.error) and is_refusal(op.error) and 0 < op.done_ns < met.announced_ns
-
-
 def _waits_for_a_thread(frames: tuple[object, ...]) -> bool:
     """Whether a thread sits in a join, or in a lock or future of Python's: it may wait for another thread of its process."""
     for frame in frames[:3]:
@@ -345,35 +388,35 @@ def _waits_for_a_thread(frames: tuple[object, ...]) -> bool:
 
 
 def edges_of(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, Node, Edge]]:
-    """A shortest cycle through a component, edge by edge, starting at its smallest node."""
+    """A shortest cycle through a component, waiting thread by waiting thread, starting at its smallest."""
     members = set(component)
     best: list[Node] = []
-    for start in sorted(members)[:64]:
-        parents: dict[Node, Node] = {}
-        level = [start]
-        found = False
-        while level and not found:
-            following: list[Node] = []
-            for node in level:
-                for target in sorted(graph.edges[node]):
-                    if target == start:
-                        path = [node]
-                        while path[-1] != start:
-                            path.append(parents[path[-1]])
-                        path.reverse()
-                        if not best or len(path) < len(best):
-                            best = path
-                        found = True
-                        break
-                    if target in members and target not in parents and target != start:
-                        parents[target] = node
-                        following.append(target)
-                if found:
-                    break
-            level = following
-    return [(node, best[(i + 1) % len(best)], graph.edges[node][best[(i + 1) % len(best)]]) for i, node in enumerate(best)]
+    for start in sorted(node for node in members if node.kind == "wait")[:_STARTS]:
+        path = _shortest_cycle(graph, members, start)
+        if path and (not best or len(path) < len(best)):
+            best = path
+    if not best:
+        return []
+    waiting = [(i, node) for i, node in enumerate(best) if node.kind == "wait"]
+    following = [*best[1:], best[0]]
+    return [(node, waiting[(k + 1) % len(waiting)][1], graph.edges[node][following[i]]) for k, (i, node) in enumerate(waiting)]
 
 
-def sizes(mapping: Mapping[Node, set[int]]) -> dict[Node, int]:
-    """How many ranks each node blocks."""
-    return {node: len(ranks) for node, ranks in mapping.items()}
+def _shortest_cycle(graph: Graph, members: set[Node], start: Node) -> list[Node]:
+    parents: dict[Node, Node] = {}
+    level = [start]
+    while level:
+        following: list[Node] = []
+        for node in level:
+            for target in sorted(graph.edges[node]):
+                if target == start:
+                    path = [node]
+                    while path[-1] != start:
+                        path.append(parents[path[-1]])
+                    path.reverse()
+                    return path
+                if target in members and target not in parents:
+                    parents[target] = node
+                    following.append(target)
+        level = following
+    return []

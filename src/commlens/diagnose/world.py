@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from commlens.diagnose import why
@@ -68,7 +69,7 @@ class View:
         return self.log.collectives[-1] if self.log.collectives else None
 
 
-@dataclass(slots=True)
+@dataclass
 class World:
     """All ranks."""
 
@@ -79,6 +80,11 @@ class World:
     elsewhere: list[int]  # have none here, and probably run on another node
     stalled_after_ns: int
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks that have records of it
+
+    @cached_property
+    def unrecorded(self) -> frozenset[int]:
+        """``no_record``, to look up."""
+        return frozenset(self.no_record)
 
 
 def build(logs: Sequence[RankLog], stalled_after_s: float) -> World:
