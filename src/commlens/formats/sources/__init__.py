@@ -1,0 +1,14 @@
+"""Where dumps come from: files and folders, compressed or in archives, object stores, a list on standard input.
+
+:func:`open_sources` turns what a user names into :class:`Source` objects, one for each file that could hold something of one
+rank. What they hold is found out by others, from :meth:`Source.head`. :mod:`commlens.formats.sources.names` tells rank and
+host from names. Standard library only; ``zstandard`` and ``fsspec`` are imported where something needs them.
+"""
+
+from __future__ import annotations
+
+from commlens.formats.sources.names import Named, named, settle
+from commlens.formats.sources.source import READ_MAX, Source
+from commlens.formats.sources.walk import open_sources
+
+__all__ = ["READ_MAX", "Named", "Source", "named", "open_sources", "settle"]

@@ -1,0 +1,221 @@
+"""Rank and host from the names of files and folders, whatever their habit.
+
+Pure functions. :func:`named` looks at one name; :func:`settle` at all names of a job together, which tells more: where no name
+says ``rank``, the number that is different in each of them is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+RANK_MAX: Final = 9_999_999
+
+_RANK: Final = re.compile(r"(?<![a-z])(?:global[_-]?)?g?rank[\s_.=-]*([0-9]+)", re.IGNORECASE)
+_LOCAL: Final = re.compile(r"(?<![a-z])(?:local[_-]?rank|lrank|gpu|cuda|device|dev|local|proc(?:ess)?)[\s_.:=-]*([0-9]+)", re.IGNORECASE)
+_NODE: Final = re.compile(r"(?<![a-z])(?:node[_-]?rank|group[_-]?rank|node|host|worker|machine|pod)[\s_.:=-]*([0-9]+)", re.IGNORECASE)
+_SHORT: Final = re.compile(r"(?:^|[._-])r([0-9]+)(?=$|[._-])", re.IGNORECASE)
+_OF: Final = re.compile(r"(?<!\d)([0-9]+)[_.-]of[_.-]([0-9]+)(?!\d)", re.IGNORECASE)
+_DATE: Final = re.compile(
+    r"(?<!\d)(?:19|20)\d\d[-_.]?[01]\d[-_.]?[0-3]\d(?:[T _.-]?[0-2]\d[-_.:]?[0-5]\d(?:[-_.:]?[0-5]\d(?:[.,]\d+)?)?Z?)?(?!\d)"
+)
+_NUMBER: Final = re.compile(r"[0-9]+")
+_ENDING: Final = re.compile(
+    r"\.(?:pickle|pkl|json|jsonl|gz|zst|zstd|bz2|xz|bin|txt|log|out|err|dump|trace|pt|box|dat|tar|tgz|zip|stdout|stderr)$", re.IGNORECASE
+)
+_HOST: Final = re.compile(
+    r"^(?:[a-z0-9-]*(?:host|node|worker|machine|pod|server|nid|slurm|dgx|hgx|gpu-?node)[a-z0-9]*(?:[._-][a-z0-9._-]*)?|ip-[0-9-]+.*|\d+\.\d+\.\d+\.\d+"
+    r"|[a-z]{1,4}\d{1,6}(?:-\d+)*|[a-z0-9-]+\.(?:internal|local|cluster|compute|lan|net|com|edu|org)[a-z0-9.-]*)$",
+    re.IGNORECASE,
+)
+_NO_HOST: Final = re.compile(
+    r"^(?:(?:nccl|comm|lib|gloo|fr|flight|recorder|trace|traces|dump|dumps|debug|info|log|logs|std|out|err|torch|elastic|attempt|run|job|step|stack|data|tmp|rank"
+    r"|global|pg|watchdog|hang|v|r|s|t|gpu|cuda|device|dev|local)[\s_.-]*\d*)+$",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What a name says of the process whose file it is.
+
+    Attributes:
+        rank: global rank; -1 when the name does not say.
+        host: host name, or the name of the node's folder; "" when the name does not say.
+        node: number of the node; -1 likewise.
+        local_rank: number of the process on its node; -1 likewise.
+        sure: whether the name says ``rank``, rather than only holding a number.
+        note: a sentence where the name can be read in several ways.
+    """
+
+    rank: int = -1
+    host: str = ""
+    node: int = -1
+    local_rank: int = -1
+    sure: bool = False
+    note: str = ""
+
+
+def named(name: str, prefix: str = "") -> Named:
+    """Read one name.
+
+    Args:
+        name: a path, URL, or ``archive!member``; the folders count where the file's own name says nothing.
+        prefix: as of torchfrtrace: in a file's name that begins so, the number after it is the rank.
+
+    Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``, ``trace.3``, ``node-3/gpu2/dump``.
+    """
+    parts = [part for part in re.split(r"[/\\!]", name) if part not in ("", ".", "..")]
+    if not parts:
+        return Named()
+    base = _stem(parts[-1])
+    folders = parts[:-1]
+    if prefix and parts[-1].startswith(prefix) and (number := re.match(r"[0-9]+", parts[-1][len(prefix) :])):
+        return Named(rank=_small(number[0]), host=_host(base, folders), sure=True)
+    node, local = _last(_NODE, [*folders, base]), _last(_LOCAL, [*folders, base])
+    host = _host(base, folders)
+    about = Named(host=host, node=node, local_rank=local)
+    own, above = _said(base), [rank for folder in folders if (rank := _said(folder)) >= 0]
+    if own >= 0:
+        note = (
+            ""
+            if not above or above[-1] == own
+            else f"{name} says rank {above[-1]} in a folder's name and rank {own} in its own; taken is {own}."
+        )
+        return replace(about, rank=own, sure=True, note=note)
+    if above:
+        return replace(about, rank=above[-1], sure=True)
+    if local >= 0:
+        return about  # the number of the GPU; which rank that is takes the other names
+    numbers = _numbers(base)
+    if len(numbers) == 1:
+        return replace(about, rank=numbers[0])
+    if len(numbers) > 1:
+        note = f"{name} holds several numbers and does not say which of them is the rank; taken is {numbers[-1]}."
+        return replace(about, rank=numbers[-1], note=note)
+    above = [int(folder) for folder in folders if folder.isdecimal() and folder.isascii() and len(folder) <= 7]
+    return replace(about, rank=above[-1]) if above else about
+
+
+def settle(names: Sequence[str], prefix: str = "") -> list[Named]:
+    """Read all names of one job together: those that say too little alone, by what is different between them.
+
+    * ``node-0/gpu0``, ..., ``node-3/gpu7``: the nodes in order, as many ranks on each as there are GPU numbers.
+    * ``trace-3-28123``, ``trace-4-28124``: the place whose numbers are all different and begin lowest.
+    * ``1-of-4``, ..., ``4-of-4``: counted from 1.
+    """
+    each = [named(name, prefix) for name in names]
+    _from_one(names, each)
+    _by_place(names, each)
+    _by_node(names, each)
+    return each
+
+
+def _from_one(names: Sequence[str], each: list[Named]) -> None:
+    counted = [
+        match if (match := _OF.search(name)) and found.rank == int(match[1]) else None for name, found in zip(names, each, strict=True)
+    ]
+    if any(match and int(match[1]) == int(match[2]) for match in counted) and not any(match and int(match[1]) == 0 for match in counted):
+        for at, match in enumerate(counted):
+            if match:
+                each[at] = replace(each[at], rank=each[at].rank - 1)
+
+
+def _by_place(names: Sequence[str], each: list[Named]) -> None:
+    shapes: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for at, (name, found) in enumerate(zip(names, each, strict=True)):
+        if found.note and not found.sure:
+            base = _stem(re.split(r"[/\\!]", name)[-1])
+            shapes[_NUMBER.sub("#", _without_dates(base)), len(_numbers(base))].append(at)
+    for (_, places), members in shapes.items():
+        if len(members) < 2:
+            continue
+        columns = [[_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[place] for at in members] for place in range(places)]
+        different = [column for column in columns if len(set(column)) == len(column)]
+        whole = [column for column in different if sorted(column) == list(range(len(column)))]
+        best = min(whole or different, key=max, default=None)
+        if best is None or (not whole and sum(max(column) == max(best) for column in different) > 1):
+            continue
+        for at, rank in zip(members, best, strict=True):
+            each[at] = replace(each[at], rank=rank, note="")
+
+
+def _by_node(names: Sequence[str], each: list[Named]) -> None:
+    """Global ranks from node and local rank, where nothing better is known: nodes in order of their numbers, or of their names."""
+    waiting = [at for at, found in enumerate(each) if found.rank < 0 <= found.local_rank]
+    where = {at: (each[at].node, _key(_before_local(names[at]))) for at in waiting}
+    order = {node: position for position, node in enumerate(sorted(set(where.values())))}
+    per_node = 1 + max((each[at].local_rank for at in waiting), default=0)
+    note = (
+        f"The names say the numbers of nodes and of GPUs, not ranks: {per_node} ranks on each of {len(order)} nodes, "
+        f"in the order of their names, are assumed."
+        if len(order) > 1
+        else ""
+    )
+    for at in waiting:
+        each[at] = replace(each[at], rank=order[where[at]] * per_node + each[at].local_rank, note=note)
+
+
+def _before_local(name: str) -> str:
+    *_, last = _LOCAL.finditer(name)
+    return name[: last.start()]
+
+
+def _key(name: str) -> tuple[tuple[int, str], ...]:
+    """``node10`` after ``node9``."""
+    return tuple(
+        (int(part), "") if part.isdecimal() and part.isascii() and len(part) < 10 else (-1, part)
+        for part in re.split(r"([0-9]+)", name)
+        if part
+    )
+
+
+def _said(part: str) -> int:
+    """The rank that a part of the name states, or -1."""
+    found = [number for match in _RANK.finditer(part) if (number := _small(match[1])) >= 0]
+    if found and not re.search(r"local[_-]?rank|node[_-]?rank|group[_-]?rank", part, re.IGNORECASE):
+        return found[-1]
+    if found and (whole := re.search(r"global[_-]?rank[\s_.=-]*([0-9]+)", part, re.IGNORECASE)):
+        return _small(whole[1])
+    if match := _OF.search(part):
+        return _small(match[1])
+    short = _SHORT.findall(part)
+    return _small(short[-1]) if short else -1
+
+
+def _last(pattern: re.Pattern[str], parts: Iterable[str]) -> int:
+    found = [match for part in parts for match in pattern.findall(part)]
+    return _small(found[-1]) if found else -1
+
+
+def _small(number: str) -> int:
+    return int(number) if len(number) <= 12 and int(number) <= RANK_MAX else -1
+
+
+def _stem(name: str) -> str:
+    while (shorter := _ENDING.sub("", name)) != name and shorter:
+        name = shorter
+    return name
+
+
+def _without_dates(text: str) -> str:
+    return _DATE.sub("", text)
+
+
+def _numbers(base: str) -> list[int]:
+    """The numbers of a name that could be a rank: no dates and no clock readings."""
+    return [int(number) for number in _NUMBER.findall(_without_dates(base)) if len(number) <= 7]
+
+
+def _host(base: str, folders: Sequence[str]) -> str:
+    """Of ``host42_rank_7`` or ``rank_7.host42`` the host; else the nearest folder that is called like one."""
+    for piece in (
+        re.split(r"[_.-]?(?:global[_.-]?|local[_.-]?)?rank[\s_.=-]*\d+[_.-]?", base, flags=re.IGNORECASE) if _RANK.search(base) else []
+    ):
+        candidate = re.sub(r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|dump)s?[_.-]", "", piece, flags=re.IGNORECASE).strip("_.-")
+        if candidate and not _NO_HOST.match(candidate) and (_HOST.match(candidate) or "." in candidate):
+            return candidate
+    return next((folder for folder in reversed(folders) if _HOST.match(folder) and not _NO_HOST.match(folder)), "")
