@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench compat page clean
+.PHONY: help demo test explore lint bench compat page clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,8 +23,14 @@ help: ## Say what there is to make
 demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told why (DEMO=NAME for another fault, DEMO=--list)
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
 
+# One file's tests stay in one process, where they share what they launch. WORKERS= runs all of them one after the other.
+WORKERS := -n auto --maxprocesses 4 --dist loadfile
+
 test: $(VENV)/.ready $(VENV)/.browser ## Run all the tests (ARGS="-k name" for some of them)
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
+
+explore: $(VENV)/.ready ## Run the randomised tests on new examples
+	HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest tests/unit $(WORKERS) -k "random or damage or dumps or trace_files or trace_compare" $(ARGS)
 
 lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .

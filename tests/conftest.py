@@ -12,7 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples each time, so that a run says something of the change that it tests. `make explore` draws new ones.
+hypothesis.settings.register_profile("same", derandomize=True)
+hypothesis.settings.register_profile("explore", print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
@@ -73,6 +79,7 @@ def pytest_sessionstart() -> None:
     os.environ[MARK] = uuid.uuid4().hex
 
 
+@pytest.hookimpl(trylast=True)  # pytest-xdist's workers have ended then
 def pytest_sessionfinish(session: pytest.Session) -> None:
     mark = os.environ.pop(MARK, None)
     if mark is None:
@@ -84,5 +91,26 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         print(f"\nleft behind by the tests and ended now: {pid} {command}", file=sys.stderr)
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-    if left and session.exitstatus == pytest.ExitCode.OK:
+    if left and hasattr(session.config, "workeroutput"):
+        session.config.workeroutput[LEFT_BEHIND] = [command for _, command in left]
+    if (left or _LEFT_BY_WORKERS) and session.exitstatus == pytest.ExitCode.OK:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+LEFT_BEHIND = "left behind"
+_LEFT_BY_WORKERS: list[str] = []
+
+
+class _Workers:
+    """What pytest-xdist's workers tell the process that started them."""
+
+    def pytest_testnodedown(self, node: object) -> None:
+        left = getattr(node, "workeroutput", {}).get(LEFT_BEHIND, [])
+        for command in left:
+            print(f"\nleft behind by the tests: {command}", file=sys.stderr)
+        _LEFT_BY_WORKERS.extend(left)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        config.pluginmanager.register(_Workers())

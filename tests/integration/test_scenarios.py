@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +22,8 @@ LARGE = ["data-loader", "mesh-cascade", "dies-sigkill", "skip-then-other", "swap
          "mismatch-root", "fsdp2-forward-order", "batched-p2p-missing", "ddp-skip-backward", "uneven-then-barrier"]  # fmt: skip
 RUNS = [(s.name, 4) for s in FAULTY] + [(name, 2) for name in SMALL] + [(name, 8) for name in LARGE]
 
-SPEAKS_WITHIN_S = 2.0
-"""After the stall timeout."""
+SPEAKS_WITHIN_S = 2.0 if "PYTEST_XDIST_WORKER" not in os.environ else 10.0
+"""After the stall timeout: 2 s, and more where other tests have the cores."""
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +65,9 @@ def test_verdict_is_the_truth(jobs: Harness, tmp_path: Path, name: str, world_si
     assert result.verdict is not None, "Nothing was said."
     assert differences(result.verdict, scenario.truth(world_size)) == []
     if scenario.ending is not Ending.ENDS:
-        assert result.verdict.victims == [rank for rank in range(world_size) if rank not in result.verdict.culprits]
+        at_work = [rank for finding in result.verdict.findings if finding.kind == "waiting" for rank in finding.culprits]
+        others = [rank for rank in range(world_size) if rank not in result.verdict.culprits]
+        assert result.verdict.victims == [rank for rank in others if rank not in at_work], "A rank that is still at work waits for nobody."
     assert steps(result) >= 6, "The fault comes after six healthy steps."
     faults = [verdict for verdict in result.verdicts if verdict.is_fault]
     assert all(differences(verdict, scenario.truth(world_size)) == [] for verdict in faults), "A wrong verdict came first."
