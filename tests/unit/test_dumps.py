@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -257,8 +258,7 @@ class TestReading:
         hidden = tmp_path / "hidden"
         hidden.mkdir(mode=0o700)
         hidden.chmod(0)
-        for parent in (tmp_path, *tmp_path.parents[:2]):
-            parent.chmod(parent.stat().st_mode | 0o755)
+        let_everybody_in(tmp_path)
         for path in job_dir.iterdir():
             if path.name != "rank1.101.box":
                 path.chmod(0o644)
@@ -311,6 +311,14 @@ def unprivileged() -> Iterator[None]:
         yield
     finally:
         os.seteuid(user)
+
+
+def let_everybody_in(folder: Path) -> None:
+    """Open a test's folder and the ones around it that pytest made, which are its user's alone."""
+    for path in (folder, *folder.parents):
+        if path == Path(tempfile.gettempdir()) or path.stat().st_mode & 0o055 == 0o055:
+            return
+        path.chmod(path.stat().st_mode | 0o755)
 
 
 def run(code: str) -> str:
@@ -395,7 +403,8 @@ class TestSaving:
         job_dir = live_job(tmp_path, 1)
         dumps = tmp_path / "dumps"
         dumps.mkdir(mode=0o555)
-        for path in (tmp_path, *tmp_path.parents[:2], *tmp_path.rglob("*")):
+        let_everybody_in(tmp_path)
+        for path in tmp_path.rglob("*"):
             path.chmod(0o755 if path.is_dir() and path != dumps else path.stat().st_mode | 0o444)
         with unprivileged(), pytest.raises(DumpError) as error:
             save_dump(job_dir, dumps, {}, host="n03", keep=3)
