@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import OrderedDict
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from commlens.errors import FormatError
-from commlens.formats.flight_recorder import read_flight_recorder_pickle
+from commlens.formats import detect
+from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
+from commlens.formats.flight_recorder.names import read_name
 from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.model.collective import State
 
@@ -131,6 +134,108 @@ def test_a_cut_file_gives_what_came_before_the_cut():
         assert rows.record_id.tolist() == list(range(len(rows)))
         lengths.add(len(rows))
     assert {0, 10, 20, 30, 40} & lengths and len(lengths) > 40
+
+
+def as_json(value: Any) -> bytes:
+    """As torch writes it: sorted, no frames, 0 for None, status as text."""
+    changed = json.loads(json.dumps(value))
+    changed["pg_status"] = {key: {name: str(last) for name, last in one.items()} for key, one in changed["pg_status"].items()}
+    for one in changed["entries"]:
+        del one["frames"]
+        one["time_discovered_started_ns"] = one["time_discovered_started_ns"] or 0
+    return json.dumps(changed, sort_keys=True, separators=(",", ":")).encode()
+
+
+def test_json_says_the_same_but_for_the_stacks():
+    value = dump([entry(0), entry(1, "nccl:recv 1<-0"), entry(2, state="started", retired=False, time_discovered_completed_ns=None)])
+    pickled, text = rows_of(value), read_flight_recorder_json(as_json(value), "rank_3.json")
+    for name in pickled.__slots__:
+        if name in ("source", "stack", "stacks"):
+            continue
+        left, right = getattr(pickled, name), getattr(text, name)
+        assert (left.tolist() == right.tolist()) if hasattr(left, "tolist") else left == right, name
+    assert text.stack.tolist() == [-1, -1, -1]
+
+
+def test_json_that_is_cut_gives_the_entries_before_the_cut():
+    data = as_json(dump([entry(number) for number in range(20)]))
+    rows = read_flight_recorder_json(data[: len(data) // 2], "rank_3.json")
+    assert 5 < len(rows) < 15 and "cut off" in rows.problems[0] and len(rows.problems) == 1
+
+
+def test_native_gloo_knows_only_what_it_let_go_of():
+    entries = [
+        entry(0, "gloo:all_reduce", state="scheduled", time_discovered_completed_ns=None),
+        entry(1, "gloo:all_reduce", state="scheduled", time_discovered_completed_ns=None, retired=False, process_group=("4", "undefined")),
+    ]
+    rows = rows_of(dump(entries, pg_config={"": {"name": "", "desc": "", "ranks": "[]"}}))
+    assert rows.origin == "gloo-recorder" and rows.state.tolist() == [3, 0]
+    assert [one.state for one in rows.log([0, 1]).collectives] == [State.UNKNOWN, State.ISSUED]
+    assert [(one.group.name, one.group.ranks, one.group.description, one.device) for one in rows.channels] == [
+        ("0", (), "default_pg", "cpu"),
+        ("4", (), "", "cpu"),
+    ]
+
+
+def test_old_and_future_versions_are_read():
+    old = entry(0)
+    for key in ("collective_seq_id", "p2p_seq_id", "is_p2p", "timeout_ms", "thread_id", "thread_name"):
+        del old[key]
+    rows = rows_of({"version": "2.2", "entries": [{**old, "seq_id": 5, "process_group": "3"}]})
+    assert rows.sequence.tolist() == [5] and rows.problems == [] and rows.channels[0].group.name == "3"
+    rows = rows_of(dump([entry(0, "newlib:shuffle", something_new=[1])], version="3.1", more={"a": 1}))
+    assert rows.problems == ["the format's version 3.1 is not known; it was read like 2.10"]
+    assert rows.asked[0].op == "shuffle" and rows.channels[0].group.backend == "newlib" and rows.channels[0].device == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nccl:all_reduce", ("all_reduce", "nccl", "cuda")),
+        ("nccl2:all_to_all_single", ("all_to_all", "nccl", "cuda")),
+        ("nccl-lazy:all_gather_single", ("all_gather", "nccl", "cuda")),
+        ("nccl:ALLGATHER_coalesced", ("coalesced", "nccl", "cuda")),
+        ("nccl:all_gather_into_tensor_coalesced", ("all_gather", "nccl", "cuda")),
+        ("nccl:all_reduce_barrier", ("barrier", "nccl", "cuda")),
+        ("gloo:recv 3<-?", ("recv", "gloo", "cpu")),
+        ("xccl:send 3->11", ("send", "xccl", "xpu")),
+        ("all_reduce", ("all_reduce", "", "")),
+    ],
+)
+def test_names(name, expected):
+    found = read_name(name)
+    assert (found.op, found.backend, found.device) == expected
+
+
+def test_an_entry_that_is_none_is_left_out_and_counted():
+    odd = [None, 3, {}, entry(1, process_group=[1, 2]), entry(1, input_sizes=[["a"]]), entry(1, profiling_name=None), entry(1, frames=[5])]
+    rows = rows_of(dump([entry(0), *odd, entry(2, state="lost", record_id=1 << 80)]))
+    assert rows.sequence.tolist() == [1, 3] and rows.record_id.tolist() == [0, -1]
+    assert rows.problems == [
+        "7 entries are not as entries are, and were left out",
+        "1 entries are in a state that is not known, and were taken as not completed",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("head", "kind"),
+    [
+        (pickle.dumps(dump([]), 2), detect.FLIGHT_RECORDER_PICKLE),
+        (pickle.dumps(dump([]), 0), detect.FLIGHT_RECORDER_PICKLE),
+        (pickle.dumps(dump([]), 5), detect.FLIGHT_RECORDER_PICKLE),
+        (as_json(dump([entry(0)])), detect.FLIGHT_RECORDER_JSON),
+        (json.dumps(dump([]), indent=1).encode(), detect.FLIGHT_RECORDER_JSON),
+        (b"COMMLENS\x01\0\0\0", detect.BLACK_BOX),
+        (b'{\n "schema": "commlens.observed/1", "host": "a"}', detect.OBSERVED),
+        (b'{"schema": "commlens.trace/1"}', None),
+        (b"step 1 loss 2.5\n\x1b[31m[rank0]: ...\n", detect.TEXT),
+        (b"\x7fELF\x02\x01", None),
+        (b"", None),
+        (bytes(4096), None),
+    ],
+)
+def test_files_are_told_by_their_beginning(head, kind):
+    assert detect.reader_for(head) is kind
 
 
 def test_real_dumps_of_16_ranks(shared_data: Path):

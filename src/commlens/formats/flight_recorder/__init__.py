@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.entries import table_of
+from commlens.formats.flight_recorder.json_data import read_json
 from commlens.formats.flight_recorder.meaning import rows_of
 from commlens.formats.flight_recorder.pickle_data import read_pickle
+from commlens.formats.flight_recorder.table import Table
 from commlens.formats.rows import Rows
 
-__all__ = ["read_flight_recorder_pickle"]
+__all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
 
 
 def read_flight_recorder_pickle(data: bytes, source: str) -> Rows:
@@ -22,7 +24,28 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> Rows:
         FormatError: it cannot be read; the message names the file.
     """
     try:
-        found = read_pickle(data)
-        return rows_of(table_of(found.value, cut=found.cut), source)
+        return rows_of(_pickled(data), source)
     except FormatError as error:
         raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None
+
+
+def read_flight_recorder_json(data: bytes, source: str) -> Rows:
+    """One rank's dump as JSON: what ``_dump_fr_trace_json`` gives. It has no stacks.
+
+    Args:
+        data: the file's content.
+        source: the file's name, for messages and for :attr:`~commlens.formats.rows.Rows.source`.
+
+    Raises:
+        FormatError: it cannot be read; the message names the file.
+    """
+    try:
+        value, cut = read_json(data)
+        return rows_of(table_of(value, cut=cut), source)
+    except FormatError as error:
+        raise FormatError(f"{source} cannot be read as Flight Recorder JSON. {error}") from None
+
+
+def _pickled(data: bytes) -> Table:
+    found = read_pickle(data)
+    return table_of(found.value, cut=found.cut)

@@ -91,7 +91,7 @@ def _problems(table: Table, version: str) -> list[str]:
         found.append(f"{table.left_out} entries are not as entries are, and were left out")
     if table.strange_states:
         found.append(f"{table.strange_states} entries are in a state that is not known, and were taken as not completed")
-    if version not in KNOWN_VERSIONS:
+    if version not in KNOWN_VERSIONS and (version or not table.cut):
         found.append(f"the format's version {version or '(none)'} is not known; it was read like 2.10")
     return found
 
@@ -106,12 +106,13 @@ def _config(value: Any) -> dict[_Key, tuple[int, ...]]:
         for key, about in value.items():
             if isinstance(key, str) and isinstance(about, dict):
                 ranks = about.get("ranks")
-                found[(key, _text_of(about.get("desc")))] = parse_ranks(ranks) if isinstance(ranks, str) else ()
+                found[(key, _description(about.get("desc")))] = parse_ranks(ranks) if isinstance(ranks, str) else ()
     return found
 
 
-def _text_of(value: Any) -> str:
-    return value if isinstance(value, str) else ""
+def _description(value: Any) -> str:
+    """Torch says "undefined" of a group that was given none."""
+    return value if isinstance(value, str) and value != "undefined" else ""
 
 
 @lru_cache(maxsize=65536)
@@ -140,7 +141,8 @@ def _channels(
     channels = []
     for code in codes.tolist():
         backend, device = by_number[code % len(kinds)]
-        channels.append(_channel(table.groups[code // len(kinds)], backend, device, config))
+        group_name, description = table.groups[code // len(kinds)]
+        channels.append(_channel((group_name, _description(description)), backend, device, config))
     return index, channels
 
 

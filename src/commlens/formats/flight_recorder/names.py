@@ -54,7 +54,7 @@ _DEVICES: Final = {
     "hccl": "hpu",
     "mccl": "musa",
 }
-_P2P: Final = re.compile(r"(send|recv|recvAnySource) ?(\d{1,9})(?:->|<-)(\d{1,9})")
+_P2P: Final = re.compile(r"(send|recv|recvAnySource) ?(\d{1,9})(?:->|<-)(\d{1,9}|\?|-1)")
 
 _DTYPES: Final = {
     "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16", "Float": "float32",
@@ -72,7 +72,7 @@ class Named(NamedTuple):
     backend: str  # "nccl", also for "nccl2:..."
     device: str  # "cuda"; "" where the backend is not known
     me: int | None = None  # point-to-point: rank in the group of who recorded it
-    peer: int | None = None  # and of the other
+    peer: int | None = None  # and of the other, where it is known
 
     @property
     def closes(self) -> bool:
@@ -82,16 +82,14 @@ class Named(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def read_name(name: str) -> Named:
-    """Take ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1`` or ``nccl:recv 1<-0`` apart."""
-    prefix, colon, raw = name.partition(":")
-    if not colon:
-        prefix, raw = "", name
-    backend = prefix.rstrip("0123456789")
+    """Take ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1``, ``nccl:recv 1<-0`` or ``nccl2:recv 1<-?`` apart."""
+    prefix, _, raw = name.rpartition(":")
+    backend = prefix.removesuffix("-lazy").rstrip("0123456789")
     device = _DEVICES.get(backend, "")
     found = _P2P.match(raw)
     if found:
         op = "send" if found[1] == "send" else "recv"
-        return Named(op, found[1], backend, device, int(found[2]), int(found[3]))
+        return Named(op, found[1], backend, device, int(found[2]), int(found[3]) if found[3].isdecimal() else None)
     raw = raw.split(" ")[0]
     op = _WIRE_OPS.get(raw, raw)
     return Named(CLOSING if raw.endswith("_coalesced") and raw[:1].isupper() else op, raw, backend, device)
