@@ -20,7 +20,7 @@ import commlens
 from commlens.formats.trace_json import encode, read_trace, write_trace
 from commlens.formats.whole_file import write_whole
 from commlens.model.collective import Frame, FrameKind, ProcessGroup
-from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData, TracedModule, TracedOp, TraceEvent
+from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
 from commlens.model.trace_changes import Change, Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.reports.trace_terminal import render
@@ -38,12 +38,13 @@ events = st.builds(
     tag=st.integers(), asynchronous=st.none() | st.booleans(), members=small, thread=small, step=st.integers(0, 5), started_ns=small,
     returned_ns=small, wait_began_ns=small, wait_ended_ns=small, count=st.integers(1, 1 << 40), last_step=st.none() | st.integers(5, 9),
 )  # fmt: skip
+parameters = st.builds(TracedParameter, names, names, st.none() | st.just((4, 8)), names, st.none() | small, names)
 traces = st.builds(
     TraceData,
     rank=st.integers(0, 9), world_size=st.integers(1, 10), script=names, depth=st.sampled_from(Depth), steps=small,
     whole_steps=st.none() | small, preview=st.booleans(),
     groups=st.just([ProcessGroup("1", (0, 1), "dp", "gloo", "dp"), ProcessGroup("2", (0,), "x")]),
-    modules=st.lists(st.builds(TracedModule, names, names, small), max_size=2), events=st.lists(events, max_size=4),
+    modules=st.lists(st.builds(TracedModule, names, names, small, parameters=st.just(()) | st.tuples(parameters)), max_size=2), events=st.lists(events, max_size=4),
     ops=st.lists(st.builds(TracedOp, names, small, st.none() | st.sampled_from(Phase), input_shapes=st.just(((1, 2), ()))), max_size=2),
     coverage=st.builds(Coverage, small, small, small, st.lists(names, max_size=2)),
 )  # fmt: skip
@@ -70,7 +71,7 @@ def test_the_schema_names_what_the_data_has_and_no_more():
     schema = published("trace-1.schema.json")
     jsonschema.Draft202012Validator.check_schema(schema)
     assert list(schema["properties"]) == list(TraceData.__struct_fields__)
-    for kind in (TraceEvent, TracedModule, TracedOp, Coverage, Owner, Cause, Frame, ProcessGroup):
+    for kind in (TraceEvent, TracedModule, TracedParameter, TracedOp, Coverage, Owner, Cause, Frame, ProcessGroup):
         assert list(schema["$defs"][kind.__name__]["properties"]) == list(kind.__struct_fields__)
     assert schema["$defs"]["Phase"]["enum"] == sorted(phase.value for phase in Phase)
     with pytest.raises(jsonschema.ValidationError):

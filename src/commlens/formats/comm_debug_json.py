@@ -11,7 +11,7 @@ import msgspec
 from commlens.errors import FormatError
 from commlens.model.collective import ProcessGroup
 from commlens.model.ops import WIRE_OPS, wire_op
-from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TracedOp, TraceEvent
+from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
 
 _FUNCTIONAL: Final[dict[str, str]] = {
     "all_gather_into_tensor": "all_gather",
@@ -36,6 +36,7 @@ class _Module(msgspec.Struct):
     fqn: str
     children: list[_Module]
     module_type: str = ""
+    parameters: list[tuple[str, Any]] = []
     collectives_forward: list[tuple[str, int]] = []
     collectives_backward: list[tuple[str, int]] = []
     collectives_checkpointing: list[tuple[str, int]] = []  # ours only; part of collectives_backward in torch's
@@ -71,7 +72,8 @@ def convert(content: bytes, path: Path) -> TraceData:
         if site is not None:
             index = len(data.modules)
             kind = module.module_type.removeprefix("class '").removesuffix("'")
-            data.modules.append(TracedModule(path=site, type=kind, parent=parent))
+            parameters = tuple(TracedParameter(name, str(placements)) for name, placements in module.parameters)
+            data.modules.append(TracedModule(path=site, type=kind, parent=parent, parameters=parameters))
         children = list({child.fqn: child for child in reversed(module.children)}.values())
         _collectives(data, module, children, site)
         _ops(data, module, site)

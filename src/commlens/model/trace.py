@@ -87,6 +87,17 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.phase is not None and (self.site is not None or not inside)
 
 
+class TracedParameter(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A parameter of a module, as it lay between two steps."""
+
+    name: str  # "weight"
+    placements: str = ""  # "(Shard(dim=0),)"; "" where it is no DTensor
+    shape: tuple[int, ...] | None = None  # of the whole tensor; None where it is not known
+    dtype: str = ""
+    local_bytes: int | None = None  # what this rank holds of it
+    mesh: str = ""  # "DeviceMesh((4,), ...)" as torch prints it
+
+
 class TracedModule(msgspec.Struct, omit_defaults=True):
     """A module that was called while traced: one row, however often."""
 
@@ -94,6 +105,7 @@ class TracedModule(msgspec.Struct, omit_defaults=True):
     type: str  # "torch.nn.modules.linear.Linear"
     calls: int = 0
     parent: int | None = None  # index into TraceData.modules: the module whose call contained its first call
+    parameters: tuple[TracedParameter, ...] = ()  # its own, not its children's
 
 
 class TracedOp(msgspec.Struct, omit_defaults=True):

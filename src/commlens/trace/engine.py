@@ -33,6 +33,7 @@ from commlens.trace.causes import Causes
 from commlens.trace.modules import ModuleCall, ModuleTracker
 from commlens.trace.owners import Owners
 from commlens.trace.packets import key_of
+from commlens.trace.parameters import Parameters
 from commlens.trace.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, steps_under_way
 
 log = logging.getLogger("commlens")
@@ -143,6 +144,8 @@ class Tracer:
         self._infos = StackInfos()
         self._causes = Causes()
         self._owners = Owners(self.modules)
+        self._parameters = Parameters(self.modules.rows)
+        self.modules.on_leave.append(self._parameters.left)
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
@@ -183,6 +186,7 @@ class Tracer:
         if not self._running:
             return
         self._running = False
+        self._parameters.look()
         if self.ops is not None:
             self.ops.__exit__(None, None, None)
         tap.detach(self)
@@ -359,6 +363,8 @@ class Tracer:
                 return  # of several optimizers the first one counts
             self.steps += 1
             self.modules.step_ended()
+            if self.steps == 1:
+                self._parameters.look()
             self._fold_old()
         except Exception as error:
             self._fail(error)
@@ -419,7 +425,9 @@ class Tracer:
             whole_steps=self.whole_steps if self._summaries else None,
             groups=table.groups,
             modules=[
-                TracedModule(row.path, row.type, row.calls, row.parent.index if row.parent is not None else None)
+                TracedModule(
+                    row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self._parameters.of(row)
+                )
                 for row in self.modules.rows
             ],
             events=events,
