@@ -194,4 +194,9 @@ def test_llamas_shapes_on_512_ranks(tmp_path):
     saved = json.loads((tmp_path / "x.json").read_text())
     assert saved["coverage"]["unclassified"] == 0
     assert saved["groups"][saved["events"][0]["group"]]["ranks"] == list(range(7, 512, 8))
+    parameters = {f"{module['path']}.{one['name']}": one for module in saved["modules"] for one in module.get("parameters", ())}
+    assert parameters["FSDPLlama.layers.1.attention.wo.weight"] == {
+        "name": "weight", "placements": "(Shard(dim=0), Shard(dim=1))", "shape": [4096, 4096], "dtype": "float32",
+        "local_bytes": 4096 * 4096 * 4 // 512, "mesh": "DeviceMesh((dp=64, tp=8), 'cpu', stride=(8, 1))",
+    }  # fmt: skip
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 2_000_000  # kB

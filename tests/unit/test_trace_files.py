@@ -44,7 +44,8 @@ traces = st.builds(
     rank=st.integers(0, 9), world_size=st.integers(1, 10), script=names, depth=st.sampled_from(Depth), steps=small,
     whole_steps=st.none() | small, preview=st.booleans(),
     groups=st.just([ProcessGroup("1", (0, 1), "dp", "gloo", "dp"), ProcessGroup("2", (0,), "x")]),
-    modules=st.lists(st.builds(TracedModule, names, names, small, parameters=st.just(()) | st.tuples(parameters)), max_size=2), events=st.lists(events, max_size=4),
+    modules=st.lists(st.builds(TracedModule, names, names, small, parameters=st.just(()) | st.tuples(parameters)), max_size=2),
+    events=st.lists(events, max_size=4),
     ops=st.lists(st.builds(TracedOp, names, small, st.none() | st.sampled_from(Phase), input_shapes=st.just(((1, 2), ()))), max_size=2),
     coverage=st.builds(Coverage, small, small, small, st.lists(names, max_size=2)),
 )  # fmt: skip
