@@ -1,0 +1,1 @@
+"""Dumps of any origin, written for other tools: one module for each format."""

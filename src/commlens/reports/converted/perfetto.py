@@ -1,0 +1,115 @@
+"""Dumps as a timeline for ui.perfetto.dev and chrome://tracing: Chrome's trace event JSON.
+
+One process for each rank, one track in it for each process group. An operation is a slice from its start (where no start was
+recorded: from when it was issued, or the one before it on its group had ended) to its end. One that never ended has no end: it is
+drawn to the end of the picture, marked as unfinished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final
+
+import msgspec
+
+from commlens.formats.rows import COMPLETED, RETIRED, STARTED, Rows
+from commlens.model.collective import Asked, user_frame
+from commlens.model.ranks import format_ranks
+from commlens.reports.converted.table import STATES
+
+_LANES: Final = 100
+"""Tracks of one group lie so many numbers apart: operations of one group that overlap need several."""
+
+
+def to_perfetto(several: Iterable[Rows]) -> Iterator[bytes]:
+    """The timeline, a piece for each rank."""
+    yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
+    first = True
+    for rows in several:
+        piece = b",\n".join(map(msgspec.json.encode, _events(rows)))
+        if piece:
+            yield piece if first else b",\n" + piece
+            first = False
+    yield b"\n]}\n"
+
+
+def _events(rows: Rows) -> Iterator[dict[str, Any]]:
+    host = f" ({rows.host})" if rows.host else ""
+    rank = rows.rank
+    yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}{host}"}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+    lanes: dict[int, list[int]] = {}  # of each channel, where each of its tracks is free again; never after an open slice
+    previous: dict[int, int] = {}  # of each channel, when the operation before ended
+    for at in range(len(rows)):
+        created, started, ended = int(rows.created_ns[at]), int(rows.started_ns[at]), int(rows.completed_ns[at])
+        if not created:
+            continue
+        state, number = int(rows.state[at]), int(rows.channel[at])
+        if rows.coalesced[at] and not rows.closes[at] and state not in (COMPLETED, RETIRED):
+            continue  # the entry that closes the group stands for it
+        began = started if started >= created and rows.origin != "commlens" else max(created, previous.get(number, 0))
+        if state == COMPLETED and ended:
+            began = min(began, ended)
+            end = max(ended, began)
+            previous[number] = max(previous.get(number, 0), end)
+        else:
+            end = began if state in (COMPLETED, RETIRED) else -1
+        track = _track(lanes.setdefault(number, []), began, end)
+        yield from _named(rows, number, track) if track[1] else ()
+        asked = rows.asked[int(rows.asked_index[at])]
+        event = {
+            "name": f"{asked.op} #{int(rows.sequence[at])}" + (" never ended" if end < 0 else ""),
+            "cat": "in flight" if end < 0 else "p2p" if rows.p2p[at] else "collective",
+            "pid": rank,
+            "tid": 1 + number * _LANES + track[0],
+            "ts": began / 1000,
+            "args": _about(rows, at, asked),
+        }
+        yield {"ph": "B", **event} if end < 0 else {"ph": "X", "dur": (end - began) / 1000, **event}
+
+
+def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
+    """The first track where a slice disturbs no other, and whether it is a new one. Open slices lie within one another on one."""
+    for number, until in enumerate(free):
+        if (until >= 0 and until <= began) or (until < 0 and end < 0):
+            free[number] = end
+            return number, False
+    if len(free) >= _LANES:
+        return _LANES - 1, False
+    free.append(end)
+    return len(free) - 1, True
+
+
+def _named(rows: Rows, number: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
+    channel = rows.channels[number]
+    group = channel.group
+    name = f"{group.label or 'group'} [{format_ranks(group.ranks)}] {group.backend}" + (f" ({track[0] + 1})" if track[0] else "")
+    tid = 1 + number * _LANES + track[0]
+    yield {"ph": "M", "name": "thread_name", "pid": rows.rank, "tid": tid, "args": {"name": name}}
+    yield {"ph": "M", "name": "thread_sort_index", "pid": rows.rank, "tid": tid, "args": {"sort_index": tid}}
+
+
+def _about(rows: Rows, at: int, asked: Asked) -> dict[str, Any]:
+    tensors = asked.inputs or asked.outputs
+    frame = user_frame(rows.stacks[int(rows.stack[at])]) if rows.stack[at] >= 0 else None
+    state = int(rows.state[at])
+    about: dict[str, Any] = {
+        "group": rows.channels[int(rows.channel[at])].group.name,
+        "sequence": int(rows.sequence[at]),
+        "state": STATES[state],
+        "tensors": ", ".join(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in tensors[:4])
+        + (", ..." if len(tensors) > 4 else ""),
+        "recorded as": asked.dispatcher_op,
+        "issued": int(rows.created_ns[at]),
+    }
+    if rows.peer[at] >= 0:
+        about["peer"] = int(rows.peer[at])
+    if asked.reduce_op:
+        about["reduce op"] = asked.reduce_op
+    if frame is not None:
+        about["line"] = f"{frame.file}:{frame.line} {frame.function}"
+    if rows.duration_ns[at] >= 0:
+        about["duration on the device, ns"] = int(rows.duration_ns[at])
+    if state not in (STARTED, COMPLETED, RETIRED) and rows.origin == "flight-recorder":
+        about["note"] = "whether it had started is not recorded"
+    return about

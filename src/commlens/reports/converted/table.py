@@ -1,0 +1,139 @@
+"""The joined table: one line for each operation of each rank, as CSV or Parquet, for notebooks and databases."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from commlens.errors import MissingDependency
+from commlens.formats.rows import Rows
+from commlens.model.collective import Asked, Channel, Stack, TensorSpec, user_frame
+from commlens.model.ranks import format_ranks
+
+STATES: Final = ("scheduled", "started", "completed", "retired")
+"""By the number in ``Rows.state``."""
+
+_PLAIN: Final = {
+    "sequence": "int64", "peer": "int32", "created_ns": "int64", "started_ns": "int64", "completed_ns": "int64", "duration_ns": "int64",
+    "timeout_ms": "int64", "coalesced": "int32",
+}  # fmt: skip
+"""Columns as they are in Rows. -1 and 0 stand for "not known" there, and are left empty here."""
+_EMPTY: Final = {"peer": -1, "created_ns": 0, "started_ns": 0, "completed_ns": 0, "duration_ns": -1, "timeout_ms": 0, "coalesced": 0}
+
+_CHANNEL: Final[dict[str, Callable[[Channel], Any]]] = {
+    "group": lambda one: one.group.name,
+    "group_description": lambda one: one.group.description,
+    "group_ranks": lambda one: format_ranks(one.group.ranks),
+    "backend": lambda one: one.group.backend,
+    "device": lambda one: one.device,
+}
+_ASKED: Final[dict[str, Callable[[Asked], Any]]] = {
+    "op": lambda one: one.op,
+    "recorded_as": lambda one: one.dispatcher_op,
+    "input_shapes": lambda one: _shapes(one.inputs),
+    "input_dtypes": lambda one: _dtypes(one.inputs),
+    "output_shapes": lambda one: _shapes(one.outputs),
+    "output_dtypes": lambda one: _dtypes(one.outputs),
+    "reduce_op": lambda one: one.reduce_op or "",
+    "root": lambda one: "" if one.root is None else str(one.root),
+}
+_STACK: Final[dict[str, Callable[[Stack], Any]]] = {
+    "line": lambda one: frame.where if (frame := user_frame(one)) else "",
+    "stack": lambda one: "; ".join(f"{frame.file}:{frame.line} {frame.function}" for frame in one),
+}
+COLUMNS: Final = ("rank", "host", "index", *_CHANNEL, *_ASKED, "p2p", "state", *_PLAIN, *_STACK, "source", "job")
+"""What the table has, in order; docs/convert.md explains each."""
+
+
+def to_csv(several: Iterable[Rows]) -> Iterator[bytes]:
+    """The table, a piece for each rank."""
+    for number, rows in enumerate(several):
+        out = io.StringIO()
+        writer = csv.writer(out, lineterminator="\n")
+        if not number:
+            writer.writerow(COLUMNS)
+        columns = [_texts(rows, name) for name in COLUMNS]
+        writer.writerows(zip(*columns, strict=True))
+        yield out.getvalue().encode("utf-8", "backslashreplace")
+
+
+def write_parquet(several: Iterable[Rows], path: Path) -> None:
+    """The table, a row group for each rank; texts are dictionary-encoded.
+
+    Raises:
+        MissingDependency: pyarrow is not installed.
+        OSError: the file cannot be written.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingDependency(f"Writing Parquet needs the package pyarrow ({error}): pip install 'commlens[parquet]'") from None
+    texts = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+    types = {name: pyarrow.type_for_alias(dtype) for name, dtype in _PLAIN.items()}
+    types |= {"rank": pyarrow.int32(), "index": pyarrow.int64(), "p2p": pyarrow.bool_()}
+    schema = pyarrow.schema([(name, types.get(name, texts)) for name in COLUMNS])
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="zstd") as writer:
+        for rows in several:
+            arrays = []
+            for name in COLUMNS:
+                if name in types:
+                    values, empty = _numbers(rows, name)
+                    arrays.append(pyarrow.array(values, types[name], mask=empty))
+                else:
+                    codes, table = _coded(rows, name)
+                    made = pyarrow.DictionaryArray.from_arrays(pyarrow.array(codes, pyarrow.int32(), mask=codes < 0), table)
+                    arrays.append(made.cast(texts))
+            writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
+
+
+def _numbers(rows: Rows, name: str) -> tuple[Any, Any]:
+    """The values, and where they are not known."""
+    if name == "rank":
+        return np.full(len(rows), rows.rank, "int32"), np.zeros(len(rows), "bool")
+    values = rows.record_id if name == "index" else getattr(rows, name)
+    return values, values == _EMPTY[name] if name in _EMPTY else np.zeros(len(rows), "bool")
+
+
+def _coded(rows: Rows, name: str) -> tuple[Any, list[str]]:
+    """Each different text once, and which of them each row has; -1 for none."""
+    made: list[str]
+    if name in _CHANNEL:
+        codes, made = rows.channel, [_CHANNEL[name](one) for one in rows.channels]
+    elif name in _ASKED:
+        codes, made = rows.asked_index, [_ASKED[name](one) for one in rows.asked]
+    elif name in _STACK:
+        codes, made = rows.stack, [_STACK[name](one) for one in rows.stacks]
+    elif name == "state":
+        codes, made = rows.state.astype("int32"), list(STATES)
+    else:
+        codes, made = np.zeros(len(rows), "int32"), [getattr(rows, name)]
+    return codes, [_clean(text) for text in made]
+
+
+def _texts(rows: Rows, name: str) -> list[str]:
+    if name == "p2p":
+        return ["true" if one else "false" for one in rows.p2p.tolist()]
+    if name in _PLAIN or name in ("rank", "index"):
+        values, empty = _numbers(rows, name)
+        return ["" if nothing else str(value) for value, nothing in zip(values.tolist(), empty.tolist(), strict=True)]
+    codes, table = _coded(rows, name)
+    return [table[code] if code >= 0 else "" for code in codes.tolist()]
+
+
+def _clean(text: str) -> str:
+    """Without halves of characters, which neither format can hold: texts come from others' files."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _shapes(tensors: Sequence[TensorSpec]) -> str:
+    return " ".join("x".join(map(str, one.shape)) or "scalar" for one in tensors)
+
+
+def _dtypes(tensors: Sequence[TensorSpec]) -> str:
+    return " ".join(dict.fromkeys(one.dtype for one in tensors))

@@ -1,0 +1,113 @@
+"""Our black boxes as Flight Recorder dumps: torchfrtrace itself reads them, and so do we."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import Job, Stay, Step, all_reduce, recv, send
+from test_diagnose_findings import at
+
+from commlens.formats.flight_recorder import read_flight_recorder_pickle
+from commlens.formats.log_rows import rows_of_log
+from commlens.formats.rows import Rows
+from commlens.reports.converted.flight_recorder import to_json, to_pickle
+
+
+def mixed(fault: Callable[[Job, int, int], Iterator[object] | None]) -> Callable[[Job, int], Iterator[object]]:
+    """Collectives of every rank, and messages round the ring."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(5):
+            yield from fault(job, rank, i) or [all_reduce(job.world, 100, line=20)]
+            yield send(job.world, (rank + 1) % 4, 10, line=30)
+            yield recv(job.world, (rank + 3) % 4, 10, line=31)
+            yield Step()
+
+    return program
+
+
+def written(folder: Path, job: Job, **options: float) -> list[Rows]:
+    several = [rows_of_log(log) for log in job.logs(**options)]
+    for rows in several:
+        problems: list[str] = []
+        (folder / f"nccl_trace_rank_{rows.rank}").write_bytes(to_pickle(rows, problems))
+        assert problems == []
+    return several
+
+
+# torchfrtrace prints its tables through the package tabulate, and does not work without it.
+TORCHFRTRACE = """
+import sys, types
+sys.modules["tabulate"] = types.SimpleNamespace(tabulate=lambda rows, headers=(): f"{headers} {rows}")
+from torch.distributed.flight_recorder.fr_trace import main
+main(sys.argv[1:])
+"""
+
+
+def torchfrtrace(folder: Path, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHFRTRACE, str(folder), *options],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=os.environ | {"COMMLENS": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_torchfrtrace_finds_the_rank_that_is_missing(tmp_path: Path) -> None:
+    written(tmp_path, Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))))
+    said = torchfrtrace(tmp_path)
+    assert "Not all ranks joining collective" in said
+    assert "missing ranks: {2}" in said
+
+
+def test_torchfrtrace_finds_nothing_wrong_with_a_healthy_job_and_prints_its_entries(tmp_path: Path) -> None:
+    written(tmp_path, Job(4).run(mixed(lambda *_: None)))
+    said = torchfrtrace(tmp_path, "-j")
+    assert "all_reduce(input_sizes=[[" in said
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    for before in written(tmp_path, Job(4).run(mixed(at(2, 3, Stay(57, "load_batch"))))):
+        name = f"nccl_trace_rank_{before.rank}"
+        after = read_flight_recorder_pickle((tmp_path / name).read_bytes(), name)
+        assert len(after) == len(before)
+        collective = ~before.p2p
+        assert np.array_equal(after.sequence[collective], before.sequence[collective])
+        for column in ("record_id", "state", "created_ns", "completed_ns", "p2p", "peer", "retired"):
+            assert np.array_equal(getattr(after, column), getattr(before, column)), column
+        assert [after.asked[index].op for index in after.asked_index] == [before.asked[index].op for index in before.asked_index]
+        shapes = [
+            [[tensor.shape for tensor in rows.asked[index].inputs or rows.asked[index].outputs] for index in rows.asked_index]
+            for rows in (after, before)
+        ]
+        assert shapes[0] == shapes[1]
+        assert [one.file for one in after.stacks[int(after.stack[0])]] == [one.file for one in before.stacks[int(before.stack[0])]]
+
+
+def test_json_is_the_same_but_for_what_torch_writes_differently(tmp_path: Path) -> None:
+    (rows, *_) = written(tmp_path, Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))))
+    one, other = pickle.loads(to_pickle(rows, [])), json.loads(to_json(rows, []))
+    assert other["pg_status"]["0"]["last_enqueued_collective"] == str(one["pg_status"]["0"]["last_enqueued_collective"])
+    assert [entry["profiling_name"] for entry in one["entries"]] == [entry["profiling_name"] for entry in other["entries"]]
+    assert other["entries"][-1]["time_discovered_completed_ns"] == 0
+    assert one["entries"][-1]["time_discovered_completed_ns"] is None
+
+
+@pytest.mark.parametrize("kind", ["pickle", "json"])
+def test_an_empty_log(kind: str) -> None:
+    (log, *_) = Job(4).run(mixed(lambda *_: None)).logs()
+    log.collectives = []
+    content = (to_pickle if kind == "pickle" else to_json)(rows_of_log(log), [])
+    dump = pickle.loads(content) if kind == "pickle" else json.loads(content)
+    assert (dump["entries"], dump["pg_config"], dump["version"]) == ([], {}, "2.10")
