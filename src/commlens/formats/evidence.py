@@ -20,7 +20,9 @@ import msgspec
 from commlens.errors import CommandError, FormatError
 from commlens.formats import layout as L
 from commlens.formats import places
-from commlens.formats.blackbox import BoxStatus, OpenBox, open_regular, reason
+from commlens.formats.blackbox import SIZE_MAX, BoxStatus, OpenBox, open_regular, read_box, read_status, reason
+from commlens.formats.sources.compression import is_packed
+from commlens.formats.sources.source import FilePart, Source
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.ranks import ranks_phrase
 
@@ -96,11 +98,22 @@ def read_evidence(paths: Iterable[str | Path], *, job: str | None = None) -> Evi
         CommandError: a path does not exist.
     """
     problems: list[str] = []
+    return evidence_of((Source(str(path), FilePart(str(path))) for path in _files(paths, problems)), problems, job=job)
+
+
+def evidence_of(sources: Iterable[Source], problems: list[str], *, job: str | None = None) -> Evidence:
+    """The same of files that have been found already: black boxes and what was observed, wherever they lie.
+
+    Args:
+        sources: in any order.
+        problems: sentences about what could not be read so far; it takes more of them.
+        job: read this job and no other.
+    """
     boxes: list[_Found] = []
     observed: list[_Observed] = []
-    for path in _files(paths, problems):
+    for source in sources:
         try:
-            read = _read_file(path, problems)
+            read = _read_file(source, problems)
         except FormatError as error:
             problems.append(str(error))
             continue
@@ -200,33 +213,41 @@ def _looks_like_ours(path: Path) -> bool:
     return bool(head) and (head == L.MAGIC[: len(head)] or head.lstrip()[:1] == b"{" or bool(BOX_NAME.fullmatch(path.name)))
 
 
-def _read_file(path: Path, problems: list[str]) -> _Found | _Observed | None:
-    if _head(path).lstrip()[:1] == b"{":
-        return _read_observed(path, problems)
-    with OpenBox(path) as box:
-        status, log = box.status(), box.log()
+def _read_file(source: Source, problems: list[str]) -> _Found | _Observed | None:
+    path = source.path
+    if source.head(1 << 9).lstrip()[:1] == b"{":
+        return _read_observed(source, problems)
+    if path is not None and (_head(path) == L.MAGIC or not is_packed(_head(path))):
+        with OpenBox(path, name=source.name) as box:
+            status, log = box.status(), box.log()
+    else:
+        path = Path(source.name)
+        content = source.read(SIZE_MAX)
+        status, log = read_status(content, name=source.name), read_box(content, name=source.name)
+        log.problems += source.problems
     if log.rank < 0:
-        raise FormatError(f"{path} is of a process (pid {log.pid}) that never learnt its rank, so it is left out.")
+        raise FormatError(f"{source.name} is of a process (pid {log.pid}) that never learnt its rank, so it is left out.")
     return _Found(path, status, log)
 
 
-def _read_observed(path: Path, problems: list[str]) -> _Observed:
-    foreign = FormatError(f"{path} is neither a black box nor part of a dump.")
-    content = _head(path, OBSERVED_MAX + 1)
+def _read_observed(source: Source, problems: list[str]) -> _Observed:
+    path = source.path or Path(source.name)
+    foreign = FormatError(f"{source.name} is neither a black box nor part of a dump.")
+    content = source.read(OBSERVED_MAX + 1)
     if len(content) > OBSERVED_MAX:
         raise foreign
     try:
         whole = msgspec.json.decode(content)
     except (ValueError, RecursionError):
         if OBSERVED_SCHEMA.encode() in content[:4096]:
-            raise FormatError(f"{path} is damaged: it is not valid JSON.") from None
+            raise FormatError(f"{source.name} is damaged: it is not valid JSON.") from None
         raise foreign from None
     if not isinstance(whole, dict) or not isinstance(whole.get("schema"), str):
         raise foreign
     if whole["schema"] != OBSERVED_SCHEMA:
         if not whole["schema"].startswith("commlens.observed/"):
             raise foreign
-        raise FormatError(f"{path} follows {whole['schema'][:60]}, and this commlens reads {OBSERVED_SCHEMA}.")
+        raise FormatError(f"{source.name} follows {whole['schema'][:60]}, and this commlens reads {OBSERVED_SCHEMA}.")
     damaged = False
     ranks: dict[int, tuple[int, Observation]] = {}
     entries = whole.get("ranks")
@@ -247,7 +268,7 @@ def _read_observed(path: Path, problems: list[str]) -> _Observed:
     notes = whole.get("problems")
     problems += [note for note in (notes if isinstance(notes, list) else [])[:100] if isinstance(note, str)]
     if damaged or not isinstance(entries, dict):
-        problems.append(f"{path} is damaged in parts: what was seen of some processes is not known.")
+        problems.append(f"{source.name} is damaged in parts: what was seen of some processes is not known.")
     host, job = whole.get("host"), whole.get("job")
     return _Observed(path, host if isinstance(host, str) else "", job if isinstance(job, str) else "", ranks, moments)
 

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from commlens.formats.sources.names import Named, named, settle
 from commlens.formats.sources.source import READ_MAX, Source
-from commlens.formats.sources.walk import open_sources
+from commlens.formats.sources.walk import Paths, name_paths, open_sources
 
-__all__ = ["READ_MAX", "Named", "Source", "named", "open_sources", "settle"]
+__all__ = ["READ_MAX", "Named", "Paths", "Source", "name_paths", "named", "open_sources", "settle"]

@@ -102,6 +102,11 @@ _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
 }
 
 
+def is_packed(head: bytes) -> bool:
+    """Whether a file that begins like this is compressed."""
+    return decompressor_for(head) is not None
+
+
 def is_bomb(content: int, stored: int) -> bool:
     """Whether so many bytes of content from so many stored ones are no honest dump."""
     return content > UNSUSPICIOUS and content > RATIO_MAX * stored

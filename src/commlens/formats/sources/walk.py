@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +23,28 @@ _NAMED_MAX: Final = 10  # sentences about strange files for each folder
 _NOT_FILES: Final = frozenset({"/proc", "/sys"})  # what they hold only looks like files
 
 
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """What a user named, with the list on standard input already read: it can be gone through more than once."""
+
+    given: tuple[str, ...]
+    listed: tuple[str, ...] = ()
+
+
+def name_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Paths:
+    """Take the paths in an order that does not depend on theirs, and the list on standard input for ``-``.
+
+    Raises:
+        CommandError: there is no such list.
+    """
+    several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
+    given = {os.fspath(path).removeprefix("file://") for path in several}
+    listed = _list_on_standard_input() if "-" in given else []
+    return Paths(tuple(sorted(given - {"-"})), tuple(sorted(set(listed))))
+
+
 def open_sources(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], problems: list[str], *, prefix: str = ""
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, problems: list[str], *, prefix: str = ""
 ) -> Iterator[Source]:
     """The files that the paths name, each once, in an order that does not depend on theirs.
 
@@ -40,13 +61,8 @@ def open_sources(
         CommandError: a path that was given does not exist or cannot be read.
         MissingDependency: a package is not installed that a URL needs.
     """
-    several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    given = sorted({os.fspath(path).removeprefix("file://") for path in several})
-    listed: list[str] = []
-    if "-" in given:
-        given.remove("-")
-        listed = _list_on_standard_input()
-    yield from _Walk(problems, prefix).sources(given, listed)
+    named = paths if isinstance(paths, Paths) else name_paths(paths)
+    yield from _Walk(problems, prefix).sources(named.given, named.listed)
 
 
 class _Walk:
@@ -56,9 +72,9 @@ class _Walk:
         self.seen: set[tuple[int, int]] = set()  # the same file may be named twice: by a link, or with its folder
         self.count = 0
 
-    def sources(self, given: list[str], listed: list[str]) -> Iterator[Source]:
+    def sources(self, given: Sequence[str], listed: Sequence[str]) -> Iterator[Source]:
         roots = [(text, _state(text)) for text in given if not is_url(text)]
-        for text in sorted(set(listed)):
+        for text in listed:
             try:
                 if not is_url(text):
                     roots.append((text, _state(text)))
