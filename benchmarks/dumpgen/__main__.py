@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dumpgen import FAULTS, MESHES, Conditions, Job
 from dumpgen.faults import by_name, possible
-from dumpgen.mesh import MEGATRON_MESHES
+from dumpgen.mesh import FLAT_MESHES, MEGATRON_MESHES
 
 
 def main() -> None:
@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="the faults")
     parser.add_argument("--ranks", type=int, default=64, choices=sorted(MESHES))
     parser.add_argument("--megatron", action="store_true", help="a mixture of experts with Megatron's groups")
+    parser.add_argument("--flat", action="store_true", help="no pipeline")
     parser.add_argument("--fault", default="stuck-before-tp", choices=[fault.name for fault in FAULTS])
     parser.add_argument("--version", default="2.10")
     parser.add_argument("--timing", action="store_true")
@@ -32,7 +33,9 @@ def main() -> None:
         for fault in FAULTS:
             print(f"{fault.name:20} {fault.summary}")
         return
-    mesh = (MEGATRON_MESHES if arguments.megatron else MESHES)[arguments.ranks]
+    mesh = (MEGATRON_MESHES if arguments.megatron else FLAT_MESHES if arguments.flat else MESHES).get(arguments.ranks)
+    if mesh is None:
+        parser.error(f"There is no such mesh of {arguments.ranks} ranks.")
     if by_name(arguments.fault) not in possible(mesh):
         parser.error(f"{arguments.fault} needs more pipeline stages than this mesh has.")
     conditions = Conditions(

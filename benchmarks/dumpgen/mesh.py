@@ -106,6 +106,14 @@ MESHES = {
 }
 """World size to the mesh of an FSDP x TP x PP job."""
 
+FLAT_MESHES = {
+    16: Mesh(1, 4, 4),
+    64: Mesh(1, 8, 8),
+    1024: Mesh(1, 128, 8),
+    4096: Mesh(1, 512, 8),
+}
+"""World size to the mesh of a job without a pipeline: no messages, collectives only."""
+
 MEGATRON_MESHES = {
     16: Mesh(4, 2, 2, ep=2, megatron=True),
     64: Mesh(4, 4, 4, ep=4, megatron=True),

@@ -1,0 +1,105 @@
+"""What a diagnosis costs: CPU, time and peak memory, beside torchfrtrace and beside the bare ``pickle.load`` of the same files.
+
+    python benchmarks/diagnose_cost.py --sizes 8 64 256 1024 4096 10240 --json cost.json --markdown cost.md
+
+Each measurement is a command of its own on generated dumps of 2,000 entries for each rank, its worker processes included; CPU is user and
+system time, memory the proportional set size of all its processes together, looked at ten times a second. The bare load is one process
+that calls ``pickle.load`` on one file after the other and keeps nothing, with Python's garbage collector off, which is twice as
+fast as with it. The files have been read once before, so that nobody waits for the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import _diagnosing as judge
+from dumpgen import MESHES, Conditions, Job
+from dumpgen.faults import by_name
+
+BARE = "import gc, pickle, sys, os\ngc.disable()\nfor e in os.scandir(sys.argv[1]):\n    with open(e.path, 'rb') as f: pickle.load(f)\n"
+CASES = ("stuck-before-tp", "healthy-done")
+
+
+def measured(size: int, fault: str, *, rival: bool, folder: Path, runs: int) -> dict[str, Any]:
+    """One size and fault: every tool's cost, the cheapest of the runs."""
+    job = Job(MESHES[size], by_name(fault), Conditions())
+    job.write(folder, processes=os.cpu_count() or 1)
+    megabytes = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
+    row: dict[str, Any] = {"ranks": size, "fault": fault, "disk_mb": round(megabytes, 1)}
+    commands = {
+        "bare": [sys.executable, "-S", "-c", BARE, str(folder)],
+        "commlens": [sys.executable, "-m", "commlens", "diagnose", str(folder), "--json"],
+    }
+    if rival:
+        commands["torchfrtrace"] = [*judge.TORCHFRTRACE, str(folder), "-p", "rank_"]
+    for tool, command in commands.items():
+        costs = [judge.measure(command) for _ in range(1 if tool == "torchfrtrace" else runs)]
+        best = min(costs, key=lambda cost: cost.cpu_s)
+        row[tool] = {**best.as_row(), "runs": len(costs)}
+        if best.status not in (0, 1):
+            row[tool]["failed"] = best.text.strip().splitlines()[-1:]
+    row["of_bare"] = round(row["commlens"]["cpu_s"] / row["bare"]["cpu_s"], 2)
+    if rival:
+        row["times_less_cpu"] = round(row["torchfrtrace"]["cpu_s"] / row["commlens"]["cpu_s"], 1)
+    return row
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| ranks | dumps | on disk | commlens CPU | time | peak memory | bare `pickle.load` CPU | commlens / bare "
+        "| torchfrtrace CPU | time | peak memory | less CPU |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ours, bare, theirs = row["commlens"], row["bare"], row.get("torchfrtrace")
+        cells = [f"{row['ranks']:,}", row["fault"], f"{row['disk_mb']:,.0f} MB", f"{ours['cpu_s']:.2f} s", f"{ours['wall_s']:.2f} s"]
+        cells += [f"{ours['peak_mb']:,.0f} MB", f"{bare['cpu_s']:.2f} s", f"{row['of_bare']:.2f}"]
+        if theirs:
+            cells += [
+                f"{theirs['cpu_s']:.1f} s",
+                f"{theirs['wall_s']:.1f} s",
+                f"{theirs['peak_mb']:,.0f} MB",
+                f"{row['times_less_cpu']:.0f}x",
+            ]
+        else:
+            cells += ["", "", "", ""]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Print the table; write it where it is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[8, 64, 256], choices=sorted(MESHES))
+    parser.add_argument("--faults", nargs="*", default=list(CASES))
+    parser.add_argument("--rival-up-to", type=int, default=1024, help="torchfrtrace only up to this world size")
+    parser.add_argument("--runs", type=int, default=3, help="of commlens and the bare load; the cheapest counts")
+    parser.add_argument("--folder", type=Path, help="where the dumps are written for a while (default: the system's temporary folder)")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    for size in arguments.sizes:
+        for fault in arguments.faults:
+            with tempfile.TemporaryDirectory(prefix="commlens-cost-", dir=arguments.folder) as folder:
+                runs = arguments.runs if size <= 1024 else 1
+                rows.append(measured(size, fault, rival=size <= arguments.rival_up_to, folder=Path(folder), runs=runs))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    text = table(rows)
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text, encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Who finds the culprit: commlens and torchfrtrace on the same dumps.
+
+    python benchmarks/diagnose_score.py --sizes 16 64 --json score.json --markdown score.md
+
+An answer is *right* when it blames exactly the true culprits, nobody else, and (commlens only) gives a true kind to every root cause; for
+a healthy job when it says that nothing is wrong; for a collective that everybody joined and that does not complete when it says so and
+blames nobody. *Vague*: the true culprits among others, or some of several, or with a kind that is not true, or a fault without a culprit.
+*Wrong*: others are blamed, or a healthy job is called faulty. *Silent*: nothing is said of a fault. *Crashed*: an exception or no answer.
+Whom torchfrtrace blames is read from its output: every "Culprit rank N" and all "missing ranks". It is given the option that it needs
+where dumps are missing, and the prefix of the names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import _diagnosing as judge
+from dumpgen import MESHES, Conditions, Job, Truth
+from dumpgen.faults import possible
+from dumpgen.mesh import FLAT_MESHES, MEGATRON_MESHES, Mesh
+
+PREFIX = "rank_"
+
+
+@dataclass
+class Case:
+    """Some dumps with their truth."""
+
+    family: str
+    name: str
+    truth: Truth
+    write: Callable[[Path], None]
+    complete: bool = True
+    prefix: str = PREFIX
+    how: str = ""  # to have these files again
+
+
+CONDITIONS = {
+    "plain": Conditions(),
+    "timing": Conditions(version="2.9", timing=True, batched_p2p=True, skew_s=2.0),
+    "old": Conditions(version="2.3", stacks=False, history=3, skew_s=0.3),
+    "in-flight": Conditions(version="2.9", stacks=False, in_flight_only=True),
+}
+"""Beside the fault: what torch writes by default; clocks two seconds apart; a ring that has not wrapped; only what is in flight."""
+
+LAYOUTS = {"FSDP x TP x PP": MESHES, "FSDP x TP": FLAT_MESHES, "Megatron": MEGATRON_MESHES}
+_OPTION = {"FSDP x TP": " --flat", "Megatron": " --megatron"}
+
+UNKNOWABLE = {"in-flight": {"straggler", "lost-recv"}}
+"""Faults of which such dumps hold nothing."""
+
+
+def generated(sizes: list[int], only: str) -> Iterator[Case]:
+    """Every fault on every mesh, up to 64 ranks under all conditions."""
+    for layout, meshes in LAYOUTS.items():
+        for size in sizes:
+            if size not in meshes:
+                continue
+            for label, conditions in CONDITIONS.items():
+                if label != "plain" and (size > 64 or layout == "FSDP x TP"):
+                    continue
+                for fault in possible(meshes[size]):
+                    if only in fault.name and fault.name not in UNKNOWABLE.get(label, ()):
+                        yield _case(layout, meshes[size], fault, label, conditions)
+
+
+def _case(layout: str, mesh: Mesh, fault: Any, label: str, conditions: Conditions) -> Case:
+    job = Job(mesh, fault, conditions)
+    options = {"timing": " --timing --batched-p2p --version 2.9 --skew 2", "old": " --version 2.3 --no-stacks --history 3 --skew 0.3",
+               "in-flight": " --version 2.9 --no-stacks --in-flight-only"}.get(label, "")  # fmt: skip
+    return Case(
+        family=f"{layout}, {mesh.size} ranks, {label}",
+        name=fault.name,
+        truth=job.truth,
+        write=lambda folder: job.write(folder, prefix=PREFIX, processes=os.cpu_count() or 1),
+        complete=len(job.ranks()) == mesh.size,
+        how=f"python -m dumpgen FOLDER --ranks {mesh.size}{_OPTION.get(layout, '')} --fault {fault.name}{options}",
+    )
+
+
+REAL = {"gpu_error_1st": (12, 14), "lock_gil_1st": (9, 14)}
+
+
+def real(folder: Path) -> Iterator[Case]:
+    """Real dumps of a Megatron job on 16 GPUs, where COMMLENS_TEST_DATA names them."""
+    for name, culprits in REAL.items():
+        source = folder / "megatron_moe_16ranks" / name
+        if source.is_dir():
+            yield Case(
+                family="real, 16 ranks",
+                name=name,
+                truth=Truth(("missing", "dead", "cycle", "mismatch/p2p", "mismatch/op", "stuck-inside"), culprits),
+                write=lambda to, source=source: shutil.copytree(source, to, ignore=shutil.ignore_patterns("*.log"), dirs_exist_ok=True),
+                prefix="_dump_",
+                how=str(source),
+            )
+
+
+def judged(case: Case, folder: Path, *, rival: bool) -> dict[str, Any]:
+    """Both answers to one case."""
+    case.write(folder)
+    ours = judge.commlens(folder)
+    row: dict[str, Any] = {
+        "family": case.family,
+        "case": case.name,
+        "true_kinds": list(case.truth.kinds),
+        "true_culprits": list(case.truth.culprits),
+        "how": case.how,
+        "commlens": judge.grade(ours, case.truth),
+        "commlens_says": {"kinds": list(ours.kinds), "culprits": list(ours.culprits[:32]), "text": ours.crashed or ours.text},
+        "commlens_s": round(ours.seconds, 2),
+    }
+    if rival:
+        theirs = judge.torchfrtrace(folder, case.prefix, complete=case.complete)
+        row["torchfrtrace"] = judge.grade(theirs, case.truth, kinds=False)
+        row["torchfrtrace_says"] = {"culprits": list(theirs.culprits[:32]), "text": theirs.crashed or theirs.text[-200:]}
+        row["torchfrtrace_s"] = round(theirs.seconds, 2)
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> str:
+    """A Markdown table: of each family how many answers of each grade."""
+    lines = ["| dumps | cases | tool | " + " | ".join(judge.GRADES) + " |", "|---|---|---|" + "---|" * len(judge.GRADES)]
+    families = list(dict.fromkeys(row["family"] for row in rows))
+    for family in [*families, "all"]:
+        chosen = [row for row in rows if family in ("all", row["family"])]
+        for tool in ("commlens", "torchfrtrace"):
+            counts = Counter(row[tool] for row in chosen if tool in row)
+            if counts:
+                cells = " | ".join(str(counts[one] or "") for one in judge.GRADES)
+                lines.append(f"| {family} | {sum(counts.values())} | {tool} | {cells} |")
+    wrong = [row for row in rows if row["commlens"] != "right"]
+    if wrong:
+        lines += ["", "Not right:", ""]
+        for row in wrong:
+            says = row["commlens_says"]
+            lines.append(
+                f"- {row['family']}, {row['case']}: {row['commlens']}. Truth: {'/'.join(row['true_kinds'])} {row['true_culprits']}; "
+                f"said: {', '.join(says['kinds'])} {says['culprits']} ({says['text'][:200]}). `{row['how']}`"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Print the table; write it where it is asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64], help="world sizes of the generated dumps")
+    parser.add_argument("--only", default="", help="only faults whose name contains this")
+    parser.add_argument("--conditions", nargs="*", choices=list(CONDITIONS), help="only these")
+    parser.add_argument(
+        "--rival-up-to", type=int, default=64, help="torchfrtrace only up to this world size: its time grows with the square"
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    cases = list(generated(arguments.sizes, arguments.only))
+    if arguments.conditions:
+        cases = [case for case in cases if case.family.split(", ")[-1] in arguments.conditions]
+    data = os.environ.get("COMMLENS_TEST_DATA")
+    if data and not arguments.conditions:
+        cases += [case for case in real(Path(data)) if arguments.only in case.name]
+    rows = []
+    for case in cases:
+        with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
+            size = int(case.family.split(", ")[1].split()[0])
+            rows.append(judged(case, Path(folder), rival=size <= arguments.rival_up_to))
+        row = rows[-1]
+        print(f"{row['family']:42} {row['case']:20} {row['commlens']:8} {row.get('torchfrtrace', ''):8} {row['commlens_s']} s",
+              file=sys.stderr, flush=True)  # fmt: skip
+    text = summary(rows)
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text, encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
