@@ -57,6 +57,7 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("dump", "Write a dump of a job on this node: running, stuck or dead."),
     Entry("view", "Show what a trace holds: which collectives, where, why, and how many bytes."),
     Entry("compare", "Say what changed from one trace to another, in words."),
+    Entry("convert", "Write dumps of any origin for other tools."),
     Entry("config", "Ask a few questions and write the settings file; config show prints what is in force."),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from commlens.errors import OutputError
@@ -36,6 +37,32 @@ def write_whole(path: Path, content: bytes, *, overwrite: bool = True, hint: str
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_bytes(content)
+            temporary.replace(path.resolve() if path.is_symlink() else path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+    except (OSError, ValueError) as error:
+        raise OutputError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write piece by piece: it takes the place of ``path`` when all went well, and is deleted otherwise.
+
+    What is no regular file (``/dev/stdout``, a pipe) is written itself.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    if path.exists() and not path.is_file():
+        yield path
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield temporary
             temporary.replace(path.resolve() if path.is_symlink() else path)
         except BaseException:
             with contextlib.suppress(OSError):
