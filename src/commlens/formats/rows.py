@@ -42,10 +42,10 @@ class StackTable(Sequence[Stack]):
 
     Args:
         frames: file, line and function of each different frame.
-        stacks: for each different stack, its frames' places in ``frames``, innermost first.
+        stacks: for each different stack, its frames' places in ``frames``, innermost first; as bytes, 32-bit integers.
     """
 
-    def __init__(self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[bytes] = ()) -> None:
         self._frames = frames
         self._stacks = stacks
         self._made: dict[int, Frame] = {}
@@ -62,7 +62,7 @@ class StackTable(Sequence[Stack]):
         return map(self._stack, range(len(self)))
 
     def _stack(self, index: int) -> Stack:
-        return tuple(map(self._frame, self._stacks[index]))
+        return tuple(map(self._frame, memoryview(self._stacks[index]).cast("i")))
 
     def _frame(self, index: int) -> Frame:
         made = self._made.get(index)

@@ -6,6 +6,7 @@ from commlens.errors import FormatError
 from commlens.formats.flight_recorder.entries import table_of
 from commlens.formats.flight_recorder.json_data import read_json
 from commlens.formats.flight_recorder.meaning import rows_of
+from commlens.formats.flight_recorder.native_entries import read_table
 from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.table import Table
 from commlens.formats.rows import Rows
@@ -47,5 +48,8 @@ def read_flight_recorder_json(data: bytes, source: str) -> Rows:
 
 
 def _pickled(data: bytes) -> Table:
+    table = read_table(data)
+    if table is not None:
+        return table
     found = read_pickle(data)
     return table_of(found.value, cut=found.cut)

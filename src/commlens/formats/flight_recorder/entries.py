@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from commlens.formats.flight_recorder.table import INT64_MAX, STATES, Signature,
 
 __all__ = ["table_of"]
 
-_WORK_MAX: Final = 50_000_000  # sizes and frames in all: lists can be shared, so a small file can speak of very many
+_WORK_MAX: Final = 20_000_000  # sizes and frames in all: lists can be shared, so a small file can speak of very many
 
 
 def table_of(value: Any, *, cut: bool = False) -> Table:
@@ -44,7 +45,7 @@ class _Reader:
         self.signatures: dict[Signature, int] = {}
         self.frames: dict[tuple[str, int, str], int] = {}
         self.frame_of: dict[int, int] = {}  # id of a frame's dict, which the dump keeps alive
-        self.stacks: dict[tuple[int, ...], int] = {}
+        self.stacks: dict[bytes, int] = {}
         self.stack_of: dict[tuple[int, ...], int] = {}  # ids of the frames' dicts
         self.rows: list[tuple[Any, ...]] = []
 
@@ -154,7 +155,7 @@ class _Reader:
         key = tuple(map(id, frames))
         known = self.stack_of.get(key)
         if known is None:
-            known = self.stack_of[key] = _index(self.stacks, tuple(map(self._frame, frames)))
+            known = self.stack_of[key] = _index(self.stacks, array("i", map(self._frame, frames)).tobytes())
         return known
 
     def _frame(self, frame: Any) -> int:

@@ -24,7 +24,7 @@ def rows_of(table: Table, source: str) -> Rows:
     rows.problems += _problems(table, rows.version)
     config = _config(table.about.get("pg_config"))
     named = [read_name(name) for name in table.names]
-    length = len(table.name)
+    length = len(table)
 
     group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
     channel, rows.channels = _channels(table, group, name, named, config)
@@ -85,7 +85,7 @@ def _problems(table: Table, version: str) -> list[str]:
     found = []
     if table.cut:
         found.append(
-            f"the file ends in the middle: it was cut off while it was written or copied, and {len(table.name)} whole entries were read"
+            f"the file ends in the middle: it was cut off while it was written or copied, and {len(table)} whole entries were read"
         )
     if table.left_out:
         found.append(f"{table.left_out} entries are not as entries are, and were left out")

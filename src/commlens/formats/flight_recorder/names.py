@@ -100,7 +100,7 @@ def dtype_of(name: str) -> str:
     return _DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...]:
     """The ranks in ``"[0, 1, 5]"``; none where it is not written so. Nothing is evaluated."""
     inside = text.strip()

@@ -111,7 +111,7 @@ def read_pickle(data: bytes) -> Pickled:
                 at = at + 5 + size
                 if at > end:
                     raise _Cut
-                stack.append(str(data[at - size : at], "utf-8", "surrogatepass"))
+                stack.append(str(data[at - size : at], "utf-8", "replace"))
             elif op == 0x71:  # BINPUT
                 memo[data[at + 1]] = stack[-1]
                 at += 2
@@ -163,7 +163,7 @@ def _set(target: Any, items: list[Any]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return "a text is not UTF-8" if isinstance(error, UnicodeDecodeError) else str(error).rstrip(".") or type(error).__name__
+    return str(error).rstrip(".") or type(error).__name__
 
 
 def _forbidden(op: int) -> str:
@@ -235,7 +235,7 @@ def _made(change: Callable[[list[Any]], Any]) -> _Rare:
 
 
 def _text(data: bytes) -> str:
-    return str(data, "utf-8", "surrogatepass")
+    return str(data, "utf-8", "replace")
 
 
 def _long(data: bytes) -> int:

@@ -28,7 +28,7 @@ class Table:
     names: list[str] = field(default_factory=list)  # profiling names
     signatures: list[Signature] = field(default_factory=list)
     frames: list[tuple[str, int, str]] = field(default_factory=list)  # file, line, function
-    stacks: list[tuple[int, ...]] = field(default_factory=list)  # places in frames, innermost first
+    stacks: list[bytes] = field(default_factory=list)  # places in frames, innermost first, as 32-bit integers of the machine
 
     group: Any = ()  # int32, index into groups
     name: Any = ()  # int32
@@ -51,3 +51,7 @@ class Table:
     left_out: int = 0  # entries that are not as entries are
     strange_states: int = 0  # entries in a state that nobody knows, taken as scheduled
     cut: bool = False  # the file ends too early
+
+    def __len__(self) -> int:
+        """How many entries."""
+        return len(self.is_p2p)  # one byte each, where the column is bytes
