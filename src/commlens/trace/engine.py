@@ -425,9 +425,7 @@ class Tracer:
             whole_steps=self.whole_steps if self._summaries else None,
             groups=table.groups,
             modules=[
-                TracedModule(
-                    row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self._parameters.of(row)
-                )
+                TracedModule(row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self._parameters.of(row))
                 for row in self.modules.rows
             ],
             events=events,

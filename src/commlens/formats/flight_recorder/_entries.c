@@ -8,8 +8,10 @@
  * are bounded, nothing recurses but to_python, which counts. Parsing runs without the interpreter's lock. Limited API of 3.10.
  */
 
+#ifndef COMMLENS_FUZZ /* tests/fuzz includes this file without Python */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#endif
 
 #include <stddef.h>
 #include <stdint.h>
@@ -247,8 +249,6 @@ typedef struct {
     int32_t *narrow[NARROW];
     uint8_t *small[SMALL];
 } work;
-
-static work *spare; /* only touched with the interpreter's lock held */
 
 static void
 work_clear(work *w)
@@ -880,6 +880,8 @@ parse(work *w)
 }
 
 #ifndef COMMLENS_FUZZ
+
+static work *spare; /* only touched with the interpreter's lock held */
 
 /* ---- into Python ------------------------------------------------------------------------------------------------------- */
 
