@@ -106,6 +106,21 @@ def real(folder: Path) -> Iterator[Case]:
             )
 
 
+def scenarios(folder: Path, only: str) -> Iterator[Case]:
+    """The project's own faulty programs, run here over gloo."""
+    import _scenarios
+
+    for family, name, truth, files, complete in _scenarios.run_all(folder, only):
+        yield Case(
+            family,
+            name,
+            truth,
+            lambda to, files=files: shutil.copytree(files, to, dirs_exist_ok=True),
+            complete,
+            how=f"commlens demo {name}",
+        )
+
+
 def judged(case: Case, folder: Path, *, rival: bool) -> dict[str, Any]:
     """Both answers to one case."""
     case.write(folder)
@@ -151,6 +166,15 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _one(case: Case, rival_up_to: int) -> dict[str, Any]:
+    size = int(case.family.split(", ")[1].split()[0])
+    with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
+        row = judged(case, Path(folder), rival=size <= rival_up_to)
+    print(f"{row['family']:42} {row['case']:20} {row['commlens']:8} {row.get('torchfrtrace', ''):8} {row['commlens_s']} s",
+          file=sys.stderr, flush=True)  # fmt: skip
+    return row
+
+
 def main() -> int:
     """Print the table; write it where it is asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -160,6 +184,7 @@ def main() -> int:
     parser.add_argument(
         "--rival-up-to", type=int, default=64, help="torchfrtrace only up to this world size: its time grows with the square"
     )
+    parser.add_argument("--scenarios", action="store_true", help="also the project's own scenarios, run here over gloo (some minutes)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()
@@ -169,14 +194,9 @@ def main() -> int:
     data = os.environ.get("COMMLENS_TEST_DATA")
     if data and not arguments.conditions:
         cases += [case for case in real(Path(data)) if arguments.only in case.name]
-    rows = []
-    for case in cases:
-        with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
-            size = int(case.family.split(", ")[1].split()[0])
-            rows.append(judged(case, Path(folder), rival=size <= arguments.rival_up_to))
-        row = rows[-1]
-        print(f"{row['family']:42} {row['case']:20} {row['commlens']:8} {row.get('torchfrtrace', ''):8} {row['commlens_s']} s",
-              file=sys.stderr, flush=True)  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
+        more = scenarios(Path(folder), arguments.only) if arguments.scenarios else iter(())
+        rows = [_one(case, arguments.rival_up_to) for case in (*cases, *more)]
     text = summary(rows)
     print(text)
     if arguments.markdown:

@@ -215,7 +215,10 @@ def _healthy(*, runs: bool, spread_s: float = 0.0) -> Inject:
 
 
 def _two(first: Inject, second: Inject) -> Inject:
-    """Two faults far from each other, in groups of their own; neither waits for the other."""
+    """Two faults far from each other, in groups of their own; neither waits for the other.
+
+    The second is in the first pipeline stage, so late that what the first one's stage needs has been sent.
+    """
 
     def inject(site: Site) -> Injection:
         a = first(site)
@@ -321,9 +324,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault("stuck-inside-dp", "everybody is in a reduction of gradients that does not complete", _jammed("dp", "_reduce_scatter_base", 1)),
     Fault("stuck-inside-world", "everybody is in the last reduction, which does not complete", _jammed(WORLD, "all_reduce", -1)),
     Fault("two-stuck", "two ranks are stuck, independently",
-          _two(_stuck("tp", "_all_gather_base", 7), _stuck("tp", "_reduce_scatter_base", 4))),
+          _two(_stuck("tp", "_all_gather_base", 7), _stuck("tp", "_reduce_scatter_base", 10))),
     Fault("stuck-and-mismatch", "one rank is stuck, another's activation is shorter, independently",
-          _two(_stuck("tp", "_all_gather_base", 7), _mismatch("shape", "tp", "_all_gather_base", 3, _shorter))),
+          _two(_stuck("tp", "_all_gather_base", 7), _mismatch("shape", "tp", "_all_gather_base", 10, _shorter))),
     Fault("several-stuck", "all ranks of one host are stuck", _several),
     Fault("several-apart", "two ranks are stuck before the same reduction", _several_apart),
     Fault("far-behind", "a rank is stuck and the others have enqueued 1,700 more", _far_behind),

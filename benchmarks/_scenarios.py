@@ -1,0 +1,46 @@
+"""The project's own scenarios as dumps of other tools: run for real over gloo, with the harness of the tests."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "integration"))
+
+from dumpgen import Truth, converted
+from harness import harness
+
+from commlens.scenarios import SCENARIOS
+
+WORLD_SIZE = 4
+
+
+def run_all(folder: Path, only: str = "") -> Iterator[tuple[str, str, Truth, Path, bool]]:
+    """Run each faulty scenario once: (kind of dumps, scenario, truth, folder of files rank_N, whether all are there)."""
+    with harness() as jobs:
+        for scenario in SCENARIOS:
+            if scenario.healthy or scenario.impossible() or only not in scenario.name:
+                continue
+            native = folder / scenario.name / "native"
+            environment = {"PYTEST_NATIVE_DUMPS": str(native), "TORCH_FR_BUFFER_SIZE": "2000"}
+            result = jobs.run_job(scenario, WORLD_SIZE, folder / scenario.name, environment=environment)
+            yield from _as_dumps(scenario.name, scenario.family, result, folder / scenario.name, native)
+
+
+def _as_dumps(name: str, family: str, result: Any, folder: Path, native: Path) -> Iterator[tuple[str, str, Truth, Path, bool]]:
+    truth, without = converted.truth_in_dumps(name, WORLD_SIZE), converted.without_dump(name, WORLD_SIZE)
+    for timing in (False, True):
+        to = folder / f"timing-{timing}"
+        converted.write(result.logs(), to, timing=timing, without=without)
+        yield f"scenarios as NCCL, {WORLD_SIZE} ranks, {'timing' if timing else 'plain'}", name, truth, to, not without
+    to = folder / "gloo"
+    to.mkdir()
+    for dump in native.glob("gloo_*[0-9]"):
+        rank = int(dump.name.removeprefix("gloo_"))
+        if rank not in without and result.exits[rank] != -6:  # gloo aborts the process, and with it goes its dump
+            dump.rename(to / f"rank_{rank}")
+    files = list(to.iterdir())
+    if files and family not in ("p2p", "pipeline"):  # gloo's recorder does not see messages
+        yield f"scenarios as gloo, {WORLD_SIZE} ranks, plain", name, truth, to, len(files) == WORLD_SIZE
