@@ -1,0 +1,128 @@
+"""Entries around a fault, side by side: aligned, one column for all ranks that did the same, on one screen."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+
+from builders import Job, Stay, Step, all_reduce, recv, send
+from test_diagnose_findings import at, training
+
+from commlens.diagnose import diagnose
+from commlens.diagnose.entries import Wanted, entries_of, lay_out, wanted_by
+from commlens.formats.log_rows import rows_of_log
+from commlens.model.entries import EntryTable
+from commlens.model.ranklog import RankLog
+from commlens.reports.entries_terminal import print_entries, room
+
+Program = Callable[[Job, int], Iterator[object]]
+
+
+def table_of(logs: Sequence[RankLog], wanted: Wanted | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
+    chosen = wanted or wanted_by(diagnose(logs))
+    return lay_out([found for log in logs if (found := entries_of(rows_of_log(log), chosen))], chosen, rows=rows, columns=columns)
+
+
+def printed(table: EntryTable, *, stacks: bool = False, width: int = 100) -> list[str]:
+    out = io.StringIO()
+    print_entries(table, stacks=stacks, width=width, file=out)
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    return lines
+
+
+def stuck(ranks: int, culprit: int) -> list[RankLog]:
+    return Job(ranks).run(training(at(culprit, 5, Stay(57, "load_batch")))).logs()
+
+
+def test_the_one_to_blame_stands_beside_those_who_wait() -> None:
+    lines = printed(table_of(stuck(4, 2)))
+    assert lines[0] == "Entries of the default group [0-3], by number: 4 ranks, of 2 kinds"
+    assert lines[2].split() == ["rank", "2", "ranks", "0-1,3"]
+    assert lines[3].split() == ["to", "blame", "in", "it"]
+    assert lines[-2].split() == [">", "11", "all_reduce", "float32[100]", "SUM", "not", "issued", "in", "flight"]
+    assert lines[-1].split() == ["train.py:20", "step"]
+
+
+def test_what_differs_is_shown_and_what_is_the_same_is_not() -> None:
+    lines = printed(table_of(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 50, line=21)))).logs()))
+    assert "float32[50] SUM, in flight" in lines[-2]
+    assert "train.py:21 step" in lines[-1]
+
+
+def test_stacks_are_shown_once() -> None:
+    lines = printed(table_of(stuck(4, 2)), stacks=True)
+    assert lines.count("[1]") == 1
+    assert "    /home/me/train.py:20 step" in lines
+
+
+def test_many_ranks_fit_on_one_screen() -> None:
+    rows, columns, width = room(100, 24)
+    logs = stuck(8, 2)
+    like = [found for log in logs if (found := entries_of(rows_of_log(log), wanted_by(diagnose(logs))))]
+    several = []
+    for rank in range(4096):
+        one = like[2 if rank == 1234 else 0]
+        copy = type(one)(rank, one.group, dict(one.cells), one.first, one.newest, one.elsewhere)
+        if rank % 600 == 7:  # seven that lag behind, each at another place
+            copy.cells = {number: cell for number, cell in copy.cells.items() if number < 11 - rank // 600}
+        several.append(copy)
+    wanted = Wanted("0", tuple(range(4096)), 11, culprits=(1234,), kind="missing")
+    lines = printed(lay_out(several, wanted, rows=rows, columns=columns), width=width)
+    assert len(lines) <= 24
+    assert "rank 1234" in lines[2]
+    assert "more kinds of ranks are not shown" in lines[-1]
+
+
+def test_a_window_around_a_fault_in_the_middle() -> None:
+    logs = Job(4).run(training(lambda *_: None, steps=30)).logs()
+    table = table_of(logs, Wanted("0", (0, 1, 2, 3), 20), rows=9)
+    assert (table.numbers, table.fault) == ([15, 16, 17, 18, 19, 20, 21, 22, 23], 20)
+
+
+def test_a_healthy_job_shows_its_newest() -> None:
+    table = table_of(Job(4).run(training(lambda *_: None)).logs(), rows=3)
+    assert (table.numbers, table.fault, len(table.columns)) == ([14, 15, 16], 0, 1)
+    assert "4 ranks, which all did the same" in printed(table)[0]
+
+
+def test_what_a_ring_has_overwritten_was_not_missed() -> None:
+    logs = stuck(4, 2)
+    logs[1].collectives = logs[1].collectives[5:]
+    text = "\n".join(printed(table_of(logs)))
+    assert "not kept" in text
+    assert text.count("not issued") == 1
+
+
+def test_messages_stand_in_each_ranks_own_order() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(4):
+            yield send(job.world, (rank + 1) % 4, 10, line=5)
+            yield recv(job.world, (rank + (1 if (rank, i) == (2, 3) else 3)) % 4, 10, line=6)
+
+    table = table_of(Job(4).run(program).logs())
+    assert table.messages
+    lines = printed(table)
+    assert any("recv from 3 in flight" in line for line in lines)
+
+
+def test_ranks_and_groups_can_be_chosen() -> None:
+    logs = stuck(4, 2)
+    verdict = diagnose(logs)
+    assert [column.ranks for column in table_of(logs, wanted_by(verdict, only={0, 2})).columns] == [[2], [0]]
+    assert table_of(logs, wanted_by(verdict, groups=["default_pg"])).fault == 11
+    assert printed(table_of(logs, wanted_by(verdict, groups=["other"]))) == ["There are no entries to show."]
+
+
+def test_where_a_rank_is_otherwise() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        pair = job.group("3", (0, 1), "tp")
+        for i in range(3):
+            yield all_reduce(job.world, 8, line=20)
+            if rank < 2 and not (rank == 1 and i == 2):
+                yield all_reduce(pair, line=30)
+            yield Step()
+
+    logs = Job(4).run(program).logs()
+    wanted = Wanted("0", (0, 1, 2, 3), 4, culprits=(1,), kind="missing")
+    assert any(line == "Elsewhere, rank 0: all_reduce #3 of group tp [0-1], in flight" for line in printed(table_of(logs, wanted)))
