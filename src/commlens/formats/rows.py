@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from commlens.model.collective import Asked, Channel, Collective, Frame, FrameKind, LearnedHow, Stack, State
-from commlens.model.ranklog import RankLog
+from commlens.model.ranklog import Observation, RankLog
 
-__all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "Rows", "StackTable", "Status"]
+__all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "Rows", "StackTable", "Status", "stack_of"]
 
 SCHEDULED: Final = 0
 """``state``: enqueued; nothing says that it started. With timing switched off nothing ever says so."""
@@ -70,6 +70,11 @@ class StackTable(Sequence[Stack]):
             file, line, function = self._frames[index]
             made = self._made[index] = Frame(file, line, function, _kind_of(file))
         return made
+
+
+def stack_of(frames: Sequence[tuple[str, int, str]]) -> Stack:
+    """A stack of files, lines and functions."""
+    return tuple(Frame(file, line, function, _kind_of(file)) for file, line, function in frames)
 
 
 def _kind_of(file: str) -> FrameKind:
@@ -124,6 +129,10 @@ class Rows:
     status: dict[str, Status] = field(default_factory=dict)  # by the file's own group id, which other ranks do not share
     status_groups: dict[str, str] = field(default_factory=dict)  # that id: the group's name, where it is known
     groups: list[Channel] = field(default_factory=list)  # all the process groups that the file names, used or not
+    troubles: list[str] = field(default_factory=list)  # what went wrong that no row can say, in sentences: nobody is to blame by it
+    exception: str = ""  # what a log says that the process died of: the last line of a traceback, a CUDA error
+    exception_stack: Stack = ()
+    observation: Observation = field(default_factory=Observation)  # what a log says of the process's end
 
     channel: Integers = field(default_factory=_INT32)  # index into channels
     asked_index: Integers = field(default_factory=_INT32)  # index into asked
@@ -171,6 +180,9 @@ class Rows:
             collectives=[self._collective(index, members) for index in chosen],
             issued=self.issued,
             captured_ns=self.captured_ns,
+            exception=self.exception or None,
+            exception_stack=self.exception_stack,
+            observation=self.observation,
             initialised=True,
             source=self.source,
             problems=list(self.problems),
