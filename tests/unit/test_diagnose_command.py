@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from boxes import busy_box
 from builders import Job, Stay
 from test_diagnose_findings import at, training
 
@@ -74,3 +75,32 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
 def test_it_needs_no_torch() -> None:
     code = "import sys, commlens.commands.diagnose, commlens.diagnose, commlens.reports.terminal; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+class TestEntries:
+    @pytest.fixture
+    def boxes(self, tmp_path: Path) -> Path:
+        for rank in range(4):
+            busy_box(rank, records=9 if rank == 2 else 10).write(tmp_path / "boxes")
+        return tmp_path / "boxes"
+
+    def test_they_follow_the_verdict(self, boxes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        commands.main(["diagnose", str(boxes), "--entries", "3", "--stacks"])
+        text = capsys.readouterr().out
+        assert text.startswith("VERDICT  ")
+        assert "Entries of the default group [0-3], by number: 4 ranks, of 2 kinds" in text
+        assert "    /home/me/train.py:81 step" in text
+
+    def test_ranks_can_be_chosen(self, boxes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        commands.main(["diagnose", str(boxes), "--entries", "--ranks", "1-2", "--group", "default_pg"])
+        assert ": 2 ranks, of 2 kinds" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("options", [["--entries", "--json"], ["--stacks", "--json"], ["--ranks", "1"], ["--group", "dp"]])
+    def test_what_does_not_go_together(self, boxes: Path, options: list[str]) -> None:
+        assert commands.main(["diagnose", str(boxes), *options]) == 2
+
+    @pytest.mark.parametrize("options", [["--entries", "0"], ["--entries", "x"], ["--ranks", "x"], ["--ranks", "5-1"]])
+    def test_bad_values(self, boxes: Path, options: list[str]) -> None:
+        with pytest.raises(SystemExit) as error:
+            commands.main(["diagnose", str(boxes), *options])
+        assert error.value.code == 2

@@ -7,14 +7,12 @@ A verb's module is imported only when it is called, so that ``commlens --help`` 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
-import inspect
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from commlens.errors import CommandError, CommlensError
 
@@ -31,8 +29,7 @@ class Command(Protocol):
         """Do it, and return the process's exit status."""
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """A line of the list: enough for ``commlens --help`` without importing the verb's module."""
 
     name: str  # of the verb, and of its module; the class is called like it: LaunchCommand in launch.py
@@ -104,7 +101,7 @@ def _dispatch(arguments: list[str]) -> int:
     command = _entry(verb).load()
     parser = argparse.ArgumentParser(
         prog=f"commlens {verb}",
-        description=inspect.getdoc(type(command)),
+        description=_documentation(type(command)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -112,10 +109,18 @@ def _dispatch(arguments: list[str]) -> int:
     return command.run(parser.parse_args(rest))
 
 
+def _documentation(kind: type[Command]) -> str:
+    """The docstring without its indentation: what inspect.getdoc gives, without the time that importing inspect takes."""
+    first, _, rest = (kind.__doc__ or "").partition("\n")
+    return f"{first}\n{textwrap.dedent(rest)}".strip()
+
+
 def _entry(verb: str) -> Entry:
     names = [entry.name for entry in COMMANDS]
     if verb in names:
         return COMMANDS[names.index(verb)]
+    import difflib
+
     close = difflib.get_close_matches(verb, names, n=1)
     what = "has no option" if verb.startswith("-") else "has no command"
     suggestion = f"Did you mean {close[0]}?" if close else f"The commands are {', '.join(names)}."

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import TYPE_CHECKING
 
-from commlens.model.verdict import Verdict
+from commlens.commands.selecting import add_selection
+from commlens.errors import CommandError
+
+if TYPE_CHECKING:
+    from commlens.model.verdict import Verdict
 
 EXIT_NOTHING_WRONG = 0
 EXIT_FAULT = 1
@@ -22,15 +27,23 @@ class DiagnoseCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
-        parser.add_argument("paths", nargs="+", metavar="PATH", help="dump folders, or black boxes (rank*.box), in any order")
+        parser.add_argument(
+            "paths", nargs="+", metavar="PATH", help="dumps: files, folders, archives, URLs, in any order; - is a list of paths"
+        )
         parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
         parser.add_argument(
             "--stalled-after", type=_seconds, default=1.0, metavar="S",
             help="a collective in flight for less than S seconds in a process that runs is not stuck (default: 1)",
         )  # fmt: skip
+        _add_entries(parser.add_argument_group("the entries around the fault, side by side"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read the evidence, diagnose, print."""
+        side_by_side = arguments.entries is not None or arguments.stacks
+        if arguments.json and side_by_side:
+            raise CommandError("--entries and --stacks print a table for people. For data there is commlens convert --to csv.")
+        if not side_by_side and (arguments.group or arguments.ranks):
+            raise CommandError("--group and --ranks choose what --entries shows: give it, too. A verdict is always made from everything.")
         from commlens.diagnose.paths import diagnose_paths
 
         verdict = diagnose_paths(arguments.paths, stalled_after_s=arguments.stalled_after)
@@ -42,12 +55,40 @@ class DiagnoseCommand:
             from commlens.reports.terminal import print_verdict
 
             print_verdict(verdict)
+            if side_by_side:
+                _print_entries(arguments, verdict)
         return exit_status(verdict)
 
 
 def exit_status(verdict: Verdict) -> int:
     """1 for a fault, else 0."""
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
+
+
+def _add_entries(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--entries", nargs="?", type=_rows, const=0, metavar="N",
+        help="show them, aligned by their numbers, one column for all ranks that did the same; N rows (default: as fit on the screen)",
+    )  # fmt: skip
+    group.add_argument("--stacks", action="store_true", help="with the stacks that issued them")
+    add_selection(group)
+
+
+def _print_entries(arguments: argparse.Namespace, verdict: Verdict) -> None:
+    from commlens.diagnose.entries import entries_in, lay_out, wanted_by
+    from commlens.reports.entries_terminal import print_entries, room
+
+    rows, columns, _ = room()
+    wanted = wanted_by(verdict, arguments.group, arguments.ranks)
+    table = lay_out(entries_in(arguments.paths, wanted, prefix=arguments.prefix), wanted, rows=arguments.entries or rows, columns=columns)
+    print()
+    print_entries(table, stacks=arguments.stacks)
+
+
+def _rows(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and 0 < int(text) <= 100_000):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a number of rows")
+    return int(text)
 
 
 def _seconds(text: str) -> float:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from commlens.model.collective import Channel
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
+def add_selection(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare ``--ranks``, ``--group`` and ``--prefix``."""
     parser.add_argument("--ranks", type=ranks, metavar="RANKS", help="only these ranks: 0-7,12 or 0-56:8")
     parser.add_argument(

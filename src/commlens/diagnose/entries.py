@@ -6,6 +6,7 @@ in which each rank issued them. A rank's file is read, reduced to a :class:`Rank
 
 from __future__ import annotations
 
+import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ import msgspec
 
 from commlens.compare.tensors import payload, show_tensors
 from commlens.diagnose.words import group_phrase
+from commlens.formats.every_rank import every_rank
+from commlens.formats.gathered import gather
+from commlens.formats.sources import Paths
 from commlens.model.collective import Asked, Channel, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
 from commlens.model.verdict import Verdict
@@ -21,7 +25,7 @@ from commlens.model.verdict import Verdict
 if TYPE_CHECKING:
     from commlens.formats.rows import Integers, Rows
 
-__all__ = ["RankEntries", "Wanted", "entries_of", "lay_out", "wanted_by"]
+__all__ = ["RankEntries", "Wanted", "entries_in", "entries_of", "lay_out", "wanted_by"]
 
 _BESIDE = 200  # numbers kept on both sides of the fault, and at the end where there is none
 _ENDS = ("in flight", "started", "done", "let go of")
@@ -97,6 +101,14 @@ def entries_of(rows: Rows, wanted: Wanted) -> RankEntries | None:
         near[int(rows.sequence[at])].append(at)
     found.cells = {sequence: _cell(rows, ats) for sequence, ats in near.items()}
     return found
+
+
+def entries_in(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, wanted: Wanted, *, prefix: str = ""
+) -> list[RankEntries]:
+    """Of every rank whose dump lies there. What cannot be read is passed over: the verdict has said so."""
+    several = every_rank(gather(paths, prefix=prefix), [], ranks=wanted.only if wanted.only is not None else (wanted.ranks or None))
+    return [found for rows in several if (found := entries_of(rows, wanted)) is not None]
 
 
 def lay_out(several: Iterable[RankEntries], wanted: Wanted, *, rows: int, columns: int) -> EntryTable:

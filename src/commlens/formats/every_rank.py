@@ -42,6 +42,8 @@ def every_rank(
         if seen is not None:
             seen()
         assert kind.read is not None
+        if ranks is not None and 0 <= gathered.whose(source.name).rank not in ranks:
+            continue
         try:
             several = kind.read(source)
         except CommlensError as error:
