@@ -20,7 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "compare": {"model"},
     "formats": {"errors", "model"},
     "diagnose": {"compare", "errors", "formats", "model"},
-    "reports": {"errors", "formats", "model"},
+    "reports": {"compare", "diagnose", "errors", "formats", "model"},
     "watch": {"compare", "config", "diagnose", "errors", "formats", "model", "reports"},
     "capture": {"config", "errors", "formats", "model", "verify", "watch"},  # its bootstrap starts the verifier; watch: a dump on demand
     "reading": {"errors", "formats", "model", "reports"},

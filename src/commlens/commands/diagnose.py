@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commlens.commands.selecting import add_selection
@@ -31,6 +33,7 @@ class DiagnoseCommand:
             "paths", nargs="+", metavar="PATH", help="dumps: files, folders, archives, URLs, in any order; - is a list of paths"
         )
         parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
+        parser.add_argument("--html", type=Path, metavar="FILE", help="also write the verdict as one HTML page that needs no network")
         parser.add_argument(
             "--stalled-after", type=_seconds, default=1.0, metavar="S",
             help="a collective in flight for less than S seconds in a process that runs is not stuck (default: 1)",
@@ -44,9 +47,9 @@ class DiagnoseCommand:
             raise CommandError("--entries and --stacks print a table for people. For data there is commlens convert --to csv.")
         if not side_by_side and (arguments.group or arguments.ranks):
             raise CommandError("--group and --ranks choose what --entries shows: give it, too. A verdict is always made from everything.")
-        from commlens.diagnose.paths import diagnose_paths
+        from commlens.diagnose.paths import examine_paths
 
-        verdict = diagnose_paths(arguments.paths, stalled_after_s=arguments.stalled_after)
+        verdict, logs = examine_paths(arguments.paths, stalled_after_s=arguments.stalled_after)
         if arguments.json:
             from commlens.reports.json_report import print_json
 
@@ -57,6 +60,12 @@ class DiagnoseCommand:
             print_verdict(verdict)
             if side_by_side:
                 _print_entries(arguments, verdict)
+        if arguments.html is not None:
+            from commlens.formats.whole_file import write_whole
+            from commlens.reports.verdict_page import verdict_html
+
+            write_whole(arguments.html, verdict_html(verdict, logs, stalled_after_s=arguments.stalled_after))
+            print(f"commlens: the page is {arguments.html}", file=sys.stderr)
         return exit_status(verdict)
 
 

@@ -20,17 +20,30 @@ from commlens.errors import DumpError, FormatError
 from commlens.formats import layout as L
 from commlens.formats import places
 from commlens.formats.blackbox import SIZE_MAX, BoxStatus, OpenBox, reason
-from commlens.formats.evidence import BOX_NAME, MARKER, OBSERVED_MAX, OBSERVED_SCHEMA, Evidence, read_evidence
+from commlens.formats.evidence import BOX_NAME, MARKER, OBSERVED_MAX, OBSERVED_SCHEMA, REPORT_NAME, Evidence, read_evidence
 from commlens.model.ranklog import Observation
 
-__all__ = ["BOX_BYTES_MAX", "DUMP_SCHEMA", "MARKER", "OBSERVED_SCHEMA", "Evidence", "discard_job", "read_evidence", "save_dump"]
+__all__ = [
+    "BOX_BYTES_MAX",
+    "DUMP_SCHEMA",
+    "MARKER",
+    "OBSERVED_SCHEMA",
+    "Evidence",
+    "discard_job",
+    "read_evidence",
+    "save_dump",
+    "save_reports",
+]
 
 DUMP_SCHEMA: Final = "commlens.dump/1"
 BOX_BYTES_MAX: Final = SIZE_MAX
 """Largest box that is saved, in bytes."""
 
 _OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
-_TEMPORARY_NAME: Final = re.compile(r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json)\.\d+\.tmp")
+_TEMPORARY_NAME: Final = re.compile(
+    r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
+)
+_REPORT_MARKS: Final = (b'"commlens.verdict/', b'name="generator" content="commlens')
 _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
 _ALARMS: Final = "verify.alarms"  # what verifying ranks posted; theirs too are the boards
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
@@ -117,6 +130,35 @@ def save_dump(
         raise DumpError(f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {notes[0]}")
     _prune(dump_root, keep=max(keep, 1), current=target.name)
     return target
+
+
+def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Path:
+    """Put a verdict and its page beside a dump: ``verdict.json`` and ``index.html``.
+
+    Nodes that share a file system save into one folder, and each has a verdict of its own: then the host is part of the names.
+
+    Args:
+        folder: what :func:`save_dump` returned.
+        host: this machine's name.
+        page: HTML.
+        verdict: JSON.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        DumpError: one of them could not be written.
+    """
+    mine = f"observed-{places.safe_name(host)}.json"
+    try:
+        with _opened_folder(folder) as opened:
+            shared = any(_OBSERVED_NAME.fullmatch(name) and name != mine for name in _names(opened))
+            suffix = f"-{places.safe_name(host)}" if shared else ""
+            _write(opened, f"verdict{suffix}.json", verdict)
+            _write(opened, f"index{suffix}.html", page)
+    except OSError as error:
+        raise DumpError(f"The verdict could not be written beside the dump in {folder}: {reason(error)}.") from error
+    return folder / f"index{suffix}.html"
 
 
 def discard_job(job_dir: Path) -> None:
@@ -278,6 +320,8 @@ def _is_ours(folder: int, name: str) -> bool:
         return OBSERVED_SCHEMA.encode() in head
     if name == MARKER:
         return DUMP_SCHEMA.encode() in head
+    if REPORT_NAME.fullmatch(name):
+        return any(mark in head for mark in _REPORT_MARKS)
     if _BOARD_NAME.fullmatch(name):
         return head[:8] == _BOARD_MAGIC or not any(head)
     return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == _ALARMS

@@ -32,6 +32,9 @@ OBSERVED_SCHEMA: Final = "commlens.observed/1"
 BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(box|new)")
 """Names of black boxes, finished or being made."""
 
+REPORT_NAME: Final = re.compile(r"(index|verdict)(-[A-Za-z0-9._-]+)?\.(html|json)")
+"""Names of the reports that are saved beside a dump."""
+
 OBSERVED_MAX: Final = 32 << 20
 """Largest observed-*.json that is read, in bytes; a node's ranks with all their stacks take less than 2 MB."""
 
@@ -176,7 +179,7 @@ def _folder_files(folder: Path, problems: list[str], *, deeper: bool) -> list[Pa
         try:
             if entry.is_dir(follow_symlinks=False):
                 files += _folder_files(path, problems, deeper=False) if deeper else []
-            elif entry.name == MARKER or entry.name.startswith("."):
+            elif entry.name == MARKER or entry.name.startswith(".") or REPORT_NAME.fullmatch(entry.name):
                 continue
             elif not entry.is_file():
                 kind = "a link to a folder" if entry.is_dir() else "a link to nothing" if entry.is_symlink() else "not a regular file"

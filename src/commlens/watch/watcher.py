@@ -166,6 +166,7 @@ class Watcher:
         self.settings = settings
         self.verdict: Verdict | None = None  # the last one printed
         self.dump: Path | None = None  # the last one saved
+        self._evidence: tuple[Verdict, list[RankLog]] | None = None  # the last verdict made here, and what it was made of
         self._say = say or say_to_stderr
         self._end_job = end_job
         self._judge = judge
@@ -509,7 +510,13 @@ class Watcher:
     def _diagnose(self, logs: list[RankLog], problems: list[str]) -> Verdict:
         self._preload()
         assert self._judge is not None
-        return self._judge(logs, problems=problems, stalled_after_s=min(1.0, self.settings.stall_timeout / 2))
+        verdict = self._judge(logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        self._evidence = (verdict, logs)
+        return verdict
+
+    @property
+    def _stalled_after_s(self) -> float:
+        return min(1.0, self.settings.stall_timeout / 2)
 
     def _announce(self, verdict: Verdict) -> None:
         self.verdict = verdict
@@ -539,10 +546,28 @@ class Watcher:
             return
         again = saved == self.dump
         self.dump = saved
+        page = self._save_reports(saved)
+        where = f"{page} shows it" if page is not None else f"`commlens diagnose {saved}` reads it"
         if because:
-            self._say(f"{because}: everything known is in {saved} (`commlens diagnose {saved}`)")
+            self._say(f"{because}: everything known is in {saved}; {where}")
         elif not again:
-            self._say(f"everything known is in {saved} (`commlens diagnose {saved}`)")
+            self._say(f"everything known is in {saved}; {where}")
+
+    def _save_reports(self, folder: Path) -> Path | None:
+        """The last verdict as JSON and as a page, beside the dump that it was made of."""
+        verdict = self.verdict
+        if verdict is None:
+            return None
+        try:
+            from commlens.reports.verdict_page import verdict_html
+
+            logs = self._evidence[1] if self._evidence is not None and self._evidence[0] is verdict else self._collect()[0]
+            page = verdict_html(verdict, logs, stalled_after_s=self._stalled_after_s)
+            return dumps.save_reports(folder, host=self._host, page=page, verdict=verdict.to_json())
+        except Exception as error:  # the dump is there, and the verdict has been told
+            log.warning("commlens: the verdict's page could not be made: %s: %s", type(error).__name__, error)
+            log.debug("the page's error", exc_info=True)
+            return None
 
     # --- the end
 

@@ -19,8 +19,21 @@ export function currentTheme(): Theme {
 }
 
 export function applyTheme(): void {
+  const root = document.documentElement.dataset;
   const chosen = stored();
-  if (chosen) document.documentElement.dataset["theme"] = chosen;
+  if (chosen) root["theme"] = chosen;
+  // Paper is white: canvases have to be drawn for it.
+  let before: string | undefined;
+  addEventListener("beforeprint", () => {
+    before = root["theme"];
+    root["theme"] = "light";
+    dispatchEvent(new Event("commlens-theme"));
+  });
+  addEventListener("afterprint", () => {
+    if (before) root["theme"] = before;
+    else delete root["theme"];
+    dispatchEvent(new Event("commlens-theme"));
+  });
 }
 
 /** Told of whenever colours change, so that canvases are drawn anew. */

@@ -1,14 +1,53 @@
 import "../shared/base.css";
-import { start } from "../shared/start";
-import { Shell } from "../shared/page";
+import "./verdict.css";
 import { CopyButton } from "../shared/copy";
+import { Shell } from "../shared/page";
+import { useAnchor } from "../shared/route";
+import { start } from "../shared/start";
+import type { VerdictPage } from "./data";
+import { Evidence } from "./evidence";
+import { WaitGraph } from "./graph";
+import { Groups } from "./grid";
+import { AllRanks, RankPanel } from "./ranks";
+import { Stacks } from "./stacks";
+import { Summary } from "./summary";
+import { Aligned } from "./table";
+import { Timeline } from "./timeline";
 
-interface VerdictPage {
-  text: string;
+function Page({ page }: { page: VerdictPage }) {
+  const asked = /^rank-(\d+)$/.exec(useAnchor());
+  const selected = asked ? Number(asked[1]) : null;
+  const sections = [
+    ["verdict", "Verdict"],
+    ["waiting", "Who waits"],
+    ["groups", "Groups"],
+    ["timeline", "Timeline"],
+    ["issued", "Issued"],
+    ["stacks", "Stacks"],
+    ["evidence", "Evidence"],
+    ["ranks", "Ranks"],
+  ] as const;
+  const there: Record<string, boolean> = {
+    groups: page.layouts.length > 0,
+    issued: page.tables.length > 0,
+    stacks: page.stacks.length > 0,
+    ranks: page.ranks.rank.length > 0,
+  };
+  return (
+    <div class={selected === null ? "" : "with-panel"}>
+      <Shell title="commlens" sections={sections.filter(([id]) => there[id] !== false)} tools={<CopyButton label="Copy the verdict for a ticket" text={page.text} bare />}>
+        <Summary page={page} />
+        <WaitGraph page={page} />
+        <Groups page={page} selected={selected} />
+        <Timeline page={page} selected={selected} />
+        <Aligned page={page} />
+        <Stacks page={page} />
+        <Evidence page={page} />
+        {page.ranks.rank.length > 0 && <AllRanks page={page} selected={selected} />}
+      </Shell>
+      {selected !== null && <RankPanel page={page} rank={selected} />}
+    </div>
+  );
 }
 
-start<VerdictPage>((data) => (
-  <Shell title="commlens" sections={[]} tools={<CopyButton label="Copy for a ticket" text={data?.text ?? ""} />}>
-    <pre>{data?.text}</pre>
-  </Shell>
-));
+start<VerdictPage>((page) => (page ? <Page page={page} /> : <p class="note">This page holds no verdict.</p>));

@@ -1,0 +1,217 @@
+"""What the verdict's page shows, as data. ``web/src/verdict/data.ts`` has the same fields.
+
+Everything is folded and bounded here, so that a page of 4096 ranks is as quick to open as one of four: what is alike is one class,
+and ranks are written as sets (``"0-1,3"``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from commlens.model.verdict import Verdict
+
+Role = Literal["culprit", "victim", "awaited", "involved", "unknown", "none"]
+"""``awaited``: the others wait for it, and nothing says that it is at fault. ``involved``: named by a finding that is no root cause.
+``unknown``: it left no record."""
+
+CellState = Literal["completed", "in-flight", "failed", "unknown", "absent", "overwritten"]
+
+
+class RankClass(msgspec.Struct, kw_only=True):
+    """Ranks that do the same thing."""
+
+    ranks: str
+    count: int
+    role: Role
+    doing: str  # "wait in all_reduce #41 of dp"
+    place: str = ""  # "train.py:81 step"
+    detail: str = ""  # "for 31 s, float32[1048576] SUM"
+
+
+class GraphNode(msgspec.Struct, kw_only=True):
+    """A class of ranks, or what waiting ends in that is no rank: all have arrived, or those who met disagree."""
+
+    cls: int = -1  # index of the class
+    title: str = ""
+    lines: list[str] = []
+    root: bool = False
+
+
+class GraphEdge(msgspec.Struct, kw_only=True):
+    """Ranks of one node wait for ranks of another."""
+
+    source: int
+    target: int
+    label: str  # the collective
+    waiting: str  # the ranks
+
+
+class WaitGraph(msgspec.Struct):
+    """Who waits for whom."""
+
+    nodes: list[GraphNode] = []
+    edges: list[GraphEdge] = []
+
+
+class LayoutRow(msgspec.Struct):
+    """One group of ranks, in the group's order."""
+
+    name: str
+    ranks: list[int]
+    fault: bool = False
+
+
+class Layout(msgspec.Struct):
+    """All ranks as a grid: its rows are the groups of one mesh dimension, or the hosts."""
+
+    name: str
+    about: str
+    rows: list[LayoutRow]
+
+
+class ChannelRef(msgspec.Struct):
+    """A process group on one device type."""
+
+    label: str
+    ranks: str
+    about: str = ""  # "gloo on cpu"
+
+
+class Ops(msgspec.Struct):
+    """What one rank issued last, as columns. Times are µs after :attr:`Timeline.zero_ns`; -1 is not known or not yet."""
+
+    start: list[int] = []
+    end: list[int] = []
+    channel: list[int] = []
+    number: list[int] = []
+    name: list[int] = []  # index into texts, as are the next two
+    asked: list[int] = []
+    place: list[int] = []
+    state: list[int] = []  # 0 completed, 1 in flight, 2 failed, 3 not known whether it completed
+
+
+class Lane(msgspec.Struct):
+    """One rank on the timeline."""
+
+    rank: int
+    role: Role
+    cls: int
+    ops: Ops
+
+
+class Arrivals(msgspec.Struct):
+    """When each rank came to one collective."""
+
+    label: str
+    channel: int
+    number: int
+    ranks: list[int]
+    at: list[int]  # µs, ascending
+    absent: str = ""  # ranks that did not come
+    absent_count: int = 0
+
+
+class Timeline(msgspec.Struct):
+    """Who issued what when."""
+
+    zero_ns: int = 0  # Unix ns
+    captured: int = 0  # µs
+    window: tuple[int, int] = (0, 0)  # µs: around the fault
+    channels: list[ChannelRef] = []
+    texts: list[str] = []
+    lanes: list[Lane] = []
+    left_out: int = 0  # ranks without a lane
+    arrivals: list[Arrivals] = []
+    notes: list[str] = []
+
+
+class Cell(msgspec.Struct, omit_defaults=True):
+    """What a class of ranks issued under one number."""
+
+    op: str
+    what: str = ""
+    place: str = ""
+    state: CellState = "completed"
+    differs: bool = False
+    late: str = ""  # "31 ms after the first"
+
+
+class TableColumn(msgspec.Struct):
+    """Ranks whose part of the table is the same."""
+
+    ranks: str
+    role: Role
+
+
+class TableRow(msgspec.Struct):
+    """One sequence number."""
+
+    number: str
+    cells: list[Cell]
+    fault: bool = False
+    note: str = ""
+
+
+class Table(msgspec.Struct):
+    """What ranks issued around the fault, side by side."""
+
+    name: str
+    about: str
+    columns: list[TableColumn]
+    rows: list[TableRow]
+    left_out: str = ""
+
+
+class FrameRef(msgspec.Struct):
+    """A line of a stack."""
+
+    function: str
+    place: str  # "train.py:57"
+    file: str  # with its folder
+    kind: str
+
+
+class StackClass(msgspec.Struct):
+    """Threads that are at the same place."""
+
+    ranks: str
+    count: int
+    role: Role
+    thread: str  # "main thread"
+    frames: list[FrameRef]  # innermost first
+    note: str = ""
+
+
+class Ranks(msgspec.Struct):
+    """All ranks, as columns; text is an index into :attr:`texts`."""
+
+    texts: list[str] = []
+    rank: list[int] = []
+    role: list[Role] = []
+    cls: list[int] = []
+    host: list[int] = []
+    pid: list[int] = []
+    steps: list[int] = []
+    issued: list[int] = []
+    last: list[int] = []  # its last collective
+    end: list[int] = []  # how its process fares
+    stack: list[int] = []  # index into the stacks; -1: none
+    source: list[int] = []  # the file
+
+
+class VerdictPage(msgspec.Struct, kw_only=True):
+    """The page."""
+
+    commlens: str
+    verdict: Verdict
+    text: str  # for a ticket
+    facts: list[tuple[str, str]]  # "Script": "train.py", ...
+    ranks: Ranks
+    classes: list[RankClass]
+    graph: WaitGraph
+    layouts: list[Layout]
+    timeline: Timeline
+    tables: list[Table]
+    stacks: list[StackClass]

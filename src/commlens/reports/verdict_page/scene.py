@@ -1,0 +1,173 @@
+"""What all parts of the page are made from: the indexed logs, the wait-for graph, each rank's role, and the classes of ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from commlens.diagnose.choose import choose
+from commlens.diagnose.graph import Builder, Graph
+from commlens.diagnose.mismatch import Trouble, find_troubles
+from commlens.diagnose.words import duration, place, tensors
+from commlens.diagnose.world import Block, ChannelKey, View, World, build
+from commlens.model.collective import Collective
+from commlens.model.ranklog import RankLog
+from commlens.model.ranks import format_ranks
+from commlens.model.verdict import Finding, Verdict
+from commlens.reports.verdict_page.model import RankClass, Role
+
+CLASSES_MAX = 40
+_WAIT = {"wait": "wait in", "issue": "are inside the call of", "assumed": "probably wait in", "failed": "gave up waiting in"}
+
+
+class Doing(NamedTuple):
+    """What a rank does, as a key by which ranks are folded."""
+
+    role: Role
+    words: str
+    place: str
+
+
+class Scene:
+    """The logs and the verdict, joined."""
+
+    def __init__(self, verdict: Verdict, logs: Sequence[RankLog], stalled_after_s: float) -> None:
+        chosen, _ = choose(logs)
+        self.verdict = verdict
+        self.world: World = build(chosen, stalled_after_s)
+        self.troubles: list[Trouble] = find_troubles(self.world)
+        self.graph: Graph = Builder(self.world, self.troubles).build()
+        self.everybody = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *verdict.culprits})
+        self.roles = _roles(verdict, self.world)
+        self.classes, self.class_of = self._fold()
+        self.focus = self._focus()
+
+    def role(self, rank: int) -> Role:
+        """A rank's part in it."""
+        return self.roles.get(rank, "none")
+
+    def _focus(self) -> list[tuple[ChannelKey, int, Finding]]:
+        """The collectives that the findings name, those of root causes first: channel, number, finding."""
+        found: list[tuple[ChannelKey, int, Finding]] = []
+        for finding in self.verdict.findings:
+            group, op = finding.group, finding.collective
+            if group is None or op is None or op.peer is not None:
+                continue
+            members = tuple(group.ranks)
+            keys = [key for key in self.world.channels if key[1] == group.name and key[2] == members]
+            # Of a group's channels (cpu, cuda) the one in which that collective is.
+            keys.sort(
+                key=lambda key: not any(op.sequence_number in v.tracks[key].ops for v in self.world.views.values() if key in v.tracks)
+            )
+            if keys and all(known[:2] != (keys[0], op.sequence_number) for known in found):
+                found.append((keys[0], op.sequence_number, finding))
+        return found
+
+    # --- classes of ranks
+
+    def _fold(self) -> tuple[list[RankClass], dict[int, int]]:
+        for numbered, placed in ((True, True), (False, True), (False, False)):
+            doing: dict[Doing, list[int]] = defaultdict(list)
+            for rank in self.everybody:
+                doing[self._doing(rank, numbered=numbered, placed=placed)].append(rank)
+            if len(doing) <= CLASSES_MAX:
+                break
+        order = ("culprit", "awaited", "involved", "victim", "unknown", "none")
+        found = sorted(doing.items(), key=lambda item: (order.index(item[0].role), -len(item[1]), item[1]))
+        rest: list[int] = []
+        if len(found) > CLASSES_MAX:
+            rest = sorted(rank for _, ranks in found[CLASSES_MAX - 1 :] for rank in ranks)
+            found = found[: CLASSES_MAX - 1]
+        classes = [self._class(what, ranks) for what, ranks in found]
+        class_of = {rank: number for number, (_, ranks) in enumerate(found) for rank in ranks}
+        if rest:
+            class_of |= dict.fromkeys(rest, len(classes))
+            classes.append(RankClass(ranks=format_ranks(rest), count=len(rest), role="none", doing="are elsewhere, each in another place"))
+        return classes, class_of
+
+    def _class(self, what: Doing, ranks: list[int]) -> RankClass:
+        blocks = [(rank, block) for rank in ranks if (block := self.block_of(rank)) is not None]
+        detail = ""
+        if blocks:
+            longest = max(block.age_ns for _, block in blocks)
+            kinds = {tensors(block.op) for _, block in blocks}
+            parts = [f"for {duration(longest)}"] if longest else []
+            parts += [next(iter(kinds))] if len(kinds) == 1 and kinds != {""} else []
+            detail = ", ".join(parts)
+        words = what.words if len(ranks) > 1 else _singular(what.words)
+        return RankClass(ranks=format_ranks(ranks), count=len(ranks), role=what.role, doing=words, place=what.place, detail=detail)
+
+    def _doing(self, rank: int, *, numbered: bool, placed: bool) -> Doing:
+        role = self.role(rank)
+        view = self.world.views.get(rank)
+        if view is None:
+            return Doing(role, "left no record" if rank in self.world.no_record else "have no records here", "")
+        block = self.block_of(rank)
+        if view.fate.kind == "clean":
+            return Doing(role, "finished", "")
+        if view.fate.kind in ("own", "gone") or (view.fate.ended and block is None):
+            where = place(view.fate.source) or self._at(view)
+            return Doing(role, view.fate.text or "ended", where if placed else "")
+        if block is not None:
+            words = f"{_WAIT[block.how]} {phrase(block.op, numbered=numbered)}"
+            return Doing(role, words, place(block.op.source) if placed else "")
+        where = self._at(view)
+        if where:
+            return Doing(role, f"are in {where.partition(' ')[2] or where}", where if placed else "")
+        if view.last_op is None:
+            return Doing(role, "issued nothing", "")
+        return Doing(role, f"issued {phrase(view.last_op, numbered=numbered)} last", place(view.last_op.source) if placed else "")
+
+    def block_of(self, rank: int) -> Block | None:
+        """What holds a rank up: its main thread, where that is blocked."""
+        view = self.world.views.get(rank)
+        if view is None or not view.blocks:
+            return None
+        stuck = {thread: block for thread, block in view.blocks.items() if block.stuck} or view.blocks
+        return stuck.get(view.main_thread) or min(stuck.values(), key=lambda block: (block.since_ns, block.thread))
+
+    @staticmethod
+    def _at(view: View) -> str:
+        stack = view.log.main_stack
+        return place(stack.source) if stack is not None else ""
+
+
+def phrase(op: Collective, *, numbered: bool = True) -> str:
+    """``"all_reduce #41 of dp"``: without the ranks, so that the same of several groups reads alike."""
+    number = f" #{op.sequence_number}" if numbered else ""
+    if op.is_point_to_point:
+        towards = "to" if op.op == "send" else "from"
+        who = f"rank {op.peer}" if op.peer is not None else "any rank"
+        return f"{op.op}{number} {towards} {who}" if numbered else op.op
+    return f"{op.op}{number} of {label(op)}"
+
+
+def label(op: Collective) -> str:
+    """The group's name as people know it."""
+    name = op.channel.group.label
+    return "the default group" if name in ("default_pg", "0", "") else name
+
+
+def _singular(words: str) -> str:
+    for many, one in (("wait in", "waits in"), ("are ", "is "), ("probably wait", "probably waits"), ("have ", "has ")):
+        if words.startswith(many):
+            return one + words[len(many) :]
+    return words
+
+
+def _roles(verdict: Verdict, world: World) -> dict[int, Role]:
+    roles: dict[int, Role] = dict.fromkeys([*world.no_record, *world.elsewhere], "unknown")
+    findings = verdict.findings
+    for finding in findings:
+        if not finding.root_cause:
+            roles |= dict.fromkeys(finding.culprits, "involved")
+    for finding in findings:
+        if finding.root_cause or finding.kind == "waiting":
+            roles |= dict.fromkeys(finding.victims, "victim")
+        if finding.kind == "waiting" and finding.group is not None and not finding.culprits:
+            roles |= dict.fromkeys(set(finding.group.ranks) - set(finding.victims), "awaited")
+    for finding in findings:
+        if finding.root_cause:
+            roles |= dict.fromkeys(finding.culprits, "awaited" if finding.kind == "waiting" else "culprit")
+    return roles

@@ -1,0 +1,50 @@
+"""Stacks of all ranks, merged into classes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from commlens.model.collective import Stack
+from commlens.model.ranklog import ThreadStack
+from commlens.model.ranks import format_ranks
+from commlens.reports.verdict_page.model import FrameRef, Role, StackClass
+from commlens.reports.verdict_page.scene import Scene, phrase
+
+_CLASSES_MAX = 60
+_FRAMES_MAX = 80
+_OTHER_THREADS_OF = 4  # culprits whose other threads are shown
+_ORDER: tuple[Role, ...] = ("culprit", "awaited", "involved", "victim", "unknown", "none")
+
+
+def stacks(scene: Scene) -> tuple[list[StackClass], dict[int, int]]:
+    """The classes, those of the culprits first, and which class each rank's main thread is in."""
+    found: dict[tuple[Role, str, str, Stack], list[int]] = defaultdict(list)
+    for rank, view in scene.world.views.items():
+        role = scene.role(rank)
+        main = view.log.main_stack
+        if main is not None and main.frames:
+            found[role, "main thread", "", main.frames].append(rank)
+            continue
+        block = scene.block_of(rank)
+        op = block.op if block is not None else view.last_op
+        if op is not None and op.stack:
+            found[role, "the thread that issued it", f"Where {phrase(op)} was issued; no stack was taken later.", op.stack].append(rank)
+    for rank in [rank for rank in scene.world.views if scene.role(rank) in ("culprit", "awaited")][:_OTHER_THREADS_OF]:
+        for other in _others(scene, rank):
+            found[scene.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(rank)
+    mains = ("main thread", "the thread that issued it")
+    ordered = sorted(found.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1] not in mains, -len(item[1]), item[1]))
+    class_of: dict[int, int] = {}
+    classes: list[StackClass] = []
+    for (role, thread, note, frames), ranks in ordered[:_CLASSES_MAX]:
+        if thread in mains:
+            class_of |= dict.fromkeys(ranks, len(classes))
+        shown = [FrameRef(frame.function, frame.where, f"{frame.file}:{frame.line}", frame.kind.value) for frame in frames[:_FRAMES_MAX]]
+        classes.append(StackClass(format_ranks(ranks), len(ranks), role, thread, shown, note))
+    return classes, class_of
+
+
+def _others(scene: Scene, rank: int) -> list[ThreadStack]:
+    log = scene.world.views[rank].log
+    threads = {stack.thread: stack for stack in [*log.stacks, *log.observation.stacks] if not stack.is_main and stack.frames}
+    return [threads[number] for number in sorted(threads)][:16]

@@ -1,0 +1,178 @@
+"""Who issued what when: one lane for a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from commlens.diagnose.words import place, tensors
+from commlens.diagnose.world import ChannelKey, View
+from commlens.model.collective import Channel, Collective, State
+from commlens.model.ranks import format_ranks
+from commlens.reports.verdict_page.model import Arrivals, ChannelRef, Lane, Ops, Timeline
+from commlens.reports.verdict_page.scene import Scene, phrase
+
+LANES_MAX = 48
+_OPS_MAX = 16_000
+_OPS_OF_A_LANE = 400
+_ARRIVALS_MAX = 4
+_STATES = {State.COMPLETED: 0, State.ANNOUNCED: 1, State.ISSUED: 1, State.FAILED: 2, State.UNKNOWN: 3}
+
+
+class Texts:
+    """Strings, each once."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._known: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        """The string's index."""
+        at = self._known.setdefault(text, len(self.texts))
+        if at == len(self.texts):
+            self.texts.append(text)
+        return at
+
+
+class _Channels:
+    """Channels, each once."""
+
+    def __init__(self) -> None:
+        self.refs: list[ChannelRef] = []
+        self._known: dict[ChannelKey, int] = {}
+
+    def __call__(self, channel: Channel) -> int:
+        at = self._known.setdefault(channel.key, len(self.refs))
+        if at == len(self.refs):
+            group = channel.group
+            name = "default group" if group.label in ("default_pg", "0", "") else group.label
+            self.refs.append(ChannelRef(name, format_ranks(group.ranks), " on ".join(filter(None, [group.backend, channel.device]))))
+        return at
+
+
+def timeline(scene: Scene) -> Timeline:
+    """The lanes that matter most, the last collectives of each, and when ranks came to the ones that the findings name."""
+    ranks = _lane_ranks(scene)
+    most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
+    chosen = {rank: _last(scene.world.views[rank].log.collectives, most) for rank in ranks}
+    times = [op.announced_ns for ops in chosen.values() for op in ops if op.announced_ns]
+    made = Timeline(left_out=len(scene.world.views) - len(ranks))
+    if not times:
+        if any(chosen.values()):
+            made.notes.append("The records hold no times, so there is no timeline; the order is in the table.")
+        return made
+    zero = made.zero_ns = _moment_of_the_fault(scene) or max(times)
+    made.captured = max(_us(max(view.now_ns for view in scene.world.views.values()), zero), _us(max(times), zero))
+    texts, channels = Texts(), _Channels()
+    arrivals = [_arrivals(scene, key, number, zero, channels) for key, number, _ in scene.focus[:_ARRIVALS_MAX]]
+    made.arrivals = [found for found in arrivals if found is not None]
+    for rank in ranks:
+        columns = Ops()
+        for op in chosen[rank]:
+            if not op.announced_ns:
+                continue
+            columns.start.append(_us(op.announced_ns, zero))
+            columns.end.append(_us(_end(op), zero))
+            columns.channel.append(channels(op.channel))
+            columns.number.append(op.sequence_number)
+            columns.name.append(texts(_name(op)))
+            columns.asked.append(texts(tensors(op)))
+            columns.place.append(texts(place(op.source)))
+            columns.state.append(_STATES[op.state])
+        made.lanes.append(Lane(rank, scene.role(rank), scene.class_of.get(rank, -1), columns))
+    made.channels, made.texts = channels.refs, texts.texts
+    made.window = _window(made, chosen.values(), zero)
+    hosts = {scene.world.views[rank].log.host for rank in ranks}
+    if len(hosts) > 1:
+        made.notes.append(
+            f"The ranks ran on {len(hosts)} hosts, and times are those of each host's own clock: small differences mean nothing."
+        )
+    return made
+
+
+def _lane_ranks(scene: Scene) -> list[int]:
+    """Everybody where they fit; else the culprits, and the first and the last rank of each class."""
+    ranks = sorted(scene.world.views)
+    if len(ranks) <= LANES_MAX:
+        return ranks
+    members: dict[int, list[int]] = {}
+    for rank in ranks:
+        members.setdefault(scene.class_of[rank], []).append(rank)
+    blamed = [rank for rank in ranks if scene.role(rank) in ("culprit", "awaited")]
+    wanted = [*blamed[: LANES_MAX // 2], *(rank for one in sorted(members) for rank in (members[one][0], members[one][-1]))]
+    focused = [rank for key, _, _ in scene.focus[:1] for rank in key[2] if rank in scene.world.views]
+    return sorted(list(dict.fromkeys([*wanted, *focused, *ranks]))[:LANES_MAX])
+
+
+def _last(ops: list[Collective], most: int) -> list[Collective]:
+    """The last ones; members of a coalesced group are shown by the record that closes it."""
+    closed = {op.coalescing_id for op in ops if op.coalescing_id and op.coalesced_members}
+    shown = [op for op in ops if not (op.coalescing_id in closed and not op.coalesced_members)]
+    recent = shown[-most:]
+    return [op for op in shown[:-most] if op.in_flight] + recent if len(shown) > most else recent
+
+
+def _name(op: Collective) -> str:
+    if not op.is_point_to_point:
+        return op.op
+    return f"{op.op} {'to' if op.op == 'send' else 'from'} {op.peer if op.peer is not None else 'any'}"
+
+
+def _end(op: Collective) -> int:
+    """Unix ns; 0: it is in flight, or nobody can say."""
+    if op.in_flight:
+        return 0
+    return op.done_ns or op.wait_ended_ns or op.returned_ns
+
+
+def _us(moment: int, zero: int) -> int:
+    return (moment - zero) // 1000 if moment else -1 << 52
+
+
+def _moment_of_the_fault(scene: Scene) -> int:
+    for key, number, _ in scene.focus:
+        at = [op.announced_ns for view in scene.world.views.values() if (op := _op(view, key, number)) is not None and op.announced_ns]
+        if at:
+            return min(at)
+    return min((block.since_ns for block in scene.graph.blocks.values() if block.since_ns), default=0)
+
+
+def _op(view: View, key: ChannelKey, number: int) -> Collective | None:
+    track = view.tracks.get(key)
+    return track.ops.get(number) if track is not None else None
+
+
+def _arrivals(scene: Scene, key: ChannelKey, number: int, zero: int, channels: _Channels) -> Arrivals | None:
+    met: list[tuple[int, int]] = []
+    absent: list[int] = []
+    first: Collective | None = None
+    for rank in key[2]:
+        view = scene.world.views.get(rank)
+        op = _op(view, key, number) if view is not None else None
+        if op is not None and op.announced_ns:
+            met.append((_us(op.announced_ns, zero), rank))
+            first = first or op
+        elif op is None:
+            absent.append(rank)
+    if first is None:
+        return None
+    met.sort()
+    title = f"{phrase(first)} [{format_ranks(key[2])}]"
+    return Arrivals(
+        title, channels(first.channel), number, [rank for _, rank in met], [at for at, _ in met], format_ranks(absent), len(absent)
+    )  # fmt: skip
+
+
+def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tuple[int, int]:
+    """From some collectives before the fault to a little after it: the wait that follows is far longer than all before."""
+    starts = sorted({_us(op.announced_ns, zero) for ops in lanes for op in ops[-12:] if op.announced_ns})
+    if not starts:
+        return (0, max(1, made.captured))
+    last = max(starts)
+    before = [start for start in starts if start <= 0]
+    begin = before[0] if before else starts[0]
+    span = max(1, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin)
+    end = max(last, 0) + max(1, span // 3)
+    return (begin - max(1, span // 20), min(end, made.captured) if made.captured > max(last, 0) else end)
+
+
+__all__ = ["Texts", "timeline"]

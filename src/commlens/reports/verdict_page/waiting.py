@@ -1,0 +1,83 @@
+"""The wait-for graph of classes of ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from commlens.diagnose.graph import Edge, Node
+from commlens.diagnose.words import capital, count, instance
+from commlens.model.ranks import format_ranks
+from commlens.reports.verdict_page.model import GraphEdge, GraphNode, WaitGraph
+from commlens.reports.verdict_page.scene import Scene, phrase
+
+
+def wait_graph(scene: Scene) -> WaitGraph:
+    """Fold the threads' graph: one node for each class that waits or is waited for, one edge for each pair of them."""
+    return _Fold(scene).graph()
+
+
+class _Fold:
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.nodes: list[GraphNode] = []
+        self._known: dict[tuple[str, int], int] = {}
+        self._edges: dict[tuple[int, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+
+    def graph(self) -> WaitGraph:
+        graph = self.scene.graph
+        through: dict[Node, list[Node]] = defaultdict(list)
+        for source in sorted(graph.edges):
+            for target, edge in graph.edges[source].items() if source.kind == "wait" else ():
+                if target.kind == "at":
+                    through[target].append(source)
+                else:
+                    self._join([source.rank], edge, self._ends(target, edge))
+        # A collective between those who wait in it and those it waits for: by class, since there may be thousands of both.
+        for meeting, sources in through.items():
+            edge = graph.edges[sources[0]][meeting]
+            ends = {end for target, behind in graph.edges[meeting].items() for end in self._ends(target, behind)}
+            self._join([source.rank for source in sources], edge, ends)
+        edges = []
+        for (start, end), by_label in sorted(self._edges.items()):
+            first = max(by_label, key=lambda text: (len(by_label[text]), text))
+            more = f" and {len(by_label) - 1} more" if len(by_label) > 1 else ""
+            ranks = set().union(*by_label.values())
+            edges.append(GraphEdge(source=start, target=end, label=first + more, waiting=format_ranks(ranks)))
+        return WaitGraph(self.nodes, edges)
+
+    def _join(self, ranks: Iterable[int], edge: Edge, ends: Iterable[int]) -> None:
+        label = phrase(edge.op)
+        ends = list(ends)
+        for rank in ranks:
+            start = self._of_rank(rank)
+            for end in ends:
+                self._edges[start, end][label].add(rank)
+
+    def _put(self, kind: str, number: int, node: GraphNode) -> int:
+        at = self._known.setdefault((kind, number), len(self.nodes))
+        if at == len(self.nodes):
+            self.nodes.append(node)
+        return at
+
+    def _of_rank(self, rank: int) -> int:
+        number = self.scene.class_of[rank]
+        return self._put("class", number, GraphNode(cls=number, root=self.scene.classes[number].role in ("culprit", "awaited")))
+
+    def _ends(self, target: Node, edge: Edge) -> list[int]:
+        """The nodes of what a wait leads to."""
+        scene = self.scene
+        if target.kind == "trouble":
+            trouble = scene.troubles[target.detail]
+            culprits = [rank for rank in trouble.culprits if rank != edge.rank and rank in scene.class_of]
+            if edge.rank not in trouble.culprits and not trouble.tie and culprits:
+                return sorted({self._of_rank(rank) for rank in culprits})
+            title = "They met, but not for the same thing" if trouble.answer is not None else "They are out of step"
+            text = trouble.answer.detail if trouble.answer is not None else "; ".join(sorted(set(trouble.sides.values())))
+            lines = [line for line in (phrase(next(iter(trouble.ops.values()))), text) if line]
+            return [self._put("trouble", target.detail, GraphNode(title=title, lines=lines, root=True))]
+        if target.kind == "stuck":
+            members = edge.instance.key[2]
+            title = f"{capital(count(len(members), 'rank'))} arrived, none completes"
+            return [self._put("stuck", target.detail, GraphNode(title=title, lines=[instance(edge.op)], root=True))]
+        return [self._of_rank(target.rank)] if target.rank in scene.class_of else []

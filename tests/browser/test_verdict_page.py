@@ -1,0 +1,244 @@
+"""The verdict's page: every view opened and acted on, in a real Chromium. What it complains of, and every request, fails the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from builders import Job, Stay, Step, all_reduce, collective
+
+from commlens.diagnose import diagnose
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import RankLog
+from commlens.reports.page import render_page
+from commlens.reports.verdict_page import verdict_html
+
+OpenPage = Callable[..., Any]
+
+
+def mesh(job: Job, rank: int) -> Iterator[object]:
+    """Data parallel over tensor parallel, 4 x 2: rank 5 stays in its data loader in the fifth step."""
+    tp = job.group(f"tp{rank // 2}", (rank // 2 * 2, rank // 2 * 2 + 1), "tp")
+    dp = job.group(f"dp{rank % 2}", range(rank % 2, job.size, 2), "dp")
+    for step in range(8):
+        if (rank, step) == (5, 5):
+            yield Stay(57, "load_batch", frames=(Frame("/site/torch/utils/data/dataloader.py", 700, "_next_data", FrameKind.TORCH),))
+        for _ in range(3):
+            yield all_reduce(tp, (8, 16), line=31, function="forward")
+        yield collective("reduce_scatter", dp, 4096, line=79, function="train_step", reduce_op="AVG")
+        yield Step()
+
+
+def disagree(job: Job, rank: int) -> Iterator[object]:
+    for step in range(6):
+        yield all_reduce(job.world, 24 if (rank, step) == (2, 4) else 32, line=20)
+        yield Step()
+
+
+def swapped(job: Job, rank: int) -> Iterator[object]:
+    one, two = job.group("1", range(job.size), "gradients"), job.group("2", range(job.size), "statistics")
+    for step in range(6):
+        groups = [(two, 24), (one, 19)] if (rank, step) == (2, 4) else [(one, 19), (two, 24)]
+        for group, line in groups:
+            yield all_reduce(group, line=line)
+        yield Step()
+
+
+def write(folder: Path, logs: list[RankLog]) -> Path:
+    path = folder / "index.html"
+    path.write_bytes(verdict_html(diagnose(logs), logs))
+    return path
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("stuck"), Job(8).run(mesh).logs())
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_it_opens_in_both_themes_and_widths_without_a_serious_fault(
+    open_page: OpenPage, serious_faults, stuck: Path, dark: bool, width: int
+):
+    page = open_page(stuck, dark=dark, width=width)
+    assert "Rank 5 never reached reduce_scatter #6 of group dp [1-7:2]" in page.inner_text("h1")
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= width
+    assert serious_faults(page) == []
+
+
+def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck)
+    assert page.locator("nav a").all_inner_texts() == [
+        "Verdict",
+        "Who waits",
+        "Groups",
+        "Timeline",
+        "Issued",
+        "Stacks",
+        "Evidence",
+        "Ranks",
+    ]
+    # The graph: the root cause is marked, and arrows lead there.
+    assert page.locator(".node.root").count() == 1
+    assert "rank 5" in page.inner_text(".node.root") and "train.py:57 load_batch" in page.inner_text(".node.root")
+    assert page.locator("path.edge").count() == page.locator(".edge-label").count() >= 2
+    # The groups: culprits and victims are coloured, the faulty group is outlined.
+    assert page.locator("#groups path.cell-culprit").count() == 1
+    assert page.locator("#groups .strip-fault").count() == 1
+    page.get_by_role("tab", name="tp", exact=True).click()
+    assert "4 groups of 2 ranks each" in page.inner_text("#groups")
+    # The table: what was not issued is marked.
+    assert page.locator("#issued td.differs").count() >= 1
+    assert "not issued" in page.inner_text("#issued tr.fault")
+    page.get_by_role("tab", name="In the order of issue").click()
+    assert "all_reduce #15 of tp" in page.inner_text("#issued")
+    # The stacks: the culprit's first, the user's line before the library's.
+    first = page.locator("#stacks article").first
+    assert first.locator(".frame.top").inner_text().startswith("load_batch")
+    first.locator("summary").click()
+    assert "_next_data" in first.inner_text()
+    assert "its stack does not move" in page.inner_text("#evidence")
+
+
+def test_a_rank_can_be_looked_up_and_linked_to(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck, anchor="rank-5")
+    panel = page.get_by_role("complementary", name="Rank 5")
+    panel.wait_for()
+    assert "load_batch" in panel.inner_text() and "root cause" in panel.inner_text()
+    page.keyboard.press("Escape")
+    panel.wait_for(state="detached")
+    page.get_by_role("searchbox", name="Search ranks").fill("reduce_scatter")
+    rows = page.locator(".rank-row button")
+    assert 0 < rows.count() < 8
+    page.get_by_role("searchbox", name="Search ranks").fill("3")
+    assert rows.count() == 1
+    rows.first.click()
+    page.get_by_role("complementary", name="Rank 3").wait_for()
+    assert page.url.endswith("#rank-3")
+    page.go_back()
+    page.get_by_role("complementary", name="Rank 3").wait_for(state="detached")
+
+
+def test_the_timeline_is_moved_and_asked(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck)
+    chart = page.get_by_role("application", name="Timeline")
+    ticks = page.locator(".axis span")
+    before = ticks.all_inner_texts()
+    page.get_by_role("button", name="Everything").click()
+    assert ticks.all_inner_texts() != before
+    page.get_by_role("button", name="Around the fault").click()
+    assert ticks.all_inner_texts() == before
+    page.get_by_role("button", name="Zoom in").click()
+    assert ticks.all_inner_texts() != before
+    chart.focus()
+    page.keyboard.press("0")
+    assert ticks.all_inner_texts() == before
+    page.keyboard.press("ArrowLeft")
+    assert ticks.all_inner_texts() != before
+    page.keyboard.press("0")
+    # What is in flight reaches to the right edge; rank 4 waits for rank 5.
+    canvas = page.locator(".lanes canvas")
+    area = canvas.bounding_box()
+    height = area["height"] / 8
+    canvas.hover(position={"x": area["width"] - 20, "y": 4.5 * height - 4})
+    assert "rank 4" in page.inner_text("#timeline .readout") and "in flight for 30" in page.inner_text("#timeline .readout")
+    assert "rank 5 never did" in page.inner_text("#timeline")
+
+
+def test_the_grid_answers_to_the_keyboard(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck)
+    page.get_by_role("application", name="ranks as a grid").focus()
+    page.keyboard.press("End")
+    assert "rank 7" in page.inner_text("#groups .readout")
+    page.keyboard.press("Enter")
+    page.get_by_role("complementary", name="Rank 7").wait_for()
+
+
+def test_it_is_copied_for_a_ticket_and_printed(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck)
+    page.get_by_role("button", name="Copy for a ticket").click()
+    page.get_by_role("status").get_by_text("Copied").wait_for()
+    copied = page.evaluate("() => navigator.clipboard.readText()")
+    assert copied.startswith("VERDICT  rank 5 never reached") and "\nScript: /home/me/train.py\n" in copied
+    page.emulate_media(media="print")
+    assert not page.locator("nav").is_visible()
+    assert page.locator("#waiting .node.root").is_visible()
+
+
+def test_a_disagreement_and_a_cycle(open_page: OpenPage, tmp_path: Path):
+    page = open_page(write(tmp_path, Job(4).run(disagree).logs()))
+    odd = page.locator("#issued tr.fault td.differs")
+    assert odd.count() == 1 and "float32[24]" in odd.inner_text()
+    assert "shape differs" in page.inner_text("#issued tr.fault th")
+    page = open_page(write(tmp_path, Job(4).run(swapped).logs()))
+    assert page.locator("path.edge").count() == 2, "each waits for the other"
+
+
+HOSTILE = "<img src=x onerror=alert(1)></script><script>alert(2)</script>\u2028\u202e'\"&{{7*7}}"
+
+
+def test_hostile_names_stay_text(open_page: OpenPage, tmp_path: Path):
+    logs = Job(8, host=HOSTILE, job=HOSTILE).run(mesh).logs()
+    names = {b'"load_batch"': 0, b'"/home/me/train.py"': 0, b'"tp"': 0, b'"dp"': 0, b'"reduce_scatter"': 0, b'"float32"': 0}
+    encoded = msgspec.json.encode(logs)
+    for name in names:
+        assert name in encoded
+        encoded = encoded.replace(name, msgspec.json.encode(f"{name.decode()[1:-1]} {HOSTILE}"))
+    logs = msgspec.json.decode(encoded, type=list[RankLog])
+    for log in logs:
+        log.problems = [f"{HOSTILE} could not be read"]
+        log.versions = {HOSTILE: HOSTILE}
+    page = open_page(write(tmp_path, logs), anchor="rank-5")
+    for tab in page.get_by_role("tab").all():
+        tab.click()
+    for details in page.locator("summary").all():
+        details.click()
+    assert page.locator("img").count() == 0
+    assert page.locator("#app script").count() == 0
+    for place in ("h1", "#groups", "#stacks", "#evidence", ".panel"):
+        assert "<img src=x onerror=alert(1)></script>" in page.inner_text(place), place
+
+
+def test_thousands_of_ranks_are_folded(open_page: OpenPage, tmp_path: Path):
+    ranks = 4096
+    few = Job(8).run(mesh).logs()
+    logs = [
+        msgspec.structs.replace(few[rank % 8 if rank != 5 else 5], rank=rank, world_size=ranks, pid=1000 + rank) for rank in range(ranks)
+    ]
+    path = write(tmp_path, logs)
+    assert path.stat().st_size < 2_000_000
+    page = open_page(path)
+    assert page.evaluate("() => document.querySelectorAll('*').length") < 4000
+    page.get_by_role("searchbox", name="Search ranks").fill("4095")
+    assert page.locator(".rank-row").count() == 1
+
+
+def test_nothing_is_wrong_and_nothing_is_known(open_page: OpenPage, serious_faults, tmp_path: Path):
+    page = open_page(write(tmp_path, Job(4).run(lambda job, rank: iter([all_reduce(job.world, line=3)])).logs()))
+    assert "othing is wrong" in page.inner_text("h1")
+    assert serious_faults(page) == []
+    page = open_page(write(tmp_path, []))
+    assert "nothing to diagnose" in page.inner_text("h1").lower()
+
+
+def test_what_cannot_be_unpacked_leaves_the_plain_text(open_page: OpenPage, tmp_path: Path):
+    path = tmp_path / "page.html"
+    made = render_page("verdict", title="t", data={"x": 1}, text="VERDICT rank 2")
+    start = made.index(b'id="commlens-data">') + len(b'id="commlens-data">')
+    path.write_bytes(made[:start] + b"AAAA" + made[made.index(b"</script>", start) :])
+    page = open_page(path, ready=".note")
+    assert "VERDICT rank 2" in page.inner_text("body")
+
+
+def test_the_reader_s_theme_is_kept(open_page: OpenPage, stuck: Path):
+    page = open_page(stuck, dark=True)
+    background = "() => getComputedStyle(document.documentElement).backgroundColor"
+    assert page.evaluate(background) == "rgb(20, 23, 27)"
+    page.get_by_label("Switch to the light theme").click()
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
+    page.reload()
+    page.wait_for_selector("main")
+    assert page.evaluate(background) == "rgb(255, 255, 255)"

@@ -1,0 +1,184 @@
+// What Python gives the page: src/commlens/reports/verdict_page/model.py explains every field.
+
+export type Role = "culprit" | "victim" | "awaited" | "involved" | "unknown" | "none";
+
+export interface Finding {
+  kind: string;
+  why: string;
+  root_cause: boolean;
+  culprits: number[];
+  victims: number[];
+  confidence: string;
+  summary: string;
+  explanation: string;
+  next_step: string;
+  source: string | null;
+  source_file: string | null;
+  function: string | null;
+  evidence: string[];
+  would_raise_confidence: string | null;
+}
+
+export interface Verdict {
+  schema: string;
+  kind: string;
+  why: string;
+  culprits: number[];
+  victims: number[];
+  confidence: string;
+  summary: string;
+  explanation: string;
+  next_step: string;
+  findings: Finding[];
+  missing_evidence: string[];
+  looked_at: string;
+}
+
+export interface RankClass {
+  ranks: string;
+  count: number;
+  role: Role;
+  doing: string;
+  place: string;
+  detail: string;
+}
+
+export interface GraphNode {
+  cls: number;
+  title: string;
+  lines: string[];
+  root: boolean;
+}
+
+export interface GraphEdge {
+  source: number;
+  target: number;
+  label: string;
+  waiting: string;
+}
+
+export interface LayoutRow {
+  name: string;
+  ranks: number[];
+  fault: boolean;
+}
+
+export interface Layout {
+  name: string;
+  about: string;
+  rows: LayoutRow[];
+}
+
+export interface Ops {
+  start: number[];
+  end: number[];
+  channel: number[];
+  number: number[];
+  name: number[];
+  asked: number[];
+  place: number[];
+  state: number[];
+}
+
+export interface Lane {
+  rank: number;
+  role: Role;
+  cls: number;
+  ops: Ops;
+}
+
+export interface Arrivals {
+  label: string;
+  channel: number;
+  number: number;
+  ranks: number[];
+  at: number[];
+  absent: string;
+  absent_count: number;
+}
+
+export interface Timeline {
+  zero_ns: number;
+  captured: number;
+  window: [number, number];
+  channels: { label: string; ranks: string; about: string }[];
+  texts: string[];
+  lanes: Lane[];
+  left_out: number;
+  arrivals: Arrivals[];
+  notes: string[];
+}
+
+export interface Cell {
+  op: string;
+  what?: string;
+  place?: string;
+  state?: "completed" | "in-flight" | "failed" | "unknown" | "absent" | "overwritten";
+  differs?: boolean;
+  late?: string;
+}
+
+export interface Table {
+  name: string;
+  about: string;
+  columns: { ranks: string; role: Role }[];
+  rows: { number: string; cells: Cell[]; fault: boolean; note: string }[];
+  left_out: string;
+}
+
+export interface StackFrame {
+  function: string;
+  place: string;
+  file: string;
+  kind: string;
+}
+
+export interface StackClass {
+  ranks: string;
+  count: number;
+  role: Role;
+  thread: string;
+  frames: StackFrame[];
+  note: string;
+}
+
+export interface Ranks {
+  texts: string[];
+  rank: number[];
+  role: Role[];
+  cls: number[];
+  host: number[];
+  pid: number[];
+  steps: number[];
+  issued: number[];
+  last: number[];
+  end: number[];
+  stack: number[];
+  source: number[];
+}
+
+export interface VerdictPage {
+  commlens: string;
+  verdict: Verdict;
+  text: string;
+  facts: [string, string][];
+  ranks: Ranks;
+  classes: RankClass[];
+  graph: { nodes: GraphNode[]; edges: GraphEdge[] };
+  layouts: Layout[];
+  timeline: Timeline;
+  tables: Table[];
+  stacks: StackClass[];
+}
+
+/** What a role is called in the page. */
+export const ROLES: Record<Role, string> = {
+  culprit: "root cause",
+  awaited: "waited for",
+  involved: "involved",
+  victim: "waits because of it",
+  unknown: "no record",
+  none: "not affected",
+};
+
+export const ROLE_ORDER: readonly Role[] = ["culprit", "awaited", "involved", "victim", "unknown", "none"];

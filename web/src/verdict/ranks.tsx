@@ -1,0 +1,142 @@
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { CopyButton } from "../shared/copy";
+import { Icon } from "../shared/icons";
+import { VirtualList } from "../shared/list";
+import { Section } from "../shared/page";
+import { setAnchor } from "../shared/route";
+import { matches, Search } from "../shared/search";
+import { number, seconds } from "../shared/words";
+import { ROLES, type VerdictPage } from "./data";
+import { openRank, RoleChip } from "./parts";
+import { Stack } from "./stacks";
+
+const ROW = 34;
+
+/** Every rank, searchable; only the rows in view are in the document. */
+export function AllRanks({ page, selected }: { page: VerdictPage; selected: number | null }) {
+  const [query, setQuery] = useState("");
+  const { ranks } = page;
+  const texts = useMemo(
+    () => ranks.rank.map((rank, index) => `rank ${rank} ${ranks.texts[ranks.host[index]!]} ${page.classes[ranks.cls[index]!]?.doing} ${page.classes[ranks.cls[index]!]?.place} ${ROLES[ranks.role[index]!]} ${ranks.texts[ranks.last[index]!]} ${ranks.texts[ranks.end[index]!]}`),
+    [page],
+  );
+  const found = useMemo(() => {
+    const asked = /^\s*(?:rank\s*)?(\d+)\s*$/.exec(query);
+    const all = texts.map((_, index) => index);
+    if (asked) return all.filter((index) => String(ranks.rank[index]).startsWith(asked[1]!));
+    return query ? all.filter((index) => matches(texts[index]!, query)) : all;
+  }, [query, texts]);
+  return (
+    <Section
+      id="ranks"
+      title="All ranks"
+      tools={<Search value={query} onInput={setQuery} label="Search ranks" {...(query ? { found: `${number(found.length)} of ${number(ranks.rank.length)}` } : {})} />}
+    >
+      <VirtualList
+        label="All ranks"
+        class="rank-list"
+        count={found.length}
+        rowHeight={ROW}
+        height={ROW * 12}
+        shown={selected === null ? undefined : found.indexOf(ranks.rank.indexOf(selected))}
+        row={(position) => {
+          const index = found[position]!;
+          const rank = ranks.rank[index]!;
+          const known = page.classes[ranks.cls[index]!];
+          return (
+            <div key={rank} role="listitem" class={`rank-row ${rank === selected ? "selected" : ""}`} style={{ height: `${ROW}px` }}>
+              <button type="button" onClick={() => openRank(rank)}>
+                <span class="rank-row-name">rank {rank}</span>
+                <RoleChip role={ranks.role[index]!} />
+                <span class="rank-row-doing">{known?.doing}{known?.place ? <span class="mono dim"> {known.place}</span> : null}</span>
+                <span class="rank-row-host dim">{ranks.texts[ranks.host[index]!]}</span>
+              </button>
+            </div>
+          );
+        }}
+      />
+      {found.length === 0 && <p class="dim">No rank matches.</p>}
+    </Section>
+  );
+}
+
+/** What is known of one rank, beside the page. */
+export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
+  const { ranks } = page;
+  const index = ranks.rank.indexOf(rank);
+  const panel = useRef<HTMLElement>(null);
+  useEffect(() => panel.current?.focus({ preventScroll: true }), [rank]);
+  useEffect(() => {
+    const close = (event: KeyboardEvent) => {
+      if (event.key === "Escape") setAnchor("");
+    };
+    addEventListener("keydown", close);
+    return () => removeEventListener("keydown", close);
+  }, []);
+  const text = (at: number | undefined) => (at === undefined ? "" : ranks.texts[at]!);
+  const known = index >= 0 ? page.classes[ranks.cls[index]!] : undefined;
+  const stack = index >= 0 && ranks.stack[index]! >= 0 ? page.stacks[ranks.stack[index]!] : undefined;
+  const facts: [string, string][] = index < 0 ? [] : [
+    ["Host", text(ranks.host[index])],
+    ["Process", ranks.pid[index] ? String(ranks.pid[index]) : ""],
+    ["Its end", text(ranks.end[index])],
+    ["Last collective", text(ranks.last[index])],
+    ["Issued", ranks.issued[index] ? number(ranks.issued[index]!) : ""],
+    ["Steps", ranks.steps[index] ? number(ranks.steps[index]!) : ""],
+    ["Read from", text(ranks.source[index])],
+  ];
+  const about = page.verdict.findings.filter((finding) => finding.culprits.includes(rank));
+  return (
+    <aside class="panel" ref={panel} tabIndex={-1} aria-label={`Rank ${rank}`}>
+      <header>
+        <h2>Rank {rank}</h2>
+        {index >= 0 && <RoleChip role={ranks.role[index]!} />}
+        <span class="panel-tools">
+          <CopyButton label="Copy the address of this view" text={() => location.href} bare />
+          <button type="button" class="icon-button" aria-label="Close" title="Close (Esc)" onClick={() => setAnchor("")}><Icon name="close" /></button>
+        </span>
+      </header>
+      {index < 0 ? <p>There is no rank {rank} in this job.</p> : (
+        <>
+          {known && <p>{`${known.count > 1 ? `As all of ranks ${known.ranks}: ` : ""}${known.doing}${known.place ? ` at ${known.place}` : ""}${known.detail ? `, ${known.detail}` : ""}.`}</p>}
+          <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
+          {about.map((finding, at) => <p key={at} class={finding.root_cause ? "blame" : "dim"}>{finding.summary}.</p>)}
+          {stack && <><h3>Stack</h3><Stack stack={stack} bare /></>}
+          <Issued page={page} rank={rank} />
+        </>
+      )}
+    </aside>
+  );
+}
+
+function Issued({ page, rank }: { page: VerdictPage; rank: number }) {
+  const { timeline } = page;
+  const lane = timeline.lanes.find((each) => each.rank === rank);
+  if (!lane || lane.ops.start.length === 0) return null;
+  const { ops } = lane;
+  const last = ops.start.length - 1;
+  const row = 46;
+  return (
+    <>
+      <h3>What it issued, the newest first</h3>
+      <VirtualList
+        label={`Collectives of rank ${rank}`}
+        class="op-list"
+        count={ops.start.length}
+        rowHeight={row}
+        height={row * 8}
+        row={(position) => {
+          const op = last - position;
+          const channel = timeline.channels[ops.channel[op]!]!;
+          const state = ops.state[op]!;
+          return (
+            <div key={op} role="listitem" class={`op-row ${state === 1 ? "open" : ""}`} style={{ height: `${row}px` }}>
+              <div>{timeline.texts[ops.name[op]!]} #{ops.number[op]} of {channel.label} <span class="dim">{state === 1 ? "in flight" : state === 2 ? "failed" : state === 3 ? "" : seconds(Math.max(0, ops.end[op]! - ops.start[op]!) / 1e6)}</span></div>
+              <div class="mono dim">{timeline.texts[ops.place[op]!]} {timeline.texts[ops.asked[op]!]}</div>
+            </div>
+          );
+        }}
+      />
+    </>
+  );
+}

@@ -1,0 +1,95 @@
+import { CopyButton } from "../shared/copy";
+import { count } from "../shared/words";
+import type { Finding, VerdictPage } from "./data";
+
+const HEADLINES: Record<string, string> = { healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "A rank comes late" };
+
+/** The answer, before everything else. */
+export function Summary({ page }: { page: VerdictPage }) {
+  const { verdict } = page;
+  const [first, ...others] = verdict.findings;
+  const tone = verdict.kind === "healthy" ? "good" : verdict.kind === "waiting" ? "waiting" : "fault";
+  return (
+    <section id="verdict" class={`verdict ${tone}`} aria-labelledby="verdict-title">
+      <p class="kind">
+        <span class="chip kind-chip">{HEADLINES[verdict.kind] ?? verdict.kind.replace("/", ": ")}</span>
+        {verdict.why !== "unknown" && verdict.findings.length > 0 && <span class="chip">{verdict.why.replaceAll("-", " ")}</span>}
+        {verdict.findings.length > 0 && <span class="chip">{verdict.confidence} confidence</span>}
+      </p>
+      <h1 id="verdict-title">{headline(verdict.summary || verdict.kind)}</h1>
+      <dl class="answer">
+        {verdict.explanation && (
+          <>
+            <dt>Why</dt>
+            <dd>{verdict.explanation}</dd>
+          </>
+        )}
+        {verdict.next_step && (
+          <>
+            <dt>Next</dt>
+            <dd><strong>{sentence(verdict.next_step)}</strong></dd>
+          </>
+        )}
+        {first?.source_file && (
+          <>
+            <dt>Line</dt>
+            <dd class="with-button">
+              <code>{first.source_file}{first.function ? ` ${first.function}` : ""}</code>
+              <CopyButton label="Copy the line's place" text={first.source_file} bare />
+            </dd>
+          </>
+        )}
+      </dl>
+      <div class="buttons">
+        <CopyButton label="Copy for a ticket" text={page.text} />
+        <CopyButton label="Copy as JSON" text={() => JSON.stringify(verdict, null, 2)} />
+      </div>
+      {others.length > 0 && <Others findings={others} />}
+    </section>
+  );
+}
+
+function Others({ findings }: { findings: Finding[] }) {
+  const roots = findings.filter((finding) => finding.root_cause);
+  const rest = findings.filter((finding) => !finding.root_cause);
+  return (
+    <div class="others">
+      {roots.length > 0 && <FindingList title="Also wrong, independently" findings={roots} />}
+      {rest.length > 0 && <FindingList title={roots.length > 0 ? "And" : "Besides"} findings={rest} />}
+    </div>
+  );
+}
+
+function FindingList({ title, findings }: { title: string; findings: Finding[] }) {
+  return (
+    <>
+      <h2>{title}</h2>
+      <ul class="findings">
+        {findings.slice(0, 50).map((finding, index) => (
+          <li key={index}>
+            <details>
+              <summary>{sentence(finding.summary)}</summary>
+              {finding.explanation && <p>{finding.explanation}</p>}
+              {finding.next_step && <p><strong>Next:</strong> {sentence(finding.next_step)}</p>}
+              {finding.victims.length > 0 && <p class="dim">It holds up {count(finding.victims.length, "rank")}.</p>}
+              {finding.evidence.length > 0 && <ul>{finding.evidence.map((text, at) => <li key={at}>{sentence(text)}</li>)}</ul>}
+            </details>
+          </li>
+        ))}
+      </ul>
+      {findings.length > 50 && <p class="dim">{findings.length - 50} more are in the JSON.</p>}
+    </>
+  );
+}
+
+/** A sentence as a title; a file's name that it begins with keeps its small letter. */
+function headline(text: string): string {
+  const said = sentence(text);
+  return /^(ranks?|nothing|there|no)\b/.test(said) ? said[0]!.toUpperCase() + said.slice(1) : said;
+}
+
+/** With a full stop. */
+export function sentence(text: string): string {
+  const trimmed = text.trim();
+  return /[.!?]$/.test(trimmed) ? trimmed : `${trimmed}.`;
+}

@@ -1,0 +1,70 @@
+import { useState } from "preact/hooks";
+import { Section } from "../shared/page";
+import { Tabs } from "../shared/tabs";
+import type { Cell, Table, VerdictPage } from "./data";
+import { RankSet, RoleChip } from "./parts";
+
+const STATES: Record<string, string> = {
+  completed: "completed",
+  "in-flight": "in flight",
+  failed: "failed",
+  unknown: "not known whether it completed",
+  absent: "",
+  overwritten: "",
+};
+
+/** What ranks issued around the fault, side by side. */
+export function Aligned({ page }: { page: VerdictPage }) {
+  const [chosen, setChosen] = useState("0");
+  if (page.tables.length === 0) return null;
+  const tabs = page.tables.map((table, index) => ({ id: `table-${index}`, name: table.name, body: () => <One key={index} table={table} /> }));
+  return (
+    <Section id="issued" title="What the ranks issued">
+      <Tabs tabs={tabs} chosen={tabs[Number(chosen)]?.id ?? ""} onChoose={(id) => setChosen(id.slice("table-".length))} label="Which group" />
+    </Section>
+  );
+}
+
+function One({ table }: { table: Table }) {
+  return (
+    <>
+      <p class="about">{table.about}</p>
+      <div class="table-scroll" tabIndex={0} role="group" aria-label={`What the ranks issued: ${table.name}`}>
+        <table class="aligned">
+          <thead>
+            <tr>
+              <th scope="col"><span class="off-screen">Number</span></th>
+              {table.columns.map((column, index) => (
+                <th key={index} scope="col"><RankSet ranks={column.ranks} /> <RoleChip role={column.role} /></th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {table.rows.map((row) => (
+              <tr key={row.number} class={row.fault ? "fault" : ""}>
+                <th scope="row">{row.number}{row.note && <span class="row-note">{row.note}</span>}</th>
+                {row.cells.map((cell, index) => <Issued key={index} cell={cell} />)}
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {table.left_out && <p class="dim">{table.left_out}</p>}
+    </>
+  );
+}
+
+function Issued({ cell }: { cell: Cell }) {
+  const state = cell.state ?? "completed";
+  return (
+    <td class={`issued state-${state} ${cell.differs ? "differs" : ""}`}>
+      <div class="issued-op">
+        {cell.differs && <span class="differs-mark" title="differs from the others">≠<span class="off-screen"> differs: </span></span>}
+        {cell.op}
+      </div>
+      {cell.what && <div class="mono">{cell.what}</div>}
+      {cell.place && <div class="mono dim">{cell.place}</div>}
+      {(STATES[state] || cell.late) && <div class={`issued-state ${state}`}>{[state === "completed" ? "" : STATES[state], cell.late].filter(Boolean).join(", ")}</div>}
+    </td>
+  );
+}
