@@ -681,15 +681,22 @@ run(work *w)
         NEED(1);
         unsigned char op = *at++;
         switch (op) {
-        case 'h': /* BINGET */
-            NEED(1);
-            length = *at++;
-            goto get;
+        case 'h': /* BINGET, half of a dump: the frames of a stack are a run of them */
+            for (const value *last = w->stack + w->stack_room;; at++, next++) {
+                NEED(1);
+                length = *at++;
+                if (length >= w->memo_end || w->memo[length].tag == UINT32_MAX)
+                    return 0;
+                *next = w->memo[length];
+                w->stack_used++;
+                if (next + 1 == last || at == end || *at != 'h')
+                    break;
+            }
+            break;
         case 'j': /* LONG_BINGET */
             NEED(4);
             length = read_uint32(at);
             at += 4;
-        get:
             if (length >= w->memo_end || w->memo[length].tag == UINT32_MAX)
                 return 0;
             *next = w->memo[length];

@@ -136,7 +136,7 @@ def _channels(
         return np.zeros(0, "int32"), []
     kinds: dict[tuple[str, str], int] = {}
     kind = np.array([kinds.setdefault((one.backend, one.device), len(kinds)) for one in named])
-    codes, index = np.unique(group.astype("int64") * len(kinds) + kind[name], return_inverse=True)
+    codes, index = _distinct(group.astype("int64") * len(kinds) + kind[name])
     by_number = list(kinds)
     channels = []
     for code in codes.tolist():
@@ -151,7 +151,7 @@ def _asked(name: Integers, signature: Integers, named: list[Named], signatures: 
         return np.zeros(0, "int32"), []
     ops: dict[tuple[str, str, str], int] = {}
     op = np.array([ops.setdefault((one.op, one.raw, one.device), len(ops)) for one in named])
-    codes, index = np.unique(signature.astype("int64") * len(ops) + op[name], return_inverse=True)
+    codes, index = _distinct(signature.astype("int64") * len(ops) + op[name])
     by_number = list(ops)
     return index, [_made_asked(*by_number[code % len(ops)], signatures[code // len(ops)]) for code in codes.tolist()]
 
@@ -169,18 +169,24 @@ def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: 
 
 def _peers(channel: Integers, name: Integers, named: list[Named], channels: list[Channel]) -> Integers:
     """The other's global rank of a send or a receive: its name has the rank in the group."""
-    peers = np.full(len(name), -1, "int32")
     if not any(one.peer is not None for one in named):
-        return peers
-    for index, one in enumerate(named):
-        if one.peer is None:
-            continue
-        mine = np.flatnonzero(name == index)
-        for number in np.unique(channel[mine]).tolist():
-            ranks = channels[number].group.ranks
-            if one.peer < len(ranks):
-                peers[mine[channel[mine] == number]] = ranks[one.peer]
-    return peers
+        return np.full(len(name), -1, "int32")
+    codes, index = _distinct(channel.astype("int64") * len(named) + name)
+    peers = []
+    for code in codes.tolist():
+        peer, ranks = named[code % len(named)].peer, channels[code // len(named)].group.ranks
+        peers.append(ranks[peer] if peer is not None and peer < len(ranks) else -1)
+    return np.array(peers, "int32")[index]
+
+
+def _distinct(codes: Integers) -> tuple[Integers, Integers]:
+    """The different values of a column, sorted, and which of them each is: ``np.unique``, faster where the values are small."""
+    top = int(codes.max())
+    if top >= 1 << 16:
+        return np.unique(codes, return_inverse=True)
+    there = np.zeros(top + 1, "bool")
+    there[codes] = True
+    return np.flatnonzero(there), (np.cumsum(there, dtype="int32") - 1)[codes]
 
 
 def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: Integers) -> Integers:
@@ -188,18 +194,13 @@ def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: 
     numbers = np.zeros(len(channel), "int32")
     if len(channel) < 2:
         return numbers
-    order = np.lexsort((np.arange(len(channel)), is_p2p, channel))
-    same = (
-        (channel[order][1:] == channel[order][:-1])
-        & (is_p2p[order][1:] == is_p2p[order][:-1])
-        & (sequence[order][1:] == sequence[order][:-1])
-        & (sequence[order][1:] >= 0)
-        & ~closes[order][:-1]
-    )
+    lane = channel.astype("int64") * 2 + is_p2p
+    order = np.argsort(lane.astype("int16") if lane.max() < 1 << 15 else lane, kind="stable")
+    lane, sequence, closes = lane[order], sequence[order], closes[order]
+    same = (lane[1:] == lane[:-1]) & (sequence[1:] == sequence[:-1]) & (sequence[1:] >= 0) & ~closes[:-1]
     if not same.any():
         return numbers
-    begins = np.concatenate(([True], ~same))
-    runs = np.cumsum(begins)
+    runs = np.cumsum(np.concatenate(([True], ~same)))
     several = np.bincount(runs)[runs] > 1
     firsts = np.unique(runs[several])
     numbers[order[several]] = np.searchsorted(firsts, runs[several]) + 1
@@ -242,10 +243,11 @@ def _status_groups(rows: Rows, pg_id: Integers, channel: Integers) -> dict[str, 
     Ids and names are both given in the order in which groups are made, so where there are as many statuses as groups they
     correspond one by one, also in a dump without entries. This holds only where the entries do not say otherwise.
     """
-    known = {}
-    if len(pg_id):
-        _, first = np.unique(pg_id, return_index=True)
-        known = {str(int(pg_id[at])): rows.channels[int(channel[at])].group.name for at in first.tolist() if pg_id[at] >= 0}
+    known: dict[str, str] = {}
+    if len(pg_id) and pg_id.min() >= 0 and pg_id.max() < 1 << 16:
+        codes, _ = _distinct(pg_id * len(rows.channels) + channel)
+        for code in codes.tolist():
+            known.setdefault(str(code // len(rows.channels)), rows.channels[code % len(rows.channels)].group.name)
     names = [one.group.name for one in rows.groups]
     if len(rows.status) == len(names) and all(text.isdecimal() for text in [*rows.status, *names]):
         in_order = dict(zip(sorted(rows.status, key=int), sorted(names, key=int), strict=True))
