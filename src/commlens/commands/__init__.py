@@ -53,7 +53,7 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("status", "Show what every rank on this node is doing right now."),
     Entry("dump", "Write a dump of a job on this node: running, stuck or dead."),
     Entry("view", "Show what a trace holds: which collectives, where, why, and how many bytes."),
-    Entry("compare", "Say what changed from one trace to another, in words."),
+    Entry("compare", "Say what changed from one trace to another, or moved between two dumps of a job."),
     Entry("convert", "Write dumps of any origin for other tools."),
     Entry("config", "Ask a few questions and write the settings file; config show prints what is in force."),
 )

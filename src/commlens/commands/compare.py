@@ -1,31 +1,42 @@
-"""``commlens compare``: what is different between two traces, in words."""
+"""``commlens compare``: what is different between two traces, or what moved between two dumps of a job, in words."""
 
 from __future__ import annotations
 
 import argparse
+
+from commlens.errors import CommandError
 
 EXIT_SAME = 0
 EXIT_CHANGED = 1
 
 
 class CompareCommand:
-    """Say what changed from one trace to another, in words.
+    """Say what changed from one trace to another, or moved between two dumps of a job.
 
-    Collectives that are new, gone, moved, or carry something else. Times, lines of code and the order of issue do not count.
-    Folders with one file for each rank are compared rank by rank. Golden files of tests are traces, too.
-    Exit status: 0 nothing changed, 1 something did, 2 wrong usage or a file that is no trace.
+    Traces: collectives that are new, gone, moved, or carry something else. Times, lines of code and the order of issue do not
+    count. Folders with one file for each rank are compared rank by rank. Golden files of tests are traces, too.
+    Dumps, of any origin: which ranks went on from the first to the second, and which stand where they stood.
+    Exit status: 0 nothing changed, 1 something did, 2 wrong usage or a file that is neither.
     """
 
     name = "compare"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
-        parser.add_argument("before", metavar="BEFORE", help="a trace file, or a folder with one for each rank")
+        parser.add_argument("before", metavar="BEFORE", help="a trace file or a folder with one for each rank; or a job's dump")
         parser.add_argument("after", metavar="AFTER", help="the other one")
-        parser.add_argument("--json", action="store_true", help="print the changes as JSON (schema commlens.comparison/1)")
+        parser.add_argument(
+            "--json", action="store_true", help="print the changes as JSON (schema commlens.comparison/1, for dumps commlens.movement/1)"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, compare, print."""
+        of_dumps = [_holds_dumps(path) for path in (arguments.before, arguments.after)]
+        if all(of_dumps):
+            return _compare_dumps(arguments)
+        if any(of_dumps):
+            dump, trace = (arguments.before, arguments.after)[:: 1 if of_dumps[0] else -1]
+            raise CommandError(f"{dump} is a dump and {trace} is none: give two dumps of one job, or two traces.")
         from commlens.reading.compare_ranks import compare_ranks
         from commlens.reading.paths import read_ranks
 
@@ -41,3 +52,34 @@ class CompareCommand:
 
             print_comparison(comparison)
         return EXIT_CHANGED if comparison else EXIT_SAME
+
+
+def _holds_dumps(path: str) -> bool:
+    """By content: whether there is a black box or a foreign dump. Traces are none."""
+    from commlens.formats.detect import TEXT
+    from commlens.formats.gathered import gather
+
+    found = gather([path])
+    return bool(found.ours) or any(name != TEXT.name for name in found.kinds)
+
+
+def _compare_dumps(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from commlens.diagnose.moved import compare_standings, standing_of
+    from commlens.formats.every_rank import every_rank
+    from commlens.formats.gathered import gather
+
+    problems: list[str] = []
+    before, after = ([standing_of(rows) for rows in every_rank(gather([path]), problems)] for path in (arguments.before, arguments.after))
+    movement = compare_standings(before, after)
+    movement.notes += dict.fromkeys(problems)
+    if arguments.json:
+        print(msgspec.json.format(msgspec.json.encode(movement), indent=2).decode())
+    else:
+        from commlens.reports.trace_terminal import print_differences
+
+        print_differences([one.sentence for one in movement.ranks], movement.answer)
+        for note in movement.notes:
+            print(note)
+    return EXIT_CHANGED if movement else EXIT_SAME

@@ -119,6 +119,12 @@ class Verdict(msgspec.Struct, kw_only=True):
         """The verdict as JSON, indented, following ``commlens.verdict/1``."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from commlens.model.verdict_html import verdict_html
+
+        return verdict_html(self)
+
     @classmethod
     def from_findings(cls, findings: list[Finding], **about: Any) -> Verdict:
         """Build from findings in order of weight (root causes first). ``about`` fills looked_at and the like."""

@@ -1,0 +1,49 @@
+"""The verdict as a small piece of HTML, for notebooks. Everything in it is escaped, and it has no script."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from commlens.model.verdict import Finding, Verdict
+
+_COLOURS = {"healthy": "#1a7f37", "waiting": "#9a6700"}
+_MOST = 8  # sentences of each list
+
+
+def verdict_html(verdict: Verdict) -> str:
+    """The answer, why, what to do next; what supports it and what is not known can be opened."""
+    colour = _COLOURS.get(verdict.kind, "#cf222e")
+    rows = [("Verdict", _sentence(verdict.summary)), ("Why", verdict.explanation), ("Next", _sentence(verdict.next_step))]
+    cells = "".join(
+        f'<tr><th style="text-align:left;vertical-align:top;padding-right:1em">{label}</th>'
+        f'<td style="text-align:left;white-space:normal">{escape(text)}</td></tr>'
+        for label, text in rows
+        if text
+    )
+    first = verdict.findings[0] if verdict.findings else None
+    parts = [
+        _details("Evidence", first.evidence if first else []),
+        _details("Also found", [_with_ranks(finding) for finding in verdict.findings[1:]]),
+        _details("Not known", verdict.missing_evidence),
+    ]
+    looked = f"<small>Looked at {escape(verdict.looked_at)}. Confidence: {escape(verdict.confidence)}.</small>" if verdict.looked_at else ""
+    return f'<div style="border-left:4px solid {colour};padding-left:1em"><table>{cells}</table>{"".join(parts)}{looked}</div>'
+
+
+def _details(title: str, sentences: list[str]) -> str:
+    if not sentences:
+        return ""
+    shown = [*sentences[:_MOST], *([f"{len(sentences) - _MOST} more"] if len(sentences) > _MOST else [])]
+    items = "".join(f"<li>{escape(_sentence(text))}</li>" for text in shown)
+    return f"<details><summary>{title} ({len(sentences)})</summary><ul>{items}</ul></details>"
+
+
+def _with_ranks(finding: Finding) -> str:
+    return finding.summary + (f" ({finding.source})" if finding.source and finding.source not in finding.summary else "")
+
+
+def _sentence(text: str) -> str:
+    text = text.strip()
+    return text if not text or text.endswith((".", "!", "?", ":")) else f"{text}."

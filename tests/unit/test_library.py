@@ -1,0 +1,74 @@
+"""commlens as a library: a verdict from paths, in a process that never imports torch, and what a notebook shows of it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+from boxes import busy_box
+from builders import Job, Stay
+from hypothesis import given
+from hypothesis import strategies as st
+from test_diagnose_findings import at, training
+
+from commlens.diagnose import diagnose
+from commlens.model.verdict import Finding, Verdict
+
+
+def test_a_verdict_without_torch(tmp_path: Path) -> None:
+    for rank in range(4):
+        busy_box(rank).write(tmp_path)
+    code = (
+        "import sys, commlens\n"
+        "assert not {'numpy', 'rich', 'torch', 'msgspec'} & set(sys.modules)\n"
+        f"verdict = commlens.diagnose({str(tmp_path)!r})\n"
+        "assert isinstance(verdict, commlens.Verdict) and verdict.kind == 'healthy', verdict\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.open: list[str] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.add(tag)
+        self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def shown(verdict: Verdict) -> Tags:
+    tags = Tags()
+    tags.feed(verdict._repr_html_())
+    tags.close()
+    assert tags.open == []
+    assert tags.tags <= {"div", "table", "tr", "th", "td", "details", "summary", "ul", "li", "small"}
+    return tags
+
+
+def test_what_a_notebook_shows() -> None:
+    text = shown(diagnose(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs())).text
+    assert "Verdictrank 2 never reached all_reduce #11" in text
+    assert "Nextlook at load_batch" in text
+
+
+@given(st.text(), st.lists(st.text(), max_size=12))
+def test_nothing_in_a_dump_becomes_markup(text: str, several: list[str]) -> None:
+    hostile = f"<script>alert(1)</script>{text}"
+    finding = Finding(
+        kind="missing", why="unknown", root_cause=True, culprits=[1], victims=[], confidence="low", summary=hostile, explanation=hostile,
+        evidence=[hostile, *several], source=hostile,
+    )  # fmt: skip
+    shown(Verdict.from_findings([finding, finding], missing_evidence=[hostile, *several], looked_at=hostile))

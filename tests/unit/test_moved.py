@@ -1,0 +1,94 @@
+"""Two dumps of one job: who moved, who did not."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+
+import jsonschema
+import pytest
+from boxes import busy_box
+from builders import Job, Stay
+from test_diagnose_findings import at, training
+
+from commlens import commands
+from commlens.diagnose.moved import compare_standings, standing_of
+from commlens.formats.log_rows import rows_of_log
+from commlens.model.movement import Moved, Movement, Place
+from commlens.model.ranklog import RankLog
+
+
+def moved(before: list[RankLog], after: list[RankLog]) -> Movement:
+    return compare_standings([standing_of(rows_of_log(log)) for log in before], [standing_of(rows_of_log(log)) for log in after])
+
+
+def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:
+    return Job(4).run(training(at(rank, step, Stay(57, "load_batch")))).logs(after_s=after_s)
+
+
+def test_nothing_moved() -> None:
+    movement = moved(stuck(after_s=5), stuck(after_s=47))
+    assert not movement
+    assert movement.answer == "Nothing moved in 42 s: 4 ranks stand where they stood."
+    assert [one.sentence for one in movement.ranks] == [
+        "ranks 0-1,3 are still in all_reduce #11 of the default group [0-3] (train.py:20 step).",
+        "rank 2 issued nothing, and has nothing in flight.",
+    ]
+
+
+def test_all_moved() -> None:
+    movement = moved(stuck(step=3), stuck(step=5))
+    assert movement.answer.startswith("All 4 ranks moved")
+    assert movement.ranks[0].sentence == (
+        "ranks 0-1,3 went on from all_reduce #7 of the default group [0-3] to all_reduce #11 of the default group [0-3] "
+        "(train.py:20 step): issued 4 operations more."
+    )
+
+
+def test_some_moved() -> None:
+    before, after = stuck(), stuck()
+    after[2].collectives = after[0].collectives
+    after[2].issued = after[0].issued
+    movement = moved(before, after)
+    assert movement.answer == "Rank 2 moved, ranks 0-1,3 did not."
+
+
+def test_dumps_that_are_missing_and_jobs_that_are_not_the_same() -> None:
+    before, after = stuck(), stuck(step=3)
+    for log in after:
+        log.job = "another"
+    movement = moved(before[:3], after[1:])
+    assert {one.kind for one in movement.ranks} == {"again", "only-before", "only-after"}
+    assert "different jobs" in movement.notes[0]
+    assert moved(before[:1], after[1:]).answer == "No rank has a dump in both: nothing was compared."
+
+
+class TestCommand:
+    @pytest.fixture
+    def two(self, tmp_path: Path) -> tuple[str, str]:
+        for name, records in (("first", 10), ("second", 12)):
+            for rank in range(4):
+                busy_box(rank, records=records if rank else 10).write(tmp_path / name)
+        return str(tmp_path / "first"), str(tmp_path / "second")
+
+    def test_dumps_are_told_from_traces_by_their_content(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert commands.main(["compare", two[0], two[0]]) == 0
+        assert "Nothing moved" in capsys.readouterr().out
+        assert commands.main(["compare", *two]) == 1
+        assert "Ranks 1-3 moved" in capsys.readouterr().out
+
+    def test_json_follows_its_schema(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+        assert commands.main(["compare", *two, "--json"]) == 1
+        printed = json.loads(capsys.readouterr().out)
+        schema = json.loads(resources.files("commlens.reports").joinpath("schemas", "movement-1.schema.json").read_bytes())
+        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.validate(printed, schema)
+        assert list(schema["properties"]) == list(Movement.__struct_fields__)
+        for kind in (Moved, Place):
+            assert list(schema["$defs"][kind.__name__]["properties"]) == list(kind.__struct_fields__)
+
+    def test_a_dump_and_a_trace(self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "x.json").write_text("{}")
+        assert commands.main(["compare", two[0], str(tmp_path / "x.json")]) == 2
+        assert "is a dump and" in capsys.readouterr().err
