@@ -288,6 +288,7 @@ class Job:
         status = self._status(program, course, kind, ids)
         head = header(conditions.version, [(g.name, g.description, g.rank_list) for g in groups], status)
         known = tuple(head.memo[text] for pair in names.values() for text in pair)
+        stand_ins = {role: (f"name of {role}", f"description of {role}") for role in names}  # ranks share bytes, not names of groups
         shared = (kind, first, head.puts, known)
         records: dict[tuple[int, str], Record] = {}
 
@@ -295,11 +296,12 @@ class Job:
             made = records.get((id(row), state))
             if made is None:
                 role = row.part.role
-                made = records[id(row), state] = self._record(row, state, kind[0], ids[role], names[role])
+                made = records[id(row), state] = self._record(row, state, kind[0], ids[role], stand_ins[role])
             return made
 
         if shared not in self._templates:
-            body = Stream(memo=dict(head.memo), puts=head.puts)
+            texts = [text for pair in stand_ins.values() for text in pair]
+            body = Stream(memo={**head.memo, **dict(zip(texts, known, strict=True))}, puts=head.puts)
             entries = [(record(row, "completed"), numbers) for row, numbers in past.entries[first:]]
             self._templates[shared] = (template(conditions.version, body, entries, opens=True), body)
         begin, memory = self._templates[shared]
