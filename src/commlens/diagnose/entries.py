@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Executor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from commlens.compare.tensors import payload, show_tensors
 from commlens.diagnose.words import group_phrase
-from commlens.formats.every_rank import every_rank
+from commlens.formats.every_rank import every_rank, read_foreign
 from commlens.formats.gathered import gather
 from commlens.formats.sources import Paths
 from commlens.model.collective import Asked, Channel, Stack, user_frame
@@ -104,10 +106,27 @@ def entries_of(rows: Rows, wanted: Wanted) -> RankEntries | None:
 
 
 def entries_in(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, wanted: Wanted, *, prefix: str = ""
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    wanted: Wanted,
+    *,
+    prefix: str = "",
+    executor: Executor | None = None,
 ) -> list[RankEntries]:
     """Of every rank whose dump lies there. What cannot be read is passed over: the verdict has said so."""
-    several = every_rank(gather(paths, prefix=prefix), [], ranks=wanted.only if wanted.only is not None else (wanted.ranks or None))
+    gathered = gather(paths, prefix=prefix)
+    ranks = wanted.only if wanted.only is not None else (frozenset(wanted.ranks) or None)
+    if gathered.ours:
+        return reduce_entries(every_rank(gathered, [], ranks=ranks), wanted)
+    found: dict[int, RankEntries] = {}
+    for one in read_foreign(gathered, partial(reduce_entries, wanted=wanted), [], executor=executor, ranks=ranks):
+        known = found.get(one.rank)
+        if known is None or len(known.cells) < len(one.cells):
+            found[one.rank] = one
+    return list(found.values())
+
+
+def reduce_entries(several: Iterable[Rows], wanted: Wanted) -> list[RankEntries]:
+    """What :func:`entries_of` makes of each."""
     return [found for rows in several if (found := entries_of(rows, wanted)) is not None]
 
 
