@@ -18,6 +18,7 @@ class Truth:
     kinds: tuple[str, ...]
     culprits: tuple[int, ...] = ()
     also: tuple[tuple[int, ...], ...] = ()  # other sets of culprits that are as right
+    twin: int = -1  # who cannot be told from the culprit by those who do not know what came before
 
 
 @dataclass
@@ -71,6 +72,16 @@ class Site:
         ops = self.steps[self.stage]
         return [i for i, op in enumerate(ops) if any(m.name == name and m.stage == stage for m in op.members or (op,))][number]
 
+    def neighbour(self, towards: int) -> int:
+        """The culprit's in its pipeline."""
+        stage, dp, tp = self.mesh.place(self.culprit)
+        return self.at(stage + towards, dp, tp)
+
+    def twin(self, role: str) -> int:
+        """The other member of the culprit's group, where there is only one."""
+        others = [rank for rank in self.mesh.group(role, self.culprit).ranks if rank != self.culprit]
+        return others[0] if len(others) == 1 else -1
+
 
 def replaced(ops: list[Op], index: int, op: Op) -> list[Op]:
     """The step with another op there."""
@@ -122,7 +133,7 @@ def _mismatch(kind: str, role: str, name: str, number: int, change: Callable[[Op
     def inject(site: Site) -> Injection:
         index = site.index(role, name, number)
         return Injection(
-            Truth((f"mismatch/{kind}", *others), (site.culprit,)),
+            Truth((f"mismatch/{kind}", *others), (site.culprit,), twin=site.twin(role)),
             edits={site.culprit: lambda ops: replaced(ops, index, change(ops[index]))},
         )
 
@@ -143,7 +154,7 @@ def _skip(role: str, name: str, number: int) -> Inject:
     def inject(site: Site) -> Injection:
         index = site.index(role, name, number)
         return Injection(
-            Truth(("mismatch/op", "mismatch/shape", "missing", "cycle"), (site.culprit,)),
+            Truth(("mismatch/op", "mismatch/shape", "missing", "cycle"), (site.culprit,), twin=site.twin(role)),
             edits={site.culprit: lambda ops: without(ops, index)},
         )
 
@@ -154,7 +165,7 @@ def _extra(role: str, name: str, number: int) -> Inject:
     def inject(site: Site) -> Injection:
         index = site.index(role, name, number)
         return Injection(
-            Truth(("mismatch/op", "mismatch/shape", "missing", "cycle"), (site.culprit,)),
+            Truth(("mismatch/op", "mismatch/shape", "missing", "cycle"), (site.culprit,), twin=site.twin(role)),
             edits={site.culprit: lambda ops: inserted(ops, index, ops[index])},
         )
 
@@ -175,7 +186,7 @@ def _lost_message(name: str, towards: int) -> Inject:
             left = tuple(m for m in ops[index].members if not (m.name == name and m.stage == other))
             return replaced(ops, index, replace(ops[index], members=left)) if left else without(ops, index)
 
-        return Injection(Truth(_P2P, (site.culprit,)), edits={site.culprit: edit})
+        return Injection(Truth(_P2P, (site.culprit,), twin=site.neighbour(towards)), edits={site.culprit: edit})
 
     return inject
 
@@ -189,7 +200,7 @@ def _wrong_peer(site: Site) -> Injection:
         members = tuple(replace(m, stage=site.stage + 1) if m.name == "recv" else m for m in op.members)
         return replaced(ops, index, replace(op, members=members, stage=op.stage if members else site.stage + 1))
 
-    return Injection(Truth(_P2P, (site.culprit,)), edits={site.culprit: edit})
+    return Injection(Truth(_P2P, (site.culprit,), twin=site.neighbour(1)), edits={site.culprit: edit})
 
 
 def _jammed(role: str, name: str, number: int) -> Inject:

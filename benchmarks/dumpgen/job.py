@@ -20,6 +20,10 @@ from dumpgen.stacks import frames_of
 
 BEGAN_NS = 1_771_000_000_000_000_000
 GPUS_OF_A_HOST = 8
+TIMEOUT_NS = 600_000_000_000
+"""After this long the watchdog dumps what hangs."""
+HEALTHY_PAUSE_NS = 60_000_000_000
+"""A job that is done is dumped that long after its last step began."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,10 @@ class Job:
     @property
     def truth(self) -> Truth:
         """The verdict that is right."""
-        return self._injection.truth
+        truth = self._injection.truth
+        if self.conditions.in_flight_only and truth.twin >= 0:
+            return replace(truth, also=(*truth.also, tuple(sorted((*truth.culprits, truth.twin)))))
+        return truth
 
     def ranks(self) -> list[int]:
         """Those that leave a dump."""
@@ -129,7 +136,28 @@ class Job:
 
     def _write(self, folder: Path, prefix: str, ranks: list[int]) -> None:
         for rank, data in self.files(ranks):
-            (folder / f"{prefix}{rank}").write_bytes(data)
+            path = folder / f"{prefix}{rank}"
+            path.write_bytes(data)
+            os.utime(path, ns=(self.captured_ns(rank),) * 2)
+
+    def captured_ns(self, rank: int) -> int:
+        """When the rank's dump was made, Unix ns by the clock of its host; files are given this time."""
+        if self._injection.runs:
+            return self._clock(rank) + self._cut_of(rank)
+        return self._clock(rank) + (TIMEOUT_NS if self._hangs else HEALTHY_PAUSE_NS)
+
+    @cached_property
+    def _hangs(self) -> bool:
+        return any(when < 0 for course in self._courses.values() for when in course.completed) or bool(self._injection.stops)
+
+    def _clock(self, rank: int) -> int:
+        """Of the rank's host, at the beginning of the step with the fault."""
+        skew = random.Random(f"{self.conditions.seed} host {rank // GPUS_OF_A_HOST}").gauss(0, 1) * self.conditions.skew_s
+        return BEGAN_NS + round(skew * 1e9)
+
+    def _cut_of(self, rank: int) -> int:
+        spread = random.Random(f"{self.conditions.seed} cut {rank}").uniform(0, self._injection.spread_s)
+        return self._cut + round(spread * 1e9)
 
     def files(self, ranks: list[int] | None = None) -> Iterator[tuple[int, bytes]]:
         """Rank and content."""
@@ -270,8 +298,7 @@ class Job:
     def _file(self, rank: int) -> bytes:
         conditions, kind = self.conditions, self._kind(rank)
         chance = random.Random(f"{conditions.seed} {rank}")
-        skew = random.Random(f"{conditions.seed} host {rank // GPUS_OF_A_HOST}").gauss(0, 1) * conditions.skew_s
-        clock = BEGAN_NS + round(skew * 1e9)
+        clock = self._clock(rank)
         groups = self.mesh.groups(rank)
         ids = {group.role: number for number, group in enumerate(groups)}
         names = {group.role: (group.name, group.description) for group in groups}
@@ -323,7 +350,7 @@ class Job:
         """The rows since the fault's step began with their states, and their times: 3 x n."""
         rows: list[tuple[Row, str]] = []
         times: list[tuple[int, int, int]] = []
-        cut = self._cut + round(chance.uniform(0, self._injection.spread_s) * 1e9) if self._injection.runs else 1 << 62
+        cut = self._cut_of(rank) if self._injection.runs else 1 << 62
         phase = chance.randrange(WATCHDOG_TURN_NS)
         for row in program.rows:
             if row.op >= len(course.created) or course.created[row.op] > cut:
