@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import subprocess
+import sys
 from collections.abc import Iterable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,16 +42,35 @@ def test_here(dumps: Path) -> None:
     assert steps[-1] == (10, 10)
 
 
-@pytest.mark.parametrize("kind", ["threads", "processes"])
-def test_elsewhere(dumps: Path, kind: str) -> None:
+def test_in_threads(dumps: Path) -> None:
     problems: list[str] = []
-    executor: Executor = (
-        ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn"))
-    )
-    with executor:
+    with ThreadPoolExecutor(2) as executor:
         found = read_foreign(gather(dumps), count, problems, executor=executor)
     assert sorted(found) == [(rank, 16) for rank in range(8)]
     assert len(problems) == 2
+
+
+SCRIPT = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+from commlens.formats.every_rank import read_foreign
+from commlens.formats.gathered import gather
+
+def count(several):
+    return [(rows.rank, len(rows)) for rows in several]
+
+if __name__ == "__main__":
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
+        problems = []
+        print(sorted(read_foreign(gather(sys.argv[1]), count, problems, executor=executor)), len(problems))
+"""
+
+
+def test_in_other_processes(dumps: Path, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)  # a program of its own, which takes its helpers along when it ends
+    done = subprocess.run([sys.executable, tmp_path / "script.py", dumps], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{[(rank, 16) for rank in range(8)]} 2\n"
 
 
 def test_only_some_ranks(dumps: Path) -> None:
