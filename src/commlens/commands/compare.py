@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from pathlib import Path
 
 from commlens.errors import CommandError
 
@@ -28,11 +30,15 @@ class CompareCommand:
         parser.add_argument(
             "--json", action="store_true", help="print the changes as JSON (schema commlens.comparison/1, for dumps commlens.movement/1)"
         )
+        parser.add_argument("-o", "--html", metavar="FILE", help="of traces, write one HTML page: what changed, and both side by side")
+        parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, compare, print."""
         of_dumps = [_holds_dumps(path) for path in (arguments.before, arguments.after)]
         if all(of_dumps):
+            if arguments.html:
+                raise CommandError("--html is for traces; commlens diagnose --html makes a page of a dump.")
             return _compare_dumps(arguments)
         if any(of_dumps):
             dump, trace = (arguments.before, arguments.after)[:: 1 if of_dumps[0] else -1]
@@ -43,6 +49,12 @@ class CompareCommand:
         before, after = read_ranks([arguments.before]), read_ranks([arguments.after])
         comparison = compare_ranks(before.ranks, after.ranks)
         comparison.notes += [*before.notes, *after.notes]
+        if arguments.html:
+            from commlens.formats.whole_file import write_whole
+            from commlens.reading.pages import compare_page
+
+            page = compare_page(before.ranks, after.ranks, comparison, names=(arguments.before, arguments.after))
+            write_whole(Path(arguments.html), page, overwrite=arguments.force)
         if arguments.json:
             import msgspec
 
@@ -51,6 +63,8 @@ class CompareCommand:
             from commlens.reports.trace_terminal import print_comparison
 
             print_comparison(comparison)
+        if arguments.html:
+            print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         return EXIT_CHANGED if comparison else EXIT_SAME
 
 

@@ -1,13 +1,15 @@
-"""``commlens view``: a trace file, in words."""
+"""``commlens view``: a trace file, in words or as a page."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlens.errors import CommandError
+from commlens.model.sizes import size
 
 if TYPE_CHECKING:
     from commlens.reading.ranks import RankTraces
@@ -30,14 +32,17 @@ class ViewCommand:
     """Show what a trace holds: which collectives, where, why, and how many bytes.
 
     Given the files of several ranks, or a folder of them, says first whether all ranks issued the same, and where they differ; then
-    shows one of the largest class. CommDebugMode's JSON is read, too. Exit status: 0, or 2 when a file is no trace.
+    shows one of the largest class. CommDebugMode's JSON is read, too. With -o the trace is one HTML page that works without a network;
+    without any file, an empty page that takes a file dropped on it. Exit status: 0, or 2 when a file is no trace.
     """
 
     name = "view"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
-        parser.add_argument("paths", nargs="+", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one for each rank")
+        from commlens.reading.network import PRESETS
+
+        parser.add_argument("paths", nargs="*", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one for each rank")
         filters = parser.add_argument_group(
             "filters", "show only what has these values; several, with commas or by repeating, are a choice"
         )
@@ -50,6 +55,8 @@ class ViewCommand:
         forms.add_argument("--json", action="store_true", help="the summary as JSON (of several ranks: a list of them)")
         forms.add_argument("--rows", action="store_true", help="every collective as one line of JSON")
         files = parser.add_argument_group("files to write")
+        files.add_argument("-o", "--html", metavar="FILE", help="one HTML page with everything in it, to look at in a browser")
+        files.add_argument("--network", metavar="PRESET", help=f"estimate times for the page: {', '.join(PRESETS)}")
         files.add_argument("--csv", metavar="FILE", help="every collective as one line of CSV; - is standard output")
         files.add_argument("--perfetto", metavar="FILE", help="Chrome trace event JSON for ui.perfetto.dev")
         files.add_argument("--force", action="store_true", help="overwrite a file that is there")
@@ -58,6 +65,10 @@ class ViewCommand:
         """Read, cut, print."""
         from commlens.reading.paths import read_ranks
 
+        if not arguments.paths:
+            return _empty_viewer(arguments)
+        if arguments.network and not arguments.html:
+            raise CommandError("--network is for the page: give -o FILE, too. commlens preview prints an estimate.")
         read = read_ranks(arguments.paths)
         ranks, wanted = read.ranks, self._wanted(arguments)
         for note in read.notes:
@@ -73,6 +84,9 @@ class ViewCommand:
         if nothing:
             _say(_nothing(whole, wanted))
         wrote = self._write(ranks, arguments)
+        if arguments.html:
+            _write_page(ranks, read.notes, arguments)
+            wrote = True
         if arguments.rows:
             from commlens.reports.trace_csv import to_json_lines
 
@@ -131,6 +145,42 @@ class ViewCommand:
             if any(trace.data.preview for trace in ranks):
                 _say("This is a preview, made without a network: its times mean nothing.")
         return bool(arguments.csv or arguments.perfetto)
+
+
+def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
+    from commlens.formats.whole_file import write_whole
+    from commlens.reading.network import preset
+    from commlens.reading.pages import trace_page
+
+    name = Path(arguments.paths[0]).name or arguments.paths[0]
+    names = [name] if len(ranks) == 1 else [f"{name}, rank {rank}" for rank in ranks.ranks]
+    network = preset(arguments.network) if arguments.network else None
+    page = trace_page(ranks, name=name, names=names, notes=notes, network=network)
+    write_whole(Path(arguments.html), page, overwrite=arguments.force)
+    _say(f"Wrote {arguments.html} ({size(len(page))}): open it in a browser.")
+
+
+def _empty_viewer(arguments: argparse.Namespace) -> int:
+    """Write the page that waits for a file, and open it where somebody sits before a browser."""
+    import webbrowser
+
+    from commlens.formats.whole_file import write_whole
+    from commlens.reading.pages import VIEWER_FILE, viewer_page
+
+    given = [name for name, value in vars(arguments).items() if value and name not in ("command", "html", "force", "paths")]
+    if given:
+        raise CommandError("Which trace? For example: commlens view x.json. Without any option, commlens view makes an empty viewer page.")
+    path, page = Path(arguments.html or VIEWER_FILE), viewer_page()
+    if not path.is_file() or path.read_bytes() != page:
+        write_whole(path, page, overwrite=arguments.force)
+    opened = not arguments.html and sys.stdout.isatty() and has_browser() and webbrowser.open(path.resolve().as_uri())
+    _say(f"{'Opened' if opened else 'Wrote'} {path}: {'drop' if opened else 'open it in a browser and drop'} a trace on it.")
+    return 0
+
+
+def has_browser() -> bool:
+    """Whether a browser would have a screen to open on: on a cluster's node a text browser would take the terminal."""
+    return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
 def _print_summary(ranks: RankTraces) -> None:

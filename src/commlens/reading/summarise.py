@@ -21,9 +21,7 @@ def summarise(data: TraceData, *, kept_of: int | None = None) -> Summary:
         data: the trace.
         kept_of: number of collectives before filtering, where the trace is a part of one.
     """
-    calls = sum(event.count for event in data.events)
-    total = sum(event.wire_bytes * event.count for event in data.events)
-    known = calls == 0 or total > 0 or any(event.dtype or event.op.endswith("barrier") for event in data.events)
+    calls, total, known = _amount(data)
     coverage, complete = _coverage(data)
     return Summary(
         answer=_answer(data, calls, total, known, kept_of),
@@ -45,6 +43,18 @@ def summarise(data: TraceData, *, kept_of: int | None = None) -> Summary:
         complete=complete,
         blind=list(data.coverage.blind),
     )
+
+
+def answer(data: TraceData) -> str:
+    """The summary's first sentence alone, which takes no time."""
+    return _answer(data, *_amount(data), None)
+
+
+def _amount(data: TraceData) -> tuple[int, int, bool]:
+    """Collectives, bytes on the wire, and whether bytes are known."""
+    calls = sum(event.count for event in data.events)
+    total = sum(event.wire_bytes * event.count for event in data.events)
+    return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op.endswith("barrier") for event in data.events)
 
 
 def _answer(data: TraceData, calls: int, total: int, known: bool, kept_of: int | None) -> str:

@@ -15,8 +15,10 @@ from commlens.reading import fields, summarise
 from commlens.reading.rows import rows
 
 if TYPE_CHECKING:
+    from commlens.model.network import Network
     from commlens.model.trace_changes import Comparison
     from commlens.model.trace_summary import Summary
+    from commlens.reports.trace_notebook import Framed
 
 OfBytes = Literal["wire", "input", "output"]
 
@@ -152,6 +154,38 @@ class Trace:
 
         print_summary(self.to_summary(), file, width=width, colour=colour)
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from commlens.reports.trace_notebook import summary_html
+
+        return summary_html(self.to_summary())
+
+    def write_html(self, path: str | os.PathLike[str], *, network: Network | str | None = None) -> None:
+        """Write the page that ``commlens view -o`` writes: one HTML file that works without a network. A file that is there is replaced.
+
+        Args:
+            path: the file.
+            network: estimate times for it: a network, or a preset's name such as ``"h100-ib"``.
+
+        Raises:
+            OutputError: it could not be written.
+            CommandError: there is no such preset.
+        """
+        from commlens.formats.whole_file import write_whole
+
+        write_whole(Path(path), _page(self, Path(path).stem, network))
+
+    def show(self, *, height: int = 800, network: Network | str | None = None) -> Framed:
+        """The same page inside a notebook's cell.
+
+        Args:
+            height: of the cell's frame, in pixels.
+            network: as for :meth:`write_html`.
+        """
+        from commlens.reports.trace_notebook import Framed
+
+        return Framed(_page(self, "trace", network), height)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save as JSON, schema ``commlens.trace/1``; compressed where the name ends with ``.gz``. A file that is there is replaced.
 
@@ -178,6 +212,14 @@ class Trace:
         from commlens.reading.compare import compare
 
         return compare(self.data, other.data)
+
+
+def _page(trace: Trace, name: str, network: Network | str | None) -> bytes:
+    from commlens.reading.network import preset
+    from commlens.reading.pages import trace_page
+    from commlens.reading.ranks import RankTraces
+
+    return trace_page(RankTraces([trace]), name=name, network=preset(network) if isinstance(network, str) else network)
 
 
 def _coverage_of_part(data: TraceData, kept: list[TraceEvent], wanted: dict[str, Any]) -> Coverage:

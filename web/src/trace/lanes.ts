@@ -1,0 +1,130 @@
+// What the drawing of the sequence shows: lanes of spans, over the order of issue or over time.
+
+import { type Collective, PHASES, type Trace } from "./model";
+
+export interface Span {
+  start: number;
+  end: number;
+  /** Which row of its lane it lies in: what overlaps lies above each other. */
+  row: number;
+  /** Index of the collective; -1 for what only tells where one is (a pass, a module). */
+  event: number;
+  name: string;
+  colour: string;
+  /** A wait, in the lane of a thread. */
+  faint?: boolean;
+  /** Of neighbours that tell where one is, every other one. */
+  shade?: boolean;
+}
+
+export interface Lane {
+  name: string;
+  spans: Span[];
+  rows: number;
+  /** Length of its longest span. */
+  longest: number;
+}
+
+const MOST_ROWS = 6;
+
+/** One place for each collective, one lane for each group; above them the passes and the modules. */
+export function lanesByOrder(trace: Trace): Lane[] {
+  const { events } = trace;
+  const parts = new Map<string | null, string>();
+  const partOf = ({ site }: Collective) => {
+    let found = parts.get(site);
+    if (found === undefined) parts.set(site, (found = part(site)));
+    return found;
+  };
+  const lanes = [runs("Pass", events, (event) => PHASES[event.phase]!), runs("Module", events, partOf)];
+  if (trace.steps > 1) lanes.unshift(runs("Step", events, (event) => `step ${event.step}`));
+  for (const [label, indices] of byGroup(trace)) {
+    lanes.push(laned(label, indices.map((index) => ({ start: index, end: index + 1, row: 0, event: index, name: events[index]!.op, colour: label }))));
+  }
+  return lanes;
+}
+
+/** One lane for each thread, with what it issued and waited for; one for each group, with what is in flight. */
+export function lanesByTime(trace: Trace): Lane[] {
+  const timed = trace.events.filter((event) => event.returned > 0);
+  const lanes: Lane[] = [];
+  for (const thread of [...new Set(timed.map((event) => event.thread))].sort((a, b) => a - b)) {
+    const spans: Span[] = [];
+    for (const event of timed) {
+      if (event.thread !== thread) continue;
+      const label = trace.groupOf(event).label;
+      spans.push({ start: event.started, end: event.returned, row: 0, event: event.index, name: event.op, colour: label });
+      if (event.waitEnded) spans.push({ start: event.waitBegan, end: event.waitEnded, row: 0, event: event.index, name: `wait for ${event.op}`, colour: label, faint: true });
+    }
+    lanes.push(laned(thread === 0 ? "main thread" : `thread ${thread}`, spans));
+  }
+  for (const [label, indices] of byGroup(trace)) {
+    const spans = indices.map((index) => trace.events[index]!).filter((event) => event.returned > 0).map((event): Span => ({
+      start: event.started, end: Math.max(event.returned, event.waitEnded), row: 0, event: event.index, name: event.op, colour: label,
+    }));
+    if (spans.length) lanes.push(laned(`${label}, in flight`, spans));
+  }
+  return lanes;
+}
+
+/** What was in flight at the same time, in order; the number of them where there are more than `most`. */
+export function overlapping(trace: Trace, event: Collective, most: number): { found: Collective[]; all: number } {
+  const found: Collective[] = [];
+  let all = 0;
+  if (!event.returned) return { found, all };
+  const end = Math.max(event.returned, event.waitEnded);
+  for (const other of trace.events) {
+    if (other === event || !other.returned) continue;
+    if (other.started < end && Math.max(other.returned, other.waitEnded) > event.started) {
+      all++;
+      if (found.length < most) found.push(other);
+    }
+  }
+  return { found, all };
+}
+
+function byGroup(trace: Trace): [string, number[]][] {
+  const found = new Map<string, number[]>();
+  for (const event of trace.events) {
+    const label = trace.groupOf(event).label;
+    const indices = found.get(label);
+    if (indices) indices.push(event.index);
+    else found.set(label, [event.index]);
+  }
+  return [...found].sort((a, b) => b[1].length - a[1].length).slice(0, 24);
+}
+
+/** Spans in rows, so that those of one row do not overlap, as far as there is room. */
+function laned(name: string, spans: Span[]): Lane {
+  spans.sort((a, b) => a.start - b.start || b.end - a.end);
+  const ends: number[] = [];
+  let longest = 0;
+  for (const span of spans) {
+    let row = ends.findIndex((end) => end <= span.start);
+    if (row < 0) row = ends.length < MOST_ROWS ? ends.push(0) - 1 : MOST_ROWS - 1;
+    ends[row] = Math.max(ends[row]!, span.end);
+    span.row = row;
+    longest = Math.max(longest, span.end - span.start);
+  }
+  return { name, spans, rows: Math.max(1, ends.length), longest };
+}
+
+function runs(name: string, events: readonly Collective[], of: (event: Collective) => string): Lane {
+  const spans: Span[] = [];
+  for (const event of events) {
+    const said = of(event);
+    const last = spans.at(-1);
+    if (last && last.name === said) last.end = event.index + 1;
+    else spans.push({ start: event.index, end: event.index + 1, row: 0, event: -1, name: said, colour: "", shade: spans.length % 2 === 0 });
+  }
+  return { name, spans, rows: 1, longest: Math.max(0, ...spans.map((span) => span.end - span.start)) };
+}
+
+/** The part of the model that a module is in: up to the first number, without the root. */
+function part(site: string | null): string {
+  if (site === null) return "no module";
+  const parts = site.split(".");
+  const number = parts.findIndex((each) => /^\d+$/.test(each));
+  if (number > 0) return parts.slice(1, number + 1).join(".");
+  return parts[1] ?? parts[0]!;
+}

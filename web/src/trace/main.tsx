@@ -1,0 +1,43 @@
+import "../shared/base.css";
+import "./trace.css";
+import { render } from "preact";
+import { applyTheme } from "../shared/theme";
+import { App } from "./app";
+import { readEmbedded } from "./read";
+
+applyTheme();
+const place = document.getElementById("app");
+if (place) void show(place);
+
+// In a frame that has no address of its own (a notebook's cell) a link to a section would leave the page.
+addEventListener("click", (event) => {
+  const link = event.target instanceof Element ? event.target.closest('a[href^="#"]') : null;
+  if (!link || location.protocol !== "about:") return;
+  event.preventDefault();
+  document.getElementById(link.getAttribute("href")!.slice(1))?.scrollIntoView();
+});
+
+/** Show what the page carries as soon as it is read; until then, and where it cannot be, the plain text stays. */
+async function show(place: HTMLElement): Promise<void> {
+  const bar = document.createElement("progress");
+  bar.className = "loading";
+  bar.setAttribute("aria-label", "Reading the trace");
+  const progress = (share: number) => {
+    if (!bar.isConnected) document.body.prepend(bar);
+    if (share) bar.value = share;
+    if (share >= 1) bar.remove();
+  };
+  try {
+    const carried = await readEmbedded(progress);
+    const section = location.hash.slice(1);
+    place.replaceChildren();
+    render(<App carried={carried} progress={progress} />, place);
+    if (section && !section.includes("=")) document.getElementById(section)?.scrollIntoView();
+  } catch (error) {
+    const note = document.createElement("p");
+    note.className = "note";
+    note.textContent = `This browser could not show the whole page (${String(error)}). What matters most follows as text.`;
+    place.prepend(note);
+  }
+  bar.remove();
+}

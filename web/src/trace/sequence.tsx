@@ -1,0 +1,333 @@
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { Section } from "../shared/page";
+import { colour, onThemeChange } from "../shared/theme";
+import { count, number, seconds, size } from "../shared/words";
+import { type Column, Grid } from "./grid";
+import { type Collective, PHASES, type Trace } from "./model";
+import { type Lane, type Span, lanesByOrder, lanesByTime } from "./lanes";
+import * as words from "./words";
+
+interface SequenceProps {
+  trace: Trace;
+  events: readonly number[];
+  colours: ReadonlyMap<string, string>;
+  narrow: boolean;
+  chosen: number | null;
+  onChoose: (event: Collective) => void;
+}
+
+const LANE = 22;
+const AXIS = 20;
+
+/** What was issued when, and what overlaps what: a drawing, and the same as a list. */
+export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: SequenceProps) {
+  const [byTime, setByTime] = useState(trace.timesKnown);
+  const timed = byTime && trace.timesKnown;
+  const rows = useMemo(() => events.map((index) => trace.events[index]!), [trace, events]);
+  const columns: Column<Collective>[] = [
+    { id: "number", name: "#", width: "minmax(3.2rem, 0.4fr)", cell: (event) => number(event.sequence) },
+    ...(trace.steps > 1 && !narrow ? [{ id: "step", name: "Step", width: "3.5rem", numeric: true, cell: (event: Collective) => (event.lastStep === event.step ? event.step : `${event.step}-${event.lastStep}`) }] : []),
+    {
+      id: "op", name: "Collective", width: "minmax(9rem, 1fr)",
+      cell: (event) => <span class="clip"><span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} <span class="dim">{trace.groupOf(event).label}</span></span>,
+    },
+    { id: "where", name: "Where", width: "minmax(12rem, 2fr)", cell: (event) => <span class="clip" title={event.site ?? undefined}>{PHASES[event.phase]} <span class="mono dim">{event.site ?? ""}</span></span> },
+    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2fr)", cell: (event: Collective) => <span class="clip dim" title={words.why(event)}>{[words.why(event), words.sourceWords(event)].filter(Boolean).join(", ")}</span> }]),
+    ...(trace.bytesKnown ? [{ id: "bytes", name: "On the wire", width: "minmax(5.2rem, 0.6fr)", numeric: true, cell: (event: Collective) => size(event.wireBytes * event.count) }] : []),
+    ...(trace.timesKnown && !narrow ? [
+      { id: "call", name: "In call", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.returned ? seconds((event.returned - event.started) / 1e9) : "") },
+      { id: "wait", name: "Waited", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.waitEnded ? seconds((event.waitEnded - event.waitBegan) / 1e9) : "") },
+    ] : []),
+  ];
+  return (
+    <Section
+      id="sequence"
+      title="Sequence"
+      about={
+        timed
+          ? "What each thread issued and waited for, and what was in flight on each group, from the issue to the end of the wait. Bars of one group above each other overlap."
+          : `In order of issue${trace.preview ? "; a preview is made without a network, so that its times mean nothing" : ""}. One lane for each group.`
+      }
+      tools={trace.timesKnown ? (
+        <span class="buttons" role="group" aria-label="Across">
+          <button type="button" class="button" aria-pressed={timed} onClick={() => setByTime(true)}>Time</button>
+          <button type="button" class="button" aria-pressed={!timed} onClick={() => setByTime(false)}>Order</button>
+        </span>
+      ) : undefined}
+    >
+      {trace.groupsKnown && trace.events.length > 0 && <Drawing {...{ trace, events, colours, chosen, onChoose, timed }} />}
+      <Grid
+        label="Collectives in order"
+        columns={columns}
+        rows={rows}
+        keyOf={(event) => String(event.index)}
+        onChoose={onChoose}
+        chosen={chosen === null ? null : String(chosen)}
+        most={14}
+        empty="No collective is of what was asked for."
+      />
+    </Section>
+  );
+}
+
+interface DrawingProps {
+  trace: Trace;
+  events: readonly number[];
+  colours: ReadonlyMap<string, string>;
+  chosen: number | null;
+  onChoose: (event: Collective) => void;
+  timed: boolean;
+}
+
+function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingProps) {
+  const canvas = useRef<HTMLCanvasElement>(null);
+  const lanes = useMemo(() => (timed ? lanesByTime(trace) : lanesByOrder(trace)), [trace, timed]);
+  const whole = useMemo(() => extent(lanes), [lanes]);
+  const [view, setView] = useState(whole);
+  const [width, setWidth] = useState(0);
+  const [theme, setTheme] = useState(0);
+  const drag = useRef<{ x: number; view: [number, number]; moved: boolean } | null>(null);
+  const shown = useMemo(() => {
+    const all = new Uint8Array(trace.events.length);
+    for (const index of events) all[index] = 1;
+    return all;
+  }, [trace, events]);
+  useEffect(() => setView(whole), [whole]);
+  useEffect(() => onThemeChange(() => setTheme((value) => value + 1)), []);
+  useEffect(() => {
+    const element = canvas.current!;
+    const observer = new ResizeObserver(() => setWidth(element.clientWidth));
+    observer.observe(element);
+    setWidth(element.clientWidth);
+    return () => observer.disconnect();
+  }, []);
+  const gutter = width < 600 ? 64 : 132;
+  const rows = lanes.reduce((sum, lane) => sum + lane.rows, 0);
+  const height = rows * LANE + AXIS;
+  // A collective that was chosen elsewhere comes into view.
+  useEffect(() => {
+    if (chosen === null) return;
+    for (const lane of lanes) {
+      const span = lane.spans.find((each) => each.event === chosen);
+      if (span && (span.end < view[0] || span.start > view[1])) {
+        const half = (view[1] - view[0]) / 2;
+        setView(within([span.start - half, span.start + half], whole));
+        return;
+      }
+    }
+  }, [chosen, lanes]);
+  useEffect(() => {
+    const element = canvas.current;
+    if (!element || !width) return;
+    const frame = requestAnimationFrame(() => paint(element, width, height, gutter, lanes, view, shown, chosen, colours, trace, timed));
+    return () => cancelAnimationFrame(frame);
+  }, [width, height, lanes, view, shown, chosen, colours, theme]);
+
+  const scale = (view[1] - view[0]) / Math.max(1, width - gutter);
+  function zoom(factor: number, at = (view[0] + view[1]) / 2) {
+    const least = timed ? 200 : 4;
+    const wide = Math.max(least, Math.min(whole[1] - whole[0], (view[1] - view[0]) * factor));
+    const share = (at - view[0]) / (view[1] - view[0]);
+    setView(within([at - share * wide, at + (1 - share) * wide], whole));
+  }
+  function pan(by: number) {
+    setView(within([view[0] + by, view[1] + by], whole));
+  }
+  function at(event: MouseEvent): number {
+    return view[0] + (event.offsetX - gutter) * scale;
+  }
+  function pick(event: MouseEvent) {
+    let row = Math.floor((event.offsetY - AXIS) / LANE);
+    for (const lane of lanes) {
+      if (row < lane.rows) {
+        const near = 3 * scale;
+        const where = at(event);
+        let [found, distance] = [null as Span | null, Infinity];
+        for (const span of lane.spans) {
+          if (span.event < 0 || span.row !== row) continue;
+          const far = where < span.start ? span.start - where : where > span.end ? where - span.end : 0;
+          if (far < distance) [found, distance] = [span, far];
+        }
+        if (found && distance <= near) onChoose(trace.events[found.event]!);
+        return;
+      }
+      row -= lane.rows;
+    }
+  }
+  function wheel(event: WheelEvent) {
+    if (!event.ctrlKey && !event.metaKey && Math.abs(event.deltaX) <= Math.abs(event.deltaY)) return; // the page scrolls
+    event.preventDefault();
+    if (event.ctrlKey || event.metaKey) zoom(Math.exp(event.deltaY / 300), at(event));
+    else pan(event.deltaX * scale);
+  }
+  function keys(event: KeyboardEvent) {
+    const place = chosen === null ? -1 : events.indexOf(chosen);
+    if (event.key === "+" || event.key === "=") zoom(0.5);
+    else if (event.key === "-") zoom(2);
+    else if (event.key === "0") setView(whole);
+    else if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
+      const next = events[place < 0 ? 0 : place + (event.key === "ArrowRight" ? 1 : -1)];
+      if (next !== undefined) onChoose(trace.events[next]!);
+    } else return;
+    event.preventDefault();
+  }
+  return (
+    <div class="drawing">
+      <div class="controls">
+        <span class="buttons">
+          <button type="button" class="button" onClick={() => zoom(0.5)}>Zoom in</button>
+          <button type="button" class="button" onClick={() => zoom(2)}>Zoom out</button>
+          <button type="button" class="button" onClick={() => setView(whole)}>All</button>
+        </span>
+        <span class="dim">Drag to move, Ctrl and the wheel to zoom, arrow keys for the next and the previous one.</span>
+      </div>
+      <canvas
+        ref={canvas}
+        tabIndex={0}
+        role="img"
+        aria-label={`${count(events.length, "collective")} ${timed ? "over time" : "in order of issue"}, ${count(lanes.length, "lane")}: ${lanes.map((lane) => lane.name).join(", ")}. The list below says the same.`}
+        style={{ height: `${height}px` }}
+        onKeyDown={keys}
+        onWheel={wheel}
+        onPointerDown={(event) => {
+          drag.current = { x: event.clientX, view, moved: false };
+          if (event.pointerType === "mouse") event.currentTarget.setPointerCapture(event.pointerId);
+        }}
+        onPointerMove={(event) => {
+          const from = drag.current;
+          if (!from) return;
+          const by = event.clientX - from.x;
+          if (Math.abs(by) > 3) from.moved = true;
+          if (from.moved) setView(within([from.view[0] - by * scale, from.view[1] - by * scale], whole));
+        }}
+        onPointerUp={(event) => {
+          if (drag.current && !drag.current.moved) pick(event);
+          drag.current = null;
+        }}
+        onPointerCancel={() => {
+          drag.current = null;
+        }}
+      />
+    </div>
+  );
+}
+
+function extent(lanes: readonly Lane[]): [number, number] {
+  let [low, high] = [Infinity, -Infinity];
+  for (const lane of lanes) {
+    for (const span of lane.spans) {
+      if (span.start < low) low = span.start;
+      if (span.end > high) high = span.end;
+    }
+  }
+  return low < high ? [low, high] : [0, 1];
+}
+
+function within(view: [number, number], whole: [number, number]): [number, number] {
+  const wide = Math.min(view[1] - view[0], whole[1] - whole[0]);
+  const start = Math.max(whole[0], Math.min(view[0], whole[1] - wide));
+  return [start, start + wide];
+}
+
+function paint(
+  element: HTMLCanvasElement, width: number, height: number, gutter: number, lanes: readonly Lane[], view: [number, number],
+  shown: Uint8Array, chosen: number | null, colours: ReadonlyMap<string, string>, trace: Trace, timed: boolean,
+): void {
+  const ratio = devicePixelRatio || 1;
+  element.width = Math.round(width * ratio);
+  element.height = Math.round(height * ratio);
+  const context = element.getContext("2d");
+  if (!context) return;
+  context.scale(ratio, ratio);
+  const [text, dim, line, idle, page, mark] = ["--text", "--dim", "--line", "--idle", "--page", "--focus"].map(colour) as [string, string, string, string, string, string];
+  const palette = new Map([...colours].map(([label, name]) => [label, colour(name)]));
+  const family = getComputedStyle(document.body).fontFamily;
+  context.font = `12px ${family}`;
+  context.textBaseline = "middle";
+  const scale = (width - gutter) / (view[1] - view[0]);
+  const x = (value: number) => gutter + (value - view[0]) * scale;
+  axis(context, width, gutter, height, view, scale, timed, trace, dim, line);
+  let top = AXIS;
+  for (const lane of lanes) {
+    context.fillStyle = text;
+    context.fillText(clipped(context, lane.name, gutter - 8), 0, top + LANE / 2);
+    context.fillStyle = line;
+    context.fillRect(0, top + lane.rows * LANE - 1, width, 1);
+    context.save();
+    context.beginPath();
+    context.rect(gutter, top, width - gutter, lane.rows * LANE);
+    context.clip();
+    const painted = new Float64Array(lane.rows).fill(-1); // where the last bar of a row ends: what would not be seen is passed over
+    const dimmed = new Float64Array(lane.rows).fill(-1);
+    for (let index = firstIn(lane, view[0]); index < lane.spans.length; index++) {
+      const span = lane.spans[index]!;
+      if (span.start > view[1]) break;
+      const left = x(span.start);
+      const right = Math.max(x(span.end) - 0.5, left + 1);
+      const seen = span.event < 0 || shown[span.event] === 1;
+      const last = seen ? painted : dimmed;
+      if (right <= last[span.row]! + 0.5 && span.event !== chosen) continue;
+      last[span.row] = right;
+      const y = top + span.row * LANE + 2;
+      if (span.event < 0) {
+        context.fillStyle = span.shade ? line : idle;
+        context.globalAlpha = span.shade ? 0.9 : 0.55;
+        context.fillRect(left, y, right - left, LANE - 5);
+        context.globalAlpha = 1;
+      } else {
+        context.fillStyle = palette.get(span.colour) ?? idle;
+        context.globalAlpha = seen ? (span.faint ? 0.55 : 1) : 0.12;
+        context.fillRect(left, y, right - left, LANE - 5);
+        context.globalAlpha = 1;
+      }
+      if (right - left > 26 && seen) {
+        context.fillStyle = span.event < 0 || span.faint ? text : page;
+        const from = Math.max(left, gutter) + 4;
+        context.fillText(clipped(context, span.name, right - from - 3), from, y + LANE / 2 - 2);
+      }
+      if (span.event >= 0 && span.event === chosen) {
+        context.strokeStyle = mark;
+        context.lineWidth = 2;
+        context.strokeRect(left - 1.5, y - 1, right - left + 3, LANE - 3);
+      }
+    }
+    context.restore();
+    top += lane.rows * LANE;
+  }
+}
+
+/** The first span that may reach into the view; spans are ordered by their start, and `longest` bounds how far back one can begin. */
+function firstIn(lane: Lane, from: number): number {
+  let [low, high] = [0, lane.spans.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (lane.spans[middle]!.start < from - lane.longest) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+function clipped(context: CanvasRenderingContext2D, text: string, width: number): string {
+  if (width < 10) return "";
+  if (context.measureText(text).width <= width) return text;
+  let end = Math.min(text.length, Math.floor(width / 5));
+  while (end > 1 && context.measureText(`${text.slice(0, end)}…`).width > width) end--;
+  return end > 1 ? `${text.slice(0, end)}…` : "";
+}
+
+function axis(
+  context: CanvasRenderingContext2D, width: number, gutter: number, height: number, view: [number, number], scale: number, timed: boolean, trace: Trace, dim: string, line: string,
+): void {
+  const wanted = 90 / scale;
+  const power = 10 ** Math.floor(Math.log10(wanted));
+  const step = Math.max(timed ? 1 : 1, [1, 2, 5, 10].map((factor) => factor * power).find((each) => each >= wanted)!);
+  context.textAlign = "left";
+  for (let tick = Math.ceil(view[0] / step) * step; tick <= view[1]; tick += step) {
+    const at = gutter + (tick - view[0]) * scale;
+    context.fillStyle = line;
+    context.fillRect(at, AXIS - 4, 1, height - AXIS + 4);
+    context.fillStyle = dim;
+    const said = timed ? seconds(tick / 1e9) : `#${trace.events[Math.round(tick)]?.sequence ?? ""}`;
+    if (at + context.measureText(said).width < width) context.fillText(said, at + 3, AXIS / 2);
+  }
+}

@@ -1,0 +1,47 @@
+import { useMemo, useState } from "preact/hooks";
+import { Section } from "../shared/page";
+import { number, seconds, size } from "../shared/words";
+import { type Column, Grid } from "./grid";
+import type { Trace } from "./model";
+import { hasTime } from "./modules";
+import { BY, type By, type Reason, reasons } from "./reasons";
+
+interface WhyProps {
+  trace: Trace;
+  events: readonly number[];
+  narrow: boolean;
+  chosen: string | null;
+  onChoose: (reason: Reason) => void;
+}
+
+/** Why the collectives were issued, the costliest reason first. */
+export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
+  const [by, setBy] = useState<By>("reason");
+  const found = useMemo(() => reasons(trace, events, by), [trace, events, by]);
+  const total = found.reduce((sum, reason) => sum + reason.tally.bytes, 0);
+  const columns: Column<Reason>[] = [
+    { id: "why", name: BY[by], width: "minmax(17rem, 5fr)", cell: (reason) => <span class="clip" title={reason.sentence}>{reason.sentence}</span> },
+    { id: "calls", name: "Calls", width: "minmax(4rem, 0.5fr)", numeric: true, cell: (reason) => number(reason.tally.calls) },
+    ...(trace.bytesKnown ? [{ id: "bytes", name: "On the wire", width: "minmax(5.5rem, 0.7fr)", numeric: true, cell: (reason: Reason) => size(reason.tally.bytes) }] : []),
+    ...(trace.bytesKnown && !narrow ? [{
+      id: "share", name: "Share", width: "minmax(4rem, 0.5fr)", numeric: true, cell: (reason: Reason) => (total ? `${Math.round((100 * reason.tally.bytes) / total)} %` : ""),
+    }] : []),
+    ...(hasTime(trace) && !narrow ? [{ id: "time", name: trace.estimate ? "Estimated" : "Time", width: "minmax(5rem, 0.6fr)", numeric: true, cell: (reason: Reason) => seconds(reason.tally.ns / 1e9) }] : []),
+  ];
+  return (
+    <Section
+      id="why"
+      title="Why"
+      about="One place and one cause in a row: whose parameters a library carries, which redistribution DTensor decided on (implicit) or was asked for (explicit), and your line."
+      tools={
+        <label class="choice">
+          by <select value={by} onChange={(event) => setBy(event.currentTarget.value as By)}>
+            {Object.entries(BY).map(([key, name]) => <option key={key} value={key}>{name}</option>)}
+          </select>
+        </label>
+      }
+    >
+      <Grid label="Why" columns={columns} rows={found} keyOf={(reason) => reason.key} onChoose={onChoose} chosen={chosen} most={14} empty="No collective is of what was asked for." />
+    </Section>
+  );
+}

@@ -1,0 +1,130 @@
+// How a trace says things. reading/words.py has the same phrases.
+
+import { number } from "../shared/words";
+import { type Cause, type Collective, type Frame, type Group, type Owner, PHASES, type Trace } from "./model";
+
+export function placements(text: string): string {
+  const plain = text.replaceAll("dim=", "").trim();
+  return plain.startsWith("(") && plain.endsWith(",)") ? plain.slice(1, -2) : plain;
+}
+
+export function shortOp(name: string): string {
+  const parts = name.split(".");
+  return parts.length > 1 && (parts[0] === "aten" || parts[0] === "prims") ? parts[1]! : name;
+}
+
+export function change(cause: Cause): string {
+  return `${placements(cause.before)} → ${placements(cause.after)}`;
+}
+
+export function causeWords(cause: Cause): string {
+  const needed = cause.op ? `, to run ${shortOp(cause.op)}` : "";
+  return `DTensor ${change(cause)}${needed} (${cause.implicit ? "implicit" : "explicit"})`;
+}
+
+export function ownerWords(owner: Owner, site: string | null): string {
+  if (owner.library === "DDP") return `for DDP's ${owner.name}`;
+  if (owner.name === site) return `for its own ${owner.library} parameters`;
+  const root = site?.split(".")[0];
+  return `for ${owner.library}'s parameters of ${root && owner.name.startsWith(`${root}.`) ? owner.name.slice(root.length + 1) : owner.name}`;
+}
+
+export function why(event: Collective): string {
+  return [event.owner ? ownerWords(event.owner, event.site) : "", event.cause ? causeWords(event.cause) : ""].filter(Boolean).join(", ");
+}
+
+export function fileName(path: string): string {
+  return path.slice(path.lastIndexOf("/") + 1);
+}
+
+export function where(source: Frame | null): string {
+  return source ? `${fileName(source.file)}:${source.line}` : "";
+}
+
+export function sourceWords(event: Collective): string {
+  const line = where(event.source);
+  if (!line) return event.through ?? "";
+  return event.through ? `${line} (${event.through})` : line;
+}
+
+export function place(phase: number, site: string | null): string {
+  const name = PHASES[phase]!;
+  if (name === "outside") return site === null ? "outside of every module" : `outside, in ${site}`;
+  if (name === "optimizer") return site === null ? "the optimizer's step" : `the optimizer's step, in ${site}`;
+  if (name === "unclassified") return site === null ? "an unknown phase" : `an unknown phase of ${site}`;
+  return site === null ? `${name}, module unknown` : `${name} of ${site}`;
+}
+
+export function onGroup(group: Group): string {
+  return group.ranks.length ? `${group.label} [${formatRanks(group.ranks)}]` : group.label;
+}
+
+export function title(trace: Trace, event: Collective): string {
+  const which = event.count === 1 ? `#${event.sequence}` : `${number(event.count)} ×`;
+  const towards = event.peer === null ? "" : event.op === "send" ? ` to ${event.peer}` : event.op === "recv" ? ` from ${event.peer}` : "";
+  return `${which} ${event.op}${towards} on ${trace.groupOf(event).label}`;
+}
+
+/** `[0, 1, 3]` is "0-1,3", `[0, 8, 16, 24]` "0-24:8": as model/ranks.py has it. */
+export function formatRanks(ranks: Iterable<number>): string {
+  const left = [...new Set(ranks)].sort((a, b) => a - b);
+  const parts: string[] = [];
+  for (let start = 0; start < left.length; ) {
+    let end = start + 1;
+    const stride = end < left.length ? left[end]! - left[start]! : 1;
+    while (end + 1 < left.length && left[end + 1]! - left[end]! === stride) end++;
+    if (end >= left.length) {
+      parts.push(String(left[start]));
+      break;
+    }
+    const many = end - start + 1;
+    if (stride === 1) parts.push(`${left[start]}-${left[end]}`);
+    else if (many >= 4) parts.push(`${left[start]}-${left[end]}:${stride}`);
+    else {
+      parts.push(String(left[start]));
+      start++;
+      continue;
+    }
+    start = end + 1;
+  }
+  return parts.join(",");
+}
+
+const DIGITS = /^\d+$/;
+
+/** The path with every number replaced: what differs only in a number has one pattern. */
+export function pattern(path: string): string {
+  return path.split(".").map((part) => (DIGITS.test(part) ? "#" : part)).join(".");
+}
+
+/** Paths of one pattern as one: `layers.0` to `layers.31` is "layers.0-31". */
+export function fold(paths: readonly string[]): string {
+  const split = [...new Set(paths)].map((path) => path.split("."));
+  const first = split[0];
+  if (!first) return "";
+  return first
+    .map((part, column) => (split.every((parts) => parts[column] === part) ? part : formatRanks(split.map((parts) => Number(parts[column]))).replaceAll(",", "+")))
+    .join(".");
+}
+
+const collator = new Intl.Collator("en", { numeric: true });
+
+/** Sorts layers.2 before layers.10. */
+export function natural(one: string, other: string): number {
+  return collator.compare(one, other);
+}
+
+/** Whether a path is what was asked for or below it, with or without the root's class name; `*` stands for one part. */
+export function pathMatches(path: string | null, wanted: string): boolean {
+  if (path === null) return false;
+  const parts = path.split(".");
+  const asked = wanted.split(".");
+  return [0, 1].some((start) => parts.length - start >= asked.length && asked.every((part, index) => partMatches(parts[start + index]!, part)));
+}
+
+function partMatches(part: string, wanted: string): boolean {
+  if (wanted === "*" || part === wanted) return true;
+  const range = /^(\d+)-(\d+)$/.exec(wanted); // "0-31": what folded rows are called
+  if (range && DIGITS.test(part)) return Number(part) >= Number(range[1]) && Number(part) <= Number(range[2]);
+  return wanted.includes("+") && wanted.split("+").some((each) => each !== wanted && partMatches(part, each));
+}
