@@ -236,7 +236,7 @@ def _two(first: Inject, second: Inject) -> Inject:
         elsewhere = _Elsewhere(site.mesh, site.steps)
         b = second(elsewhere)
         return Injection(
-            Truth((*a.truth.kinds, *b.truth.kinds), tuple(sorted((*a.truth.culprits, *b.truth.culprits)))),
+            Truth((*a.truth.kinds, *b.truth.kinds), tuple(sorted((*a.truth.culprits, *b.truth.culprits))), twin=b.truth.twin),
             edits={**a.edits, **b.edits},
             stops={**a.stops, **b.stops},
         )
