@@ -10,10 +10,9 @@ from typing import Literal
 from commlens.diagnose import why
 from commlens.diagnose.choose import absent_ranks, last_moment, world_size
 from commlens.diagnose.fate import Fate, fate_of, is_peer_error, is_refusal, sort_out
-from commlens.model.collective import Asked, Channel, Collective, State
+from commlens.model.collective import Asked, Channel, ChannelKey, Collective, State
 from commlens.model.ranklog import RankLog
 
-ChannelKey = tuple[int, str, tuple[int, ...], str]
 PairKey = tuple[ChannelKey, int, str]
 """Channel, peer (-1: any), ``"send"`` or ``"recv"``."""
 

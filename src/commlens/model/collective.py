@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 
 import msgspec
 
@@ -113,16 +114,41 @@ class ProcessGroup(msgspec.Struct, frozen=True):
         return self.mesh_dim or self.description or self.name
 
 
-class Channel(msgspec.Struct, frozen=True):
+class ChannelKey(tuple[int, str, tuple[int, ...], str]):
+    """What a channel is called on every rank: incarnation, group name, global ranks, device type.
+
+    Hashed once only, since a group may have thousands of ranks.
+    """
+
+    _hash: int
+
+    def __hash__(self) -> int:
+        """As any tuple's."""
+        try:
+            return self._hash
+        except AttributeError:
+            self._hash = super().__hash__()
+            return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """As any tuple's; most often they are one and the same."""
+        return self is other or super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        """As any tuple's."""
+        return not self == other
+
+
+class Channel(msgspec.Struct, frozen=True, dict=True):
     """Where sequence numbers live: a group on one device type. ``cpu:gloo,cuda:nccl`` is two channels."""
 
     group: ProcessGroup
     device: str  # "cpu", "cuda"
 
-    @property
-    def key(self) -> tuple[int, str, tuple[int, ...], str]:
-        """The identity that holds across ranks: incarnation, group name, global ranks, device type."""
-        return (self.group.incarnation, self.group.name, self.group.ranks, self.device)
+    @cached_property
+    def key(self) -> ChannelKey:
+        """The identity that holds across ranks."""
+        return ChannelKey((self.group.incarnation, self.group.name, self.group.ranks, self.device))
 
 
 class Collective(msgspec.Struct):
