@@ -35,7 +35,16 @@ def diagnose(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_a
         return Verdict(
             summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's log could be read."]
         )
-    world = build(chosen, stalled_after_s)
+    return conclude(build(chosen, stalled_after_s), missing)
+
+
+def conclude(world: World, missing: list[str]) -> Verdict:
+    """From the indexed ranks to the verdict.
+
+    Args:
+        world: the ranks of one job.
+        missing: what could not be known so far, in sentences.
+    """
     troubles = find_troubles(world)
     graph = Builder(world, troubles).build()
     findings = find_all(world, troubles, graph)
@@ -49,7 +58,7 @@ def diagnose(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_a
 def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
     everybody = len(world.views) == world.size
     known = (
-        "every collective agrees and nobody waits" if any(v.log.collectives for v in world.views.values()) else "no collective was recorded"
+        "every collective agrees and nobody waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
     )
     summary = f"nothing is wrong: {known}" if everybody else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
     ended = [rank for rank, view in world.views.items() if view.fate.kind == "clean"]
@@ -64,7 +73,7 @@ def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
 
 
 def _looked_at(world: World) -> str:
-    total = sum(len(view.log.collectives) for view in world.views.values())
+    total = sum(len(view.history) for view in world.views.values())
     ranks = count(len(world.views), "rank")
     of = f" of {world.size}" if world.size != len(world.views) else ""
     unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in world.views.values() for text in view.log.coverage})
@@ -89,8 +98,8 @@ def _not_known(world: World) -> list[str]:
         log = view.log
         for text in log.problems:
             by_text.setdefault(text.rstrip("."), []).append(rank)
-        if log.issued > len(log.collectives) and not log.problems:
-            dropped = log.issued - len(log.collectives)
+        if log.issued > len(view.history) and not log.problems:
+            dropped = log.issued - len(view.history)
             by_text.setdefault(f"the oldest {count(dropped, 'record')} had been overwritten", []).append(rank)
     for text, ranks in by_text.items():
         notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")

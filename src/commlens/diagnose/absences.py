@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from commlens.diagnose import why
 from commlens.diagnose.context import Context, make_finding, most_waited, op_at
 from commlens.diagnose.fate import is_refusal
 from commlens.diagnose.graph import Edge, Node
@@ -22,7 +21,7 @@ def find_absences(context: Context, nodes: list[Node]) -> None:
     groups: dict[tuple[object, ...], list[tuple[Node, Doing]]] = defaultdict(list)
     for node in nodes:
         view = context.world.views[node.rank]
-        what = why.doing(view.log, view.fate, quiet_ns=why.quiet_ns(view.log), stalled_after_ns=context.world.stalled_after_ns)
+        what = context.doing(view)
         edges = context.edges_into(node)
         first = most_waited(edges)
         # Strict verification has given up waiting: that the rank works does not help any more.

@@ -6,8 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from commlens.diagnose import why
 from commlens.diagnose.graph import Edge, Graph, Instance, Node
 from commlens.diagnose.mismatch import Trouble
+from commlens.diagnose.why import Doing
 from commlens.diagnose.words import capital, duration, group_phrase, instance, place, ranks_phrase, tensors, verb
 from commlens.diagnose.world import View, World
 from commlens.model.collective import Collective, Frame, State
@@ -48,12 +50,17 @@ class Context:
         about += [f"pid {log.pid}"] if log.pid else []
         return f"rank {rank}" + (f" ({', '.join(about)})" if about else "")
 
+    def doing(self, view: View) -> Doing:
+        """What a rank does that is not where others wait for it. How long it has been quiet is not known without the dump's time."""
+        quiet = why.quiet_ns(view.log) if view.log.captured_ns or not self.world.foreign else 0
+        return why.doing(view.log, view.fate, quiet_ns=quiet, stalled_after_ns=self.world.stalled_after_ns)
+
     def last(self, rank: int) -> str:
         """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""
         view = self.world.views[rank]
         op = view.last_op
         if op is None:
-            return "it never issued a collective"
+            return "nothing of it is in flight" if self.world.foreign else "it never issued a collective"
         state = {
             State.COMPLETED: "completed",
             State.FAILED: "failed",

@@ -15,7 +15,7 @@ from commlens.model.collective import Collective
 
 def find_cycles(context: Context) -> None:
     """One finding for each cycle, printed edge by edge."""
-    for component in context.graph.cycles():
+    for component in context.graph.closed:
         _cycle(context, component)
 
 
@@ -76,7 +76,7 @@ def _odd_ones(
     """Who left the routine; else whose place differs from the others'; else all."""
     odd: _Departures = {}
     for rank in ranks:
-        found = leaves_routine_at(context.world.views[rank].log.collectives)
+        found = leaves_routine_at(context.world.views[rank].history)
         if found is not None:
             odd[rank] = found
     if odd and len(odd) < len(ranks):

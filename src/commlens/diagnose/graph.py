@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from commlens.diagnose.fate import is_peer_error, is_refusal
+from commlens.diagnose.heads import has_issued, is_behind, meets
 from commlens.diagnose.mismatch import Trouble, match_pairs
-from commlens.diagnose.world import Block, ChannelKey, View, World
-from commlens.model.collective import Collective, State
+from commlens.diagnose.world import Block, View, World
+from commlens.model.collective import ChannelKey, Collective, State
 
 _STARTS = 64  # threads from which a shortest cycle is looked for
 
@@ -53,6 +54,7 @@ class Graph:
     instances: list[Instance] = field(default_factory=list)  # of "stuck" and "at" nodes, by detail
     blocks: dict[Node, Block] = field(default_factory=dict)
     back: dict[Node, set[Node]] = field(default_factory=dict)
+    closed: list[list[Node]] = field(default_factory=list)  # the cycles to tell of
 
     def add(self, source: Node, target: Node, edge: Edge) -> None:
         """Add an edge; of several between two nodes the first is kept."""
@@ -170,9 +172,36 @@ class Builder:
                 block = view.blocks[thread]
                 if block.stuck and view.fate.kind != "own" and view.fate.kind != "gone":
                     self._todo.append((view, block))
+        self._follow_all()
+        self.graph.closed = self.graph.cycles()
+        if self.world.foreign:
+            self._look_behind_heads()
+        return self.graph
+
+    def _follow_all(self) -> None:
         while self._todo:
             self._follow(*self._todo.pop())
-        return self.graph
+
+    def _look_behind_heads(self) -> None:
+        """Keep the cycles that hold whatever else their ranks have in flight.
+
+        What is first in flight need not be what a rank waits for: a send that nobody waits for, or a receive posted early. Only where
+        the first ones alone make a circle the others count, too.
+        """
+        looked: set[Node] = set()
+        while True:
+            cycles = self.graph.cycles()
+            more = [node for cycle in cycles for node in cycle if node.kind == "wait" and node not in looked]
+            if not more:
+                break
+            for node in more:
+                looked.add(node)
+                view = self.world.views[node.rank]
+                for op in view.heads:
+                    self._part(view, node, op)
+            self._follow_all()
+        left = {node for cycle in cycles for node in cycle}
+        self.graph.closed = [cycle for cycle in self.graph.closed if left.issuperset(cycle)]
 
     def _follow(self, view: View, block: Block) -> None:
         node = Node("wait", view.rank, block.thread)
@@ -181,16 +210,19 @@ class Builder:
         self.graph.blocks[node] = block
         self.graph.edges.setdefault(node, {})
         for part in block.parts:
-            if part.is_point_to_point:
-                self._message(view, node, part)
-            elif part.sequence_number > 0:
-                self._collective(view, node, part)
+            self._part(view, node, part)
+
+    def _part(self, view: View, node: Node, op: Collective) -> None:
+        if op.is_point_to_point:
+            self._message(view, node, op)
+        elif op.sequence_number > 0:
+            self._collective(view, node, op)
 
     def _is_late(self, view: View, op: Collective) -> bool:
         """Whether it came when others had been refused because of that: nobody holds it up, it did."""
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
-        first = self._held(op.channel.key, op.sequence_number).first_refusal_ns
+        first = self._held(op.channel.key, op.sequence_number, op.announced_ns).first_refusal_ns
         return 0 < first < op.announced_ns
 
     # --- collectives
@@ -208,7 +240,7 @@ class Builder:
         """Add the edges of one collective. False where nothing holds it up and it is not the last candidate."""
         op = view.tracks[key].ops[number]
         edge = Edge(op, Instance(key, number), view.rank)
-        held = self._held(key, number)
+        held = self._held(key, number, op.announced_ns)
         trouble = self._trouble(key, number, held.absent)
         if trouble is not None:
             self.graph.add(node, Node("trouble", -1, trouble), edge)
@@ -251,7 +283,7 @@ class Builder:
             self.graph.instances.append(instance)
         return number
 
-    def _held(self, key: ChannelKey, number: int) -> Held:
+    def _held(self, key: ChannelKey, number: int, since_ns: int) -> Held:
         """Sort a collective's ranks by where they are."""
         held = self._known.get((key, number))
         if held is not None:
@@ -264,10 +296,9 @@ class Builder:
                 continue
             theirs = other.tracks.get(key)
             if theirs is None or theirs.last < number:
-                if theirs is None and other.wrapped and other.log.collectives:
-                    continue  # its records of this channel are gone: nobody can say
-                held.absent.append(member)
-                continue
+                if has_issued(other, key, number, since_ns) is False:
+                    held.absent.append(member)
+                continue  # else its record is gone
             met = theirs.ops.get(number)
             if met is not None and met.state is State.FAILED:
                 if is_refusal(met.error):
@@ -277,7 +308,7 @@ class Builder:
                 elif not is_peer_error(met.error):
                     held.absent.append(member)
                     continue
-            if theirs.open and theirs.open[0] < number:
+            if (theirs.open and theirs.open[0] < number) or (met is not None and is_behind(other, met)):
                 held.behind.append(member)
             elif met is not None and met.state is not State.COMPLETED and other.fate.kind in ("own", "gone"):
                 held.dead.append(member)
@@ -310,9 +341,14 @@ class Builder:
         if other is None:
             self.graph.add(node, Node("no-record" if op.peer in self.world.unrecorded else "elsewhere", op.peer), edge)
             return
-        match = self._match(view, other, key, op)
+        match = meets(view, other, key, op) if self.world.foreign else self._match(view, other, key, op)
+        if match is not None and self.world.foreign:
+            sent = op if op.op == "send" else match
+            edge = Edge(op, Instance(key, sent.sequence_number, sender, receiver), view.rank)
         if match is None:
             self._to_absent(node, other, key, edge)
+        elif is_behind(other, match):
+            self._to_thread(node, other, key, edge)
         elif other.fate.kind in ("own", "gone"):
             self.graph.add(node, Node("dead", other.rank), edge)
         else:

@@ -11,6 +11,7 @@ from commlens.diagnose.next_steps import missing_step
 from commlens.diagnose.words import capital, duration, instance, ranks_phrase, verb
 from commlens.diagnose.world import View
 from commlens.model.collective import State
+from commlens.model.ops import ROOTED
 
 
 def find_stuck_inside(context: Context, node: Node) -> None:
@@ -25,12 +26,15 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     failed = any(context.world.views[r].fate.failed for r in direct) or any(
         block.how == "failed" for r in direct for block in context.world.views[r].blocks.values()
     )
-    if not failed and _since_last_arrival(views, which) < context.world.stalled_after_ns:
+    if not failed and not context.world.foreign and _since_last_arrival(views, which) < context.world.stalled_after_ns:
         return
-    what = {v.rank: why.doing(v.log, v.fate, quiet_ns=why.quiet_ns(v.log), stalled_after_ns=context.world.stalled_after_ns) for v in views}
+    what = {view.rank: context.doing(view) for view in views}
     culprits = [r for r in ranks if what[r].why in ("stopped", "uninterruptible-io", "throttled", "holding-gil") and not what[r].works]
     busy = [r for r in ranks if _burns_cpu(context.world.views[r]) and op.channel.device == "cpu"]
     name = instance(op) if which.sender < 0 else f"message #{which.number} from rank {which.sender} to rank {which.receiver}"
+    if context.world.foreign and op.op not in ROOTED and (done := [r for r in ranks if _has_ended(context.world.views[r], which)]):
+        _left_behind(context, [node], sorted(set(ranks) - set(done)), done, name)
+        return
     waited = context.longest(direct)
     if busy and not culprits and not failed:
         summary = f"{ranks_phrase(ranks)} are in {name}, which still moves data, {duration(waited)} so far"
@@ -62,6 +66,35 @@ def find_stuck_inside(context: Context, node: Node) -> None:
         None if culprits else "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where inside.",
     )  # fmt: skip
     context.add(finding, node)
+
+
+def _left_behind(context: Context, nodes: list[Node], ranks: list[int], done: list[int], name: str) -> None:
+    """Others came out of it, which takes everybody's part: these ranks' own devices or processes do not get on."""
+    edges = [edge for node in nodes for edge in context.edges_into(node)]
+    op = edges[0].op
+    held = sorted(set(context.blocked_by(nodes)) - set(ranks))
+    who, others = ranks_phrase(ranks), ranks_phrase(done)
+    summary = f"{who} {verb(ranks, 'does', 'do')} not come out of {name}, which completed on {others}"
+    explanation = (
+        f"It takes every rank's part, so all of it had arrived: {who} {verb(ranks, 'has', 'have')} a device, driver or process "
+        "that does not get on. " + context.behind(ranks, held)
+    )
+    finding = make_finding(
+        "stuck-inside", "in-collective", ranks, held, "high", summary, explanation, f"look at the GPU of {who} (dmesg for Xid errors, "
+        "nvidia-smi -q), and at what its process printed", op, op.source, [], None,
+    )  # fmt: skip
+    context.add(finding, nodes[0])
+    context.cases[-1].blocked = len(context.blocked_by(nodes))
+
+
+def _has_ended(view: View, which: Instance) -> bool:
+    """Whether another tool's dump says that the rank came out of a collective, if only by what is in flight behind it."""
+    if which.sender >= 0:
+        return False
+    track = view.tracks.get(which.key)
+    if track is None or which.number > track.last:
+        return False
+    return which.number not in track.open
 
 
 def _has_completed(view: View, which: Instance) -> bool:

@@ -11,8 +11,8 @@ from commlens.diagnose.graph import Builder
 from commlens.diagnose.mismatch import Trouble, find_troubles
 from commlens.diagnose.swap import Swap, find_swaps
 from commlens.diagnose.words import capital, group_phrase, place, ranks_phrase
-from commlens.diagnose.world import ChannelKey, World, build
-from commlens.model.collective import State
+from commlens.diagnose.world import World, build
+from commlens.model.collective import ChannelKey, State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from commlens.compare import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair
 from commlens.compare.answer import Answer
 from commlens.diagnose.fate import is_refusal
+from commlens.diagnose.heads import is_behind, meets
 from commlens.diagnose.period import exact_tokens, expected_token, loose_token, token
 from commlens.diagnose.shift import Shift, find_shifts, skips_by_habit
-from commlens.diagnose.world import ChannelKey, View, World
-from commlens.model.collective import Asked, Channel, Collective, State
+from commlens.diagnose.world import Track, View, World
+from commlens.model.collective import Asked, Channel, ChannelKey, Collective, State
+
+UNEVEN = frozenset({"all_to_all", "gather", "scatter"})
+"""Ops whose ranks may have tensors of other sizes by right."""
 
 
 @dataclass
@@ -54,7 +60,7 @@ def find_troubles(world: World) -> list[Trouble]:
     troubles: list[Trouble] = []
     for key in sorted(world.users):
         troubles += _channel(world, key)
-    troubles += _pairs(world)
+    troubles += _open_pairs(world) if world.foreign else _pairs(world)
     for trouble in troubles:
         trouble.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in trouble.ops.values())
     return [trouble for trouble in troubles if not (trouble.refused and _went_on(world, trouble))]
@@ -88,7 +94,7 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
     ids: dict[int, int] = {}
     asks: dict[Asked, int] = {}
     kept: list[Asked] = []  # so that an id stays that of one object
-    numbers = sorted({number for track in tracks.values() for number in track.ops})
+    numbers = _numbers(world, tracks)
     for number in numbers:
         if shift is not None and number > shift.number and not _is_at(shifts, number):
             break
@@ -98,11 +104,10 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
         signature = []
         coalesced = False
         for rank, op in met.items():
-            asked = op.asked
-            ident = ids.get(id(asked))
+            ident = ids.get(id(op.asked))
             if ident is None:
-                ident = ids[id(asked)] = asks.setdefault(asked, len(asks))
-                kept.append(asked)
+                ident = ids[id(op.asked)] = asks.setdefault(op.asked, len(asks))
+                kept.append(op.asked)
             signature.append((rank, ident))
             coalesced = coalesced or bool(op.coalescing_id)
         if coalesced:
@@ -113,7 +118,8 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
             code = tuple(signature)
             found = known.get(code)
             if found is None:
-                found = known[code] = compare_collectives({rank: op.asked for rank, op in met.items()}, group_ranks)
+                asked = {rank: _comparable(op.asked) if world.foreign else op.asked for rank, op in met.items()}
+                found = known[code] = compare_collectives(asked, group_ranks)
             answer = found
         if not isinstance(answer, Disagree):
             continue
@@ -130,6 +136,20 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
         trouble.silent = not any(track.open for track in tracks.values())
         troubles = [*earlier, trouble]
     return troubles
+
+
+def _comparable(asked: Asked) -> Asked:
+    """Other recorders do not tell the splits, without which the sizes of these may differ by right."""
+    return msgspec.structs.replace(asked, inputs=(), outputs=()) if asked.op in UNEVEN else asked
+
+
+def _numbers(world: World, tracks: Mapping[int, Track]) -> list[int]:
+    """Numbers that are worth a comparison."""
+    if world.foreign:
+        from commlens.diagnose.window import differing
+
+        return differing(tracks)
+    return sorted({number for track in tracks.values() for number in track.ops})
 
 
 def _is_at(shifts: Sequence[Shift], number: int) -> bool:
@@ -185,7 +205,7 @@ def _leave_routine(world: World, ops: Mapping[int, Collective], before: bool) ->
     for read in (_tokens, exact_tokens, _loose_tokens):
         odd = []
         for rank, op in sorted(ops.items()):
-            history = world.views[rank].log.collectives
+            history = world.views[rank].history
             position = _position(history, op)
             if position is None:
                 continue
@@ -253,6 +273,25 @@ def _pairs(world: World) -> list[Trouble]:
                 if isinstance(answer, Disagree) and first:
                     troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
                     first = False
+    return troubles
+
+
+def _open_pairs(world: World) -> list[Trouble]:
+    """The same of other tools' dumps: a message that does not fit stays in flight on both sides."""
+    troubles: list[Trouble] = []
+    for rank in sorted(world.views):
+        view = world.views[rank]
+        for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: item[1][0].index):
+            other = world.views.get(peer)
+            if direction != "send" or other is None:
+                continue
+            send = sends[0]
+            recv = meets(view, other, key, send)
+            if recv is None or recv is send or is_behind(view, send) or is_behind(other, recv):
+                continue
+            answer = compare_pair(rank, send.asked, peer, recv.asked)
+            if isinstance(answer, Disagree):
+                troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
     return troubles
 
 

@@ -7,6 +7,7 @@ comparison with the other ranks cannot, such as between the two ranks of a pair.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 from commlens.model.collective import Collective
 
@@ -50,14 +51,13 @@ def first_deviation(ops: Sequence[Collective], since: int = 0) -> int | None:
     """
     ops = ops[-_LOOK_BACK:]
     for read in (token, loose_token):
-        found = _deviation([read(op) for op in ops], since)
+        found = _deviation(_as_text([read(op) for op in ops]), since)
         if found is not None:
             return found
     return None
 
 
-def _deviation(tokens: list[Hashable], since: int) -> int | None:
-    text = _as_text(tokens)
+def _deviation(text: str, since: int) -> int | None:
     for position in range(max(1, since), len(text)):
         expected = _expected(text, position)
         if expected is not None and text[position] not in expected:
@@ -101,21 +101,50 @@ def _as_text(tokens: Sequence[Hashable]) -> str:
     return "".join(letters[one] for one in tokens)
 
 
+def letters(*columns: Any) -> str:
+    """The same from columns of numbers: one character for each different row of them."""
+    import numpy as np
+
+    code = np.zeros(len(columns[0]), "int64")
+    for column in columns:
+        _, column = np.unique(column, return_inverse=True)
+        _, code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)
+    code = code + 0x100
+    code[code >= 0xD800] += 0x800
+    return str(code.astype("<u4").tobytes().decode("utf-32-le"))
+
+
+class Texts(Protocol):
+    """A rank's operations that know their routine as texts: with lines and sizes, and without."""
+
+    def texts(self) -> tuple[str, str]:
+        """One letter for each operation."""
+
+
+def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
+    texts = getattr(ops, "texts", None)
+    if texts is not None:
+        strict, loose = texts()
+        return strict[-_LOOK_BACK:], loose[-_LOOK_BACK:]
+    ops = ops[-_LOOK_BACK:]
+    return _as_text([token(op) for op in ops]), _as_text([loose_token(op) for op in ops])
+
+
 def leaves_routine_at(ops: Sequence[Collective]) -> tuple[Collective, Collective | None] | None:
     """Where a rank leaves its routine within its last two steps: the op, and the one that it used to issue in its place."""
     if not ops:
         return None
-    ops = ops[-_LOOK_BACK:]
+    skipped = max(0, len(ops) - _LOOK_BACK)
+    length = len(ops) - skipped
     last_step = ops[-1].step
-    if ops[0].step < last_step - 1:
-        since = next(i for i, op in enumerate(ops) if op.step >= last_step - 1)
+    if ops[skipped].step < last_step - 1:
+        since = next(i for i in range(length) if ops[skipped + i].step >= last_step - 1)
     else:
-        since = max(1, len(ops) // 2, len(ops) - 64)
-    for read in (token, loose_token):
-        text = _as_text([read(op) for op in ops])
-        position = _deviation([read(op) for op in ops], since)
+        since = max(1, length // 2, length - 64)
+    for text in _texts(ops):
+        position = _deviation(text, since)
         if position is not None:
             expected = _expected(text, position) or set()
             usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
-            return ops[position], ops[usual] if usual is not None else None
+            return ops[skipped + position], ops[skipped + usual] if usual is not None else None
     return None

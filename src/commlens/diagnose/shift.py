@@ -13,8 +13,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import msgspec
 
 from commlens.diagnose.period import expected_token, token
-from commlens.diagnose.world import ChannelKey, Track, World
-from commlens.model.collective import Collective
+from commlens.diagnose.world import Track, World
+from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # collectives that can be skipped at once and still be found
 
@@ -35,6 +35,10 @@ class Shift(msgspec.Struct):
 def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
     """Ranks of a channel that are out of step, in order of rank."""
     tracks = {rank: world.views[rank].tracks[key] for rank in world.users.get(key, ())}
+    if world.foreign:
+        from commlens.diagnose.window import different
+
+        tracks = different(tracks)  # of ranks whose lines are the same a few stand for all
     if len(tracks) < 2:
         return []
     numbers = sorted({number for track in tracks.values() for number in track.ops})
@@ -189,7 +193,7 @@ def _of_two(world: World, tracks: Mapping[int, Track]) -> list[Shift]:
 
 
 def _keeps_routine(world: World, rank: int, own: Collective) -> bool | None:
-    ops = world.views[rank].log.collectives
+    ops = world.views[rank].history
     position = next((i for i, op in enumerate(ops) if op.index == own.index), None)
     if position is None:
         return None
@@ -201,7 +205,7 @@ def skips_by_habit(world: World, rank: int, own: Collective, expected: Collectiv
 
     For the case that the others still wait in ``expected``, so that their next one is not known.
     """
-    history = [op for op in world.views[rank].log.collectives if op.index < own.index]
+    history = [op for op in world.views[rank].history if op.index < own.index]
     habit = [(op.op, op.channel.key, _site(op)) for op in history[-512:]]
     wanted = (expected.op, expected.channel.key)
     mine = (own.op, own.channel.key, _site(own))

@@ -13,8 +13,8 @@ from collections.abc import Hashable, Mapping
 import msgspec
 
 from commlens.diagnose.period import expected_token, token
-from commlens.diagnose.world import ChannelKey, Track, World
-from commlens.model.collective import Collective
+from commlens.diagnose.world import Track, World
+from commlens.model.collective import ChannelKey, Collective
 
 _LONGEST = 16  # collectives that can be in another order
 _SEEN_BEFORE = 4  # times that two lines must have met
@@ -84,7 +84,7 @@ def _compare(rank: int, track: Track, reference: Mapping[int, Collective]) -> Sw
 
 def _leaves_routine(world: World, swap: Swap) -> bool:
     """Of two ranks each has another order than the other: the odd one does here what it never did before."""
-    history = world.views[swap.rank].log.collectives
+    history = world.views[swap.rank].history
     position = next((i for i, op in enumerate(history) if op.index == swap.own[0].index), None)
     if position is None:
         return False

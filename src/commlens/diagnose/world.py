@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from commlens.diagnose import why
 from commlens.diagnose.choose import absent_ranks, last_moment, world_size
 from commlens.diagnose.fate import Fate, fate_of, is_peer_error, is_refusal, sort_out
 from commlens.model.collective import Asked, Channel, ChannelKey, Collective, State
 from commlens.model.ranklog import RankLog
+
+if TYPE_CHECKING:
+    from commlens.diagnose.columns import RankColumns
 
 PairKey = tuple[ChannelKey, int, str]
 """Channel, peer (-1: any), ``"send"`` or ``"recv"``."""
@@ -21,7 +24,7 @@ PairKey = tuple[ChannelKey, int, str]
 class Track:
     """What one rank issued on one channel."""
 
-    ops: dict[int, Collective] = field(default_factory=dict)  # by sequence number; a coalesced group is its closing record
+    ops: Mapping[int, Collective] = field(default_factory=dict)  # by sequence number; a coalesced group is its closing record
     members: dict[int, list[Asked]] = field(default_factory=dict)  # of coalesced groups
     first: int = 0
     last: int = 0
@@ -42,7 +45,7 @@ class Block:
     parts: list[Collective]  # the members of a coalesced point-to-point batch, else the op itself
     thread: int
     since_ns: int
-    how: Literal["wait", "issue", "assumed", "failed"]
+    how: Literal["wait", "issue", "assumed", "failed", "enqueued"]
     stuck: bool  # for longer than the limit, or its process has ended
     age_ns: int
 
@@ -61,11 +64,19 @@ class View:
     blocks: dict[int, Block] = field(default_factory=dict)  # by thread
     main_thread: int = 0
     wrapped: bool = False  # older records were overwritten or lost
+    history: Sequence[Collective] = ()  # all that is recorded, oldest first
+    # Of dumps that other tools wrote:
+    columns: RankColumns | None = None
+    heads: list[Collective] = field(default_factory=list)  # the first in flight of each other channel and pair
+    sent: dict[PairKey, int] = field(default_factory=dict)  # messages that ended
+    running: set[int] = field(default_factory=set)  # indices of those known to run on the device
+    timed: bool = False  # it is recorded when an operation starts to run
+    first_ns: int = 0  # of the oldest record; 0 where only what is in flight was recorded
 
     @property
     def last_op(self) -> Collective | None:
         """The rank's newest record."""
-        return self.log.collectives[-1] if self.log.collectives else None
+        return self.history[-1] if self.history else None
 
 
 @dataclass
@@ -79,6 +90,7 @@ class World:
     elsewhere: list[int]  # have none here, and probably run on another node
     stalled_after_ns: int
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks that have records of it
+    foreign: bool = False  # of dumps that other tools wrote
 
     @cached_property
     def unrecorded(self) -> frozenset[int]:
@@ -124,7 +136,7 @@ def _never_comes(dead: View, op: Collective) -> bool:
 def _view(log: RankLog, fate: Fate, world: World) -> View:
     now = log.captured_ns or last_moment(log)
     main = log.main_stack
-    view = View(log.rank, log, fate, now, main_thread=main.thread if main is not None and main.thread else log.pid)
+    view = View(log.rank, log, fate, now, main_thread=main.thread if main is not None and main.thread else log.pid, history=log.collectives)
     view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
@@ -164,7 +176,7 @@ def _view(log: RankLog, fate: Fate, world: World) -> View:
 
 def _put(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> None:
     number = op.sequence_number
-    track.ops[number] = op
+    track.ops[number] = op  # type: ignore[index]
     if op.coalescing_id:
         track.members[number] = [member.asked for member in groups.get(op.coalescing_id, []) if not member.is_point_to_point]
     track.first = min(track.first or number, number)
