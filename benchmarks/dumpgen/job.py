@@ -334,7 +334,7 @@ class Job:
         begin, memory = self._templates[shared]
         states = (shared, id(program), tuple((id(row), state) for row, state in tail))
         if states not in self._tails:
-            stream = Stream(memo=dict(memory.memo), puts=memory.puts)
+            stream = Stream(memo={**memory.memo, **head.memo}, puts=memory.puts)
             steps, places = Program.of(self._plain[kind]), {id(row): number for number, row in enumerate(program.rows)}
             entries = [(record(row, state), self._numbers(row, steps, conditions.history, places[id(row)])) for row, state in tail]
             self._tails[states] = template(conditions.version, stream, entries, closes=True)
