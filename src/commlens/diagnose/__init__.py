@@ -57,9 +57,7 @@ def conclude(world: World, missing: list[str]) -> Verdict:
 
 def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
     everybody = len(world.views) == world.size
-    known = (
-        "every collective agrees and nobody waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
-    )
+    known = "every collective agrees and nobody waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
     summary = f"nothing is wrong: {known}" if everybody else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
     ended = [rank for rank, view in world.views.items() if view.fate.kind == "clean"]
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from commlens.formats.rows import COMPLETED, RETIRED, STARTED, Rows, Status
 from commlens.model.collective import Asked, Channel, Frame, FrameKind, Stack, user_frame
 from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ranklog import Observation
 
 Integers = npt.NDArray[Any]
 
@@ -45,6 +46,10 @@ class Extract:
     only_active: bool = False  # holds nothing that had ended
     channels: list[Channel] = field(default_factory=list)
     groups: list[Channel] = field(default_factory=list)  # all that the rank is in, used or not
+    troubles: list[str] = field(default_factory=list)  # what a log says and no operation can
+    exception: str = ""
+    exception_stack: Stack = ()
+    observation: Observation = field(default_factory=Observation)
     status: dict[str, Status] = field(default_factory=dict)  # by group name: last enqueued, started and completed
     asked: list[Asked] = field(default_factory=list)
     sites: list[Stack] = field(default_factory=list)
@@ -75,7 +80,18 @@ class Shared:
     def __init__(self) -> None:
         self._asked: dict[tuple[Asked, ...], list[Asked]] = {}
         self._sites: dict[tuple[Stack, ...], list[Stack]] = {}
-        self._channels: dict[tuple[Channel, ...], list[Channel]] = {}
+        self._channels: dict[Channel, Channel] = {}
+
+    def adopt(self, found: Extract) -> Extract:
+        """An extract of another process, with the objects of this one."""
+        found.asked, found.sites = self.asked(found.asked), self.sites(found.sites)
+        found.channels = [self.channel(one) for one in found.channels]
+        found.groups = [self.channel(one) for one in found.groups]
+        return found
+
+    def channel(self, channel: Channel) -> Channel:
+        """The same channel, the same object."""
+        return self._channels.setdefault(channel, channel)
 
     def asked(self, table: Sequence[Asked]) -> list[Asked]:
         """The same table, the same object."""
@@ -108,6 +124,10 @@ def extract(rows: Rows, shared: Shared | None = None) -> Extract:
         only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
         channels=list(rows.channels),
         groups=list(rows.groups),
+        troubles=list(rows.troubles),
+        exception=rows.exception,
+        exception_stack=rows.exception_stack,
+        observation=rows.observation,
         status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
         asked=shared.asked(asked),
         sites=shared.sites(sites),

@@ -15,18 +15,22 @@ import numpy as np
 from commlens.diagnose.choose import absent_ranks, world_size
 from commlens.diagnose.columns import Catalogue, ColumnHistory, ColumnOps, RankColumns, is_message
 from commlens.diagnose.extract import DONE, RUNNING, Extract, Integers
-from commlens.diagnose.fate import Fate
+from commlens.diagnose.fate import Fate, fate_of, sort_out
 from commlens.diagnose.world import Block, Track, View, World
 from commlens.model.collective import Channel, ChannelKey
 from commlens.model.ranklog import RankLog
 
-_RECENT = 4  # operations of a rank that its log names
+_RECENT = 4  # operations of a rank that its log names at least
+_RECENT_MOST = 200
+_RECENT_ALL = 20_000  # of all ranks together
+_IN_FLIGHT = 16
 
 
-def _log(found: Extract, columns: RankColumns) -> RankLog:
+def _log(found: Extract, columns: RankColumns, recent: int) -> RankLog:
     """What is known of the rank itself, with its newest operations."""
     length = len(found)
-    rows = sorted({*range(max(0, length - _RECENT), length)})
+    in_flight = np.flatnonzero(found.state != DONE)[:_IN_FLIGHT].tolist()
+    rows = sorted({*in_flight, *range(max(0, length - recent), length)})
     return RankLog(
         rank=found.rank,
         world_size=found.world_size,
@@ -38,6 +42,9 @@ def _log(found: Extract, columns: RankColumns) -> RankLog:
         initialised=True,
         source=found.source,
         problems=list(found.problems),
+        exception=found.exception or None,
+        exception_stack=found.exception_stack,
+        observation=found.observation,
         versions={found.origin: found.version} if found.version else {},
     )
 
@@ -52,14 +59,16 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
     catalogue = Catalogue()
     names = _channels(extracts)
     latest = max((newest_ns(found) for found in extracts), default=0)
+    fates: dict[int, Fate] = {}
     views: dict[int, View] = {}
     channels: dict[object, Channel] = {}
     users: dict[object, list[int]] = defaultdict(list)
     for found in sorted(extracts, key=lambda one: one.rank):
         mine = [names[_name(channel)] for channel in found.channels]
         columns = RankColumns(found, mine, catalogue)
-        log = _log(found, columns)
-        view = View(found.rank, log, Fate("alive"), found.captured_ns or latest, main_thread=0)
+        log = _log(found, columns, max(_RECENT, min(_RECENT_MOST, _RECENT_ALL // len(extracts))))
+        fates[found.rank] = fate_of(log)
+        view = View(found.rank, log, fates[found.rank], found.captured_ns or latest, main_thread=0)
         view.columns = columns
         view.history = ColumnHistory(columns)
         view.wrapped = found.wrapped
@@ -69,6 +78,8 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
             if key in view.tracks:
                 users[key].append(found.rank)
         views[found.rank] = view
+    for rank, fate in sort_out(fates).items():
+        views[rank].fate = fate
     logs = [view.log for view in views.values()]
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)

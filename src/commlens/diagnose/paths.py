@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from typing import NamedTuple
 
 from commlens.diagnose import diagnose
 from commlens.errors import EvidenceError
-from commlens.formats.dumps import read_evidence
+from commlens.formats.evidence import Evidence, evidence_of
+from commlens.formats.gathered import Gathered, gather
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
+
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 
 class Examined(NamedTuple):
@@ -23,30 +27,80 @@ class Examined(NamedTuple):
 _TOLD = 10  # problems named when nothing could be read
 
 
-def diagnose_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, stalled_after_s: float = 1.0) -> Verdict:
+def diagnose_paths(
+    paths: Paths,
+    *,
+    stalled_after_s: float = 1.0,
+    executor: Executor | None = None,
+    seen: Callable[[int, int], None] | None = None,
+) -> Verdict:
     """Say what is wrong with a job, from its dumps or black boxes.
 
     Args:
-        paths: a dump's folder or a black box, or several of them in any order.
+        paths: dumps of any origin: files, folders, archives, URLs, in any order.
         stalled_after_s: a collective in flight for less than this in a process that runs is not stuck.
+        executor: where other tools' dumps are read, a few files at a time: one of ``concurrent.futures``, of Dask, Ray or MPI.
+            Without one, processes of this machine are used where there is enough to do.
+        seen: called with how many of such files are read and how many there are, for a progress bar.
 
     Raises:
         CommandError: a path does not exist or cannot be read.
-        EvidenceError: nothing in it could be read as a black box.
+        EvidenceError: nothing in it could be read.
     """
-    return examine_paths(paths, stalled_after_s=stalled_after_s).verdict
+    return examine_paths(paths, stalled_after_s=stalled_after_s, executor=executor, seen=seen).verdict
 
 
-def examine_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, stalled_after_s: float = 1.0) -> Examined:
+def examine_paths(
+    paths: Paths,
+    *,
+    stalled_after_s: float = 1.0,
+    executor: Executor | None = None,
+    seen: Callable[[int, int], None] | None = None,
+) -> Examined:
     """The same as :func:`diagnose_paths`, with what the verdict was made of."""
-    several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
-    evidence = read_evidence([os.fspath(path) for path in several])
+    gathered = gather(paths)
+    problems = list(gathered.problems)
+    evidence = evidence_of(gathered.ours, problems) if gathered.ours else Evidence(problems=problems)
+    if gathered.kinds:
+        found = _examine_recorded(gathered, evidence, problems, stalled_after_s, executor, seen)
+        if found is not None:
+            return found
     if not evidence.logs:
-        raise EvidenceError(_nothing(evidence.problems))
-    return Examined(diagnose(evidence.logs, problems=evidence.problems, stalled_after_s=stalled_after_s), evidence.logs)
+        raise EvidenceError(_nothing(problems))
+    return Examined(diagnose(evidence.logs, problems=problems, stalled_after_s=stalled_after_s), evidence.logs)
+
+
+def _examine_recorded(
+    gathered: Gathered,
+    evidence: Evidence,
+    problems: list[str],
+    stalled_after_s: float,
+    executor: Executor | None,
+    seen: Callable[[int, int], None] | None,
+) -> Examined | None:
+    """Other tools' dumps; black boxes count as such where they are of fewer ranks. None where the black boxes tell more."""
+    from commlens.diagnose.gathering import read_all
+    from commlens.diagnose.recorded import examine_extracts
+
+    extracts = read_all(gathered, problems, executor, seen)
+    boxed = {log.rank for log in evidence.logs}
+    others = {found.rank for found in extracts} - boxed
+    if boxed and len(others) < len(boxed):
+        if extracts:
+            problems.append("There are black boxes and other tools' dumps; the verdict is made from the black boxes, which tell more.")
+        return None
+    if not extracts:
+        return None
+    if boxed:
+        from commlens.diagnose.extract import extract_all
+        from commlens.formats.log_rows import rows_of_log
+
+        extracts += extract_all(rows_of_log(log) for log in evidence.logs)
+    verdict, logs = examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)
+    return Examined(verdict, logs)
 
 
 def _nothing(problems: Sequence[str]) -> str:
     told = "".join(f"\n  - {text}" for text in problems[:_TOLD])
     more = f"\n  - and {len(problems) - _TOLD} more" if len(problems) > _TOLD else ""
-    return f"Nothing here can be diagnosed: there is no readable black box.{told}{more}"
+    return f"Nothing here can be diagnosed: there is no readable black box or dump.{told}{more}"

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from commlens.diagnose import conclude
 from commlens.diagnose.extract import Extract
 from commlens.diagnose.foreign import build_world
+from commlens.diagnose.whose import choose_extracts
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 
 
@@ -18,10 +20,20 @@ def diagnose_extracts(extracts: Sequence[Extract], *, problems: Sequence[str] = 
         problems: what could not be read, in sentences.
         stalled_after_s: a collective in flight for less than this in a job that runs is not stuck.
     """
-    missing = list(problems)
-    chosen = {found.rank: found for found in extracts if found.rank >= 0}
+    return examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)[0]
+
+
+def examine_extracts(
+    extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0
+) -> tuple[Verdict, list[RankLog]]:
+    """The same, with each rank's operations around the fault."""
+    chosen, notes = choose_extracts(extracts)
+    missing = [*problems, *notes]
     if not chosen:
-        return Verdict(
+        verdict = Verdict(
             summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's dump could be read."]
         )
-    return conclude(build_world(list(chosen.values()), stalled_after_s), missing)
+        return verdict, []
+    world = build_world(chosen, stalled_after_s)
+    verdict = conclude(world, missing)
+    return verdict, [view.log for view in world.views.values()]

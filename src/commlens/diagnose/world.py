@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from commlens.diagnose import why
 from commlens.diagnose.choose import absent_ranks, last_moment, world_size
 from commlens.diagnose.fate import Fate, fate_of, is_peer_error, is_refusal, sort_out
-from commlens.model.collective import Asked, Channel, ChannelKey, Collective, State
+from commlens.model.collective import Asked, Channel, Collective, State
+from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
 if TYPE_CHECKING:
