@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from boxes import busy_box
@@ -24,7 +25,9 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
 
     def set_logs(logs: list[RankLog], problems: list[str]) -> None:
         evidence = dumps.Evidence(logs=logs, problems=problems)
-        monkeypatch.setattr("commlens.diagnose.paths.read_evidence", lambda paths: evidence)
+        found = SimpleNamespace(ours=[None] if logs else [], kinds={}, problems=problems)
+        monkeypatch.setattr("commlens.diagnose.paths.gather", lambda paths: found)
+        monkeypatch.setattr("commlens.diagnose.paths.evidence_of", lambda ours, problems: evidence)
 
     return set_logs
 
