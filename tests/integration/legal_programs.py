@@ -239,6 +239,33 @@ def a_straggler(rank: int, size: int) -> Results:
 
 
 @oddity
+def refused_by_the_backend(rank: int, size: int) -> Results:
+    """The backend refuses an operation on one rank, or on all of them: it was never issued, and the next one is everybody's next."""
+    group = dist.new_group([0, 1])
+    x, found = torch.full((2,), float(rank + 1)), []
+    wrong = [torch.empty(3) for _ in range(size)]
+    attempts = [
+        lambda: dist.broadcast(x, 99),
+        lambda: dist.reduce(x, 99),
+        lambda: dist.all_gather(wrong, x),
+        lambda: dist.all_gather_into_tensor(torch.empty(3), x),
+    ]
+    for number, attempt in enumerate(attempts):
+        for ranks in ([number % size], range(size)):
+            if rank in ranks:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    attempt()
+                    raise AssertionError("the backend took it")
+            dist.all_reduce(x)
+            found.append(x.clone())
+            if rank < 2:
+                dist.broadcast(x, 0, group=group)
+            dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None
+            dist.barrier()
+    return found
+
+
+@oddity
 def groups_made_again(rank: int, size: int) -> Results:
     """Groups that are destroyed and made again, with other numbers of operations on each."""
     x = torch.full((2,), float(rank))

@@ -251,6 +251,31 @@ def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(
     assert log.exception_stack[0].function == "<module>"
 
 
+def test_an_op_that_the_backend_refuses_has_no_number(tmp_path: Path) -> None:
+    run_ranks(
+        """
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        for attempt in range(2):
+            try:
+                dist.broadcast(torch.ones(1), 99)
+            except (RuntimeError, ValueError):
+                pass
+        dist.all_reduce(torch.ones(1))
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+    log = logs(tmp_path)[0]
+    assert [(c.op, c.sequence_number, c.state) for c in log.collectives] == [
+        ("all_reduce", 1, State.COMPLETED),
+        ("broadcast", 0, State.FAILED),
+        ("broadcast", 0, State.FAILED),
+        ("all_reduce", 2, State.COMPLETED),
+    ]
+    assert log.problems == []
+
+
 def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(tmp_path: Path) -> None:
     run_ranks(
         """

@@ -15,9 +15,10 @@ pytest.importorskip("torch")
 
 import verify_cases
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
+from verify_forked import CAUGHT
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 150  # takes about 45 s on two cores
+TIMEOUT_S = 200  # takes about 50 s on two cores
 JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
@@ -43,7 +44,7 @@ def launch(out: Path, module: str, *arguments: str) -> str:
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("strict")
-    return out, launch(out, "verify_forked", *(f"{name}:{size}" for name, size in JOBS))
+    return out, launch(out, "verify_forked", "caught:2", "caught:4", *(f"{name}:{size}" for name, size in JOBS))
 
 
 def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
@@ -88,6 +89,18 @@ def test_fault(launched: tuple[Path, str], name: str, size: int) -> None:
         assert all(ranks[rank]["seconds"] < case.timeout_s + 3 for rank in involved if ranks[rank]["kind"]), shown
     elif case.kind == "dead" and case.ends == PREVENTED:
         assert all(ranks[rank]["seconds"] < 1 for rank in involved), shown
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_refusals_that_are_caught_leave_the_groups_usable(launched: tuple[Path, str], size: int) -> None:
+    out, printed = launched
+    folder = out / f"caught:{size}"
+    expected = [step for name in CAUGHT for step in (CASES[name].kind, True)]
+    for rank in range(size):
+        report = folder / f"{rank}.json"
+        assert report.exists(), printed[-4000:]
+        output = (folder / f"{rank}.out").read_text()
+        assert json.loads(report.read_text())["seen"] == expected, f"rank {rank}\n{output[-4000:]}"
 
 
 def test_the_table_is_what_the_cases_say() -> None:

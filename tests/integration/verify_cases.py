@@ -348,11 +348,11 @@ def send_recv_dtype(c: Context) -> None:
         dist.recv(torch.ones(4, dtype=torch.int32), 0)  # told
 
 
-@case(P2P, "missing", DETECTED, "recv from process 0, tag 7", timeout_s=1.5)
+@case(P2P, "mismatch/p2p", DETECTED, "recv from process 0, tag 7", "send to process 1, tag 5", timeout_s=1.5)
 def send_recv_tag(c: Context) -> None:
     """send against recv: tag."""
     if c.rank == 0:
-        dist.send(torch.ones(4), 1, tag=5)
+        dist.send(torch.ones(4), 1, tag=5)  # told
     else:
         dist.recv(torch.ones(4), 0, tag=7)  # told
 

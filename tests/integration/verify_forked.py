@@ -199,13 +199,47 @@ def run_case(rank: int, size: int, result: Path, name: str) -> None:
         record["issued"] = sum(sequence_numbers(groups)) - sum(before)
     write(result, record)
     if case.usable and dist.is_initialized():
-        tensor = torch.full((2,), float(rank))
-        dist.all_reduce(tensor)
-        dist.broadcast(tensor, 0)
-        write(result, {**record, "usable": tensor.tolist() == [sum(range(size))] * 2})
+        write(result, {**record, "usable": are_usable(groups, rank, size)})
         dist.destroy_process_group()
     if record["raised"]:
         sys.exit(1)
+
+
+def are_usable(groups: Sequence[Any], rank: int, size: int) -> bool:
+    """Whether groups of all ranks still compute what they should."""
+    usable = True
+    for group in (*groups, *reversed(groups)):
+        tensor = torch.full((2,), float(rank))
+        dist.all_reduce(tensor, group=group)
+        dist.broadcast(tensor, 0, group=group)
+        usable = usable and tensor.tolist() == [sum(range(size))] * 2
+    return usable
+
+
+CAUGHT = ("order_swap_groups", "all_reduce_shape", "order_swap_groups", "all_reduce_shape", "broadcast_root", "gather_or_scatter")
+
+
+def run_caught(rank: int, size: int, result: Path) -> None:
+    """One rank of a program that catches one refusal after the other and goes on, sooner on some ranks than on others."""
+    import verify_cases
+
+    from commlens.errors import DistributedOperationException
+
+    init(result.parent, rank, size, GROUP_TIMEOUT_S)
+    context = verify_cases.Context(rank, size)
+    context.groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    seen: list[Any] = []
+    for turn, name in enumerate(CAUGHT):
+        try:
+            verify_cases.CASES[name].body(context)
+        except DistributedOperationException as error:
+            seen.append(error.kind)
+            if (rank + turn) % size == 0:
+                time.sleep(0.05)
+        write(result, {"seen": seen})
+        seen.append(are_usable([dist.group.WORLD, *context.groups], rank, size))
+        write(result, {"seen": seen})
+    dist.destroy_process_group()
 
 
 def main() -> None:
@@ -215,6 +249,9 @@ def main() -> None:
     jobs = []
     for which in sys.argv[2:]:
         name, _, size = which.partition(":")
+        if name == "caught":
+            jobs.append(Job(which, int(size), run_caught, {"verify_timeout": 4.0}))
+            continue
         case = verify_cases.CASES[name]
         body = lambda rank, world_size, result, name=name: run_case(rank, world_size, result, name)  # noqa: E731
         jobs.append(Job(which, int(size), body, {"verify_timeout": case.timeout_s}))

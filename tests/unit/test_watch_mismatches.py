@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import pytest
 from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, send, tensor
 
@@ -57,6 +59,47 @@ def test_when_a_rank_has_died_nobody_is_waited_for() -> None:
     node.members[3].alive = False
     (verdict,) = node.look()
     assert verdict.culprits == [3]
+
+
+def fail(node: Node, rank: int, index: int, *, number: int) -> None:
+    """The recorder's note that an op was refused before it was issued."""
+    box = node.ranks[rank].box
+    slot = box.slot(index)
+    box.outcome(index, 2, 1)
+    if not number:
+        box.data[slot + 48 : slot + 56] = bytes(8)
+        box.data[slot + 96 : slot + 100] = zlib.crc32(bytes(box.data[slot : slot + 96])).to_bytes(4, "little")
+
+
+def test_what_the_backend_refused_on_one_rank_meets_nobody() -> None:
+    node = Node(2)
+    node.all(all_reduce(8))
+    for rank in node.ranks:
+        rank.beat()
+    index = node.ranks[0].issue(Asked("broadcast", "broadcast_", (tensor(8),), root=99))
+    node.ranks[1].issue(all_reduce(8))
+    node.look()  # it is seen before the backend has refused it
+    fail(node, 0, index, number=0)
+    assert node.settle() == [], "rank 0 does something else for a while"
+    node.ranks[0].issue(all_reduce(8), number=2)
+    assert node.settle() == []
+    node.ranks[0].issue(all_reduce(9), number=3)
+    node.ranks[1].issue(all_reduce(8))
+    assert [verdict.kind for verdict in node.settle()] == ["mismatch/shape"]
+
+
+def test_a_number_that_was_refused_is_taken_again() -> None:
+    node = Node(2)
+    index = node.ranks[0].issue(all_reduce(8))
+    assert node.look() == []
+    fail(node, 0, index, number=1)
+    node.ranks[0].issue(all_reduce(4), number=1)
+    node.ranks[1].issue(all_reduce(4))
+    assert node.settle() == []
+    node.all(all_reduce(4))
+    node.ranks[0].issue(all_reduce(9), number=3)
+    node.ranks[1].issue(all_reduce(8))
+    assert [verdict.kind for verdict in node.settle()] == ["mismatch/shape"]
 
 
 def test_a_reduce_op_is_compared_when_it_is_there() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from commlens.capture import tap
 from commlens.capture.groups import Channel, Group
+from commlens.capture.refused import will_be_refused
 from commlens.formats import layout as L
 from commlens.model.ops import POINT_TO_POINT, wire_op
 
@@ -25,7 +26,7 @@ class Asked:
     """What a collective asked for, and of which channel, interned: most programs repeat a few."""
 
     __slots__ = (
-        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "synchronous", "tag",
+        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "stray", "synchronous", "tag",
         "too_large", "wait_tells",
     )  # fmt: skip
 
@@ -45,6 +46,7 @@ class Asked:
         self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
         # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
         self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
+        self.stray = False  # the backend will refuse it on this rank: it meets no other's
 
 
 def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
@@ -108,6 +110,10 @@ class AskedTable:
             group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
             int(arguments[spec.tag]) if spec.tag >= 0 else 0,
             L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
+        )
+        named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
+        asked.stray = any(not 0 <= rank < len(group.ranks) for rank in named) or (
+            asked.channel.polls and will_be_refused(content, len(group.ranks))
         )
         if len(self._asked) >= _ASKED_LIMIT:
             self._asked = {}

@@ -123,6 +123,13 @@ class BoxWriter:
         self.last_index = index
         return offset
 
+    def forget_number(self, offset: int, index: int) -> None:
+        """Make it a record without a sequence number: a later one has that number, in which ranks meet."""
+        if index + self.capacity > self.last_index:
+            record = bytearray(self._map[offset : offset + L.RECORD_CRC_AT])
+            record[L.SEQUENCE_NUMBER : L.SEQUENCE_NUMBER + _WORD] = bytes(_WORD)
+            self._map[offset : offset + L.RECORD_CRC_AT + _CRC_BYTES] = bytes(record) + _crc32(record).to_bytes(_CRC_BYTES, "little")
+
     def mark(self, offset: int, field: int, index: int, now: int) -> None:
         """Write a life word that is a time: ``field`` is its offset in the record, ``now`` CLOCK_MONOTONIC ns."""
         if index + self.capacity > self.last_index:

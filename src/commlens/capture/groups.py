@@ -6,7 +6,6 @@ Tried on torch 2.6.0, 2.13.0 and 2.15.0. Where it is not as expected, a group is
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -15,6 +14,22 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from commlens.model.ranks import format_ranks
+
+_MANY = 1 << 62
+
+
+def numbers() -> Callable[[], int]:
+    """1, 2, 3, ... for as many threads as ask."""
+    return iter(range(1, _MANY)).__next__
+
+
+def give_back(numbers: Callable[[], int], number: int) -> bool:
+    """Let the next one get ``number``, which was drawn and not used; not where another thread has drawn since."""
+    drawn: Any = numbers.__self__  # type: ignore[attr-defined]
+    if _MANY - 1 - drawn.__length_hint__() != number:
+        return False
+    drawn.__setstate__(number - 1)
+    return True
 
 
 class Channel:
@@ -27,7 +42,7 @@ class Channel:
         self.device = device
         self.blob = 0  # position of its description in the side table
         self.busy = 0  # native id of the thread that is issuing on it right now
-        self.next_number = itertools.count(1).__next__
+        self.next_number = numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
         self.polls = device == "cpu"  # whether a Work may be held and asked; never on an accelerator
 
@@ -36,7 +51,7 @@ class Channel:
         counter = self.pairs.get((peer, op))
         if counter is None:
             # setdefault: two threads may meet here for the first time, and must get the same
-            counter = self.pairs.setdefault((peer, op), itertools.count(1).__next__)
+            counter = self.pairs.setdefault((peer, op), numbers())
         return counter
 
     def describe(self) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 from commlens.capture import native, stacks, tap
 from commlens.capture.asked import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
 from commlens.capture.boxwriter import BoxWriter
-from commlens.capture.groups import Channel, Groups
+from commlens.capture.groups import Channel, Groups, give_back
+from commlens.capture.refused import was_not_issued
 from commlens.formats import layout as L
 from commlens.model.ops import POINT_TO_POINT
 
@@ -57,6 +58,8 @@ class Token:
     work_ref: Any = None
     pointers: tuple[int, ...] = ()  # addresses of its outputs
     coalescing: Any = None
+    tagged_number = 0  # a message's, among those of the same tag
+    announced: tuple[int, int] | None = None  # where the verifier said it on its board
 
     def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int, number: int = 0, stack: int = 0) -> None:
         self.index = index
@@ -126,7 +129,8 @@ class Recorder:
         try:
             verifier.before_issue(token, frame, noted if noted is not None else reduce_op)
         except BaseException as error:
-            self.raised(token, error)
+            # The record keeps its number: which collective was refused is worth knowing.
+            self._ended_by(token, error, issued=False)
             raise error.with_traceback(None) from error.__cause__  # without our own frames: the user's line is what matters
         self.writer.mark(token.offset, L.ENTERED, token.index, _monotonic())
         return token
@@ -158,7 +162,9 @@ class Recorder:
             offset = writer.announce(
                 index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
             )
-            token = Token(index, offset, asked, now, thread, number if asked.next_tagged is None else asked.next_tagged(), stack)
+            token = Token(index, offset, asked, now, thread, number, stack)
+            if asked.next_tagged is not None:
+                token.tagged_number = asked.next_tagged()
             if coalescing is not None:
                 token.coalescing = coalescing
             elif not asked.synchronous and channel.polls:
@@ -178,6 +184,8 @@ class Recorder:
         try:
             asked = token.asked
             asked.channel.busy = 0
+            if asked.stray and self.verifier is not None:
+                self.verifier.announce_late(token)
             boxed = result[-1] if type(result) is tuple else result
             if asked.synchronous and boxed is not None:
                 # The caller waits in its next breath. That wait will say that the call returned, and needs no Work to find us.
@@ -208,13 +216,32 @@ class Recorder:
         """The backend refused it, or waited in vain."""
         if token is None:
             return
+        if self._ended_by(token, error, issued=not was_not_issued(token.asked.op, error)):
+            self.writer.forget_number(token.offset, token.index)
+
+    def _give_number_back(self, token: Token) -> bool:
+        """An op that was not issued meets nobody: the next one of its channel has its number, as it has on ranks that never tried it."""
+        asked = token.asked
+        if token.coalescing is not None or not token.number:
+            return False  # its group has the number
+        if self.verifier is not None:
+            self.verifier.withdraw(token)
+        if token.tagged_number and asked.next_tagged is not None:
+            give_back(asked.next_tagged, token.tagged_number)
+        return give_back(asked.next_number, token.number)
+
+    def _ended_by(self, token: Token, error: BaseException, *, issued: bool) -> bool:
+        """Note the error. Returns whether its number is free again."""
+        freed = False
         try:
             token.asked.channel.busy = 0
+            freed = not issued and self._give_number_back(token)
             if token.coalescing is not None:
                 self._coalescing.pop(token.thread, None)  # nobody will end the group now
             self._mark_failed(token, error)
         except Exception as ours:
             self._failed(ours)
+        return freed
 
     # --- completion
 

@@ -71,6 +71,15 @@ class BoxTail:
         self.next = self.issued + 1
         return found
 
+    def was_never_issued(self, index: int) -> bool:
+        """Whether a record's op failed before the backend had it, so that a later one may have its number."""
+        slot = self._slots(index, index)
+        if len(slot) < L.RECORD_SIZE or int.from_bytes(slot[:8], "little") != index:
+            return False
+        own = index & L.TAG_MASK
+        outcome, returned = (int.from_bytes(slot[at : at + 8], "little") for at in (L.OUTCOME, L.RETURNED))
+        return outcome & L.TAG_MASK == own and outcome >> 24 & 0xFF == L.OUTCOME_FAILED and returned & L.TAG_MASK != own
+
     def reduce_words(self, first: int, last: int) -> list[int]:
         """The reduce op's life word of the records ``first`` to ``last``, for :func:`reduce_code`."""
         return [word for (word,) in _REDUCE_WORD.iter_unpack(self._slots(first, last))]

@@ -55,6 +55,7 @@ PHASE_CLOSED_BY_EXCEPTION: Final = 3  # said goodbye after an uncaught exception
 # index (from 1), announced (CLOCK_MONOTONIC ns), blobs: group, asked, stack, module label (0: none),
 # sequence number, step, coalescing id, tag, native thread id, flags, peer (global rank, -1), coalesced members
 RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")
+SEQUENCE_NUMBER: Final = 48  # u64
 RECORD_CRC_AT: Final = RECORD.size  # u32: CRC-32 of the bytes before it
 RECORD_SIZE: Final = 192
 

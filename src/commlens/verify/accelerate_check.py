@@ -47,5 +47,6 @@ def _compared(caller: Any) -> bool:
         return False
     path = "" if hasattr(given, "shape") else "tensor"
     name = f"{function.__module__}.{function.__qualname__}"
-    verifier.before_call(name, group, next_call(among), lambda: packed(describe({path: given}, lambda _: False)), caller.f_back)
+    with next_call(among) as number:
+        verifier.before_call(name, group, number, lambda: packed(describe({path: given}, lambda _: False)), caller.f_back)
     return True

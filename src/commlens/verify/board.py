@@ -3,8 +3,11 @@
 One file per rank beside its black box, allocated whole when it is made. Standard library only. All numbers are little-endian.
 
     header     4096 bytes: who wrote it, and live words
-    channels   slots of SLOT_SIZE bytes: a key, then a ring of ENTRIES announcements
+    channels   slots of SLOT_SIZE bytes: a key, then a ring of ENTRIES announcements, and the newest number
     blobs      an append-only ring of JSON objects: what was asked, and where in the program
+
+A number has its round in the high bits: what was refused on all ranks may be tried again under the same number, and must not be
+compared with the first attempt of a rank that has not raised yet.
 
 An announcement is written before it is referred to, and carries a check over its words: a reader that meets one being written
 reads again. x86's order of stores is relied upon, as everywhere that Python shares memory; on other processors the check alone.
@@ -29,14 +32,17 @@ CHANNELS: Final = 512
 ENTRIES: Final = 16
 ENTRY: Final = struct.Struct("<QQQQQ")  # number, signature, blob position, reduce op's code + 1, check
 SLOT_HEAD: Final = struct.Struct("<QQ")  # key, blob position of the channel's description
+LAST_AT: Final = SLOT_HEAD.size + ENTRIES * ENTRY.size  # u64 in a slot: the newest number
 SLOT_SIZE: Final = 1024
 BLOBS_AT: Final = HEADER_SIZE + CHANNELS * SLOT_SIZE
 BLOBS_SIZE: Final = 512 * 1024
 SIZE: Final = BLOBS_AT + BLOBS_SIZE
 SUFFIX: Final = ".board"
+ROUND_SHIFT: Final = 48
+NUMBER_MASK: Final = (1 << ROUND_SHIFT) - 1
 
 STATIC: Final = struct.Struct("<QQqQ")  # magic, pid, rank, start ticks
-WORD: Final = struct.Struct("<Q")
+WORD_SIZE: Final = 8
 USED: Final = 64  # channel slots in use
 HEAD: Final = 72  # bytes ever written to the blobs
 WAITING: Final = 80  # key of the channel whose members this rank waits for before issue; 0: none
@@ -55,7 +61,6 @@ _MASK: Final = (1 << 64) - 1
 
 _pack_entry = ENTRY.pack_into
 _unpack_entry = ENTRY.unpack_from
-_word = WORD.unpack_from
 
 
 def key_of(*parts: Any) -> int:
@@ -78,6 +83,7 @@ class Board:
         try:
             os.posix_fallocate(descriptor, 0, SIZE)
             self._map = mmap.mmap(descriptor, SIZE)
+            self._words = memoryview(self._map).cast("Q")
             STATIC.pack_into(self._map, 0, MAGIC, os.getpid(), rank, start_ticks)
             building.rename(path)
         except BaseException:
@@ -90,8 +96,8 @@ class Board:
         self._head = 0
 
     def word(self, offset: int, value: int) -> None:
-        """Write a live word."""
-        WORD.pack_into(self._map, offset, value)
+        """Write a live word, in one store."""
+        self._words[offset // WORD_SIZE] = value
 
     def add_channel(self, key: int, description: dict[str, Any]) -> int:
         """A slot for a channel: its offset; 0 where there is no room left."""
@@ -109,6 +115,14 @@ class Board:
         """Say what is about to be issued as ``number`` of a channel."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
         _pack_entry(self._map, at, number, signature, blob, extra, (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK)
+        self._words[(slot + LAST_AT) // WORD_SIZE] = number
+
+    def withdraw(self, slot: int, number: int) -> None:
+        """Unsay it: it was not issued."""
+        at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
+        if _unpack_entry(self._map, at)[0] == number:
+            _pack_entry(self._map, at, 0, 0, 0, 0, 0)
+            self._words[(slot + LAST_AT) // WORD_SIZE] = number - 1
 
     def waits(self, key: int, number: int, since: int) -> None:
         """Say (or, with key 0, unsay) for what this rank waits."""
@@ -159,6 +173,7 @@ class PeerBoard:
             if os.fstat(descriptor).st_size != SIZE:
                 raise ValueError(f"{path} is not a board")
             self._map = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
+            self._words = memoryview(self._map).cast("Q")
         finally:
             os.close(descriptor)
         magic, self.pid, self.rank, self.start_ticks = STATIC.unpack_from(self._map, 0)
@@ -173,7 +188,7 @@ class PeerBoard:
         found = self._slots.get(key, 0)
         if found:
             return found
-        (used,) = _word(self._map, USED)
+        used = self._words[USED // WORD_SIZE]
         while self._seen < min(used, CHANNELS):
             offset = HEADER_SIZE + self._seen * SLOT_SIZE
             self._slots[SLOT_HEAD.unpack_from(self._map, offset)[0]] = offset
@@ -189,19 +204,22 @@ class PeerBoard:
         return signature, blob, extra
 
     def is_past(self, slot: int, number: int) -> bool:
-        """Whether it has announced a later number, so that this one was announced before."""
-        at = slot + SLOT_HEAD.size
-        return any(_unpack_entry(self._map, at + i * ENTRY.size)[0] > number for i in range(ENTRIES))
+        """Whether it has announced a later number of the same round, so that this one was announced before."""
+        last = self.last_number(slot)
+        return last > number and last >> ROUND_SHIFT == number >> ROUND_SHIFT
 
     def last_number(self, slot: int) -> int:
         """The newest number that it announced there; 0 for none."""
-        at = slot + SLOT_HEAD.size
-        return max(int(_unpack_entry(self._map, at + i * ENTRY.size)[0]) for i in range(ENTRIES))
+        return self._words[(slot + LAST_AT) // WORD_SIZE]
 
     def word(self, offset: int) -> int:
         """A live word."""
-        value: int = _word(self._map, offset)[0]
-        return value
+        return self._words[offset // WORD_SIZE]
+
+    def channels(self) -> list[tuple[int, dict[str, Any]]]:
+        """All that it has used: keys and descriptions."""
+        self.slot(0)
+        return [(key, description) for key in self._slots if (description := self.channel(key)) is not None]
 
     def channel(self, key: int) -> dict[str, Any] | None:
         """The description of a channel."""

@@ -96,6 +96,28 @@ def absence_text(kind: str, subject: Subject, rows: Sequence[Row], absent: Mappi
     return "\n".join([*lines, *_table("missing", [*rows, *(Row(rank, None, where) for rank, where in absent.items())])])
 
 
+def tag_text(subject: Subject, rows: Sequence[Row], other: int, tags: tuple[int, int], waited_s: float, where: str) -> str:
+    """What is raised when a message is waited for under one tag, and one under another tag waits in its place.
+
+    Args:
+        subject: of which message.
+        rows: what both asked for.
+        other: the rank that is waited for.
+        tags: of the message that is waited for, and of the one that nobody takes.
+        waited_s: for how long.
+        where: what the other rank does now, in words, if that is known.
+    """
+    waiting = next(row for row in rows if row.rank != other)
+    asked = waiting.asked.op if waiting.asked is not None else ""
+    did, takes = ("sent", "receives") if asked == "recv" else ("received", "sends")
+    first = (
+        f"Cannot apply desired operation due to tag mismatches. Process {other} {did} nothing under tag {tags[0]} within {waited_s:.1f} s, "
+        f"and nobody {takes} what it {did} under tag {tags[1]}."
+    )
+    lines = [first, "", _operation(subject, rows, "p2p"), "Messages:", *_table("p2p", rows)]
+    return "\n".join([*lines, *([f"Process {other} {where}."] if where else [])])
+
+
 def cycle_text(edges: Sequence[tuple[int, str, str, Sequence[int]]]) -> str:
     """What is raised when ranks wait for each other in a ring.
 

@@ -6,14 +6,16 @@ for at most as long as they would for a collective.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
 import sys
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
+from commlens.errors import DistributedOperationException
 from commlens.verify.leaves import describe, packed
 
 P = ParamSpec("P")
@@ -80,12 +82,12 @@ def verify_operation(
             return function(*args, **kwargs)  # which says it best itself
         bound.apply_defaults()
         among = _group(group, bound.arguments) or distributed.group.WORLD
-        number = next_call(among)
         verifier, known = verifier_of(among)
-        if verifier is not None and verifier.is_active:
-            verifier.before_call(
-                name, known, number, lambda: packed(describe(bound.arguments, compare_value, shapes=shapes)), sys._getframe(1)
-            )
+        with next_call(among) as number:
+            if verifier is not None and verifier.is_active:
+                verifier.before_call(
+                    name, known, number, lambda: packed(describe(bound.arguments, compare_value, shapes=shapes)), sys._getframe(1)
+                )
         return function(*args, **kwargs)
 
     return verified
@@ -108,13 +110,23 @@ def _group(group: Any, arguments: dict[str, Any]) -> Any:
     return next((arguments[name] for name in GROUP_NAMES if hasattr(arguments.get(name), "rank")), None)
 
 
-def next_call(among: Any) -> int:
-    """The number of this call among those of such functions in the group: verified or not, all ranks count alike."""
+@contextlib.contextmanager
+def next_call(among: Any) -> Iterator[int]:
+    """The number of this call among those of such functions in the group: verified or not, all ranks count alike.
+
+    A call that is refused inside does not count: the function did not run.
+    """
     try:
         number = _calls[among] = _calls.get(among, 0) + 1
     except TypeError:  # this rank is no member
-        return 0
-    return number
+        yield 0
+        return
+    try:
+        yield number
+    except DistributedOperationException:
+        if _calls.get(among) == number:
+            _calls[among] = number - 1
+        raise
 
 
 def verifier_of(among: Any) -> tuple[Any, Any]:

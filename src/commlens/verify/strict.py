@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
@@ -33,9 +32,10 @@ from commlens.model.ops import POINT_TO_POINT
 from commlens.model.ranks import format_ranks
 from commlens.verify import board as B
 from commlens.verify.alarm import Alarms
+from commlens.verify.bells import Bells
 from commlens.verify.board import Board, PeerBoard
 from commlens.verify.leaves import LeafDisagreement, compare_leaves, unpacked
-from commlens.verify.message import Row, Subject, absence_text, cycle_text, leaves_text, mismatch_text
+from commlens.verify.message import Row, Subject, absence_text, cycle_text, leaves_text, mismatch_text, tag_text
 from commlens.verify.names import users_operation
 from commlens.verify.refusal import refusal
 
@@ -50,7 +50,6 @@ NEEDS_ALL: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all
 COLLECTING: Final = frozenset({"gather", "reduce"})
 """Wire ops that end on some ranks once the root is in them: it must not hold its own back until the last rank has come."""
 
-SPIN_NS: Final = 300_000  # look again at once for so long, then sleep in between
 NAP_S: Final = 50e-6
 LOOK_AROUND_NS: Final = 50_000_000  # between looks at whether the absent still live, and whether all wait for each other
 ROOTED_PATIENCE_NS: Final = 1_000_000_000  # a root may legally leave before the others come: so long it waits for them
@@ -61,6 +60,7 @@ CYCLE_AFTER_NS: Final = 300_000_000
 ENTRY_PATIENCE_NS: Final = 10_000_000_000  # who enters `commlens.verify()` waits for the others at most so long
 ENTRY_NAP_S: Final = 500e-6
 SILENT_AFTER_S: Final = 1.0  # the watchdog thread's heart beats four times as often
+HAS_FINISHED: Final = "has finished"
 EVERY_MEETING: Final = 1 << 62  # of whoever verifies from first to last
 _MASK: Final = (1 << 64) - 1
 _now = time.monotonic_ns
@@ -95,7 +95,7 @@ class _Call:
 class _Watched:
     """A channel of ours, or one direction between two of its ranks."""
 
-    __slots__ = ("group", "key", "members", "peers", "rooted_patience_ns", "slot")
+    __slots__ = ("alarms_seen", "family", "group", "key", "members", "peers", "rooted_patience_ns", "round", "slot")
 
     def __init__(self, group: Group, key: int, slot: int, members: tuple[int, ...], peers: list[int]) -> None:
         self.group = group
@@ -104,6 +104,9 @@ class _Watched:
         self.members = members  # global ranks
         self.peers = peers  # those whose boards can be read here
         self.rooted_patience_ns = ROOTED_PATIENCE_NS
+        self.round = 0  # how many refusals all its members raised: what is tried again after one does not meet the first attempt
+        self.alarms_seen = 0
+        self.family = 0  # of a message's direction: the key that all tags of it share
 
 
 class Verifier:
@@ -128,6 +131,7 @@ class Verifier:
         self._timeout_s = timeout_s
         self._board = Board(folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}", rank, places.start_ticks(os.getpid()))
         self._alarms = Alarms(folder)
+        self._bells = Bells(self._alarms.map, rank)
         self._raised = self._alarms.count()  # what was posted before our time is not for us
         self._boards: dict[int, PeerBoard] = {}
         self._watched: dict[Any, _Watched] = {}
@@ -169,7 +173,7 @@ class Verifier:
             DistributedOperationException: it must not be issued.
         """
         interned = token.asked
-        if self._off or not self._depth or (interned.channel.device == "cuda" and _is_capturing()):
+        if self._off or not self._depth or interned.stray or (interned.channel.device == "cuda" and _is_capturing()):
             return
         try:
             self._raise_alarm()
@@ -224,15 +228,33 @@ class Verifier:
             call = _Call(name, describe())
             signature = B.key_of(name, call.content["leaves"])
             position = self._call_blob(watched.key, signature, call, frame)
+            number = self._in_round(watched, number)
             self._board.announce(watched.slot, number, signature, position, 0)
+            self._bells.ring(watched.peers)
             pending = _Pending(watched, watched.slot, number, signature, 0, call)
-            self._compare(pending)
-            if pending.absent:
-                self._wait(pending, pending.absent, None)
+            try:
+                self._compare(pending)
+                if pending.absent:
+                    self._wait(pending, pending.absent, None)
+            except DistributedOperationException:
+                self._board.withdraw(watched.slot, number)
+                raise
         except DistributedOperationException as refused:
             raise refused.with_traceback(None) from refused.__cause__
         except Exception as error:
             self._give_up(error)
+
+    def announce_late(self, token: Token) -> None:
+        """The backend took what it seemed to refuse: from now on its kind is verified like others."""
+        token.asked.stray = False
+        if not self._off and self._depth:
+            self._announce(token, None, None)
+
+    def withdraw(self, token: Token) -> None:
+        """An op was not issued after all: nobody is to meet its announcement."""
+        self._pending.pop(token.index, None)
+        if token.announced is not None:
+            self._board.withdraw(*token.announced)
 
     def before_wait(self, index: int) -> None:
         """A thread is about to block in the backend until this op is done: all whom it needs must announce it first.
@@ -362,10 +384,11 @@ class Verifier:
     # --- announcing
 
     def _announce(self, token: Token, frame: FrameType | None, reduce_op: Any) -> _Pending | None:
-        interned, number = token.asked, token.number
+        interned = token.asked
         watched = self._channel(interned)
         if watched is None or not watched.slot:
             return None
+        number = self._in_round(watched, token.tagged_number or token.number)
         code = 0
         if reduce_op is not None:
             found = reduce_op_code(reduce_op)
@@ -377,8 +400,19 @@ class Verifier:
             known = self._signatures[id(interned)] = (interned, _signature(interned))
         signature = (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
         self._note(token.thread)
+        token.announced = (watched.slot, number)
         self._board.announce(watched.slot, number, signature, self._blob(interned, code, token.stack, frame), code)
+        self._bells.ring(watched.peers)
         return _Pending(watched, watched.slot, number, signature, code, interned)
+
+    def _in_round(self, watched: _Watched, number: int) -> int:
+        """The number as boards have it: after a refusal that all its members raise, the channel's next round begins."""
+        while watched.alarms_seen < self._raised:
+            ranks = self._alarms.read(watched.alarms_seen).get("ranks", ())
+            watched.alarms_seen += 1
+            if set(watched.members) <= set(ranks):
+                watched.round += 1
+        return watched.round << B.ROUND_SHIFT | number
 
     def _note(self, thread: int) -> None:
         if thread not in self._threads:
@@ -425,15 +459,21 @@ class Verifier:
             members = group.ranks
         else:
             pair = (self.rank, interned.peer) if interned.op == "send" else (interned.peer, self.rank)
-            parts, members = (*parts, *pair, identity[3]), pair
+            parts, members = (*parts, *pair), pair
+        description: dict[str, Any] = {"group": _label(group), "ranks": list(members)}
+        family = 0
+        if identity is not channel:
+            family = description["family"] = B.key_of(*parts)
+            description["tag"] = identity[3]
+            parts = (*parts, identity[3])
         key = B.key_of(*parts)
-        description = {"group": _label(group), "ranks": list(members)}
         slot = self._board.add_channel(key, description)
         if not slot:
             log.warning("commlens: more than %d channels: what goes over further ones is not verified", B.CHANNELS)
         peers = [rank for rank in members if rank != self.rank and self._peer(rank) is not None]
         self._warn_of_unverified(rank for rank in members if rank != self.rank and rank not in peers)
         watched = _Watched(group, key, slot, members, peers)
+        watched.family = family
         self._by_key[key] = watched
         return watched
 
@@ -520,7 +560,7 @@ class Verifier:
             DistributedOperationException: one of them announced something that does not fit.
         """
         absent: list[int] = []
-        differs = False
+        differing: list[int] = []
         for rank in pending.absent:
             board = self._boards[rank]
             slot = board.slot(pending.channel.key)
@@ -532,9 +572,17 @@ class Verifier:
                     continue  # it does not announce (any more): nobody can wait for that
                 absent.append(rank)
             elif seen[0] != pending.signature:
-                differs = True
-        if differs and self._disagreement(pending) is not None:
-            self._refuse(pending)
+                differing.append(rank)
+        if differing:
+            rows = self._rows(pending)
+            if self._disagreement(pending, rows) is not None:
+                self._refuse(pending)
+            else:
+                there = {rank for rank, _, _ in rows}
+                differing = [rank for rank in differing if rank not in there]
+            if differing:  # it was refused there meanwhile, and withdrawn
+                self._raise_alarm()
+                absent += differing
         pending.absent = absent
 
     def _rows(self, pending: _Pending) -> list[tuple[int, int, dict[str, Any] | None]]:
@@ -557,8 +605,7 @@ class Verifier:
         return {**content, "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
                 "peer": pending.interned.peer, "tag": pending.interned.tag, "name": "", "where": ""}  # fmt: skip
 
-    def _disagreement(self, pending: _Pending) -> Disagree | LeafDisagreement | None:
-        rows = self._rows(pending)
+    def _disagreement(self, pending: _Pending, rows: list[tuple[int, int, dict[str, Any] | None]]) -> Disagree | LeafDisagreement | None:
         if isinstance(pending.interned, _Call) and len({blob["op"] for _, _, blob in rows if blob is not None}) == 1:
             return compare_leaves({rank: unpacked(blob.get("leaves")) for rank, _, blob in rows if blob is not None})
         key = tuple((rank, signature) for rank, signature, _ in rows)
@@ -583,12 +630,14 @@ class Verifier:
         """Give the others a moment to come, so that the table is whole; post it, and raise."""
         until = _now() + FULL_TABLE_NS
         while _now() < until and len(self._rows(pending)) < len(pending.channel.peers) + 1:
-            if self._alarm_about(pending) is not None:
-                break
+            alarm = self._alarm_about(pending)
+            if alarm is not None:
+                self._raised = self._alarms.count()
+                raise refusal(str(alarm.get("text", "")), str(alarm.get("kind", "")))
             time.sleep(NAP_S)
-        answer = self._disagreement(pending)
+        answer = self._disagreement(pending, self._rows(pending))
         if answer is None:
-            return
+            return  # those who differed have withdrawn
         subject, rows = self._subject(pending), self._words(pending)
         text = leaves_text(answer, subject, rows) if isinstance(answer, LeafDisagreement) else mismatch_text(answer, subject, rows)
         self._post(pending, f"mismatch/{answer.aspect}", text)
@@ -601,12 +650,14 @@ class Verifier:
                 continue
             if rank == self.rank:
                 blob = {**blob, **own}
-            peer = blob.get("peer")
-            rows.append(
-                Row(rank, _asked(blob), str(blob.get("where", "")), str(blob.get("name", "")),
-                    peer if isinstance(peer, int) and peer >= 0 else None, int(blob.get("tag") or 0))
-            )  # fmt: skip
+            rows.append(self._row(rank, blob))
         return rows
+
+    @staticmethod
+    def _row(rank: int, blob: dict[str, Any]) -> Row:
+        peer = blob.get("peer")
+        return Row(rank, _asked(blob), str(blob.get("where", "")), str(blob.get("name", "")),
+                   peer if isinstance(peer, int) and peer >= 0 else None, int(blob.get("tag") or 0))  # fmt: skip
 
     def _last_words(self, pending: _Pending) -> dict[str, Any]:
         """Our own announcement, read back: it has the line and the name."""
@@ -619,7 +670,7 @@ class Verifier:
 
     def _subject(self, pending: _Pending) -> Subject:
         group = pending.channel.group
-        return Subject(_label(group), group.ranks, pending.number)
+        return Subject(_label(group), group.ranks, pending.number & B.NUMBER_MASK)
 
     # --- alarms
 
@@ -629,6 +680,7 @@ class Verifier:
         concerned = sorted({*pending.channel.members, *ranks})
         alarm = self._alarms.post(key, number, {"kind": kind, "text": text, "by": self.rank, "ranks": concerned})
         self._raised = max(self._raised, self._alarms.count())
+        self._bells.wake(concerned)
         raise refusal(str(alarm.get("text") or text), str(alarm.get("kind") or kind))
 
     def _alarm_about(self, pending: _Pending) -> dict[str, Any] | None:
@@ -687,18 +739,20 @@ class Verifier:
         began = _now()
         looked = began
         warned = False
+        thread = threading.get_ident()
         if patience_ns is None:  # else it goes on by itself: no proof that ranks wait for each other
             self._board.waits(pending.channel.key, pending.number, began)
         try:
             while wanted & set(pending.absent):
                 now = _now()
-                if now - began < SPIN_NS:
-                    os.sched_yield()
-                    select.select((), (), (), 0)  # lets other threads have the GIL; time.sleep(0) would take 55 us
-                else:
-                    time.sleep(NAP_S)
+                first = next(rank for rank in pending.absent if rank in wanted)
+                heard = self._bells.listen(first, thread)
                 self._raise_alarm()
                 self._compare(pending)
+                if first in pending.absent:
+                    self._bells.sleep(first, heard)
+                    self._raise_alarm()
+                    self._compare(pending)
                 if patience_ns is not None and now - began > patience_ns:
                     return
                 if now - looked > LOOK_AROUND_NS:
@@ -709,10 +763,11 @@ class Verifier:
                         warned = True
                         log.warning(
                             "commlens: %s waits %.0f s before %s #%d of group %s for %s",
-                            f"rank {self.rank}", (now - began) / 1e9, pending.interned.op, pending.number,
+                            f"rank {self.rank}", (now - began) / 1e9, pending.interned.op, pending.number & B.NUMBER_MASK,
                             self._subject(pending).group, ", ".join(f"rank {rank}" for rank in absent),
                         )  # fmt: skip
         finally:
+            self._bells.awake(thread)
             self._board.waits(0, 0, 0)
 
     def _look_around(self, pending: _Pending, absent: list[int], waited_ns: int) -> None:
@@ -720,6 +775,8 @@ class Verifier:
         if gone:
             self._compare(pending)  # it may have come just before
             gone = {rank: words for rank, words in gone.items() if rank in pending.absent}
+            if set(gone.values()) == {HAS_FINISHED}:
+                self._refuse_if_tags_differ(pending, waited_ns, HAS_FINISHED)
             if gone:
                 text = absence_text("dead", self._subject(pending), self._words(pending), gone, waited_ns / 1e9)
                 self._post(pending, "dead", text)
@@ -729,12 +786,38 @@ class Verifier:
                 time.sleep(2 * LOOK_AROUND_NS / 1e9)
                 if self._cycle() == cycle:
                     self._compare(pending)
+                    self._refuse_if_tags_differ(pending, waited_ns)
                     concerned = {member for _, key, _ in cycle for member in self._members(key)}
                     self._post(pending, "cycle", cycle_text([self._edge(*step) for step in cycle]), about=cycle[0], ranks=concerned)
         timeout_s = self._timeout_s()
         if timeout_s and waited_ns > timeout_s * 1e9:
             where = {rank: self._where_is(rank) for rank in absent}
+            self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
             self._post(pending, "missing", absence_text("missing", self._subject(pending), self._words(pending), where, waited_ns / 1e9))
+
+    def _refuse_if_tags_differ(self, pending: _Pending, waited_ns: int, where: str = "") -> None:
+        """Nobody sends what we wait for, and a message of the same peer under another tag is received by nobody: both are named."""
+        if not pending.channel.family:
+            return
+        for rank in pending.absent:
+            for tag, blob in self._other_tags(pending, rank):
+                rows = [self._row(self.rank, {**self._own_blob(pending), **self._last_words(pending)}), self._row(rank, blob)]
+                text = tag_text(self._subject(pending), rows, rank, (pending.interned.tag, tag), waited_ns / 1e9, where)
+                self._post(pending, "mismatch/p2p", text)
+
+    def _other_tags(self, pending: _Pending, rank: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Messages of a peer that ours could meet but for the tag, and that nobody takes: tag, and what was asked."""
+        board, own = self._boards[rank], self._peer_or_own(self.rank)
+        assert own is not None
+        for key, description in board.channels():
+            if description.get("family") != pending.channel.family or key == pending.channel.key:
+                continue
+            theirs, slot = board.last_number(board.slot(key)), own.slot(key)
+            taken = own.last_number(slot) & B.NUMBER_MASK if slot else 0
+            seen = board.announced(board.slot(key), (theirs & ~B.NUMBER_MASK) + taken + 1)
+            blob = board.blob(seen[1]) if seen is not None else None
+            if blob is not None:
+                yield int(description.get("tag") or 0), blob
 
     def _refuse_if_ended(self, pending: _Pending) -> None:
         """At once where a rank that the op needs has said goodbye: what nobody waits for in Python is never looked at again."""
@@ -744,7 +827,7 @@ class Verifier:
     def _how_it_ended(self, rank: int) -> str:
         board = self._boards[rank]
         if board.word(B.CLOSED):
-            return "has finished"
+            return HAS_FINISHED
         return "" if places.start_ticks(board.pid) == board.start_ticks and not _is_zombie(board.pid) else "was killed or crashed"
 
     def _where_is(self, rank: int) -> str:
@@ -832,7 +915,7 @@ class Verifier:
         group = (board.channel(key) or {}).get("group", "?")
         return (
             rank,
-            f"{blob.get('op', 'a collective')} #{number} of group {group}",
+            f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of group {group}",
             str(blob.get("where", "")),
             sorted(self._absent_from(key, number)),
         )

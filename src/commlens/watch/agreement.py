@@ -115,7 +115,7 @@ class _Side:
     lane: _Lane
     channel: Channel
     era: int = 0
-    started: bool = False
+    first: int = 0  # index of its record number 1
     ends: dict[tuple[int, str], _End] = field(default_factory=dict)  # (peer, op)
 
 
@@ -445,9 +445,9 @@ class Feed:
             if not number:
                 continue
             if number == 1:
-                if side.started:
+                if side.first and not self.tail.was_never_issued(side.first):
                     side = self._next_era(side)
-                side.started = True
+                side.first = index
             lane = side.lane
             touched[id(lane)] = lane
             if flags & L.FLAG_CONCURRENT:
@@ -459,6 +459,8 @@ class Feed:
                 if number >= lane.floor:
                     lane.first_at[number] = (mine, rank)
                     lane.begin = lane.begin or number
+            elif first[1] == rank:  # it was refused before issue, and its number is taken again
+                lane.first_at[number] = (mine, rank)
             elif first[0] != mine:
                 agreement.differs(lane, number, rank, mine, first[0], first[1])
             if code in special:

@@ -125,7 +125,7 @@ class Mismatches:
                 said.append(self._verdict(finding, logs))
         if not findings:
             for one in ripe:
-                if not _is_recorded(logs, one.found):  # overwritten since: what was seen must do
+                if _is_overwritten(logs, one.found):  # what was seen must do
                     finding = _in_short(one.found)
                     if self._is_new(finding, one.found):
                         said.append(self._verdict(finding, logs))
@@ -181,11 +181,18 @@ def _is_of(finding: Finding, found: Found) -> bool:
     return group is not None and (group.name, tuple(group.ranks)) == (found.channel.group.name, found.channel.group.ranks)
 
 
-def _is_recorded(logs: Sequence[RankLog], found: Found) -> bool:
-    """Whether at least two boxes still hold what was found."""
+def _is_overwritten(logs: Sequence[RankLog], found: Found) -> bool:
+    """Whether what was found is no longer in a box whose ring has gone round. An op that was never issued is in none, either."""
     key = found.channel.key
-    holders = sum(any(op.sequence_number == found.number and op.channel.key == key for op in reversed(log.collectives)) for log in logs)
-    return holders > 1
+    for log in logs:
+        numbers = [op.sequence_number for op in log.collectives if op.channel.key == key and op.sequence_number]
+        if (
+            log.issued > len(log.collectives)
+            and log.rank in found.channel.group.ranks
+            and min(numbers, default=found.number + 1) > found.number
+        ):
+            return True
+    return False
 
 
 def _in_short(found: Found) -> Finding:
