@@ -1,51 +1,224 @@
-"""What recording and watching add to a training step: DDP with a few buckets, real gloo, paired with the same job bare.
+"""What commlens makes of a training step: small models on gloo, recorded, watched, traced, verified, beside what others offer.
 
-python benchmarks/step_time.py [--rounds 15] [--steps 10] [--world-size 2]
+python benchmarks/step_time.py [--quick] [--only DDP ...] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from _pairs import machine, pair
+import _modes
+from _modes import Mode
+from _report import Goal, Report, arguments, between, command, finish
+from _sets import Measured, running
+
+RECORDED = Mode("recorded", settings=_modes.recorded("auto"))
+VERIFIED = Mode("verified", settings=_modes.recorded("auto", debug=True))
+MODES = [
+    _modes.OFF, RECORDED, _modes.WATCHED, _modes.TRACED, VERIFIED, _modes.COMM_DEBUG_MODE, _modes.DEBUG_MODE, _modes.DETAIL,
+    _modes.ACCELERATE,
+]  # fmt: skip
+Step = Callable[[], object]
 
 
-def prepare(rank: int, world_size: int) -> dict[str, Callable[[], object]]:
-    """A DDP model of 8 layers; one training step of it with a small and with a larger batch."""
+def trained(model: Any, batch: Any, loss: Callable[[Any], Any] = lambda out: out.square().mean()) -> Step:
+    """A step with an optimizer."""
     import torch
 
-    torch.manual_seed(0)
-    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(512, 512), torch.nn.GELU())]
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def step(batch: torch.Tensor) -> None:
+    def step() -> None:
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
+        loss(model(batch)).backward()
         optimizer.step()
 
-    small, large = torch.randn(64, 512), torch.randn(1024, 512)
-    return {"DDP, batch 64": lambda: step(small), "DDP, batch 1024": lambda: step(large)}
+    return step
+
+
+def layers(count: int, width: int) -> Any:
+    """A stack of linear layers."""
+    from torch import nn
+
+    return nn.Sequential(*[part for _ in range(count) for part in (nn.Linear(width, width), nn.GELU())])
+
+
+def ddp(rank: int, world_size: int) -> Step:
+    """8 layers of 512 in buckets of 2 MB."""
+    import torch
+
+    return trained(torch.nn.parallel.DistributedDataParallel(layers(8, 512), bucket_cap_mb=2), torch.randn(128, 512))
+
+
+def fsdp2(rank: int, world_size: int) -> Step:
+    """6 layers of 512, each sharded."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh, model = init_device_mesh("cpu", (world_size,)), layers(6, 512)
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return trained(model, torch.randn(128, 512))
+
+
+def tp(rank: int, world_size: int) -> Step:
+    """A transformer of 2 layers of 256 over a tensor-parallel mesh."""
+    import torch
+    from models import parallel_transformer
+    from torch.distributed.device_mesh import init_device_mesh
+
+    model = parallel_transformer(init_device_mesh("cpu", (world_size,)), width=256, vocabulary=256, length=64)
+    return trained(model, torch.randint(0, 256, (4, 64)), lambda out: out.sum())
+
+
+def two_dimensional(rank: int, world_size: int) -> Step:
+    """The same on a mesh of 2 x 2: tensor parallel within, fully sharded across."""
+    import torch
+    from models import parallel_transformer
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = parallel_transformer(mesh["tp"], width=256, vocabulary=256, length=64)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return trained(model, torch.randint(0, 256, (4, 64)), lambda out: out.sum())
+
+
+def pipelined(rank: int, world_size: int) -> Step:
+    """A stage of 4 layers of 256 on each rank, 4 microbatches."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    module = layers(4, 256)
+    stage = PipelineStage(module, rank, world_size, torch.device("cpu"))
+    schedule = ScheduleGPipe(stage, 4, loss_fn=torch.nn.functional.mse_loss)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    x, target = torch.randn(256, 256), torch.randn(256, 256)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=target, losses=[])
+        optimizer.step()
+
+    return step
+
+
+def accelerated(rank: int, world_size: int) -> Step:
+    """The DDP model with metrics that Accelerate gathers and reduces: its debug mode checks these two, and nothing else."""
+    from accelerate.state import PartialState
+    from accelerate.utils import gather, reduce
+
+    PartialState(cpu=True, backend="gloo")
+    step = ddp(rank, world_size)
+    import torch
+
+    metrics = torch.ones(16)
+
+    def with_metrics() -> None:
+        step()
+        gather(metrics)
+        reduce(metrics)
+
+    return with_metrics
+
+
+FAMILIES: dict[str, tuple[Callable[[int, int], Step], int]] = {
+    "DDP": (ddp, 2),
+    "FSDP2": (fsdp2, 2),
+    "TP": (tp, 2),
+    "2-D": (two_dimensional, 4),
+    "pipelined": (pipelined, 2),
+    "DDP, with Accelerate's gather and reduce": (accelerated, 2),
+}
+
+
+def goals(found: dict[tuple[str, str], Measured]) -> list[Goal]:
+    """What the design promises of it."""
+    result = []
+    for mode, limit, goal in (
+        ("recorded and watched", 1.02, "A job that is only recorded and watched takes at most 1.02 of its step time"),
+    ):
+        ratios = {family: one.ratio for (family, way), one in found.items() if way == mode}
+        if ratios:
+            worst = max(ratios, key=lambda family: ratios[family])
+            shown = ", ".join(f"{family} {ratio:.3f}" for family, ratio in ratios.items())
+            result.append(Goal(goal, shown, ratios[worst] <= limit))
+    adds = {
+        family: (one.added_us, found[(family, "torch CommDebugMode")].added_us)
+        for (family, way), one in found.items()
+        if way == "traced" and (family, "torch CommDebugMode") in found
+    }
+    if adds:
+        shown = ", ".join(f"{family} {ours / 1000:.2f} of {theirs / 1000:.2f} ms" for family, (ours, theirs) in adds.items())
+        goal = "Tracing adds at most a third of what CommDebugMode adds to a step"
+        result.append(Goal(goal, shown, all(ours <= theirs / 3 for ours, theirs in adds.values())))
+    return result
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What recording and watching add to a training step.")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--world-size", type=int, default=2)
-    arguments = parser.parse_args()
-    print(f"a step, recorded and watched against bare, medians of {arguments.rounds} pairs of blocks; {machine()}")
-    with pair("gloo", arguments.world_size, prepare) as both:
-        for case in ("DDP, batch 64", "DDP, batch 1024"):
-            row = both.compare(case, rounds=arguments.rounds, runs=arguments.steps)
-            low, high = row["added_us_quartiles"]
-            ratios = both.watched(case, rounds=arguments.rounds, runs=arguments.steps)
-            print(f"{case:16} {row['bare_us'] / 1000:8.2f} ms  x{row['ratio']:.3f}  (added {low / 1000:.2f} to {high / 1000:.2f} ms)")
-            middle, quarter = ratios[len(ratios) // 2], len(ratios) // 4
-            spread = f"{ratios[quarter]:.3f} to {ratios[-1 - quarter]:.3f}"
-            print(f"{'':16} while the watcher runs, which compares all records, against it stopped: x{middle:.3f} ({spread})")
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--steps", type=int, default=6, help="in a block")
+    parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    given = parser.parse_args()
+    rounds, steps = (4, 3) if given.quick else (given.rounds, given.steps)
+    modes, left_out = _modes.available(MODES)
+    report = Report(
+        "What commlens makes of a training step",
+        f"One set of ranks for each way, all training the same model in turns: medians of {rounds} rounds of {steps} steps, against the "
+        "bare job in the same round, with quartiles. A watcher runs only while its own job is measured.",
+        command(), left_out=left_out,
+    )  # fmt: skip
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+    found: dict[tuple[str, str], Measured] = {}
+    rows = []
+    for family in given.only:
+        make, world_size = FAMILIES[family]
+        compared = (
+            (_modes.OFF, RECORDED, VERIFIED, _modes.ACCELERATE) if make is accelerated else [m for m in MODES if not m.accelerate_debug]
+        )
+        here = [mode for mode in modes if mode in compared]
+        try:
+            with running(here, "gloo", world_size, prepare(make), per_step=True) as sets:
+                measured = sets.compare("step", rounds=rounds, runs=steps)
+        except Exception as error:
+            report.left_out.append(f"{family} could not be measured: {type(error).__name__}: {error}")
+            continue
+        for one in measured:
+            found[(family, one.mode)] = one
+            report.rows.append({"family": family, "ranks": world_size, **dataclasses.asdict(one)})
+        by_mode = {one.mode: one for one in measured}
+        cells = [
+            f"{by_mode[mode.name].ratio:.3f} ({between(by_mode[mode.name].ratio_quartiles)})" if mode.name in by_mode else ""
+            for mode in modes[1:]
+        ]
+        rows.append([f"{family}, {world_size} ranks", f"{measured[0].us / 1000:.1f} ms", *cells])
+    report.table("", ["step", "bare", *(mode.name for mode in modes[1:])], rows)
+    report.goals = goals(found)
+    finish(report, given)
+
+
+def prepare(make: Callable[[int, int], Step]) -> Callable[[int, int, Mode], dict[str, Step]]:
+    """The case of a family, for one rank. The first step, which sets up much that stays, is not measured, nor is it debugged by anybody."""
+
+    def cases(rank: int, world_size: int, mode: Mode) -> dict[str, Step]:
+        step = make(rank, world_size)
+        step()
+        return {"step": step}
+
+    return cases
 
 
 if __name__ == "__main__":

@@ -1,0 +1,145 @@
+"""The ways in which a benchmark's ranks run: bare, with commlens, or with what others offer. Everything is switched on as a user would."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """One way.
+
+    Args:
+        name: what the tables call it.
+        environment: what is set before anything is created.
+        settings: commlens's; None: it is not there.
+        around: a step or a block of ops runs within this: ``dispatch mode``, ``trace``, ``torch CommDebugMode``, ``DebugMode``.
+        accelerate_debug: Accelerate's own check of its operations.
+    """
+
+    name: str
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    settings: dict[str, Any] | None = None
+    around: str = ""
+    accelerate_debug: bool = False
+
+    @property
+    def watched(self) -> bool:
+        """Whether a watcher of its own follows it."""
+        return self.settings is not None and not self.settings.get("watched", False)
+
+
+def recorded(engine: str = "python", **settings: Any) -> dict[str, Any]:
+    """Settings of a job that is recorded by an engine, and watched by nobody unless ``watched=False`` is among them."""
+    return {"watched": True, **engine_setting(engine), **settings}
+
+
+def engine_setting(engine: str) -> dict[str, str]:
+    """The setting that asks for an engine; nothing where there is only one."""
+    from commlens.config import Settings
+
+    return {"engine": engine} if any(field.name == "engine" for field in dataclasses.fields(Settings)) else {}
+
+
+OFF = Mode("off")
+PYTHON = Mode("Python engine", settings=recorded("python"))
+NATIVE = Mode("native engine", settings=recorded("native"))
+TORCH_RECORDER = Mode("torch's recorder", dict.fromkeys(RECORDER_VARIABLES, "2000"))
+DISPATCH_MODE = Mode("TorchDispatchMode", around="dispatch mode")
+WATCHED = Mode("recorded and watched", settings=recorded("auto", watched=False))
+TRACED = Mode("traced", around="trace")
+VERIFIED_PYTHON = Mode("verified, Python engine", settings=recorded("python", debug=True))
+VERIFIED_NATIVE = Mode("verified, native engine", settings=recorded("native", debug=True))
+COMM_DEBUG_MODE = Mode("torch CommDebugMode", around="torch CommDebugMode")
+DEBUG_MODE = Mode("torch DebugMode", around="DebugMode")
+DETAIL = Mode("TORCH_DISTRIBUTED_DEBUG=DETAIL", {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+ACCELERATE = Mode("Accelerate's debug mode", {"ACCELERATE_DEBUG_MODE": "1"}, accelerate_debug=True)
+
+
+def native_engine() -> str:
+    """Why the native engine cannot be measured here; empty where it can."""
+    if not engine_setting("native"):
+        return "this version of commlens has none"
+    try:
+        from commlens.capture import engine
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    why = getattr(engine, "why_not_native", None)
+    return str(why() or "") if why is not None else ""
+
+
+def available(modes: list[Mode]) -> tuple[list[Mode], list[str]]:
+    """Those that can be measured here, and a sentence for each that cannot."""
+    there, left_out = [], []
+    for mode in modes:
+        why = ""
+        if mode.name.startswith(("native", "verified, native")):
+            why = native_engine()
+        elif mode.around == "DebugMode" and importlib.util.find_spec("torch.utils._debug_mode") is None:
+            why = "this torch has none"
+        elif mode.accelerate_debug and importlib.util.find_spec("accelerate") is None:
+            why = "accelerate is not installed"
+        if why:
+            left_out.append(f"{mode.name} was not measured: {why}.")
+        else:
+            there.append(mode)
+    return there, left_out
+
+
+def set_up(mode: Mode, box_dir: str, job: str) -> None:
+    """What is set in a rank before its process group is made."""
+    import torch.distributed as dist
+
+    for name in RECORDER_VARIABLES:
+        os.environ[name] = "0"
+    os.environ.update(mode.environment)
+    dist.set_debug_level_from_env()
+    if mode.settings is not None:
+        from commlens import config
+        from commlens.capture import bootstrap
+
+        bootstrap.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
+
+
+def around(mode: Mode) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the context in which a step, or a block of ops, runs. CommDebugMode and DebugMode are new ones each time."""
+    if mode.around == "dispatch mode":
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class PassOn(TorchDispatchMode):  # type: ignore[misc]
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return func(*args, **(kwargs or {}))
+
+        return PassOn
+    if mode.around == "torch CommDebugMode":
+        from torch.distributed.tensor.debug import CommDebugMode
+
+        return CommDebugMode
+    if mode.around == "DebugMode":
+        from torch.utils._debug_mode import DebugMode
+
+        return DebugMode
+    if mode.around == "trace":
+        from commlens.model.trace import Depth
+        from commlens.trace.engine import Tracer
+
+        tracer = Tracer(Depth.COLLECTIVES)  # one for all steps, as `commlens launch --trace` has
+
+        @contextlib.contextmanager
+        def traced() -> Any:
+            tracer.start()
+            try:
+                yield
+            finally:
+                tracer.stop()
+
+        return traced
+    return contextlib.nullcontext

@@ -1,0 +1,89 @@
+"""What every benchmark says of itself: tables for people, figures for machines, and the goals that its figures decide."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass
+class Goal:
+    """A promise of the design, and what was measured."""
+
+    goal: str
+    measured: str
+    met: bool
+
+
+@dataclasses.dataclass
+class Report:
+    """One benchmark's outcome."""
+
+    title: str
+    about: str  # what was measured and how, in sentences
+    command: str
+    markdown: str = ""  # its tables
+    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    goals: list[Goal] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)  # in sentences
+
+    def table(self, heading: str, columns: list[str], rows: list[list[str]]) -> None:
+        """Add a table."""
+        lines = [f"\n{heading}\n"] if heading else [""]
+        lines += [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
+        self.markdown += "\n".join(lines) + "\n"
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures."""
+        return {"machine": machine(), **dataclasses.asdict(self)}
+
+
+def arguments(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: a look whether it works, no figure to quote")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    return parser
+
+
+def finish(report: Report, given: argparse.Namespace) -> None:
+    """Print the report, and write it where that is asked for."""
+    print(f"# {report.title}\n\n{report.about}\n{machine()}\n{report.markdown}")
+    for sentence in report.left_out:
+        print(sentence)
+    for goal in report.goals:
+        print(f"{'met' if goal.met else 'NOT MET'}: {goal.goal}: {goal.measured}")
+    if given.json:
+        given.json.write_text(json.dumps(report.as_json(), indent=1), encoding="utf-8")
+
+
+def command() -> str:
+    """How this benchmark was called."""
+    options = [word for at, word in enumerate(sys.argv[1:], 1) if word != "--json" and sys.argv[at - 1] != "--json"]
+    return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *options])
+
+
+def machine() -> str:
+    """What the figures were measured on, in a line."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    name = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return f"{name}, {os.cpu_count()} cores, Python {platform.python_version()}, torch {torch.__version__}, load {load}"
+
+
+def us(value: float) -> str:
+    """Microseconds, with the digits that mean something."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def between(pair: tuple[float, float], digits: int = 2) -> str:
+    """Two quartiles."""
+    return f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"

@@ -1,0 +1,205 @@
+"""Several sets of real processes, one for each way of running, that take turns: the machinery of the paired benchmarks.
+
+All sets run the same program. A round visits each of them once, in another order each time, so that a machine that slows down slows
+all of them; figures are medians over rounds of what neighbours differ by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter_ns, process_time_ns
+from typing import Any
+
+import _modes
+from _modes import Mode
+
+Prepare = Callable[[int, int, Mode], dict[str, Callable[[], object]]]
+"""Called in a process with its rank, the world size and the mode once the process group stands: names and what to run for each."""
+
+PATIENCE_S = 120.0
+"""How long a block may take before the benchmark is given up."""
+
+
+def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
+    """One process: waits for (case, number of runs), runs them, answers with (wall, CPU) ns per run."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
+    faulthandler.register(signal.SIGUSR1)
+    warnings.simplefilter("ignore")
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    job = Path(folder).name
+    _modes.set_up(mode, folder, job)
+    if backend == "fake":
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    else:
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S))
+    cases = prepare(rank, world_size, mode)
+    around = _modes.around(mode)
+    outer, inner = (contextlib.nullcontext, around) if per_step else (around, contextlib.nullcontext)
+    pipe.send("ready")
+    while (order := pipe.recv()) is not None:
+        case, count = order
+        run = cases[case]
+        with outer():
+            cpu, wall = process_time_ns(), perf_counter_ns()
+            if inner is contextlib.nullcontext:
+                for _ in range(count):
+                    run()
+            else:
+                for _ in range(count):
+                    with inner():
+                        run()
+            wall, cpu = perf_counter_ns() - wall, process_time_ns() - cpu
+        pipe.send((wall / count, cpu / count))
+    sys.stdout.flush()
+    os._exit(0)  # every rank at once: what is measured is over
+
+
+@dataclass
+class Measured:
+    """One case in one way: microseconds of the slowest rank, against the first way of the same round."""
+
+    case: str
+    mode: str
+    us: float
+    added_us: float
+    added_us_quartiles: tuple[float, float]
+    ratio: float
+    ratio_quartiles: tuple[float, float]
+    added_cpu_us: float
+
+
+class Sets:
+    """One set of processes for each mode; the first is what the others are compared with."""
+
+    def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int]) -> None:
+        self._modes = modes
+        self._pipes = pipes
+        self._watchers = watchers
+
+    def compare(self, case: str, *, rounds: int, runs: int) -> list[Measured]:
+        """Let all run a case in turns, ``rounds`` blocks of ``runs``."""
+        blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
+        for number in range(-1, rounds):
+            order = list(range(len(self._modes)))
+            shift = number % len(order)
+            for which in order[shift:] + order[:shift]:
+                block = self._block(which, case, runs)
+                if number >= 0:
+                    blocks[which].append(block)
+        return [self._measured(case, mode.name, found, blocks[0]) for mode, found in zip(self._modes, blocks, strict=True)]
+
+    @staticmethod
+    def _measured(case: str, mode: str, found: list[tuple[float, float]], base: list[tuple[float, float]]) -> Measured:
+        added = sorted((one[0] - other[0]) / 1000 for one, other in zip(found, base, strict=True))
+        ratios = sorted(one[0] / other[0] for one, other in zip(found, base, strict=True))
+        cpu = statistics.median((one[1] - other[1]) / 1000 for one, other in zip(found, base, strict=True))
+        return Measured(
+            case, mode, statistics.median(one[0] for one in found) / 1000, statistics.median(added), quartiles(added),
+            statistics.median(ratios), quartiles(ratios), cpu,
+        )  # fmt: skip
+
+    def _block(self, which: int, case: str, runs: int) -> tuple[float, float]:
+        watcher = self._watchers.get(self._modes[which].name)
+        if watcher is not None:
+            os.kill(watcher, signal.SIGCONT)
+        for pipe in self._pipes[which]:
+            pipe.send((case, runs))
+        answers = [self._answer(pipe, which, case) for pipe in self._pipes[which]]
+        if watcher is not None:
+            os.kill(watcher, signal.SIGSTOP)  # nobody watches while others are measured
+        return max(wall for wall, _ in answers), max(cpu for _, cpu in answers)
+
+    def _answer(self, pipe: Connection, which: int, case: str) -> tuple[float, float]:
+        if not pipe.poll(PATIENCE_S):
+            raise RuntimeError(f"{case}, {self._modes[which].name}: no answer within {PATIENCE_S:.0f} s")
+        wall, cpu = pipe.recv()
+        return wall, cpu
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third of sorted values."""
+    return values[len(values) // 4], values[-1 - len(values) // 4]
+
+
+@contextmanager
+def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepare, *, per_step: bool = False) -> Iterator[Sets]:
+    """Start all sets; end them afterwards. The fake backend has one real process, whatever the world size.
+
+    Args:
+        modes: the ways, the bare one first.
+        backend: "gloo" or "fake".
+        world_size: ranks of each set.
+        prepare: makes the cases.
+        per_step: whether a mode's context is entered for each run; else for a block of them.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    context = multiprocessing.get_context("fork")  # torch is imported once
+    processes: list[Any] = []
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="commlens-bench-") as folder:
+        pipes: list[list[Connection]] = []
+        try:
+            for number, mode in enumerate(modes):
+                own = Path(folder) / f"set{number}-{os.getpid()}"
+                own.mkdir()
+                pipes.append([])
+                for rank in range(1 if backend == "fake" else world_size):
+                    ours, theirs = context.Pipe()
+                    arguments = (mode, rank, world_size, backend, str(own), per_step, prepare, theirs)
+                    process = context.Process(target=_member, args=arguments, daemon=True)
+                    process.start()
+                    theirs.close()
+                    processes.append(process)
+                    pipes[-1].append(ours)
+                for pipe in pipes[-1]:
+                    if not pipe.poll(PATIENCE_S) or pipe.recv() != "ready":
+                        raise RuntimeError(f"{mode.name}: its ranks did not start")
+            watchers = {mode.name: _watcher(f"set{number}-{os.getpid()}") for number, mode in enumerate(modes) if mode.watched}
+            for watcher in watchers.values():
+                os.kill(watcher, signal.SIGSTOP)
+            try:
+                yield Sets(modes, pipes, watchers)
+            finally:
+                for watcher in watchers.values():
+                    with suppress(OSError):
+                        os.kill(watcher, signal.SIGKILL)
+        finally:
+            for pipe in (pipe for each in pipes for pipe in each):
+                with suppress(OSError):
+                    pipe.send(None)
+            for process in processes:
+                process.join(5)
+                process.kill()
+                process.join()
+
+
+def _watcher(job: str) -> int:
+    """The pid of a job's watcher."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            line = (process / "cmdline").read_bytes()
+            if b"commlens.watch" in line and job.encode() in line:
+                return int(process.name)
+    raise RuntimeError(f"{job} has no watcher")
