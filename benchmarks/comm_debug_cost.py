@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from _pairs import machine
+from _report import machine
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore

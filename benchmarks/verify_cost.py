@@ -1,86 +1,102 @@
-"""What strict verification adds to a synchronous collective on gloo, against the bare op and the recorded one.
+"""What strict verification adds to a synchronous collective on gloo, beside TORCH_DISTRIBUTED_DEBUG=DETAIL and Accelerate's debug mode.
 
-Paired and interleaved: the ranks of one job switch together between bare, recorded and verified blocks of the same op.
-Usage: python benchmarks/verify_cost.py [--ranks 2 4] [--rounds 40]
+python benchmarks/verify_cost.py [--quick] [--ranks 2 4] [--json FILE]
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import statistics
-import tempfile
-import time
-from datetime import timedelta
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable
+
+import _modes
+from _modes import Mode
+from _report import Goal, Report, arguments, between, command, finish, us
+from _sets import Measured, running
 
 SIZES = {"4 B": 1, "64 KB": 16_384, "1 MB": 262_144, "16 MB": 4_194_304}
-MODES = ("bare", "recorded", "verified")
+MODES = [_modes.OFF, _modes.PYTHON, _modes.VERIFIED_PYTHON, _modes.VERIFIED_NATIVE, _modes.DETAIL]
+ACCELERATED = [_modes.OFF, _modes.VERIFIED_PYTHON, _modes.VERIFIED_NATIVE, _modes.ACCELERATE]
 
 
-def worker(rank: int, ranks: int, folder: str, rounds: int) -> None:
-    """One rank: prints its medians when it is rank 0."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks), OMP_NUM_THREADS="1")
+def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], object]]:
+    """An all_reduce of each size."""
     import torch
     import torch.distributed as dist
 
-    import commlens
-    from commlens.capture import bootstrap, hooks, tap
+    tensors = {f"all_reduce {name}": torch.ones(numel) for name, numel in SIZES.items()}
+    return {name: lambda tensor=tensor: dist.all_reduce(tensor) for name, tensor in tensors.items()}
 
-    commlens.enable(debug=True, watched=True, job=Path(folder).name)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
-    session = bootstrap.session()
-    assert session is not None and session.recorder.verifier is not None
-    recorder, verifier = session.recorder, session.recorder.verifier
 
-    def switch(mode: str) -> None:
-        if mode == "bare":
-            tap.detach(recorder)
-            hooks.set_recorder(None)
-        else:
-            recorder.verifier = verifier if mode == "verified" else None
-            hooks.set_recorder(recorder)
-            tap.attach(recorder)
+def prepare_accelerate(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], object]]:
+    """Accelerate's reduce and broadcast, which its debug mode checks."""
+    import torch
+    from accelerate.state import PartialState
+    from accelerate.utils import broadcast, reduce
 
-    for name, numel in SIZES.items():
-        tensor = torch.ones(numel)
-        repeats = max(4, min(150, 3_000_000 // numel))
-        times: dict[str, list[float]] = {mode: [] for mode in MODES}
-        for turn in range(rounds + 2):
-            for mode in MODES[turn % 3 :] + MODES[: turn % 3]:
-                switch(mode)
-                for _ in range(2):
-                    dist.all_reduce(tensor)
-                began = time.perf_counter()
-                for _ in range(repeats):
-                    dist.all_reduce(tensor)
-                if turn >= 2:
-                    times[mode].append((time.perf_counter() - began) / repeats * 1e6)
-        if rank == 0:
-            median = {mode: statistics.median(values) for mode, values in times.items()}
-            ratio = {mode: statistics.median(v / b for v, b in zip(times[mode], times["bare"], strict=True)) for mode in MODES[1:]}
-            print(
-                f"{ranks} ranks  all_reduce {name:>5}   bare {median['bare']:8.0f} us   recorded x{ratio['recorded']:.2f}   "
-                f"verified x{ratio['verified']:.2f}   (+{median['verified'] - median['bare']:.0f} us)",
-                flush=True,
-            )
-    switch("recorded")
-    dist.destroy_process_group()
-    bootstrap.stop()
+    PartialState(cpu=True, backend="gloo")
+    tensors = {name: torch.ones(SIZES[name]) for name in ("4 B", "1 MB")}
+    cases: dict[str, Callable[[], object]] = {}
+    for name, tensor in tensors.items():
+        cases[f"accelerate reduce {name}"] = lambda tensor=tensor: reduce(tensor)
+        cases[f"accelerate broadcast {name}"] = lambda tensor=tensor: broadcast(tensor)
+    return cases
+
+
+def runs(case: str, quick: bool) -> int:
+    """How many make a block: fewer of large ones."""
+    numel = next(size for name, size in SIZES.items() if case.endswith(f" {name}"))
+    return max(3, min(20 if quick else 100, 2_000_000 // numel))
+
+
+def goals(found: dict[tuple[int, str, str], Measured], ranks: list[int]) -> list[Goal]:
+    """What the design promises of it, by the better engine."""
+    result = []
+    for case, limit in (("all_reduce 4 B", 1.5), ("all_reduce 1 MB", 1.05), ("all_reduce 16 MB", 1.05)):
+        for count in ranks:
+            ours = [one for (size, name, mode), one in found.items() if (size, name) == (count, case) and mode.startswith("verified")]
+            if ours:
+                best = min(ours, key=lambda one: one.ratio)
+                theirs = found.get((count, case, _modes.DETAIL.name))
+                beside = f"; DETAIL {theirs.ratio:.2f}" if theirs is not None else ""
+                measured = f"{best.ratio:.2f} ({best.mode.removeprefix('verified, ')}{beside})"
+                result.append(
+                    Goal(f"A verified {case} takes at most {limit} of the bare one, {count} ranks", measured, best.ratio <= limit)
+                )
+    return result
 
 
 def main() -> None:
     """Run it for each number of ranks."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=30)
-    arguments = parser.parse_args()
-    import torch.multiprocessing as mp
-
-    for ranks in arguments.ranks:
-        with tempfile.TemporaryDirectory(prefix="verify-cost-") as folder:
-            mp.spawn(worker, (ranks, folder, arguments.rounds), ranks)
+    given = parser.parse_args()
+    rounds = 5 if given.quick else given.rounds
+    modes, left_out = _modes.available(MODES)
+    others, more = _modes.available(ACCELERATED)
+    report = Report(
+        "What strict verification costs",
+        f"One set of ranks for each way, all issuing the same operation in turns: medians of {rounds} rounds, against the bare operation "
+        "in the same round, with quartiles.",
+        command(), left_out=list(dict.fromkeys([*left_out, *more])),
+    )  # fmt: skip
+    found: dict[tuple[int, str, str], Measured] = {}
+    for these, make, cases in ((modes, prepare, [f"all_reduce {name}" for name in SIZES]),
+                               (others, prepare_accelerate, [f"accelerate {op} {size}" for op in ("reduce", "broadcast")
+                                                             for size in ("4 B", "1 MB")])):  # fmt: skip
+        rows = []
+        for ranks in given.ranks:
+            with running(these, "gloo", ranks, make) as sets:
+                for case in cases:
+                    measured = sets.compare(case, rounds=rounds, runs=runs(case, given.quick))
+                    for one in measured:
+                        found[(ranks, case, one.mode)] = one
+                        report.rows.append({"ranks": ranks, **dataclasses.asdict(one)})
+                    ratios = [f"{one.ratio:.2f} ({between(one.ratio_quartiles)})" for one in measured[1:]]
+                    rows.append([f"{case}, {ranks} ranks", f"{us(measured[0].us)} us", *ratios])
+        report.table("", ["operation", "bare", *(mode.name for mode in these[1:])], rows)
+    report.goals = goals(found, given.ranks)
+    finish(report, given)
 
 
 if __name__ == "__main__":

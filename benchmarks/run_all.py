@@ -1,0 +1,150 @@
+"""Runs all benchmarks, one after the other, and keeps what they measured: ``make bench``.
+
+    python benchmarks/run_all.py [--quick] [--only record_cost verify_cost ...] [--write]
+
+One that fails, or takes too long, is named and the others go on. With ``--write`` the page docs/performance.md and the figures beside it,
+docs/performance.json, are written anew; of benchmarks that did not run they keep what they had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _report import machine
+
+HERE = Path(__file__).resolve().parent
+PAGE = HERE.parent / "docs" / "performance.md"
+FIGURES = PAGE.with_suffix(".json")
+
+ABOUT = (
+    "Written by `make bench` (`python benchmarks/run_all.py --write`). Each table says on which machine and by which command it was "
+    "measured. Ratios and differences are of neighbours in time; absolute times are that machine's."
+)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One script.
+
+    Args:
+        name: the file's, without its ending.
+        title: where it does not say so itself.
+        options: what it is called with, and for a quick look.
+        limit_s: after which it is ended.
+        reports: whether it writes a report (``_report.py``); else its tables, with ``--markdown``, or what it prints.
+    """
+
+    name: str
+    title: str = ""
+    options: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ("--quick",)
+    limit_s: int = 600
+    reports: bool = True
+    markdown: bool = False
+
+
+BENCHMARKS = (
+    Benchmark("record_cost"),
+    Benchmark("verify_cost"),
+    Benchmark("step_time", limit_s=900),
+    Benchmark("memory_cost"),
+    Benchmark("comm_debug_cost", "What tracing costs beside CommDebugMode", quick=("--rounds", "5"), reports=False),
+    Benchmark("watch_cost", "What the watcher costs", quick=("--seconds", "5", "--rounds", "1"), reports=False),
+    Benchmark("diagnose_cost", "What a diagnosis costs", ("--sizes", "8", "64", "256"), ("--sizes", "8", "--runs", "1"), 900,
+              reports=False, markdown=True),
+    Benchmark("diagnose_score", "How often a diagnosis is right", ("--sizes", "16"), ("--sizes", "16", "--only", "stuck"), 900,
+              reports=False, markdown=True),
+    Benchmark("gpu_check"),
+)  # fmt: skip
+
+
+def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
+    """One benchmark's report; where it fails, a report that says so."""
+    with tempfile.TemporaryDirectory(prefix="commlens-benchmark-") as folder:
+        figures, tables = Path(folder) / "figures.json", Path(folder) / "tables.md"
+        options = benchmark.quick if quick else benchmark.options
+        command = [sys.executable, "-W", "ignore", str(HERE / f"{benchmark.name}.py"), *options]
+        if benchmark.reports:
+            command += ["--json", str(figures)]
+        elif benchmark.markdown:
+            command += ["--markdown", str(tables)]
+        environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        began = time.monotonic()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            try:
+                printed, _ = process.communicate(timeout=benchmark.limit_s)
+                failed = "" if process.returncode == 0 else f"it ended with status {process.returncode}"
+            except subprocess.TimeoutExpired:
+                failed = f"it was not done within {benchmark.limit_s} s"
+                os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
+                printed, _ = process.communicate()
+        report: dict[str, Any] = {"title": benchmark.title, "about": "", "markdown": "", "rows": [], "goals": [], "left_out": []}
+        report.update(name=benchmark.name, command=" ".join(["python", f"benchmarks/{benchmark.name}.py", *options]), machine=machine())
+        if failed:
+            report["failed"] = f"{benchmark.name} could not be measured: {failed}."
+        elif benchmark.reports:
+            report.update(json.loads(figures.read_text(encoding="utf-8")))
+        else:
+            report["markdown"] = tables.read_text(encoding="utf-8") if benchmark.markdown else f"\n```\n{printed.strip()}\n```\n"
+        report["seconds"] = round(time.monotonic() - began)
+    return report
+
+
+def page(reports: list[dict[str, Any]]) -> str:
+    """The page: the goals first, then each benchmark."""
+    lines = ["# Performance", "", ABOUT, ""]
+    goals = [goal for report in reports for goal in report["goals"]]
+    if goals:
+        lines += ["## Goals", "", "| goal | measured | met |", "|---|---|---|"]
+        lines += [f"| {goal['goal']} | {goal['measured']} | {'yes' if goal['met'] else '**no**'} |" for goal in goals] + [""]
+    for report in reports:
+        lines += [f"## {report['title'] or report['name']}", ""]
+        if report.get("failed"):
+            lines += [report["failed"], ""]
+            continue
+        if report["about"]:
+            lines += [report["about"], ""]
+        lines += [f"`{report['command']}`; {report['machine']}", report["markdown"], *(f"{sentence}\n" for sentence in report["left_out"])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main() -> int:
+    """Run them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a look whether they work: some minutes, no figures to quote")
+    parser.add_argument("--only", nargs="+", choices=[benchmark.name for benchmark in BENCHMARKS])
+    parser.add_argument("--write", action="store_true", help="write docs/performance.md and docs/performance.json")
+    given = parser.parse_args()
+    before: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8")) if given.write and FIGURES.exists() else {}
+    found: dict[str, dict[str, Any]] = {}
+    print(machine(), flush=True)
+    for benchmark in BENCHMARKS:
+        if given.only and benchmark.name not in given.only:
+            continue
+        print(f"\n{benchmark.name} ...", flush=True)
+        report = found[benchmark.name] = run(benchmark, given.quick)
+        print(report.get("failed") or report["markdown"], flush=True)
+        for goal in report["goals"]:
+            print(f"{'met' if goal['met'] else 'NOT MET'}: {goal['goal']}: {goal['measured']}", flush=True)
+        print(f"({report['seconds']} s)", flush=True)
+    if given.write:
+        kept = {**before, **{name: report for name, report in found.items() if not (report.get("failed") and name in before)}}
+        FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page([kept[benchmark.name] for benchmark in BENCHMARKS if benchmark.name in kept]), encoding="utf-8")
+    failed = [report["failed"] for report in found.values() if report.get("failed")]
+    print("\n".join(failed))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
