@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +19,7 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Call a program of an environment that holds commlens, its three dependencies and nothing else."""
+    """Call a program of an environment that holds commlens, its dependencies and nothing else."""
     place = tmp_path_factory.mktemp("fresh")
     venv = place / "venv"
     subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True, timeout=60)
@@ -44,7 +46,22 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def test_it_is_small(installed: Run):
     names = {line.split("==")[0].lower() for line in installed("python", "-m", "pip", "freeze").stdout.splitlines()}
-    assert {name.split(" @ ")[0] for name in names} == {"commlens", "msgspec", "rich", "pyyaml", "markdown-it-py", "mdurl", "pygments"}
+    assert {name.split(" @ ")[0] for name in names} == {
+        "commlens",
+        "msgspec",
+        "rich",
+        "pyyaml",
+        "markdown-it-py",
+        "mdurl",
+        "pygments",
+        "numpy",
+    }
+
+
+def test_the_reader_in_c_is_built_where_it_can_be(installed: Run):
+    done = installed("python", "-c", "from commlens.formats.flight_recorder.native_entries import AVAILABLE; print(AVAILABLE)")
+    possible = shutil.which("gcc") and Path(sysconfig.get_path("include"), "Python.h").exists()
+    assert done.stdout.strip() in (["True"] if possible else ["True", "False"]), done.stderr
 
 
 def test_the_help_and_the_settings_work(installed: Run):
