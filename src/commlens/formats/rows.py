@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import numpy as np
@@ -48,7 +48,6 @@ class StackTable(Sequence[Stack]):
     def __init__(self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[bytes] = ()) -> None:
         self._frames = frames
         self._stacks = stacks
-        self._made: dict[int, Frame] = {}
 
     def __len__(self) -> int:
         return len(self._stacks)
@@ -62,21 +61,22 @@ class StackTable(Sequence[Stack]):
         return map(self._stack, range(len(self)))
 
     def _stack(self, index: int) -> Stack:
-        return tuple(map(self._frame, memoryview(self._stacks[index]).cast("i")))
-
-    def _frame(self, index: int) -> Frame:
-        made = self._made.get(index)
-        if made is None:
-            file, line, function = self._frames[index]
-            made = self._made[index] = Frame(file, line, function, _kind_of(file))
-        return made
+        frames = self._frames
+        return tuple([_made_frame(*frames[place]) for place in memoryview(self._stacks[index]).cast("i")])
 
 
 def stack_of(frames: Sequence[tuple[str, int, str]]) -> Stack:
     """A stack of files, lines and functions."""
-    return tuple(Frame(file, line, function, _kind_of(file)) for file, line, function in frames)
+    return tuple([_made_frame(*frame) for frame in frames])
 
 
+@lru_cache(maxsize=16384)
+def _made_frame(file: str, line: int, function: str) -> Frame:
+    """The ranks of a job share their code."""
+    return Frame(file, line, function, _kind_of(file))
+
+
+@lru_cache(maxsize=4096)
 def _kind_of(file: str) -> FrameKind:
     from commlens.formats.box_log import kind_of
 
