@@ -21,8 +21,8 @@ with atheris.instrument_imports(include=["commlens.formats"]):
     from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
     from commlens.formats.torch_log import read_torch_log
 
-from flight_recorder_dumps import dump, entry
-from test_flight_recorder_readers import all_read_alike
+from flight_recorder_dumps import dump, entry  # noqa: E402
+from test_flight_recorder_readers import all_read_alike  # noqa: E402
 
 
 def look(data: bytes) -> None:
