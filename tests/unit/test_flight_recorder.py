@@ -138,6 +138,12 @@ def test_native_gloo_knows_only_what_it_let_go_of():
     ]
 
 
+def test_what_nccl_let_go_of_without_completing_has_timed_out():
+    unfinished = {"state": "started", "time_discovered_completed_ns": None}
+    rows = rows_of(dump([entry(0, **unfinished), entry(1, "nccl2:all_reduce", **unfinished)]))
+    assert rows.state.tolist() == [1, 3] and rows.retired.all()
+
+
 def test_old_and_future_versions_are_read():
     old = entry(0)
     for key in ("collective_seq_id", "p2p_seq_id", "is_p2p", "timeout_ms", "thread_id", "thread_name"):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from commlens.diagnose.extract import Extract
+from commlens.diagnose.rings import joined
 from commlens.model.ranklog import End
 from commlens.model.ranks import ranks_phrase
 
@@ -97,6 +98,10 @@ def _one_per_rank(dumps: Sequence[Extract], notes: list[str]) -> list[Extract]:
     kept = []
     for rank in sorted(by_rank):
         several = sorted(by_rank[rank], key=lambda found: (_newest(found), len(found), found.source))
+        together = joined(several)
+        if together is not None:
+            kept.append(together)
+            continue
         kept.append(several[-1])
         if len(several) > 1:
             notes.append(f"There are {len(several)} dumps of rank {rank}; the newest is used: {several[-1].source}.")

@@ -33,7 +33,9 @@ def rows_of(table: Table, source: str) -> Rows:
     is_p2p = _ints(table.is_p2p, "bool", length)
     retired = _ints(table.retired, "bool", length)
     state = _ints(table.state, "uint8", length).copy()
-    state[(state != COMPLETED) & retired] = RETIRED
+    native = np.array([text.startswith("nccl:") for text in table.names] or [False])
+    failed = native[name] if length else retired  # NCCL's own recorder lets go of what is complete, or has timed out
+    state[(state != COMPLETED) & retired & ~failed] = RETIRED
     sequence = np.where(is_p2p, _ints(table.p2p_seq_id, "int64", length), _ints(table.collective_seq_id, "int64", length))
     closing = np.array([one.closes for one in named] or [False])
     closes = closing[name] if length else np.zeros(0, "bool")
