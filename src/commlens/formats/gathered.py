@@ -11,6 +11,7 @@ from commlens.errors import CommlensError
 from commlens.formats.detect import BLACK_BOX, DUMP_MARKER, HEAD_BYTES, Kind, reader_for
 from commlens.formats.evidence import BOX_NAME
 from commlens.formats.sources import Named, Paths, Source, name_paths, open_sources, settle
+from commlens.formats.sources.source import Held
 
 __all__ = ["Gathered", "by_kind", "gather", "rank_of"]
 
@@ -33,6 +34,7 @@ def by_kind(
         except CommlensError as error:
             problems.append(str(error))
             continue
+        source.beginning = b""
         base = source.name.replace("!", "/").rsplit("/", 1)
         if kind is None and BOX_NAME.fullmatch(base[-1]):
             kind = BLACK_BOX  # its process died while it made it
@@ -66,9 +68,12 @@ class Gathered:
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
     _whose: dict[str, Named] = field(default_factory=dict)
+    _light: list[tuple[Source, Kind]] | None = field(default_factory=list)  # the foreign files, unless one holds its bytes
 
     def foreign(self) -> Iterator[tuple[Source, Kind]]:
         """The other files, one after the other: let go of each, since some hold their bytes."""
+        if self._light is not None:
+            return iter(self._light)
         return ((source, kind) for source, kind in by_kind(self.paths, [], prefix=self.prefix) if kind.read is not None)
 
     def whose(self, source: str) -> Named:
@@ -97,6 +102,10 @@ def gather(
             found.ours.append(source)
         else:
             names.append(source.name)
+            if isinstance(source.place, Held):
+                found._light = None
+            elif found._light is not None:
+                found._light.append((source, kind))
             found.kinds[kind.name] += 1
         if seen is not None:
             seen()

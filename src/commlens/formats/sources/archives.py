@@ -40,6 +40,8 @@ def members(source: Source, problems: list[str]) -> Iterator[Source] | None:
         FormatError: the file cannot be opened.
         MissingDependency: a package is not installed.
     """
+    if source.look() and source.beginning and kind_of(source.beginning) is None:
+        return None  # neither compressed nor an archive, as most files are: not opened again
     stream = source.open()
     try:
         head = stream.peek(MAGIC_BYTES)

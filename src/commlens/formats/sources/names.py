@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 RANK_MAX: Final = 9_999_999
@@ -68,27 +69,24 @@ def named(name: str, prefix: str = "") -> Named:
 
     Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``, ``trace.3``, ``node-3/gpu2/dump``.
     """
-    parts = [part for part in re.split(r"[/\\!]", name) if part not in ("", ".", "..")]
-    if not parts:
+    *above, last = re.split(r"[/\\!]", name.rstrip("/\\!")) if "\\" in name or "!" in name else name.rstrip("/").split("/")
+    if last in ("", ".", ".."):
         return Named()
-    base = _stem(parts[-1])
-    folders = parts[:-1]
-    if prefix and parts[-1].startswith(prefix) and (number := re.match(r"[0-9]+", parts[-1][len(prefix) :])):
-        return Named(rank=_small(number[0]), host=_host(base, folders), sure=True)
-    node, local = _last(_NODE, [*folders, base]), _last(_LOCAL, [*folders, base])
-    host = _host(base, folders)
-    about = Named(host=host, node=node, local_rank=local)
-    own, above = _said(base), [rank for folder in folders if (rank := _said(folder)) >= 0]
+    folders = _folders(tuple(above))
+    base = _stem(last)
+    host = _own_host(base) or folders.host
+    if prefix and last.startswith(prefix) and (number := re.match(r"[0-9]+", last[len(prefix) :])):
+        return Named(rank=_small(number[0]), host=host, sure=True)
+    node, local = _last(_NODE, base), _last(_LOCAL, base)
+    about = Named(host=host, node=folders.node if node < 0 else node, local_rank=folders.local_rank if local < 0 else local)
+    own = _said(base)
     if own >= 0:
-        note = (
-            ""
-            if not above or above[-1] == own
-            else f"{name} says rank {above[-1]} in a folder's name and rank {own} in its own; taken is {own}."
-        )
+        differ = folders.sure and folders.rank != own
+        note = f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; taken is {own}." if differ else ""
         return replace(about, rank=own, sure=True, note=note)
-    if above:
-        return replace(about, rank=above[-1], sure=True)
-    if local >= 0:
+    if folders.sure:
+        return replace(about, rank=folders.rank, sure=True)
+    if about.local_rank >= 0:
         return about  # the number of the GPU; which rank that is takes the other names
     numbers = _numbers(base)
     if len(numbers) == 1:
@@ -96,8 +94,22 @@ def named(name: str, prefix: str = "") -> Named:
     if len(numbers) > 1:
         note = f"{name} holds several numbers and does not say which of them is the rank; taken is {numbers[-1]}."
         return replace(about, rank=numbers[-1], note=note)
-    above = [int(folder) for folder in folders if folder.isdecimal() and folder.isascii() and len(folder) <= 7]
-    return replace(about, rank=above[-1]) if above else about
+    return replace(about, rank=folders.rank)
+
+
+@lru_cache(maxsize=4096)
+def _folders(parts: tuple[str, ...]) -> Named:
+    """What the folders say, nearest first; ``sure`` where one says ``rank``."""
+    near = [part for part in reversed(parts) if part not in ("", ".", "..")]
+    said = next((rank for part in near if (rank := _said(part)) >= 0), -1)
+    bare = next((int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7), -1)
+    return Named(
+        rank=said if said >= 0 else bare,
+        host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
+        node=next((number for part in near if (number := _last(_NODE, part)) >= 0), -1),
+        local_rank=next((number for part in near if (number := _last(_LOCAL, part)) >= 0), -1),
+        sure=said >= 0,
+    )
 
 
 def settle(names: Sequence[str], prefix: str = "") -> list[Named]:
@@ -186,8 +198,8 @@ def _said(part: str) -> int:
     return _small(short[-1]) if short else -1
 
 
-def _last(pattern: re.Pattern[str], parts: Iterable[str]) -> int:
-    found = [match for part in parts for match in pattern.findall(part)]
+def _last(pattern: re.Pattern[str], part: str) -> int:
+    found = pattern.findall(part)
     return _small(found[-1]) if found else -1
 
 
@@ -210,12 +222,14 @@ def _numbers(base: str) -> list[int]:
     return [int(number) for number in _NUMBER.findall(_without_dates(base)) if len(number) <= 7]
 
 
-def _host(base: str, folders: Sequence[str]) -> str:
-    """Of ``host42_rank_7`` or ``rank_7.host42`` the host; else the nearest folder that is called like one."""
-    for piece in (
-        re.split(r"[_.-]?(?:global[_.-]?|local[_.-]?)?rank[\s_.=-]*\d+[_.-]?", base, flags=re.IGNORECASE) if _RANK.search(base) else []
-    ):
-        candidate = re.sub(r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|dump)s?[_.-]", "", piece, flags=re.IGNORECASE).strip("_.-")
+_AROUND_RANK: Final = re.compile(r"[_.-]?(?:global[_.-]?|local[_.-]?)?rank[\s_.=-]*[0-9]+[_.-]?", re.IGNORECASE)
+_DUMP_WORDS: Final = re.compile(r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|dump)s?[_.-]", re.IGNORECASE)
+
+
+def _own_host(base: str) -> str:
+    """Of ``host42_rank_7`` or ``rank_7.host42`` the host."""
+    for piece in _AROUND_RANK.split(base) if _RANK.search(base) else ():
+        candidate = _DUMP_WORDS.sub("", piece).strip("_.-")
         if candidate and not _NO_HOST.match(candidate) and (_HOST.match(candidate) or "." in candidate):
             return candidate
-    return next((folder for folder in reversed(folders) if _HOST.match(folder) and not _NO_HOST.match(folder)), "")
+    return ""

@@ -12,6 +12,7 @@ from commlens.errors import FormatError
 from commlens.formats.blackbox import open_regular, reason
 from commlens.formats.sources.compression import decompressor_for, unpacked
 
+LOOK_BYTES: Final = 4096
 READ_MAX: Final = 1 << 30
 """The most bytes of content that :meth:`Source.read` gives; of a ring of 2000 entries there are 0.3 to 1 million."""
 
@@ -84,11 +85,29 @@ class Source:
     size: int = -1
     modified_ns: int = 0
     problems: list[str] = field(default_factory=list)
+    beginning: bytes = field(default=b"", repr=False, compare=False)  # the first bytes of a file that is not compressed, while at hand
 
     @property
     def path(self) -> Path | None:
         """The local file, where it is one of its own (compressed or not): for readers that want a descriptor."""
         return Path(self.place.path) if isinstance(self.place, FilePart) and self.place.length < 0 else None
+
+    def look(self) -> bytes:
+        """The first bytes as they are stored, kept in ``beginning`` where they are the content's. Only of local files.
+
+        Raises:
+            FormatError: it cannot be opened.
+        """
+        if not isinstance(self.place, FilePart):
+            return b""
+        with self.place.open(self.name, []) as stream:
+            try:
+                stored = stream.read(LOOK_BYTES)
+            except OSError as error:
+                raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
+        if decompressor_for(stored) is None:
+            self.beginning = stored
+        return stored
 
     def open(self) -> io.BufferedReader:
         """The content, decompressed, as a stream from its beginning. It ends early, with a sentence in ``problems``, where it is
@@ -148,6 +167,8 @@ class Source:
             FormatError: it cannot be opened.
             MissingDependency: a package is not installed.
         """
+        if len(self.beginning) >= min(length, self.size) > 0:
+            return self.beginning[:length]
         said = len(self.problems)
         content = self._plain(length)
         if content is not None:
