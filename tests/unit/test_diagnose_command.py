@@ -26,7 +26,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
     def set_logs(logs: list[RankLog], problems: list[str]) -> None:
         evidence = dumps.Evidence(logs=logs, problems=problems)
         found = SimpleNamespace(ours=[None] if logs else [], kinds={}, problems=problems)
-        monkeypatch.setattr("commlens.diagnose.paths.gather", lambda paths: found)
+        monkeypatch.setattr("commlens.diagnose.paths.gather", lambda paths, prefix="": found)
         monkeypatch.setattr("commlens.diagnose.paths.evidence_of", lambda ours, problems: evidence)
 
     return set_logs

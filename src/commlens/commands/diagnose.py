@@ -12,6 +12,7 @@ from commlens.commands.selecting import add_selection
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
+    from commlens.formats.sources import Paths
     from commlens.model.verdict import Verdict
 
 EXIT_NOTHING_WRONG = 0
@@ -47,9 +48,13 @@ class DiagnoseCommand:
             raise CommandError("--entries and --stacks print a table for people. For data there is commlens convert --to csv.")
         if not side_by_side and (arguments.group or arguments.ranks):
             raise CommandError("--group and --ranks choose what --entries shows: give it, too. A verdict is always made from everything.")
+        from commlens.commands.progress import ProgressBar
         from commlens.diagnose.paths import examine_paths
+        from commlens.formats.sources import name_paths
 
-        verdict, logs = examine_paths(arguments.paths, stalled_after_s=arguments.stalled_after)
+        paths = name_paths(arguments.paths)
+        with ProgressBar("reading dumps") as seen:
+            verdict, logs = examine_paths(paths, stalled_after_s=arguments.stalled_after, prefix=arguments.prefix, seen=seen)
         if arguments.json:
             from commlens.reports.json_report import print_json
 
@@ -59,7 +64,7 @@ class DiagnoseCommand:
 
             print_verdict(verdict)
             if side_by_side:
-                _print_entries(arguments, verdict)
+                _print_entries(arguments, paths, verdict)
         if arguments.html is not None:
             from commlens.formats.whole_file import write_whole
             from commlens.reports.verdict_page import verdict_html
@@ -83,13 +88,13 @@ def _add_entries(group: argparse._ArgumentGroup) -> None:
     add_selection(group)
 
 
-def _print_entries(arguments: argparse.Namespace, verdict: Verdict) -> None:
+def _print_entries(arguments: argparse.Namespace, paths: Paths, verdict: Verdict) -> None:
     from commlens.diagnose.entries import entries_in, lay_out, wanted_by
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()
     wanted = wanted_by(verdict, arguments.group, arguments.ranks)
-    table = lay_out(entries_in(arguments.paths, wanted, prefix=arguments.prefix), wanted, rows=arguments.entries or rows, columns=columns)
+    table = lay_out(entries_in(paths, wanted, prefix=arguments.prefix), wanted, rows=arguments.entries or rows, columns=columns)
     print()
     print_entries(table, stacks=arguments.stacks)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from commlens.diagnose.choose import choose
 from commlens.diagnose.findings import find_all
@@ -15,6 +16,9 @@ from commlens.diagnose.words import capital, count, ranks_phrase
 from commlens.diagnose.world import World, build
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding, Verdict
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
 
 __all__ = ["diagnose"]
 
@@ -110,11 +114,19 @@ class _CallablePackage(types.ModuleType):
     So the package answers the call, whichever of the two somebody means and whatever was imported first.
     """
 
-    def __call__(self, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Verdict:
+    def __call__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        stalled_after_s: float = 1.0,
+        prefix: str = "",
+        executor: Executor | None = None,
+        seen: Callable[[int, int], None] | None = None,
+    ) -> Verdict:
         """See :func:`commlens.diagnose.paths.diagnose_paths`."""
         from commlens.diagnose.paths import diagnose_paths
 
-        return diagnose_paths(paths)
+        return diagnose_paths(paths, stalled_after_s=stalled_after_s, prefix=prefix, executor=executor, seen=seen)
 
 
 sys.modules[__name__].__class__ = _CallablePackage

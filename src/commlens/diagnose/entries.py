@@ -241,6 +241,8 @@ def _tensors(asked: Asked) -> str:
     specs = payload(asked)
     if not specs or "barrier" in asked.op:
         return ""
+    if asked.op == "all_to_all":  # its sizes differ from rank to rank, as they may
+        return " ".join(dict.fromkeys(f"{one.dtype}[...]" for one in specs))
     return show_tensors(specs) + (f" {asked.reduce_op}" if asked.reduce_op else "")
 
 

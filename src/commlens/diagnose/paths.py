@@ -11,10 +11,11 @@ from commlens.diagnose import diagnose
 from commlens.errors import EvidenceError
 from commlens.formats.evidence import Evidence, evidence_of
 from commlens.formats.gathered import Gathered, gather
+from commlens.formats.sources import Paths as NamedPaths
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 
-Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
 
 
 class Examined(NamedTuple):
@@ -31,6 +32,7 @@ def diagnose_paths(
     paths: Paths,
     *,
     stalled_after_s: float = 1.0,
+    prefix: str = "",
     executor: Executor | None = None,
     seen: Callable[[int, int], None] | None = None,
 ) -> Verdict:
@@ -39,6 +41,7 @@ def diagnose_paths(
     Args:
         paths: dumps of any origin: files, folders, archives, URLs, in any order.
         stalled_after_s: a collective in flight for less than this in a process that runs is not stuck.
+        prefix: take only files whose name begins so, and read the rank after it.
         executor: where other tools' dumps are read, a few files at a time: one of ``concurrent.futures``, of Dask, Ray or MPI.
             Without one, processes of this machine are used where there is enough to do.
         seen: called with how many of such files are read and how many there are, for a progress bar.
@@ -47,18 +50,19 @@ def diagnose_paths(
         CommandError: a path does not exist or cannot be read.
         EvidenceError: nothing in it could be read.
     """
-    return examine_paths(paths, stalled_after_s=stalled_after_s, executor=executor, seen=seen).verdict
+    return examine_paths(paths, stalled_after_s=stalled_after_s, prefix=prefix, executor=executor, seen=seen).verdict
 
 
 def examine_paths(
     paths: Paths,
     *,
     stalled_after_s: float = 1.0,
+    prefix: str = "",
     executor: Executor | None = None,
     seen: Callable[[int, int], None] | None = None,
 ) -> Examined:
     """The same as :func:`diagnose_paths`, with what the verdict was made of."""
-    gathered = gather(paths)
+    gathered = gather(paths, prefix=prefix)
     problems = list(gathered.problems)
     evidence = evidence_of(gathered.ours, problems) if gathered.ours else Evidence(problems=problems)
     if gathered.kinds:
