@@ -9,7 +9,7 @@ from pathlib import Path
 
 from boxes import busy_box
 from builders import Job, Stay
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_diagnose_findings import at, training
 
@@ -64,6 +64,7 @@ def test_what_a_notebook_shows() -> None:
     assert "Nextlook at load_batch" in text
 
 
+@settings(deadline=None)
 @given(st.text(), st.lists(st.text(), max_size=12))
 def test_nothing_in_a_dump_becomes_markup(text: str, several: list[str]) -> None:
     hostile = f"<script>alert(1)</script>{text}"

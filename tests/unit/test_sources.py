@@ -185,7 +185,7 @@ class TestCompressed:
         assert list(open_sources([tmp_path], problems)) == []
         assert "pip install 'commlens[zstd]'" in problems[0]
 
-    @settings(max_examples=60)
+    @settings(max_examples=60, deadline=None)
     @given(st.binary(max_size=300), st.sampled_from(sorted(PACKERS)), st.integers(0, 200), st.binary(max_size=3))
     def test_any_bytes(self, content: bytes, kind: str, at: int, noise: bytes) -> None:
         packed = bytearray(PACKERS[kind](content))
@@ -274,7 +274,7 @@ class TestArchives:
         assert sum(map(len, contents.values())) < 25 << 20
         assert "unpacks to far more" in problems[-1]
 
-    @settings(max_examples=60)
+    @settings(max_examples=60, deadline=None)
     @given(st.sampled_from(["tar", "gz", "zip"]), st.integers(0, 3000), st.binary(max_size=40))
     def test_any_damage(self, kind: str, at: int, noise: bytes) -> None:
         held = io.BytesIO()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlens.formats.sources.names import RANK_MAX, named, settle
@@ -98,6 +98,7 @@ def test_ranks_counted_up_from_nodes_are_said_to_be_assumed() -> None:
     assert "are assumed" in settle(["node0/gpu0", "node1/gpu0"])[1].note
 
 
+@settings(deadline=None)
 @given(st.lists(st.text(max_size=60) | st.from_regex(r"[a-z_/.-]{0,12}[0-9]{0,9}[a-z_/.-]{0,8}[0-9]{0,9}"), max_size=6))
 def test_any_names(names: list[str]) -> None:
     for found in settle(names):
