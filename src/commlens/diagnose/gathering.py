@@ -18,7 +18,7 @@ from commlens.formats.sources import Named, Source
 
 _FILES_MAX = 32  # read in one go
 _BYTES_MAX = 32 << 20
-_ENOUGH_BYTES = 24 << 20  # to start processes for: about a second of reading
+_ENOUGH_BYTES = 24 << 20  # to start processes for, which costs a few tens of ms each
 _AHEAD = 4  # parcels of each process that wait for it, since some hold their bytes
 
 
@@ -63,7 +63,7 @@ def read_all(
     with ExitStack() as stack:
         parcels = _parcels(gathered)
         workers = os.cpu_count() or 1
-        if executor is None and workers > 1 and _enough(gathered) and _may_fork():
+        if executor is None and workers > 1 and gathered.size >= _ENOUGH_BYTES and _may_fork():
             context = multiprocessing.get_context("fork")
             executor = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
         if executor is None:
@@ -125,16 +125,6 @@ def _parcels(gathered: Gathered) -> Iterator[Parcel]:
             files, size = [], 0
     if files:
         yield Parcel(files)
-
-
-def _enough(gathered: Gathered) -> bool:
-    """Whether processes pay: starting them costs a few tens of ms each."""
-    size = 0
-    for source, _ in gathered.foreign():
-        size += max(source.size, 0)
-        if size >= _ENOUGH_BYTES:
-            return True
-    return False
 
 
 def _may_fork() -> bool:

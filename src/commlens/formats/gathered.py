@@ -59,12 +59,14 @@ class Gathered:
         paths: as named, for going through them again.
         ours: black boxes and what was observed of their processes, for :func:`commlens.formats.evidence.evidence_of`.
         kinds: how many foreign files there are of each kind.
+        size: bytes of all foreign files, as stored and as far as known.
         problems: what could not be taken, in sentences.
     """
 
     paths: Paths
     ours: list[Source] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
+    size: int = 0
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
     _whose: dict[str, Named] = field(default_factory=dict)
@@ -107,6 +109,7 @@ def gather(
             elif found._light is not None:
                 found._light.append((source, kind))
             found.kinds[kind.name] += 1
+            found.size += max(source.size, 0)
         if seen is not None:
             seen()
     found._whose = dict(zip(names, settle(names, prefix), strict=True))
