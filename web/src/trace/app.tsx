@@ -17,6 +17,7 @@ import type { Loaded, Progress } from "./read";
 import { Sequence } from "./sequence";
 import { Tree, type TreeRow } from "./tree";
 import { Why } from "./why";
+import * as words from "./words";
 
 /** The page: what it carries, or a place to drop a file. */
 export function App({ carried, progress }: { carried: Loaded | null; progress: Progress }) {
@@ -54,7 +55,9 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
   const [view, setView] = useState(start.view);
   const [chosen, setChosen] = useState<Chosen | null>(null);
   const colours = useMemo(() => groupColours(trace), [trace]);
-  const tree = useMemo(() => new Tree(trace, view.folded), [trace, view.folded]);
+  // One module alone of several alike was asked for: folded, it would not be seen by itself.
+  const folded = view.folded && !words.pattern(filter.module).includes("#");
+  const tree = useMemo(() => new Tree(trace, folded), [trace, folded]);
   const events = useMemo(() => matching(trace, filter), [trace, filter]);
   const counted = useMemo(() => {
     tree.count(trace, events, opKindsShown(trace, filter, view.noise), !isActive(filter));
@@ -115,8 +118,7 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
   }
   function showModule(path: string) {
     setFilter((before) => ({ ...before, module: path }));
-    const row = tree.find(path);
-    if (row) setOpen((before) => new Set([...before, ...above(row.path, tree)]));
+    setOpen((before) => new Set([...before, ...above(path, tree), ...path.split(".").map((_, end, parts) => parts.slice(0, end + 1).join("."))]));
   }
   const chosenEvent = chosen?.kind === "collective" ? chosen.event.index : null;
   const sections = [
@@ -158,7 +160,7 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
           onOpen={setOpen}
           noise={view.noise}
           onNoise={(noise) => setView({ ...view, noise })}
-          folded={view.folded}
+          folded={folded}
           onFold={(folded) => setView({ ...view, folded })}
           chosen={chosen?.kind === "module" ? chosen.row.path : null}
           onChoose={chooseRow}

@@ -33,7 +33,7 @@ export function Bytes({ trace, tree, colours, onChoose }: BytesProps) {
   return (
     <Section
       id="bytes"
-      title="Bytes"
+      title={trace.bytesKnown ? "Bytes" : "Shares"}
       about={`Each module as wide as its ${what}, those inside it below; where nothing is below, the module issued it itself. Choose one to enlarge it.`}
       tools={top ? <button type="button" class="button" onClick={() => setRoot(top.parent)}>Back to {top.parent?.path ?? "the whole model"}</button> : undefined}
     >
@@ -60,7 +60,7 @@ export function Bytes({ trace, tree, colours, onChoose }: BytesProps) {
           })}
         </div>
       )}
-      {labels.length > 1 && (
+      {labels.length > 1 && trace.groupsKnown && (
         <p class="legend dim">The colour is the group of most of its {trace.bytesKnown ? "bytes" : "collectives"}: {labels.map(([label, colour]) => <span key={label} class="legend-item"><span class="swatch" style={{ background: `var(${colour})` }} />{label}</span>)}</p>
       )}
     </Section>

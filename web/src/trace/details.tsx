@@ -201,7 +201,7 @@ function OneModule({ trace, row, onModule, onChoose }: DetailsProps & { row: Mod
           {PHASES.flatMap((name, phase) => [...talliesOf(trace, inside.filter((index) => trace.events[index]!.phase === phase)).values()].map(({ op, group, tally }, index) => (
             <tr key={`${phase} ${op} ${group}`}>
               <td>{index === 0 ? name : ""}</td>
-              <td class="mono">{op} on {group}</td>
+              <td class="mono">{words.opOn(trace, op, group)}</td>
               <td class="numeric">{number(tally.calls)}</td>
               {trace.bytesKnown && <td class="numeric">{size(tally.bytes)}</td>}
             </tr>

@@ -15,14 +15,16 @@ export function Facets({ trace, filter, colours, onChange }: FacetsProps) {
   const groups = new Map(trace.groups.map((group) => [group.label, group]));
   return (
     <div class="facets">
-      <FacetTable
-        {...{ trace, filter, onChange }}
-        facet="groups"
-        name={trace.groups.some((group) => group.ranks.length) ? "Mesh dimension or group" : "Group"}
-        of={(event) => trace.groupOf(event).label}
-        shown={(label) => `${label}${groups.get(label)?.ranks.length ? ` (${count(groups.get(label)!.ranks.length, "rank")})` : ""}`}
-        colour={(label) => colours.get(label)}
-      />
+      {trace.groupsKnown && (
+        <FacetTable
+          {...{ trace, filter, onChange }}
+          facet="groups"
+          name="Mesh dimension or group"
+          of={(event) => trace.groupOf(event).label}
+          shown={(label) => `${label}${groups.get(label)?.ranks.length ? ` (${count(groups.get(label)!.ranks.length, "rank")})` : ""}`}
+          colour={(label) => colours.get(label)}
+        />
+      )}
       <FacetTable {...{ trace, filter, onChange }} facet="phases" name="Pass" of={(event) => event.phase} shown={(phase) => PHASES[phase]!} />
       <FacetTable {...{ trace, filter, onChange }} facet="ops" name="Collective" of={(event) => event.op} shown={(op) => op} />
     </div>

@@ -21,6 +21,8 @@ interface GridProps<Row> {
   onChoose?: (row: Row) => void;
   chosen?: string | null;
   rowClass?: (row: Row) => string;
+  /** How many columns the first cell of a row takes. */
+  wide?: (row: Row) => number;
   /** Of the visible part, at most, in rows. */
   most?: number;
   empty?: string;
@@ -31,7 +33,7 @@ const OVERSCAN = 10;
 
 /** A table, or a tree of rows, of which only what is in view is in the document. Arrow keys move, Enter chooses. */
 export function Grid<Row>(props: GridProps<Row>) {
-  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, most = 18 } = props;
+  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18 } = props;
   const box = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   const [active, setActive] = useState(0);
@@ -91,6 +93,7 @@ export function Grid<Row>(props: GridProps<Row>) {
   for (let index = first; index < last; index++) {
     const row = rows[index]!;
     const where = level?.(row);
+    const span = wide?.(row) ?? 1;
     visible.push(
       <div
         key={keyOf(row)}
@@ -107,8 +110,15 @@ export function Grid<Row>(props: GridProps<Row>) {
           onChoose?.(row);
         }}
       >
-        {columns.map((column, at) => (
-          <div key={column.id} role={at === 0 ? "rowheader" : "gridcell"} class={column.numeric ? "numeric" : ""}>
+        {columns.map((column, at) => (at > 0 && at < span ? null : (
+          <div
+            key={column.id}
+            role={at === 0 ? "rowheader" : "gridcell"}
+            aria-colindex={at + 1}
+            aria-colspan={at === 0 && span > 1 ? span : undefined}
+            class={column.numeric ? "numeric" : ""}
+            style={at === 0 && span > 1 ? { gridColumn: `span ${span}` } : undefined}
+          >
             {at === 0 && where ? (
               <span class="tree-cell" style={{ paddingLeft: `${where.depth * 1.1}rem` }}>
                 {where.open === undefined ? <span class="twisty" /> : (
@@ -127,7 +137,7 @@ export function Grid<Row>(props: GridProps<Row>) {
               </span>
             ) : column.cell(row)}
           </div>
-        ))}
+        )))}
       </div>,
     );
   }

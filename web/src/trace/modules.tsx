@@ -36,10 +36,10 @@ export function Modules(props: ModulesProps) {
   const rows = useMemo(() => visibleRows(trace, tree, open, noise), [trace, tree, counted, open, noise]);
   const phases = PHASES.map((_, phase) => phase).filter((phase) => tree.roots.some((row) => row.all.byPhase[phase]!.calls));
   const columns: Column<TreeRow>[] = [
-    { id: "name", name: "Module", width: narrow ? "minmax(13rem, 1fr)" : "minmax(17rem, 2.2fr)", cell: (row) => <Name row={row} trace={trace} noise={noise} /> },
+    { id: "name", name: "Module", width: narrow ? "minmax(11rem, 1fr)" : "minmax(17rem, 2.2fr)", cell: (row) => <Name row={row} trace={trace} noise={noise} /> },
     ...(narrow ? [] : phases.map((phase): Column<TreeRow> => ({
       id: PHASES[phase]!, name: PHASES[phase]!, width: "minmax(6.4rem, 1fr)", numeric: true,
-      cell: (row) => (row.kind === "module" ? <Amount tally={row.row.all.byPhase[phase]!} trace={trace} /> : row.kind === "pass" && row.phase === phase ? <Amount tally={row.tally} trace={trace} /> : null),
+      cell: (row) => (row.kind === "module" ? <Amount tally={row.row.all.byPhase[phase]!} trace={trace} /> : null),
     }))),
     { id: "calls", name: "Calls", width: "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
     ...(trace.bytesKnown ? [{ id: "bytes", name: "On the wire", width: "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
@@ -84,6 +84,7 @@ export function Modules(props: ModulesProps) {
         onChoose={props.onChoose}
         chosen={props.chosen}
         rowClass={(row) => `row-${row.kind}`}
+        wide={(row) => (row.kind === "module" || narrow ? 1 : 1 + phases.length)}
         most={22}
         empty="No module has anything of what was asked for."
       />
@@ -108,7 +109,7 @@ function Name({ row, trace, noise }: { row: TreeRow; trace: Trace; noise: number
     );
   }
   if (row.kind === "pass") return <span class="clip" title={row.said}>{PHASES[row.phase]} <span class="dim">{row.said}</span></span>;
-  if (row.kind === "tally") return <span class="clip mono">{row.op} on {row.group}</span>;
+  if (row.kind === "tally") return <span class="clip mono">{words.opOn(trace, row.op, row.group)}</span>;
   if (row.kind === "parameter") {
     const { parameter, times } = row;
     return (

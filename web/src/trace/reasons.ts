@@ -74,7 +74,7 @@ function sentence(trace: Trace, reason: Reason, by: By): string {
   if (by === "reason") return whole(trace, events, reason.tally.calls);
   const ops = new Map<string, number>();
   for (const event of events) {
-    const name = `${event.op} on ${trace.groupOf(event).label}`;
+    const name = words.opOn(trace, event.op, trace.groupOf(event).label);
     ops.set(name, (ops.get(name) ?? 0) + event.count);
   }
   const said = [...ops].sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, many]) => `${number(many)} ${name}`).join(", ") + (ops.size > 3 ? ", ..." : "");
@@ -89,7 +89,7 @@ function whole(trace: Trace, events: Collective[], calls: number): string {
   const group = trace.groupOf(first);
   const sizes = new Set(events.map((event) => trace.groupOf(event).ranks.length));
   const ranks = sizes.size === 1 && group.ranks.length ? ` (${count(group.ranks.length, "rank")})` : "";
-  let text = `${number(calls)} ${first.op} on ${group.label}${ranks}: ${sites(events)}`;
+  let text = `${number(calls)} ${words.opOn(trace, first.op, group.label)}${ranks}: ${sites(events)}`;
   if (first.owner) {
     const names = [...new Set(events.map((event) => event.owner!.name))];
     const own = events.every((event) => event.owner!.name === event.site);

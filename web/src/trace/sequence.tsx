@@ -24,16 +24,20 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
   const [byTime, setByTime] = useState(trace.timesKnown);
   const timed = byTime && trace.timesKnown;
   const rows = useMemo(() => events.map((index) => trace.events[index]!), [trace, events]);
+  const sizes: Column<Collective>[] = trace.bytesKnown ? [
+    { id: "bytes", name: "On the wire", width: "minmax(5.4rem, 0.6fr)", numeric: true, cell: (event) => size(event.wireBytes * event.count) },
+  ] : [];
   const columns: Column<Collective>[] = [
-    { id: "number", name: "#", width: "minmax(3.2rem, 0.4fr)", cell: (event) => number(event.sequence) },
+    { id: "number", name: "#", width: narrow ? "2.8rem" : "minmax(3.2rem, 0.4fr)", cell: (event) => number(event.sequence) },
     ...(trace.steps > 1 && !narrow ? [{ id: "step", name: "Step", width: "3.5rem", numeric: true, cell: (event: Collective) => (event.lastStep === event.step ? event.step : `${event.step}-${event.lastStep}`) }] : []),
     {
-      id: "op", name: "Collective", width: "minmax(9rem, 1fr)",
-      cell: (event) => <span class="clip"><span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} <span class="dim">{trace.groupOf(event).label}</span></span>,
+      id: "op", name: "Collective", width: narrow ? "minmax(10.5rem, 1fr)" : "minmax(9rem, 1fr)",
+      cell: (event) => <span class="clip"><span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} {trace.groupsKnown && <span class="dim">{trace.groupOf(event).label}</span>}</span>,
     },
+    ...(narrow ? sizes : []),
     { id: "where", name: "Where", width: "minmax(12rem, 2fr)", cell: (event) => <span class="clip" title={event.site ?? undefined}>{PHASES[event.phase]} <span class="mono dim">{event.site ?? ""}</span></span> },
     ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2fr)", cell: (event: Collective) => <span class="clip dim" title={words.why(event)}>{[words.why(event), words.sourceWords(event)].filter(Boolean).join(", ")}</span> }]),
-    ...(trace.bytesKnown ? [{ id: "bytes", name: "On the wire", width: "minmax(5.2rem, 0.6fr)", numeric: true, cell: (event: Collective) => size(event.wireBytes * event.count) }] : []),
+    ...(narrow ? [] : sizes),
     ...(trace.timesKnown && !narrow ? [
       { id: "call", name: "In call", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.returned ? seconds((event.returned - event.started) / 1e9) : "") },
       { id: "wait", name: "Waited", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.waitEnded ? seconds((event.waitEnded - event.waitBegan) / 1e9) : "") },
@@ -44,7 +48,9 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
       id="sequence"
       title="Sequence"
       about={
-        timed
+        !trace.groupsKnown
+          ? "By module: CommDebugMode does not say in which order they were issued."
+          : timed
           ? "What each thread issued and waited for, and what was in flight on each group, from the issue to the end of the wait. Bars of one group above each other overlap."
           : `In order of issue${trace.preview ? "; a preview is made without a network, so that its times mean nothing" : ""}. One lane for each group.`
       }
@@ -179,7 +185,7 @@ function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingPro
           <button type="button" class="button" onClick={() => zoom(2)}>Zoom out</button>
           <button type="button" class="button" onClick={() => setView(whole)}>All</button>
         </span>
-        <span class="dim">Drag to move, Ctrl and the wheel to zoom, arrow keys for the next and the previous one.</span>
+        <span class="dim hint">Drag to move, Ctrl and the wheel to zoom, arrow keys for the next and the previous one.</span>
       </div>
       <canvas
         ref={canvas}

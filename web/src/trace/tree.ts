@@ -229,7 +229,7 @@ function passes(trace: Trace, row: ModuleRow, depth: number, open: ReadonlySet<s
     const key = `${row.path}\n${phase}`;
     const isOpen = open.has(key);
     const tallies = talliesOf(trace, mine);
-    const said = [...tallies.values()].map(({ op, group, tally }) => `${tally.calls} ${op} on ${group}`);
+    const said = [...tallies.values()].map(({ op, group, tally }) => `${tally.calls} ${words.opOn(trace, op, group)}`);
     if (others.length) said.push(`${others.length} tensor ${others.length === 1 ? "op" : "ops"}`);
     rows.push({ kind: "pass", key, depth, row, phase, tally: row.own.byPhase[phase]!, said: said.join(", "), open: isOpen, leaf: false });
     if (!isOpen) continue;

@@ -62,7 +62,12 @@ export function onGroup(group: Group): string {
 export function title(trace: Trace, event: Collective): string {
   const which = event.count === 1 ? `#${event.sequence}` : `${number(event.count)} ×`;
   const towards = event.peer === null ? "" : event.op === "send" ? ` to ${event.peer}` : event.op === "recv" ? ` from ${event.peer}` : "";
-  return `${which} ${event.op}${towards} on ${trace.groupOf(event).label}`;
+  return `${which} ${opOn(trace, event.op + towards, trace.groupOf(event).label)}`;
+}
+
+/** "all_reduce on tp"; the op alone where groups are not known. */
+export function opOn(trace: Trace, op: string, group: string): string {
+  return trace.groupsKnown ? `${op} on ${group}` : op;
 }
 
 /** `[0, 1, 3]` is "0-1,3", `[0, 8, 16, 24]` "0-24:8": as model/ranks.py has it. */
