@@ -225,9 +225,8 @@ function OneModule({ trace, row, onModule, onChoose }: DetailsProps & { row: Mod
 }
 
 function below(row: ModuleRow): number[] {
-  const found = [...row.events];
-  for (const child of row.children) found.push(...below(child));
-  return found.sort((a, b) => a - b);
+  const within = (each: ModuleRow): number[][] => [each.events, ...each.children.flatMap(within)];
+  return within(row).flat().sort((a, b) => a - b);
 }
 
 function OneReason({ trace, reason, onChoose, onSource }: DetailsProps & { reason: Reason }) {

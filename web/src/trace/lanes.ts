@@ -117,7 +117,7 @@ function runs(name: string, events: readonly Collective[], of: (event: Collectiv
     if (last && last.name === said) last.end = event.index + 1;
     else spans.push({ start: event.index, end: event.index + 1, row: 0, event: -1, name: said, colour: "", shade: spans.length % 2 === 0 });
   }
-  return { name, spans, rows: 1, longest: Math.max(0, ...spans.map((span) => span.end - span.start)) };
+  return { name, spans, rows: 1, longest: spans.reduce((most, span) => Math.max(most, span.end - span.start), 0) };
 }
 
 /** The part of the model that a module is in: up to the first number, without the root. */
