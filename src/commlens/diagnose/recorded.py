@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from commlens.diagnose import conclude
 from commlens.diagnose.extract import Extract
 from commlens.diagnose.foreign import build_world
-from commlens.diagnose.stragglers import find_stragglers
 from commlens.diagnose.whose import choose_extracts
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -37,8 +36,4 @@ def examine_extracts(
         return verdict, []
     world = build_world(chosen, stalled_after_s)
     verdict = conclude(world, missing)
-    if verdict.kind == "healthy":
-        late = find_stragglers(chosen)
-        if late:
-            verdict = Verdict.from_findings(late, missing_evidence=verdict.missing_evidence, looked_at=verdict.looked_at)
     return verdict, [view.log for view in world.views.values()]
