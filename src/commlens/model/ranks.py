@@ -62,7 +62,15 @@ def parse_ranks(text: str, *, limit: int = 1_000_000) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+_LONGEST = 80  # characters of a set of ranks in a sentence
+
+
 def ranks_phrase(ranks: Iterable[int]) -> str:
-    """``"rank 2"`` or ``"ranks 0-1,3"``."""
+    """``"rank 2"``, ``"ranks 0-1,3"``; of a set that takes many words its beginning: ``"ranks 1,3-9,... (3967 in all)"``."""
     members = sorted(set(ranks))
-    return f"rank {members[0]}" if len(members) == 1 else f"ranks {format_ranks(members)}"
+    if len(members) == 1:
+        return f"rank {members[0]}"
+    text = format_ranks(members)
+    if len(text) > _LONGEST:
+        text = f"{text[: text.rindex(',', 0, _LONGEST - 20)]},... ({len(members)} in all)"
+    return f"ranks {text}"
