@@ -54,16 +54,18 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
   }
   const columns: Column<Row>[] = [
     {
-      id: "name", name: "Module", width: narrow ? "minmax(12rem, 1fr)" : "minmax(18rem, 2.4fr)",
+      id: "name", name: "Module", width: narrow ? "minmax(7.2rem, 1fr)" : "minmax(18rem, 2.4fr)",
       cell: (row) => (row.kind === "module" ? <b class="clip mono" title={row.side.path}>{row.side.label}</b> : <span class="clip" title={row.said}>{row.said}</span>),
     },
-    { id: "mark", name: "", width: "2rem", cell: (row) => <Mark pair={pairOf(row)} within={row.kind === "module" && row.side.differs} /> },
-    { id: "before", name: "Calls before", width: "minmax(4.5rem, 0.6fr)", numeric: true, cell: (row) => calls(pairOf(row).before) },
-    { id: "after", name: "after", width: "minmax(4.5rem, 0.6fr)", numeric: true, cell: (row) => calls(pairOf(row).after) },
+    { id: "mark", name: "", width: narrow ? "1.2rem" : "2rem", cell: (row) => <Mark pair={pairOf(row)} within={row.kind === "module" && row.side.differs} /> },
+    { id: "before", name: narrow ? "before" : "Calls before", width: narrow ? "3.4rem" : "minmax(6rem, 0.6fr)", numeric: true, cell: (row) => calls(pairOf(row).before) },
+    { id: "after", name: "after", width: narrow ? "3.4rem" : "minmax(4.5rem, 0.6fr)", numeric: true, cell: (row) => calls(pairOf(row).after) },
     ...(known ? [
-      ...(narrow ? [] : [{ id: "bytes-before", name: "On the wire before", width: "minmax(8rem, 0.9fr)", numeric: true, cell: (row: Row) => bytes(pairOf(row).before) }]),
-      { id: "bytes-after", name: narrow ? "wire after" : "after", width: "minmax(5rem, 0.7fr)", numeric: true, cell: (row: Row) => bytes(pairOf(row).after) },
-      { id: "change", name: "Change", width: "minmax(5rem, 0.6fr)", numeric: true, cell: (row: Row) => percent(pairOf(row)) },
+      ...(narrow ? [] : [
+        { id: "bytes-before", name: "On the wire before", width: "minmax(9rem, 0.9fr)", numeric: true, cell: (row: Row) => bytes(pairOf(row).before) },
+        { id: "bytes-after", name: "after", width: "minmax(5rem, 0.7fr)", numeric: true, cell: (row: Row) => bytes(pairOf(row).after) },
+      ]),
+      { id: "change", name: narrow ? "bytes" : "Change", width: narrow ? "4.2rem" : "minmax(5rem, 0.6fr)", numeric: true, cell: (row: Row) => percent(pairOf(row)) },
     ] : []),
   ];
   return (
