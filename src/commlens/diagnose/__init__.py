@@ -63,7 +63,9 @@ def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
     everybody = len(world.views) == world.size
     known = "every collective agrees and nobody waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
     summary = f"nothing is wrong: {known}" if everybody else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
-    ended = [rank for rank, view in world.views.items() if view.fate.kind == "clean"]
+    if world.moving:
+        summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
+    ended = [rank for rank, view in world.views.items() if view.fate.kind == "clean"] if not world.foreign else []
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
         kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],

@@ -80,7 +80,7 @@ def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
     explanation += capital(context.waiting_at(same)) + ". "
     explanation += context.behind(direct, sorted(set(held) - set(ranks)))
     evidence = _signs(ranks, members)
-    if what.why != "finished":
+    if what.why != "finished" and not context.world.foreign:
         evidence += _stack_evidence(views[0])
     failed = next((op for op in views[0].log.collectives[-1:] if op.state is State.FAILED), None)
     if failed is not None and failed.error:
@@ -89,6 +89,8 @@ def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
     more = None
     if confidence == "medium":
         more = "Whether it moves was not observed: run `commlens dump` on its node, which looks at the process for a while."
+        if context.world.foreign:
+            more = f"A recorder of collectives does not say what a rank does between them: a stack of {who} (py-spy dump) would."
     if alone or context.assumed(direct):
         confidence = "medium"
     victims = sorted(set(held) - set(culprits))

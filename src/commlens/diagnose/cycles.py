@@ -76,7 +76,8 @@ def _odd_ones(
     """Who left the routine; else whose place differs from the others'; else all."""
     odd: _Departures = {}
     for rank in ranks:
-        found = leaves_routine_at(context.world.views[rank].history)
+        view = context.world.views[rank]
+        found = leaves_routine_at(view.history, view.routine_since)
         if found is not None:
             odd[rank] = found
     if odd and len(odd) < len(ranks):

@@ -8,7 +8,7 @@ from commlens.diagnose.cycles import find_cycles
 from commlens.diagnose.deaths import find_deaths
 from commlens.diagnose.disagreements import find_disagreements
 from commlens.diagnose.graph import Graph
-from commlens.diagnose.inside import find_stuck_inside
+from commlens.diagnose.inside import find_left_behind, find_stuck_inside
 from commlens.diagnose.mismatch import Trouble
 from commlens.diagnose.outside import find_ended, find_left_over, find_starting
 from commlens.diagnose.unrecorded import find_unrecorded
@@ -25,15 +25,19 @@ def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Findin
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
     find_cycles(context)
     find_absences(context, [node for node in sinks if node.kind == "absent"])
+    stuck = [node for node in sinks if node.kind == "stuck"]
+    for node in find_left_behind(context, stuck) if world.foreign else stuck:
+        find_stuck_inside(context, node)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
-    for node in sinks:
-        if node.kind == "stuck":
-            find_stuck_inside(context, node)
     find_left_over(context)
     if not context.cases:
         find_starting(context)
     if not any(case.finding.root_cause for case in context.cases):
         find_ended(context)
+    if world.foreign and not context.cases:
+        from commlens.diagnose.stragglers import find_stragglers
+
+        find_stragglers(context)
     _tell_causes(context.cases)
     _tell_refusals(context)
     context.cases.sort(key=_weight)

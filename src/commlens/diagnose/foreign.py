@@ -18,12 +18,14 @@ from commlens.diagnose.extract import DONE, RUNNING, Extract, Integers
 from commlens.diagnose.fate import Fate, fate_of, sort_out
 from commlens.diagnose.world import Block, Track, View, World
 from commlens.model.collective import Channel, ChannelKey
+from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
 
 _RECENT = 4  # operations of a rank that its log names at least
 _RECENT_MOST = 200
 _RECENT_ALL = 20_000  # of all ranks together
 _IN_FLIGHT = 16
+_BEFORE = 64  # operations before the head among which a rank may have left its routine
 
 
 def _log(found: Extract, columns: RankColumns, recent: int) -> RankLog:
@@ -73,7 +75,7 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
         view.history = ColumnHistory(columns)
         view.wrapped = found.wrapped
         view.first_ns = 0 if found.only_active or not len(found) else int(found.created_ns[0])
-        for key, channel in _index(view, found, columns).items():
+        for key, channel in _index(view, found, columns, int(stalled_after_s * 1e9)).items():
             channels.setdefault(key, channel)
             if key in view.tracks:
                 users[key].append(found.rank)
@@ -85,7 +87,26 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
     no_record, elsewhere = absent_ranks(logs, size)
     world = World(views, channels, size, no_record, elsewhere, int(stalled_after_s * 1e9), users=dict(users))  # type: ignore[arg-type]
     world.foreign = True
+    world.moving = _moves(world)
+    if world.moving:
+        for view in views.values():
+            for block in view.blocks.values():
+                block.stuck = False
     return world
+
+
+def _moves(world: World) -> bool:
+    """Whether the job went on while it was dumped: most ranks have in flight what others have seen completed.
+
+    In a job that hangs everything has settled, but for a rank whose own device does not get on.
+    """
+    ended = {key: max(world.views[rank].tracks[key].completed for rank in users) for key, users in world.users.items()}
+    late = 0
+    for view in world.views.values():
+        late += any(
+            track.open and track.open[0] <= ended[key] and track.ops[track.open[0]].op not in ROOTED for key, track in view.tracks.items()
+        )
+    return late > 1 and late * 2 > len(world.views)
 
 
 def newest_ns(found: Extract) -> int:
@@ -127,7 +148,7 @@ def _channels(extracts: Iterable[Extract]) -> dict[tuple[str, str, tuple[int, ..
     return found
 
 
-def _index(view: View, found: Extract, columns: RankColumns) -> dict[object, Channel]:
+def _index(view: View, found: Extract, columns: RankColumns, limit: int) -> dict[object, Channel]:
     """Fill in the rank's tracks, messages and head. Returns its channels by key."""
     known: dict[object, Channel] = {}
     message = is_message(found.asked, found.asked_index)
@@ -156,11 +177,14 @@ def _index(view: View, found: Extract, columns: RankColumns) -> dict[object, Cha
     view.timed = found.timed
     if heads:
         first = heads[0]
+        view.routine_since = max(1, first - _BEFORE)
         batch = int(found.batch[first])
         parts = [row for row in open_rows.tolist() if batch and int(found.batch[row]) == batch] or [first]
         op = columns.op(first)
         age = max(0, view.now_ns - op.announced_ns)
-        view.blocks[0] = Block(op, [columns.op(row) for row in parts], 0, op.announced_ns, "enqueued", True, age)
+        view.blocks[0] = Block(
+            op, [columns.op(row) for row in parts], 0, op.announced_ns, "enqueued", not view.log.captured_ns or age >= limit, age
+        )
         view.heads = [columns.op(row) for row in heads if row not in parts]
     return known
 

@@ -351,7 +351,7 @@ class Builder:
             self._to_thread(node, other, key, edge)
         elif other.fate.kind in ("own", "gone"):
             self.graph.add(node, Node("dead", other.rank), edge)
-        else:
+        elif not is_behind(view, op):
             self._to_stuck(node, edge)
 
     def _match(self, view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from commlens.diagnose import why
@@ -32,9 +33,6 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     culprits = [r for r in ranks if what[r].why in ("stopped", "uninterruptible-io", "throttled", "holding-gil") and not what[r].works]
     busy = [r for r in ranks if _burns_cpu(context.world.views[r]) and op.channel.device == "cpu"]
     name = instance(op) if which.sender < 0 else f"message #{which.number} from rank {which.sender} to rank {which.receiver}"
-    if context.world.foreign and op.op not in ROOTED and (done := [r for r in ranks if _has_ended(context.world.views[r], which)]):
-        _left_behind(context, [node], sorted(set(ranks) - set(done)), done, name)
-        return
     waited = context.longest(direct)
     if busy and not culprits and not failed:
         summary = f"{ranks_phrase(ranks)} are in {name}, which still moves data, {duration(waited)} so far"
@@ -68,21 +66,38 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     context.add(finding, node)
 
 
-def _left_behind(context: Context, nodes: list[Node], ranks: list[int], done: list[int], name: str) -> None:
-    """Others came out of it, which takes everybody's part: these ranks' own devices or processes do not get on."""
-    edges = [edge for node in nodes for edge in context.edges_into(node)]
-    op = edges[0].op
+def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
+    """Collectives that completed on other ranks: of several groups in the same place one finding. Returns the other nodes."""
+    others: list[Node] = []
+    found: dict[tuple[str, int, str], list[tuple[Node, list[int]]]] = defaultdict(list)
+    for node in nodes:
+        which = context.graph.instances[node.detail]
+        op = context.edges_into(node)[0].op
+        members = [r for r in which.key[2] if r in context.world.views] if which.sender < 0 else []
+        left = [r for r in members if not _has_ended(context.world.views[r], which)]
+        if op.op in ROOTED or not left or len(left) == len(members):
+            others.append(node)
+        else:
+            found[(op.op, which.number, op.channel.group.label)].append((node, left))
+    for several in found.values():
+        _left_behind(context, [node for node, _ in several], sorted({rank for _, left in several for rank in left}))
+    return others
+
+
+def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
+    """It takes everybody's part: where others came out of it, these ranks' own devices or processes do not get on."""
+    op = context.edges_into(nodes[0])[0].op
+    done = sorted({r for node in nodes for r in context.graph.instances[node.detail].key[2]} - set(ranks))
     held = sorted(set(context.blocked_by(nodes)) - set(ranks))
-    who, others = ranks_phrase(ranks), ranks_phrase(done)
-    summary = f"{who} {verb(ranks, 'does', 'do')} not come out of {name}, which completed on {others}"
+    who = ranks_phrase(ranks)
+    name = instance(op) if len(nodes) == 1 else f"{op.op} #{op.sequence_number} of {len(nodes)} groups {op.channel.group.label}"
+    summary = f"{who} {verb(ranks, 'does', 'do')} not come out of {name}, which completed on {ranks_phrase(done)}"
     explanation = (
         f"It takes every rank's part, so all of it had arrived: {who} {verb(ranks, 'has', 'have')} a device, driver or process "
         "that does not get on. " + context.behind(ranks, held)
     )
-    finding = make_finding(
-        "stuck-inside", "in-collective", ranks, held, "high", summary, explanation, f"look at the GPU of {who} (dmesg for Xid errors, "
-        "nvidia-smi -q), and at what its process printed", op, op.source, [], None,
-    )  # fmt: skip
+    step = f"look at the GPU of {who} (dmesg for Xid errors, nvidia-smi -q), and at what its process printed"
+    finding = make_finding("stuck-inside", "in-collective", ranks, held, "high", summary, explanation, step, op, op.source, [], None)
     context.add(finding, nodes[0])
     context.cases[-1].blocked = len(context.blocked_by(nodes))
 

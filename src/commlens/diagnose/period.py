@@ -130,14 +130,21 @@ def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
     return _as_text([token(op) for op in ops]), _as_text([loose_token(op) for op in ops])
 
 
-def leaves_routine_at(ops: Sequence[Collective]) -> tuple[Collective, Collective | None] | None:
-    """Where a rank leaves its routine within its last two steps: the op, and the one that it used to issue in its place."""
+def leaves_routine_at(ops: Sequence[Collective], since: int | None = None) -> tuple[Collective, Collective | None] | None:
+    """Where a rank leaves its routine: the op, and the one that it used to issue in its place.
+
+    Args:
+        ops: all that it issued.
+        since: the first position looked at; without it, the last two steps are.
+    """
     if not ops:
         return None
     skipped = max(0, len(ops) - _LOOK_BACK)
     length = len(ops) - skipped
     last_step = ops[-1].step
-    if ops[skipped].step < last_step - 1:
+    if since is not None:
+        since = max(1, since - skipped)
+    elif ops[skipped].step < last_step - 1:
         since = next(i for i in range(length) if ops[skipped + i].step >= last_step - 1)
     else:
         since = max(1, length // 2, length - 64)

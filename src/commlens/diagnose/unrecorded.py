@@ -34,7 +34,7 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
             "dead" if left else "missing", "unknown", culprits, sorted(set(held) - set(culprits)), "medium" if left else "low", summary,
             capital(context.waiting_at(edges)) + ". " + context.behind(direct, held), step, op, None,
             [f"There are records of {count(len(context.world.views), 'rank')} of {context.world.size}."],
-            f"The records of {who} would tell.", root=left or not others,
+            f"The records of {who} would tell.", root=(left and not context.world.foreign) or not others,
         )  # fmt: skip
         context.add(found, members[0])
         context.cases[-1].blocked = len(held)

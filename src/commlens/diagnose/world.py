@@ -72,6 +72,7 @@ class View:
     sent: dict[PairKey, int] = field(default_factory=dict)  # messages that ended
     running: set[int] = field(default_factory=set)  # indices of those known to run on the device
     timed: bool = False  # it is recorded when an operation starts to run
+    routine_since: int | None = None  # position in the history from which on it may have left its routine
     first_ns: int = 0  # of the oldest record; 0 where only what is in flight was recorded
 
     @property
@@ -92,6 +93,7 @@ class World:
     stalled_after_ns: int
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks that have records of it
     foreign: bool = False  # of dumps that other tools wrote
+    moving: bool = False  # it was dumped while collectives completed
 
     @cached_property
     def unrecorded(self) -> frozenset[int]:
