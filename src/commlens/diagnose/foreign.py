@@ -25,7 +25,7 @@ _RECENT = 4  # operations of a rank that its log names at least
 _RECENT_MOST = 200
 _RECENT_ALL = 20_000  # of all ranks together
 _IN_FLIGHT = 16
-_BEFORE = 64  # operations before the head among which a rank may have left its routine
+_BEFORE = 400  # operations before the head among which a rank may have left its routine
 
 
 def _log(found: Extract, columns: RankColumns, recent: int) -> RankLog:
