@@ -1,0 +1,96 @@
+"""Other tools' dumps in, verdict out: the true culprits on generated and on real dumps, whatever lies beside them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from dumpgen import MESHES, Conditions, Job
+from dumpgen.faults import by_name
+
+from commlens.diagnose.paths import diagnose_paths
+from commlens.errors import EvidenceError
+from commlens.model.verdict import Verdict
+
+FAULTS = [
+    "stuck-before-tp", "stuck-before-world", "dead", "mismatch-shape-tp", "mismatch-op", "swap", "skipped-dp", "extra-world", "lost-send",
+    "wrong-peer", "stuck-inside-dp", "two-stuck", "several-apart", "lost-dumps", "partial", "straggler", "healthy-done", "healthy-spread",
+]  # fmt: skip
+
+
+def blamed(verdict: Verdict) -> tuple[int, ...]:
+    """The culprits of all root causes."""
+    return tuple(sorted({rank for finding in verdict.findings if finding.root_cause for rank in finding.culprits}))
+
+
+def generated(folder: Path, fault: str) -> Job:
+    job = Job(MESHES[16], by_name(fault), Conditions(history=10))
+    job.write(folder)
+    return job
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_injected_fault_is_found_and_nobody_else_is_blamed(tmp_path: Path, fault: str) -> None:
+    truth = generated(tmp_path, fault).truth
+    verdict = diagnose_paths(tmp_path)
+    assert verdict.kind in truth.kinds
+    assert blamed(verdict) in (truth.culprits, *truth.also)
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind", "culprits", "number"),
+    [("lock_gil_1st", "missing", [9, 14], 45265), ("gpu_error_1st", "stuck-inside", [12, 14], 42806)],
+)
+def test_real_dumps(shared_data: Path, folder: str, kind: str, culprits: list[int], number: int) -> None:
+    verdict = diagnose_paths(shared_data / "megatron_moe_16ranks" / folder)
+    assert (verdict.kind, verdict.culprits, list(blamed(verdict))) == (kind, culprits, culprits)
+    assert verdict.collective is not None
+    assert verdict.collective.sequence_number == number
+
+
+@pytest.fixture(scope="module")
+def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dumps") / "job"
+    generated(folder, "stuck-before-tp")
+    return folder
+
+
+def test_files_are_read_where_the_executor_says(stuck: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    with ThreadPoolExecutor(2) as executor:
+        verdict = diagnose_paths(stuck, executor=executor, seen=lambda done, total: seen.append((done, total)))
+    assert verdict.to_json() == diagnose_paths(stuck).to_json()
+    assert seen[-1] == (16, 16)
+
+
+def test_another_job_in_the_same_folder_is_left_out_and_named(stuck: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    for path in stuck.iterdir():
+        (tmp_path / "a" / path.name).write_bytes(path.read_bytes())
+        if path.name in ("rank_0", "rank_1"):
+            (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
+    verdict = diagnose_paths(tmp_path)
+    assert blamed(verdict) == (11,)
+    assert any("ranks 0-1" in text and "another job" in text for text in verdict.missing_evidence)
+
+
+def test_the_order_of_the_files_does_not_matter(stuck: Path) -> None:
+    files = sorted(stuck.iterdir())
+    assert diagnose_paths(files).to_json() == diagnose_paths(list(reversed(files))).to_json()
+
+
+def test_a_cut_file_does_not_stop_the_rest(stuck: Path, tmp_path: Path) -> None:
+    for path in stuck.iterdir():
+        data = path.read_bytes()
+        (tmp_path / path.name).write_bytes(data[: len(data) // 2] if path.name == "rank_3" else data)
+    verdict = diagnose_paths(tmp_path)
+    assert 11 in blamed(verdict)
+    assert any("ends in the middle" in text for text in verdict.missing_evidence)
+
+
+def test_nothing_readable_is_an_error_in_words(tmp_path: Path) -> None:
+    (tmp_path / "rank_0").write_bytes(b"\x80\x02garbage")
+    with pytest.raises(EvidenceError, match="Nothing here can be diagnosed"):
+        diagnose_paths(tmp_path)
