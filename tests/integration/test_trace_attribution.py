@@ -1069,3 +1069,23 @@ def test_results_are_ordinary_tensors(fake: None) -> None:
     assert type(out) in (torch.Tensor, functional.AsyncCollectiveTensor)
     assert type(functional_out) in (torch.Tensor, functional.AsyncCollectiveTensor)
     assert not isinstance(out, DTensor)
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("outlives", [True, False], ids=["the model outlives the trace", "the model is gone before its end"])
+def test_parameters_are_those_between_two_steps(outlives: bool) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    with commlens.trace() as trace:
+        model = nn.Sequential(nn.Linear(WIDTH, 16, bias=False), nn.ReLU(), nn.Linear(16, WIDTH))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=mesh["dp"])
+        model(torch.ones(2, WIDTH))
+        if not outlives:
+            del model, layer
+            gc.collect()
+    found = {f"{module.path}.{one.name}": one for module in trace.data.modules for one in module.parameters}
+    assert [path.removeprefix("FSDP") for path in found] == ["Sequential.0.weight", "Sequential.2.weight", "Sequential.2.bias"]
+    weight = list(found.values())[1]
+    assert (weight.placements, weight.shape, weight.dtype) == ("(Shard(dim=0), Shard(dim=1))", (WIDTH, 16), "float32")
+    assert weight.local_bytes == WIDTH * 16 * 4 // 8 and weight.mesh.startswith("DeviceMesh(")
