@@ -107,10 +107,13 @@ MESHES = {
 """World size to the mesh of an FSDP x TP x PP job."""
 
 FLAT_MESHES = {
+    8: Mesh(1, 2, 4),
     16: Mesh(1, 4, 4),
     64: Mesh(1, 8, 8),
+    256: Mesh(1, 32, 8),
     1024: Mesh(1, 128, 8),
     4096: Mesh(1, 512, 8),
+    10240: Mesh(1, 1280, 8),
 }
 """World size to the mesh of a job without a pipeline: no messages, collectives only."""
 
