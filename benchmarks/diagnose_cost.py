@@ -5,7 +5,8 @@
 Each measurement is a command of its own on generated dumps of 2,000 entries for each rank, its worker processes included; CPU is user and
 system time, memory the proportional set size of all its processes together, looked at ten times a second. The bare load is one process
 that calls ``pickle.load`` on one file after the other and keeps nothing, with Python's garbage collector off, which is twice as
-fast as with it. The jobs have no pipeline: on messages torchfrtrace gives up early, and would seem cheap. The files have been read once before, so that nobody waits for the disk.
+fast as with it. The jobs have no pipeline: on messages torchfrtrace gives up early, and would seem cheap. The files have been read
+once before, so that nobody waits for the disk.
 """
 
 from __future__ import annotations
