@@ -58,6 +58,17 @@ def test_json(reads: Callable[..., None], capsys: pytest.CaptureFixture[str]) ->
     assert json.loads(capsys.readouterr().out)["culprits"] == [2]
 
 
+def test_html(reads: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reads(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(), [])
+    assert commands.main(["diagnose", "--html", str(tmp_path / "new" / "verdict.html"), "dumps"]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("VERDICT  ") and said.err == f"commlens: the page is {tmp_path}/new/verdict.html\n"
+    page = (tmp_path / "new" / "verdict.html").read_text()
+    assert page.startswith("<!doctype html>") and "VERDICT  rank 2 never reached" in page
+    assert commands.main(["diagnose", "--html", str(tmp_path), "dumps"]) == 2
+    assert "is a folder" in capsys.readouterr().err
+
+
 def test_nothing_readable_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "rank0.1.box").write_bytes(b"COMMLENS" + bytes(100))
     assert commands.main(["diagnose", str(tmp_path)]) == 3

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 from commlens.errors import CommandError, DumpError
 from commlens.formats import places
 from commlens.formats.blackbox import read_box
-from commlens.formats.dumps import MARKER, Evidence, discard_job, read_evidence, save_dump
+from commlens.formats.dumps import MARKER, Evidence, discard_job, read_evidence, save_dump, save_reports
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
+from commlens.model.verdict import Verdict
+from commlens.reports.page import render_page
 
 SEEN = Observation(
     end=End.KILLED, signal="SIGKILL", seen_ns=UNIX + 9, window_s=1.0, cpu_s=0.5, proc_state="S",
@@ -348,6 +350,18 @@ class TestSaving:
         assert [path.name for path in (dumps / "job-0").iterdir()] == ["notes.txt"]
         assert (dumps / "mine" / "rank0.1.box").exists()
         assert len(list(precious.iterdir())) == 2
+
+    def test_reports_lie_beside_a_dump_and_go_with_it(self, tmp_path: Path) -> None:
+        page, verdict = render_page("verdict", title="t", data={}), Verdict().to_json()
+        saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
+        assert save_reports(saved, host="n03", page=page, verdict=verdict) == saved / "index.html"
+        assert (saved / "index.html").read_bytes() == page and (saved / "verdict.json").read_bytes() == verdict
+        assert read_evidence([saved]).problems == []
+        # Another node that saves into the same folder has a verdict of its own.
+        save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n04", keep=1)
+        assert save_reports(saved, host="n04", page=page, verdict=verdict) == saved / "index-n04.html"
+        save_dump(live_job(tmp_path, job="job-2"), tmp_path / "dumps", {}, host="n03", keep=1)
+        assert not saved.exists()
 
     def test_a_folder_of_somebody_elses_is_filled_but_never_marked(self, tmp_path: Path) -> None:
         target = tmp_path / "dumps" / "job-1"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from watch_ranks import Rank, eventually
 
@@ -110,6 +111,9 @@ def test_a_stall_is_told_once_with_a_dump_and_its_end(job: Job) -> None:
     assert job.times[0] - began >= 0.55
     eventually(lambda: job.heard("everything known is in"))
     assert job.saved == ["rank0", "rank1"]
+    [page], [verdict] = job.dumps.glob("*/index.html"), job.dumps.glob("*/verdict.json")
+    assert job.heard(f"{page} shows it") and b"commlens" in page.read_bytes()
+    assert msgspec.json.decode(verdict.read_bytes(), type=Verdict).culprits == [1]
     time.sleep(1.0)
     assert len(job.said) == 2, f"said again: {job.said}"
     job.ranks[1].tell("announce")

@@ -54,7 +54,8 @@ class DiagnoseCommand:
 
         paths = name_paths(arguments.paths)
         with ProgressBar("reading dumps") as seen:
-            verdict, logs = examine_paths(paths, stalled_after_s=arguments.stalled_after, prefix=arguments.prefix, seen=seen)
+            examined = examine_paths(paths, stalled_after_s=arguments.stalled_after, prefix=arguments.prefix, seen=seen)
+        verdict = examined.verdict
         if arguments.json:
             from commlens.reports.json_report import print_json
 
@@ -69,7 +70,7 @@ class DiagnoseCommand:
             from commlens.formats.whole_file import write_whole
             from commlens.reports.verdict_page import verdict_html
 
-            write_whole(arguments.html, verdict_html(verdict, logs, stalled_after_s=arguments.stalled_after))
+            write_whole(arguments.html, verdict_html(*examined, stalled_after_s=arguments.stalled_after))
             print(f"commlens: the page is {arguments.html}", file=sys.stderr)
         return exit_status(verdict)
 

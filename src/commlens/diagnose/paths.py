@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from typing import NamedTuple
 
 from commlens.diagnose import diagnose
+from commlens.diagnose.world import World
 from commlens.errors import EvidenceError
 from commlens.formats.evidence import Evidence, evidence_of
 from commlens.formats.gathered import Gathered, gather
@@ -23,6 +24,7 @@ class Examined(NamedTuple):
 
     verdict: Verdict
     logs: Sequence[RankLog]
+    world: World | None = None  # the same, indexed, where the verdict was made of other tools' dumps
 
 
 _TOLD = 10  # problems named when nothing could be read
@@ -100,8 +102,8 @@ def _examine_recorded(
         from commlens.formats.log_rows import rows_of_log
 
         extracts += extract_all(rows_of_log(log) for log in evidence.logs)
-    verdict, logs = examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)
-    return Examined(verdict, logs)
+    verdict, world = examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)
+    return Examined(verdict, [view.log for view in world.views.values()] if world is not None else [], world)
 
 
 def _nothing(problems: Sequence[str]) -> str:

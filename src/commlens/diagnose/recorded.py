@@ -8,7 +8,7 @@ from commlens.diagnose import conclude
 from commlens.diagnose.extract import Extract
 from commlens.diagnose.foreign import build_world
 from commlens.diagnose.whose import choose_extracts
-from commlens.model.ranklog import RankLog
+from commlens.diagnose.world import World
 from commlens.model.verdict import Verdict
 
 
@@ -25,15 +25,14 @@ def diagnose_extracts(extracts: Sequence[Extract], *, problems: Sequence[str] = 
 
 def examine_extracts(
     extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0
-) -> tuple[Verdict, list[RankLog]]:
-    """The same, with each rank's operations around the fault."""
+) -> tuple[Verdict, World | None]:
+    """The same, with the ranks as the verdict saw them; None where there are none."""
     chosen, notes = choose_extracts(extracts)
     missing = [*problems, *notes]
     if not chosen:
         verdict = Verdict(
             summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's dump could be read."]
         )
-        return verdict, []
+        return verdict, None
     world = build_world(chosen, stalled_after_s)
-    verdict = conclude(world, missing)
-    return verdict, [view.log for view in world.views.values()]
+    return conclude(world, missing), world

@@ -39,6 +39,7 @@ export interface RankClass {
   count: number;
   role: Role;
   doing: string;
+  each: string;
   place: string;
   detail: string;
 }

@@ -22,7 +22,7 @@ export function Evidence({ page }: { page: VerdictPage }) {
           {verdict.missing_evidence.length > 0 ? (
             <ul>{verdict.missing_evidence.map((text, index) => <li key={index}>{sentence(text)}</li>)}</ul>
           ) : (
-            <p class="dim">Nothing that was asked for.</p>
+            <p class="dim">Nothing is known to be missing.</p>
           )}
           {first?.would_raise_confidence && <p>What would make it surer: {sentence(first.would_raise_confidence)}</p>}
         </div>

@@ -52,7 +52,7 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
               </svg>
             )}
             {edges.map((edge, index) => (
-              <div key={`edge${index}`} class="edge-label" style={at(placed?.edges[index])}>{edge.label}</div>
+              <div key={`edge${index}`} class="edge-label" title={`ranks ${edge.waiting} wait in ${edge.label}`} style={at(placed?.edges[index])}>{edge.label}</div>
             ))}
             {nodes.map((node, index) => (
               <div key={`node${index}`} class={`node ${node.root ? "root" : ""} ${node.cls >= 0 ? `node-${page.classes[node.cls]!.role}` : "node-end"}`} style={at(placed?.nodes[index])}>
@@ -106,7 +106,7 @@ interface Sizes {
 
 function place(page: VerdictPage, sizes: Sizes, direction: "LR" | "TB"): Placed {
   const graph = new Graph({ multigraph: true });
-  graph.setGraph({ rankdir: direction, nodesep: 28, ranksep: 44, edgesep: 16, marginx: 2, marginy: 2 });
+  graph.setGraph({ rankdir: direction, nodesep: 28, ranksep: direction === "LR" ? 26 : 34, edgesep: 16, marginx: 2, marginy: 2 });
   graph.setDefaultEdgeLabel(() => ({}));
   page.graph.nodes.forEach((_, index) => graph.setNode(String(index), { ...sizes.nodes[index] }));
   page.graph.edges.forEach((edge, index) => graph.setEdge(String(edge.source), String(edge.target), { ...sizes.labels[index], labelpos: "c" }, String(index)));

@@ -60,7 +60,7 @@ const NAMES = 92;
 /** A few groups are the rows of a matrix, so that the groups across them are its columns. */
 function matrix(layout: Layout, room: number): Drawn | null {
   const longest = Math.max(1, ...layout.rows.map((row) => row.ranks.length));
-  const named = layout.rows.length > 1;
+  const named = layout.rows.some((row) => row.name !== "") && layout.rows.length > 1;
   const left = named ? NAMES : 4;
   const cell = Math.min(40, Math.floor((room - left) / longest), Math.floor(TALLEST / layout.rows.length));
   if (cell < 16) return null;
@@ -75,7 +75,17 @@ function matrix(layout: Layout, room: number): Drawn | null {
   };
 }
 
+/** One long group stands in several lines. */
+function folded(layout: Layout, room: number): Layout {
+  const [only] = layout.rows;
+  const columns = [64, 32, 16, 8].find((each) => each * 18 <= room) ?? 8;
+  if (!only || only.ranks.length <= columns) return layout;
+  const lines = Math.ceil(only.ranks.length / columns);
+  return { ...layout, rows: Array.from({ length: lines }, (_, line) => ({ name: "", ranks: only.ranks.slice(line * columns, (line + 1) * columns), fault: false })) };
+}
+
 function arrange(layout: Layout, room: number): Drawn {
+  if (layout.rows.length === 1) layout = folded(layout, room);
   const square = matrix(layout, room);
   if (square) return square;
   const longest = Math.max(1, ...layout.rows.map((row) => row.ranks.length));
@@ -181,7 +191,10 @@ function Grid({ page, layout, selected }: { page: VerdictPage; layout: Layout; s
               if (cell) openRank(cell.rank);
             }}
           >
-            {[...paths].map(([role, path]) => <path key={role} class={`cell cell-${role}`} d={path} />)}
+            {[...paths].map(([role, path]) => <path key={role} class={`cell cell-${role} ${drawn.cell < 14 ? "small" : ""}`} d={path} />)}
+            {drawn.cell < 14 && drawn.cells.filter((cell) => roleOf(cell.rank) === "culprit").slice(0, 200).map((cell) => (
+              <circle key={`${cell.row}-${cell.rank}`} class="cell-found" cx={cell.x + drawn.cell / 2} cy={cell.y + drawn.cell / 2} r={7} />
+            ))}
             {drawn.strips.map((strip, index) => (
               <g key={index}>
                 {drawn.labels && (drawn.beside
@@ -216,5 +229,5 @@ export function describe(page: VerdictPage, index: number | undefined, rank: num
   if (index === undefined) return `rank ${rank}`;
   const known = page.classes[page.ranks.cls[index]!];
   const host = page.ranks.texts[page.ranks.host[index]!];
-  return [`rank ${rank}`, host, known && `${known.doing}${known.place ? ` at ${known.place}` : ""}`, ROLES[page.ranks.role[index]!]].filter(Boolean).join(" · ");
+  return [`rank ${rank}`, host, known && `${known.each}${known.place ? ` at ${known.place}` : ""}`, ROLES[page.ranks.role[index]!]].filter(Boolean).join(" · ");
 }

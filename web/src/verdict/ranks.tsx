@@ -17,7 +17,7 @@ export function AllRanks({ page, selected }: { page: VerdictPage; selected: numb
   const [query, setQuery] = useState("");
   const { ranks } = page;
   const texts = useMemo(
-    () => ranks.rank.map((rank, index) => `rank ${rank} ${ranks.texts[ranks.host[index]!]} ${page.classes[ranks.cls[index]!]?.doing} ${page.classes[ranks.cls[index]!]?.place} ${ROLES[ranks.role[index]!]} ${ranks.texts[ranks.last[index]!]} ${ranks.texts[ranks.end[index]!]}`),
+    () => ranks.rank.map((rank, index) => `rank ${rank} ${ranks.texts[ranks.host[index]!]} ${page.classes[ranks.cls[index]!]?.each} ${page.classes[ranks.cls[index]!]?.place} ${ROLES[ranks.role[index]!]} ${ranks.texts[ranks.last[index]!]} ${ranks.texts[ranks.end[index]!]}`),
     [page],
   );
   const found = useMemo(() => {
@@ -44,11 +44,11 @@ export function AllRanks({ page, selected }: { page: VerdictPage; selected: numb
           const rank = ranks.rank[index]!;
           const known = page.classes[ranks.cls[index]!];
           return (
-            <div key={rank} role="listitem" class={`rank-row ${rank === selected ? "selected" : ""}`} style={{ height: `${ROW}px` }}>
+            <div key={rank} role="listitem" class={`rank-row role-${ranks.role[index]} ${rank === selected ? "selected" : ""}`} style={{ height: `${ROW}px` }}>
               <button type="button" onClick={() => openRank(rank)}>
                 <span class="rank-row-name">rank {rank}</span>
                 <RoleChip role={ranks.role[index]!} />
-                <span class="rank-row-doing">{known?.doing}{known?.place ? <span class="mono dim"> {known.place}</span> : null}</span>
+                <span class="rank-row-doing">{known?.each}{known?.place ? <span class="mono dim"> {known.place}</span> : null}</span>
                 <span class="rank-row-host dim">{ranks.texts[ranks.host[index]!]}</span>
               </button>
             </div>
@@ -98,7 +98,7 @@ export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
       </header>
       {index < 0 ? <p>There is no rank {rank} in this job.</p> : (
         <>
-          {known && <p>{`${known.count > 1 ? `As all of ranks ${known.ranks}: ` : ""}${known.doing}${known.place ? ` at ${known.place}` : ""}${known.detail ? `, ${known.detail}` : ""}.`}</p>}
+          {known && <p>{`It ${known.each}${known.place ? ` at ${known.place}` : ""}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, as all of ranks ${known.ranks} do` : ""}.`}</p>}
           <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
           {about.map((finding, at) => <p key={at} class={finding.root_cause ? "blame" : "dim"}>{finding.summary}.</p>)}
           {stack && <><h3>Stack</h3><Stack stack={stack} bare /></>}

@@ -58,7 +58,7 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
   const [, redraw] = useState(0);
 
   const labels = useMemo(() => [...new Set(data.channels.map((channel) => channel.label))], [data]);
-  const rows = labels.length <= 3 ? labels.length : 1;
+  const rows = Math.min(4, labels.length);
   const laneHeight = Math.max(18, rows * 8 + 8);
   const whole = useMemo(() => extent(data), [data]);
   const base = useMemo(() => scaleLinear().domain(whole).range([0, Math.max(1, width)]), [whole, width]);
@@ -144,8 +144,9 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
     <div class="timeline">
       <div class="timeline-tools">
         <span class="legend">
-          {labels.map((label, index) => <span key={label}><i class={`swatch series-${(index % SERIES) + 1}`} />{label}</span>)}
+          {labels.slice(0, 12).map((label, index) => <span key={label}><i class={`swatch series-${(index % SERIES) + 1}`} />{label}</span>)}
           <span><i class="swatch swatch-open" />in flight</span>
+          {data.lanes.some((lane) => lane.ops.state.includes(FAILED)) && <span><i class="swatch swatch-failed" />failed</span>}
         </span>
         <span class="zooms">
           <button type="button" class="icon-button" aria-label="Zoom in" title="Zoom in (+)" onClick={() => magnify(2)}><Icon name="plus" /></button>
@@ -204,7 +205,7 @@ function endOf(data: Data, end: number, state: number, start: number): number {
 }
 
 function rowOf(data: Data, labels: string[], rows: number, channel: number): number {
-  return rows > 1 ? labels.indexOf(data.channels[channel]!.label) : 0;
+  return Math.min(rows - 1, labels.indexOf(data.channels[channel]!.label)); // the rarer kinds of groups share the last row
 }
 
 function relative(us: number): string {
@@ -298,6 +299,10 @@ function draw(canvas: HTMLCanvasElement, { data, labels, rows, laneHeight, width
         pen.fillStyle = state === FAILED ? colours.culprit : paint;
         pen.fillRect(x, y, wide, barHeight);
         pen.globalAlpha = 1;
+        if (wide > 3) { // where it begins, should another one lie below it
+          pen.fillStyle = colours.page;
+          pen.fillRect(x, y, 1, barHeight);
+        }
       }
       if (isMarked(lane, op)) {
         pen.strokeStyle = colours.text;

@@ -6,6 +6,8 @@ import time
 from collections.abc import Sequence
 
 import commlens
+from commlens.diagnose.choose import choose
+from commlens.diagnose.world import World, build
 from commlens.model.collective import Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -22,21 +24,22 @@ from commlens.reports.verdict_page.waiting import wait_graph
 _FILES_NAMED = 3
 
 
-def verdict_html(verdict: Verdict, logs: Sequence[RankLog], *, stalled_after_s: float = 1.0) -> bytes:
+def verdict_html(verdict: Verdict, logs: Sequence[RankLog], world: World | None = None, *, stalled_after_s: float = 1.0) -> bytes:
     """Make the file.
 
     Args:
         verdict: what was found.
         logs: what it was found in.
+        world: the same, indexed; without, the logs are indexed here.
         stalled_after_s: what the verdict was made with.
     """
-    page = verdict_page(verdict, logs, stalled_after_s=stalled_after_s)
+    page = verdict_page(verdict, logs, world, stalled_after_s=stalled_after_s)
     return render_page("verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text)
 
 
-def verdict_page(verdict: Verdict, logs: Sequence[RankLog], *, stalled_after_s: float = 1.0) -> VerdictPage:
+def verdict_page(verdict: Verdict, logs: Sequence[RankLog], world: World | None = None, *, stalled_after_s: float = 1.0) -> VerdictPage:
     """What the page shows, as data: a pure function of the verdict and the logs."""
-    scene = Scene(verdict, logs, stalled_after_s)
+    scene = Scene(verdict, world if world is not None else build(choose(logs)[0], stalled_after_s))
     merged, stack_of = stacks(scene)
     return VerdictPage(
         commlens=commlens.__version__,
@@ -98,7 +101,7 @@ def _ranks(scene: Scene, stack_of: dict[int, int]) -> Ranks:
         made.host.append(texts(log.host if log is not None else ""))
         made.pid.append(log.pid if log is not None else 0)
         made.steps.append(log.steps if log is not None else 0)
-        made.issued.append(max(log.issued, len(log.collectives)) if log is not None else 0)
+        made.issued.append(max(log.issued, len(view.history)) if view is not None and log is not None else 0)
         made.last.append(texts(_last(view.last_op) if view is not None else ""))
         made.end.append(texts((view.fate.text or _FATES.get(view.fate.kind, "")) if view is not None else "left no record"))
         made.stack.append(stack_of.get(rank, -1))

@@ -24,8 +24,8 @@ def layouts(scene: Scene) -> list[Layout]:
         fault = (group.name, group.ranks) in faults
         by_label[name][group.ranks] = by_label[name].get(group.ranks, False) or fault
     found = [_layout(name, groups) for name, groups in by_label.items()]
-    # The one that shows the fault first, then those that divide the ranks most finely.
-    found.sort(key=lambda layout: (not any(row.fault for row in layout.rows), -len(layout.rows), layout.name))
+    # Those that divide the ranks, the one with the fault first, then the finest; one group of everybody shows little.
+    found.sort(key=lambda layout: (len(layout.rows) == 1, not any(row.fault for row in layout.rows), -len(layout.rows), layout.name))
     hosts: dict[str, list[int]] = defaultdict(list)
     for rank, view in scene.world.views.items():
         hosts[view.log.host or "an unnamed host"].append(rank)

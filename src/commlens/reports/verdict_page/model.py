@@ -25,7 +25,8 @@ class RankClass(msgspec.Struct, kw_only=True):
     ranks: str
     count: int
     role: Role
-    doing: str  # "wait in all_reduce #41 of dp"
+    doing: str  # "wait in all_reduce #41 of dp"; of one rank "waits in ..."
+    each: str = ""  # the same, said of one of them
     place: str = ""  # "train.py:81 step"
     detail: str = ""  # "for 31 s, float32[1048576] SUM"
 

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnose.choose import choose
 from commlens.diagnose.graph import Builder, Graph
 from commlens.diagnose.mismatch import Trouble, find_troubles
 from commlens.diagnose.words import duration, place, tensors
-from commlens.diagnose.world import Block, ChannelKey, View, World, build
+from commlens.diagnose.world import Block, ChannelKey, View, World
 from commlens.model.collective import Collective
-from commlens.model.ranklog import RankLog
 from commlens.model.ranks import format_ranks
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.model import RankClass, Role
 
-CLASSES_MAX = 40
-_WAIT = {"wait": "wait in", "issue": "are inside the call of", "assumed": "probably wait in", "failed": "gave up waiting in"}
+CLASSES_WANTED = 9  # with more, ranks are told apart by less
+CLASSES_MAX = 24
+_DETAILS = 4
+"""How finely ranks are told apart: 4 by the collective with its number, and the line; 3 messages without peer and number; 2 no
+collective's number; 1 no line; 0 by the group only."""
+
+_WAIT = {"wait": "wait in", "issue": "wait in", "assumed": "probably wait in", "enqueued": "wait in", "failed": "gave up waiting in"}
 
 
 class Doing(NamedTuple):
@@ -32,10 +34,9 @@ class Doing(NamedTuple):
 class Scene:
     """The logs and the verdict, joined."""
 
-    def __init__(self, verdict: Verdict, logs: Sequence[RankLog], stalled_after_s: float) -> None:
-        chosen, _ = choose(logs)
+    def __init__(self, verdict: Verdict, world: World) -> None:
         self.verdict = verdict
-        self.world: World = build(chosen, stalled_after_s)
+        self.world = world
         self.troubles: list[Trouble] = find_troubles(self.world)
         self.graph: Graph = Builder(self.world, self.troubles).build()
         self.everybody = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *verdict.culprits})
@@ -67,11 +68,11 @@ class Scene:
     # --- classes of ranks
 
     def _fold(self) -> tuple[list[RankClass], dict[int, int]]:
-        for numbered, placed in ((True, True), (False, True), (False, False)):
+        for detail in range(_DETAILS, -1, -1):
             doing: dict[Doing, list[int]] = defaultdict(list)
             for rank in self.everybody:
-                doing[self._doing(rank, numbered=numbered, placed=placed)].append(rank)
-            if len(doing) <= CLASSES_MAX:
+                doing[self._doing(rank, detail)].append(rank)
+            if len(doing) <= CLASSES_WANTED:
                 break
         order = ("culprit", "awaited", "involved", "victim", "unknown", "none")
         found = sorted(doing.items(), key=lambda item: (order.index(item[0].role), -len(item[1]), item[1]))
@@ -83,7 +84,9 @@ class Scene:
         class_of = {rank: number for number, (_, ranks) in enumerate(found) for rank in ranks}
         if rest:
             class_of |= dict.fromkeys(rest, len(classes))
-            classes.append(RankClass(ranks=format_ranks(rest), count=len(rest), role="none", doing="are elsewhere, each in another place"))
+            classes.append(
+                RankClass(ranks=format_ranks(rest), count=len(rest), role="none", doing="are in many other places", each="is elsewhere")
+            )
         return classes, class_of
 
     def _class(self, what: Doing, ranks: list[int]) -> RankClass:
@@ -95,11 +98,17 @@ class Scene:
             parts = [f"for {duration(longest)}"] if longest else []
             parts += [next(iter(kinds))] if len(kinds) == 1 and kinds != {""} else []
             detail = ", ".join(parts)
-        words = what.words if len(ranks) > 1 else _singular(what.words)
-        return RankClass(ranks=format_ranks(ranks), count=len(ranks), role=what.role, doing=words, place=what.place, detail=detail)
+        each = _singular(what.words)
+        doing = what.words if len(ranks) > 1 else each
+        return RankClass(
+            ranks=format_ranks(ranks), count=len(ranks), role=what.role, doing=doing, each=each, place=what.place, detail=detail
+        )
 
-    def _doing(self, rank: int, *, numbered: bool, placed: bool) -> Doing:
+    def _doing(self, rank: int, detail: int) -> Doing:
         role = self.role(rank)
+        if role in ("culprit", "awaited"):
+            detail = _DETAILS
+        placed = detail > 1
         view = self.world.views.get(rank)
         if view is None:
             return Doing(role, "left no record" if rank in self.world.no_record else "have no records here", "")
@@ -110,14 +119,14 @@ class Scene:
             where = place(view.fate.source) or self._at(view)
             return Doing(role, view.fate.text or "ended", where if placed else "")
         if block is not None:
-            words = f"{_WAIT[block.how]} {phrase(block.op, numbered=numbered)}"
+            words = f"{_WAIT[block.how]} {_phrase(block.op, detail)}"
             return Doing(role, words, place(block.op.source) if placed else "")
         where = self._at(view)
         if where:
             return Doing(role, f"are in {where.partition(' ')[2] or where}", where if placed else "")
         if view.last_op is None:
             return Doing(role, "issued nothing", "")
-        return Doing(role, f"issued {phrase(view.last_op, numbered=numbered)} last", place(view.last_op.source) if placed else "")
+        return Doing(role, f"issued {_phrase(view.last_op, detail)} last", place(view.last_op.source) if placed else "")
 
     def block_of(self, rank: int) -> Block | None:
         """What holds a rank up: its main thread, where that is blocked."""
@@ -133,14 +142,21 @@ class Scene:
         return place(stack.source) if stack is not None else ""
 
 
-def phrase(op: Collective, *, numbered: bool = True) -> str:
+def phrase(op: Collective) -> str:
     """``"all_reduce #41 of dp"``: without the ranks, so that the same of several groups reads alike."""
-    number = f" #{op.sequence_number}" if numbered else ""
+    return _phrase(op, _DETAILS)
+
+
+def _phrase(op: Collective, detail: int) -> str:
     if op.is_point_to_point:
+        if detail < _DETAILS:
+            return "a send or receive" if detail < 2 else f"a {op.op}"
         towards = "to" if op.op == "send" else "from"
         who = f"rank {op.peer}" if op.peer is not None else "any rank"
-        return f"{op.op}{number} {towards} {who}" if numbered else op.op
-    return f"{op.op}{number} of {label(op)}"
+        return f"{op.op} #{op.sequence_number} {towards} {who}"
+    if detail == 0:
+        return f"collectives of {label(op)}"
+    return f"{op.op} #{op.sequence_number} of {label(op)}" if detail > 2 else f"{op.op} of {label(op)}"
 
 
 def label(op: Collective) -> str:

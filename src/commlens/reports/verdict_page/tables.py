@@ -53,7 +53,7 @@ def tables(scene: Scene) -> list[Table]:
     made = [_aligned(scene, key, number, {n for k, n in named if k == key}) for key, number in list(centres.items())[:_TABLES_MAX]]
     if left_out and made:
         made[-1].left_out += f" {left_out} more groups in which ranks wait have no table."
-    if scene.world.views and any(view.log.collectives for view in scene.world.views.values()):
+    if scene.world.views and any(view.history for view in scene.world.views.values()):
         made.append(_in_order(scene))
     return made
 
@@ -68,13 +68,14 @@ def _aligned(scene: Scene, key: ChannelKey, centre: int, named: set[int]) -> Tab
     newest = max((track.last for track in tracks.values() if track is not None), default=centre)
     numbers = [n for n in range(centre - _BEFORE, min(centre + _AFTER, max(newest, centre)) + 1) if n > 0]
     odd, notes, firsts = _odd_ones(key, tracks, numbers)
+    one_clock = len({views[rank].log.host for rank in tracks}) == 1
     signatures: dict[_Signature, list[int]] = defaultdict(list)
     cells: dict[_Signature, list[Cell]] = {}
     late: dict[tuple[_Signature, int], int] = defaultdict(int)
     for rank in key[2]:
         track = tracks.get(rank)
         awaited = rank in views and scene.role(rank) in ("culprit", "awaited", "involved")
-        column = [_cell(track, n, rank in odd.get(n, ()) or (awaited and n == centre), known=rank in views) for n in numbers]
+        column = [_cell(track, n, differs=rank in odd.get(n, ()), awaited=awaited and n == centre, known=rank in views) for n in numbers]
         signature: _Signature = (scene.role(rank), tuple((c.op, c.what, c.place, c.state, c.differs) for c in column))
         signatures[signature].append(rank)
         cells.setdefault(signature, column)
@@ -86,7 +87,7 @@ def _aligned(scene: Scene, key: ChannelKey, centre: int, named: set[int]) -> Tab
     shown = ordered[:_COLUMNS_MAX]
     for signature in shown:
         for n, cell in zip(numbers, cells[signature], strict=True):
-            if late[signature, n] >= _LATE_NS:
+            if late[signature, n] >= _LATE_NS and one_clock:
                 cell.late = f"{duration(late[signature, n])} after the first"
     rows = [
         TableRow(f"#{n}", [cells[signature][i] for signature in shown], n in named or (not named and n == centre), notes.get(n, ""))
@@ -128,14 +129,14 @@ def _odd_ones(
     return odd, notes, firsts
 
 
-def _cell(track: Track | None, number: int, odd: bool, *, known: bool) -> Cell:
-    """``odd``: it differs from the others, or it is the one that they wait for, should it not have come."""
+def _cell(track: Track | None, number: int, *, differs: bool, awaited: bool, known: bool) -> Cell:
+    """``awaited``: should it not have come, that is the difference."""
     if track is None or number > track.last:
-        return Cell("not issued" if known else "no record", state="absent", differs=odd)
+        return Cell("not issued" if known else "no record", state="absent", differs=awaited)
     op = track.ops.get(number)
     if op is None:
         return Cell("overwritten", state="overwritten")
-    return _filled(op, op.op if not track.members.get(number) else f"{op.op} of {len(track.members[number])}", odd)
+    return _filled(op, op.op if not track.members.get(number) else f"{op.op} of {len(track.members[number])}", differs)
 
 
 def _filled(op: Collective, name: str, differs: bool = False) -> Cell:
@@ -150,9 +151,7 @@ def _in_order(scene: Scene) -> Table:
     signatures: dict[_Signature, list[int]] = defaultdict(list)
     cells: dict[_Signature, list[Cell]] = {}
     for rank, view in sorted(scene.world.views.items()):
-        recent = [
-            _filled(op, phrase(op)) for op in view.log.collectives[-_LAST_MAX:] if not (op.coalescing_id and not op.coalesced_members)
-        ]
+        recent = [_filled(op, phrase(op)) for op in view.history[-_LAST_MAX:] if not (op.coalescing_id and not op.coalesced_members)]
         signature: _Signature = (scene.role(rank), tuple((c.op, c.what, c.place, c.state) for c in recent))
         signatures[signature].append(rank)
         cells.setdefault(signature, recent)

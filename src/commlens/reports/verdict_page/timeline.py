@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from commlens.diagnose.words import place, tensors
 from commlens.diagnose.world import ChannelKey, View
@@ -12,6 +12,7 @@ from commlens.reports.verdict_page.model import Arrivals, ChannelRef, Lane, Ops,
 from commlens.reports.verdict_page.scene import Scene, phrase
 
 LANES_MAX = 48
+_SEEN_AT_ONCE = 16  # lanes; of more, those of the root cause come first
 _OPS_MAX = 16_000
 _OPS_OF_A_LANE = 400
 _ARRIVALS_MAX = 4
@@ -53,7 +54,7 @@ def timeline(scene: Scene) -> Timeline:
     """The lanes that matter most, the last collectives of each, and when ranks came to the ones that the findings name."""
     ranks = _lane_ranks(scene)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
-    chosen = {rank: _last(scene.world.views[rank].log.collectives, most) for rank in ranks}
+    chosen = {rank: _last(scene.world.views[rank].history, most) for rank in ranks}
     times = [op.announced_ns for ops in chosen.values() for op in ops if op.announced_ns]
     made = Timeline(left_out=len(scene.world.views) - len(ranks))
     if not times:
@@ -81,6 +82,8 @@ def timeline(scene: Scene) -> Timeline:
         made.lanes.append(Lane(rank, scene.role(rank), scene.class_of.get(rank, -1), columns))
     made.channels, made.texts = channels.refs, texts.texts
     made.window = _window(made, chosen.values(), zero)
+    if len(made.lanes) > _SEEN_AT_ONCE:
+        made.lanes.sort(key=lambda lane: lane.role not in ("culprit", "awaited"))
     hosts = {scene.world.views[rank].log.host for rank in ranks}
     if len(hosts) > 1:
         made.notes.append(
@@ -103,12 +106,12 @@ def _lane_ranks(scene: Scene) -> list[int]:
     return sorted(list(dict.fromkeys([*wanted, *focused, *ranks]))[:LANES_MAX])
 
 
-def _last(ops: list[Collective], most: int) -> list[Collective]:
-    """The last ones; members of a coalesced group are shown by the record that closes it."""
+def _last(history: Sequence[Collective], most: int) -> list[Collective]:
+    """The last ones, and of the many before them those in flight; members of a coalesced group are shown by the record that closes it."""
+    ops = history[-4 * most :]
     closed = {op.coalescing_id for op in ops if op.coalescing_id and op.coalesced_members}
     shown = [op for op in ops if not (op.coalescing_id in closed and not op.coalesced_members)]
-    recent = shown[-most:]
-    return [op for op in shown[:-most] if op.in_flight] + recent if len(shown) > most else recent
+    return [op for op in shown[:-most] if op.in_flight] + shown[-most:] if len(shown) > most else list(shown)
 
 
 def _name(op: Collective) -> str:

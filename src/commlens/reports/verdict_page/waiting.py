@@ -39,7 +39,10 @@ class _Fold:
             ends = {end for target, behind in graph.edges[meeting].items() for end in self._ends(target, behind)}
             self._join([source.rank for source in sources], edge, ends)
         edges = []
+        told = _told(self._edges)
         for (start, end), by_label in sorted(self._edges.items()):
+            if (start, end) not in told:
+                continue
             first = max(by_label, key=lambda text: (len(by_label[text]), text))
             more = f" and {len(by_label) - 1} more" if len(by_label) > 1 else ""
             ranks = set().union(*by_label.values())
@@ -81,3 +84,33 @@ class _Fold:
             title = f"{capital(count(len(members), 'rank'))} arrived, none completes"
             return [self._put("stuck", target.detail, GraphNode(title=title, lines=[instance(edge.op)], root=True))]
         return [self._of_rank(target.rank)] if target.rank in scene.class_of else []
+
+
+def _told(edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Edges that no longer way says as well: who waits for one that waits for a third need not have an arrow to the third.
+
+    Among nodes that wait for each other, all edges are kept.
+    """
+    after: dict[int, set[int]] = defaultdict(set)
+    for start, end in edges:
+        if start != end:  # in a class some wait for others of it: the picture is of who holds up the class
+            after[start].add(end)
+
+    def reached(starts: Iterable[int]) -> set[int]:
+        seen: set[int] = set()
+        todo = list(starts)
+        while todo:
+            node = todo.pop()
+            if node not in seen:
+                seen.add(node)
+                todo += after.get(node, ())
+        return seen
+
+    reach = {node: reached(after[node]) for node in list(after)}
+    kept: set[tuple[int, int]] = set()
+    for start, ends in after.items():
+        for end in ends:
+            between = (other for other in ends if other != end and start not in reach.get(other, ()) and other not in reach.get(end, ()))
+            if not any(end in reach.get(other, ()) for other in between):
+                kept.add((start, end))
+    return kept

@@ -1,0 +1,155 @@
+"""What the verdict's page is given to show: roles, classes, the folded graph, the tables; bounded, whatever it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from builders import MS, Die, Job, Stay, Step, all_reduce, recv, send
+
+from commlens.diagnose import diagnose
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.reports.verdict_page import verdict_page
+from commlens.reports.verdict_page.model import VerdictPage
+
+
+def page_of(logs: list[RankLog]) -> VerdictPage:
+    page = verdict_page(diagnose(logs), logs)
+    assert msgspec.json.decode(msgspec.json.encode(page), type=VerdictPage) == page
+    return page
+
+
+def classes(page: VerdictPage) -> list[tuple[str, str, str]]:
+    return [(one.role, one.ranks, one.doing) for one in page.classes]
+
+
+def edges(page: VerdictPage) -> set[tuple[str, str, str]]:
+    """Who waits for whom in what; what is no rank by its title."""
+
+    def name(index: int) -> str:
+        node = page.graph.nodes[index]
+        return page.classes[node.cls].ranks if node.cls >= 0 else node.title
+
+    return {(name(edge.source), name(edge.target), edge.label) for edge in page.graph.edges}
+
+
+def stays(job: Job, rank: int) -> Iterator[object]:
+    for step in range(6):
+        if (rank, step) == (2, 3):
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.world, line=20)
+        yield Step()
+
+
+def test_a_rank_that_does_not_come() -> None:
+    page = page_of(Job(4).run(stays).logs())
+    assert classes(page) == [("culprit", "2", "is in load_batch"), ("victim", "0-1,3", "wait in all_reduce #4 of the default group")]
+    assert edges(page) == {("0-1,3", "2", "all_reduce #4 of the default group")}
+    assert [node.root for node in page.graph.nodes if node.cls == 0] == [True]
+    table = page.tables[0]
+    assert [column.ranks for column in table.columns] == ["2", "0-1,3"]
+    row = table.rows[-1]
+    assert (row.number, row.fault, row.cells[0].op, row.cells[0].differs, row.cells[1].state) == (
+        "#4",
+        True,
+        "not issued",
+        True,
+        "in-flight",
+    )
+    arrivals = page.timeline.arrivals[0]
+    assert (sorted(arrivals.ranks), arrivals.absent) == ([0, 1, 3], "2")
+    assert arrivals.at[0] == 0 and arrivals.at == sorted(arrivals.at)
+    assert page.stacks[0].frames[0].place == "train.py:57"
+    assert "VERDICT  rank 2 never reached" in page.text
+
+
+def test_who_disagrees_is_marked_and_waited_for() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for step in range(5):
+            yield all_reduce(job.world, 24 if (rank, step) == (1, 3) else 32, line=20)
+            yield Step()
+
+    page = page_of(Job(4).run(program).logs())
+    assert edges(page) == {("0,2-3", "1", "all_reduce #4 of the default group")} | {
+        edge for edge in edges(page) if edge[0] == "1" and edge[1].startswith("They met")
+    }
+    row = next(row for row in page.tables[0].rows if row.fault)
+    marked = {column.ranks: cell.differs for column, cell in zip(page.tables[0].columns, row.cells, strict=True)}
+    assert marked == {"1": True, "0,2-3": False}
+    assert row.note == "shape differs"
+
+
+def test_a_cycle_has_an_edge_each_way() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        one, two = job.group("1", range(4), "gradients"), job.group("2", range(4), "statistics")
+        for step in range(5):
+            order = [(two, 24), (one, 19)] if (rank, step) == (2, 3) else [(one, 19), (two, 24)]
+            for group, line in order:
+                yield all_reduce(group, line=line)
+            yield Step()
+
+    page = page_of(Job(4).run(program).logs())
+    assert edges(page) == {("2", "0-1,3", "all_reduce #4 of statistics"), ("0-1,3", "2", "all_reduce #4 of gradients")}
+    assert {table.name for table in page.tables} == {"statistics [0-3]", "gradients [0-3]", "In the order of issue"}
+    # Who does not come because it waits elsewhere for the one that left its routine is not marked as the odd one.
+    statistics = next(table for table in page.tables if table.name.startswith("statistics"))
+    assert [cell.differs for cell in statistics.rows[-1].cells] == [False, False]
+
+
+def test_messages_have_the_order_of_issue() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for step in range(4):
+            if rank == 0:
+                yield recv(job.world, 1, line=11)
+            elif step < 3:
+                yield send(job.world, 0, line=21)
+            else:
+                yield Stay(30, "think")
+            yield Step()
+
+    page = page_of(Job(2).run(program).logs())
+    assert edges(page) == {("0", "1", "recv #4 from rank 1")}
+    assert [table.name for table in page.tables] == ["In the order of issue"]
+
+
+def test_the_dead_and_those_who_left_nothing() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for step in range(4):
+            if (rank, step) == (3, 2):
+                yield Die(Observation(End.KILLED, signal="SIGKILL"), line=40)
+            yield all_reduce(job.world, line=20)
+
+    logs = Job(4).run(program).logs()
+    assert classes(page_of(logs))[0][0:2] == ("culprit", "3")
+    assert "SIGKILL" in classes(page_of(logs))[0][2]
+    page = page_of(logs[:3])
+    assert 3 in page.ranks.rank
+    assert any(one.ranks == "3" and "record" in one.doing for one in page.classes)
+
+
+def test_records_without_times_have_tables_but_no_timeline() -> None:
+    logs = Job(4).run(stays).logs()
+    for log in logs:
+        for op in log.collectives:
+            op.announced_ns = op.entered_ns = op.returned_ns = op.done_ns = op.wait_ended_ns = 0
+            op.wait_began_ns = MS if op.wait_began_ns else 0
+    page = page_of(logs)
+    assert page.timeline.lanes == [] and page.timeline.notes
+    assert page.tables
+
+
+@pytest.mark.parametrize("ranks", [512, 4096])
+def test_many_ranks_make_a_page_of_the_same_size(ranks: int) -> None:
+    few = Job(4).run(stays).logs()
+    logs = [msgspec.structs.replace(few[2 if rank == 2 else 0], rank=rank, world_size=ranks, pid=1000 + rank) for rank in range(ranks)]
+    page = page_of(logs)
+    assert len(page.classes) < 10 and len(page.timeline.lanes) <= 48 and len(page.tables) <= 7
+    assert page.timeline.left_out == ranks - len(page.timeline.lanes)
+    assert sum(len(lane.ops.start) for lane in page.timeline.lanes) <= 16_000
+    assert len(page.ranks.rank) == ranks
+
+
+def test_nothing_to_show() -> None:
+    page = page_of([])
+    assert (page.classes, page.graph.nodes, page.tables, page.timeline.lanes) == ([], [], [], [])
