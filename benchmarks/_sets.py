@@ -96,6 +96,7 @@ class Sets:
         self._modes = modes
         self._pipes = pipes
         self._watchers = watchers
+        self.failed: list[str] = []  # modes whose ranks ended: the case does not run in them
 
     def compare(self, case: str, *, rounds: int, runs: int) -> list[Measured]:
         """Let all run a case in turns, ``rounds`` blocks of ``runs``."""
@@ -104,10 +105,22 @@ class Sets:
             order = list(range(len(self._modes)))
             shift = number % len(order)
             for which in order[shift:] + order[:shift]:
-                block = self._block(which, case, runs)
+                if self._modes[which].name in self.failed:
+                    continue
+                try:
+                    block = self._block(which, case, runs)
+                except (EOFError, OSError):
+                    if not which:
+                        raise
+                    self.failed.append(self._modes[which].name)
+                    continue
                 if number >= 0:
                     blocks[which].append(block)
-        return [self._measured(case, mode.name, found, blocks[0]) for mode, found in zip(self._modes, blocks, strict=True)]
+        return [
+            self._measured(case, mode.name, found, blocks[0])
+            for mode, found in zip(self._modes, blocks, strict=True)
+            if mode.name not in self.failed
+        ]
 
     @staticmethod
     def _measured(case: str, mode: str, found: list[tuple[float, float]], base: list[tuple[float, float]]) -> Measured:

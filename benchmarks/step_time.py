@@ -193,6 +193,7 @@ def main() -> None:
         try:
             with running(here, "gloo", world_size, prepare(make), per_step=True) as sets:
                 measured = sets.compare("step", rounds=rounds, runs=steps)
+                report.left_out += [f"{family} does not run under {name}: its ranks raised." for name in sets.failed]
         except Exception as error:
             report.left_out.append(f"{family} could not be measured: {type(error).__name__}: {error}")
             continue
