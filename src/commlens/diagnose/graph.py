@@ -62,6 +62,13 @@ class Graph:
         self.edges.setdefault(target, {})
         self.back.setdefault(target, set()).add(source)
 
+    def drop(self, source: Node, target: Node) -> None:
+        """Take an edge away, and its target where nobody else waits for it."""
+        del self.edges[source][target]
+        self.back[target].discard(source)
+        if not self.back[target] and not self.edges[target]:
+            del self.edges[target]
+
     def sinks(self) -> list[Node]:
         """Nodes that wait for nobody."""
         return sorted(node for node, targets in self.edges.items() if not targets and node.kind not in ("wait", "at"))
@@ -211,6 +218,10 @@ class Builder:
         self.graph.edges.setdefault(node, {})
         for part in block.parts:
             self._part(view, node, part)
+        targets = self.graph.edges[node]
+        if len(block.parts) > 1 and any(target.kind != "stuck" for target in targets):
+            for target in [target for target in targets if target.kind == "stuck"]:
+                self.graph.drop(node, target)  # a batch ends as a whole: what it waits for is its other message
 
     def _part(self, view: View, node: Node, op: Collective) -> None:
         if op.is_point_to_point:
@@ -351,7 +362,9 @@ class Builder:
             self._to_thread(node, other, key, edge)
         elif other.fate.kind in ("own", "gone"):
             self.graph.add(node, Node("dead", other.rank), edge)
-        elif not is_behind(view, op):
+        elif _waits_for_more(other, view.rank):
+            self._to_thread(node, other, key, edge)  # it came, in a batch that waits for another message
+        elif not is_behind(view, op) and not _waits_for_more(view, other.rank):
             self._to_stuck(node, edge)
 
     def _match(self, view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
@@ -412,6 +425,12 @@ class Builder:
     def _pair_thread(self, other: View, key: ChannelKey) -> int:
         last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
         return last.issue_thread if last is not None else 0
+
+
+def _waits_for_more(view: View, peer: int) -> bool:
+    """Whether a rank of another tool's dump is stuck in a batch that also has messages with others than this one."""
+    head = view.blocks.get(0) if view.columns is not None else None
+    return head is not None and any(part.peer != peer for part in head.parts)
 
 
 def _waits_for_a_thread(frames: tuple[object, ...]) -> bool:
