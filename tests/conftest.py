@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,10 +31,13 @@ GRACE_S = 10.0  # watchers end by themselves, with the job
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """No setting of the person who runs the tests reaches them."""
     for name in list(os.environ):
-        if (name.startswith("COMMLENS") and name != "COMMLENS_TEST_DATA") or name.startswith(("TORCH_NCCL_", "TORCH_FR_", "ACCELERATE_")):
+        if (name.startswith("COMMLENS") and name not in ("COMMLENS_TEST_DATA", NATIVE)) or name.startswith(
+            ("TORCH_NCCL_", "TORCH_FR_", "ACCELERATE_")
+        ):
             monkeypatch.delenv(name)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+    monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(tmp_path_factory.getbasetemp() / "no-native"))
 
 
 @pytest.fixture
@@ -43,6 +47,61 @@ def shared_data() -> Path:
     if not folder:
         pytest.skip("COMMLENS_TEST_DATA does not name the folder of real dumps")
     return Path(folder)
+
+
+NATIVE = "COMMLENS_TEST_NATIVE"  # a folder that keeps the native engine from one test run to the next
+_native_cache = pytest.StashKey[tuple[Path, str]]()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the native engine, where a test of this run needs it: before any of them, since it takes longer than a test may."""
+    if session.config.option.collectonly or not any(map(_needs_native, session.items)):
+        return
+    base = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    cache = Path(os.environ.get(NATIVE) or shared / "native-cache")
+    session.config.stash[_native_cache] = (cache, _why_not_built(cache))
+
+
+def _needs_native(item: pytest.Item) -> bool:
+    names = getattr(item, "fixturenames", ())
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return "native_cache" in names or parameters.get("engine_environment") == "native"
+
+
+def _why_not_built(cache: Path) -> str:
+    """Build it; words where nothing here can."""
+    try:
+        import torch  # noqa: F401
+
+        from commlens.errors import NativeEngineError
+        from commlens.native import build
+    except ImportError as error:
+        return str(error)
+    try:
+        build.build(cache.resolve())
+    except NativeEngineError as error:
+        can = shutil.which("c++") is not None and "headers" not in str(error)
+        return f"!{error}" if can else str(error)
+    return ""
+
+
+@pytest.fixture(scope="session")
+def native_cache(request: pytest.FixtureRequest) -> Path:
+    """A cache with the native engine in it, built once for a test run. Skips where nothing here can build it."""
+    cache, why_not = request.config.stash[_native_cache]
+    assert not why_not.startswith("!"), why_not
+    if why_not:
+        pytest.skip(f"the native engine cannot be built here: {why_not}")
+    return cache.resolve()
+
+
+@pytest.fixture(scope="module", params=["python", "native"])
+def engine_environment(request: pytest.FixtureRequest) -> dict[str, str]:
+    """What makes a process record in Python, and what makes it record natively: a test that asks for it runs under both."""
+    if request.param == "python":
+        return {"COMMLENS_ENGINE": "python"}
+    return {"COMMLENS_ENGINE": "native", "COMMLENS_NATIVE_DIR": str(request.getfixturevalue("native_cache"))}
 
 
 RunCommlens = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EvidenceError,
         FormatError,
         MissingDependency,
+        NativeEngineError,
         OutputError,
         SelectionError,
     )
@@ -45,6 +46,7 @@ __all__ = [
     "EvidenceError",
     "FormatError",
     "MissingDependency",
+    "NativeEngineError",
     "OutputError",
     "SelectionError",
     "Trace",
@@ -73,6 +75,7 @@ _FROM = {
     "EvidenceError": "commlens.errors",
     "FormatError": "commlens.errors",
     "MissingDependency": "commlens.errors",
+    "NativeEngineError": "commlens.errors",
     "OutputError": "commlens.errors",
     "SelectionError": "commlens.errors",
     "Trace": "commlens.reading.trace",

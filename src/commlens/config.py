@@ -34,7 +34,16 @@ _ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # what 
 
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
 PREFIX: Final = "COMMLENS_"
-NOT_SETTINGS: Final = frozenset({CONFIG_FILE_VARIABLE, "COMMLENS_TEST_DATA", "COMMLENS_UPDATE_GOLDEN"})
+NOT_SETTINGS: Final = frozenset(
+    {
+        CONFIG_FILE_VARIABLE,
+        "COMMLENS_TEST_DATA",
+        "COMMLENS_UPDATE_GOLDEN",
+        "COMMLENS_TEST_NATIVE",
+        "COMMLENS_NATIVE_DIR",
+        "COMMLENS_BUILD_NATIVE",
+    }
+)
 """``COMMLENS_*`` variables with another meaning than a setting."""
 
 DEFAULT: Final = "default"
@@ -55,6 +64,7 @@ class Settings:
     debug: bool = False  # verify every collective against the peers' before it is issued
     verify_timeout: float | None = None  # seconds that a peer may be silent then; None: the process group's timeout
     on_mismatch: str = "warn"  # when the watcher sees ranks disagree: "warn" or "abort"
+    engine: str = "auto"  # "python", "native" (built by `commlens build-native`), or "auto": native where it was built
     cpp_stack: bool = False  # record C++ frames too
     timing: bool = False  # record durations
     dump_signal: str | None = None  # e.g. "SIGUSR2": install a handler that dumps; none by default
@@ -240,6 +250,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "debug": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
+    "engine": Accepts(_one_of("auto", "python", "native"), "auto, python or native"),
     "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),

@@ -4,6 +4,7 @@
     ├── CommandError        what a command refuses: wrong usage, unreadable input; carries the exit status
     │   ├── EvidenceError   too little that can be read (exit status 3)
     │   ├── ConfigError     a setting's key or value is wrong
+    │   ├── NativeEngineError  the native engine cannot be built, or what was built cannot be used
     │   └── SelectionError  a trace has no such field, phase or step to select by
     ├── FormatError         a file is not what it should be
     ├── DumpError           a dump could not be saved
@@ -46,6 +47,12 @@ class ConfigError(CommandError):
     """A setting is wrong. The message names the key, where it was set, and the accepted values."""
 
     slug = "bad-setting"
+
+
+class NativeEngineError(CommandError):
+    """The native engine cannot be built, or what was built cannot be used. Without it commlens records in Python."""
+
+    slug = "native-engine"
 
 
 class SelectionError(CommandError):

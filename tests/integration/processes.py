@@ -22,7 +22,7 @@ if os.environ.get("RECORD", "1") == "1":
     bootstrap.start(config.Settings(
         box_dir=os.environ.get("BOX_AT", os.environ["BOX_DIR"]), job="job", watched=True,
         box_entries=int(os.environ.get("ENTRIES", "2000")), cpp_stack=os.environ.get("CPP_STACK") == "1",
-        timing=os.environ.get("TIMING") == "1",
+        timing=os.environ.get("TIMING") == "1", engine=os.environ.get("COMMLENS_ENGINE", "python"),
     ))
 """
 

@@ -19,7 +19,7 @@ def test_help_names_every_verb(run_commlens: RunCommlens):
     done = run_commlens("--help")
     assert done.returncode == 0
     for entry in COMMANDS:
-        assert f"  {entry.name:<10}{entry.help}\n" in done.stdout
+        assert f"  {entry.name:<13}{entry.help}\n" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
@@ -37,8 +37,8 @@ def test_help_and_version_import_nothing_heavy(arguments):
 
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
 def test_a_commands_class_matches_the_list(entry):
-    module = importlib.import_module(f"commlens.commands.{entry.name}")
-    kind = getattr(module, f"{entry.name.capitalize()}Command")
+    module = importlib.import_module(f"commlens.commands.{entry.module}")
+    kind = getattr(module, entry.class_name)
     assert kind.name == entry.name
     assert (inspect.getdoc(kind) or "").splitlines()[0] == entry.help
     assert entry.help.endswith(".")

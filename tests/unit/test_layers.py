@@ -22,11 +22,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diagnose": {"compare", "errors", "formats", "model"},
     "reports": {"compare", "diagnose", "errors", "formats", "model"},
     "watch": {"compare", "config", "diagnose", "errors", "formats", "model", "reports"},
-    "capture": {"config", "errors", "formats", "model", "verify", "watch"},  # its bootstrap starts the verifier; watch: a dump on demand
+    "native": {"errors", "formats"},
+    "capture": {
+        "config",
+        "errors",
+        "formats",
+        "model",
+        "native",
+        "verify",
+        "watch",
+    },  # its bootstrap starts the verifier; watch: a dump on demand
     "reading": {"errors", "formats", "model", "reports"},
     "verify": {"capture", "compare", "errors", "formats", "model"},
     "trace": {"capture", "errors", "formats", "model", "reading"},
-    "launch": {"capture", "config", "errors", "formats", "reading", "reports", "trace", "watch"},
+    "launch": {"capture", "config", "errors", "formats", "native", "reading", "reports", "trace", "watch"},
     "scenarios": {"errors", "model"},
     "commands": {
         "compare",
@@ -36,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "formats",
         "launch",
         "model",
+        "native",
         "reading",
         "reports",
         "scenarios",
@@ -47,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""
 
-TORCH_USERS = {"capture", "launch", "scenarios", "trace", "verify"}
+TORCH_USERS = {"capture", "launch", "native", "scenarios", "trace", "verify"}
 STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",

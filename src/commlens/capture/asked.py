@@ -82,43 +82,46 @@ class AskedTable:
             key = (spec.name, group, signature, asynchronous)
         asked = self._asked.get(key)
         if asked is None:
-            asked = self._ask(key, spec, arguments, group, asynchronous)
+            asked = describe(spec, arguments, group)
+            if len(self._asked) >= _ASKED_LIMIT:
+                self._asked = {}
+            self._asked[key] = asked
         return asked
 
-    def _ask(self, key: Any, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group, asynchronous: Any) -> Asked:
-        root = arguments[spec.root] if spec.root >= 0 else None
-        inputs: list[Any] = []
-        outputs: list[Any] = []
-        devices: list[str] = []
-        for i in spec.tensors:
-            _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
-        content = {
-            "k": "asked",
-            "op": wire_op(spec.name),
-            "dop": spec.name,
-            "in": inputs,
-            "out": outputs,
-            "rop": None,
-            "root": None if root is None else group.global_rank(int(root)),
-            "is": list(arguments[spec.splits[0]]) if spec.splits[0] >= 0 else [],
-            "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
-            "async": asynchronous if isinstance(asynchronous, bool) else None,
-        }
-        asked = Asked(
-            content,
-            group.channel(devices[0] if devices else "cpu"),
-            group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
-            int(arguments[spec.tag]) if spec.tag >= 0 else 0,
-            L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
-        )
-        named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
-        asked.stray = any(not 0 <= rank < len(group.ranks) for rank in named) or (
-            asked.channel.polls and will_be_refused(content, len(group.ranks))
-        )
-        if len(self._asked) >= _ASKED_LIMIT:
-            self._asked = {}
-        self._asked[key] = asked
-        return asked
+
+def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
+    """What a call of the op with these arguments on this group asks for, at length."""
+    asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < len(arguments) else spec.asynchronous_default
+    root = arguments[spec.root] if spec.root >= 0 else None
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    devices: list[str] = []
+    for i in spec.tensors:
+        _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
+    content = {
+        "k": "asked",
+        "op": wire_op(spec.name),
+        "dop": spec.name,
+        "in": inputs,
+        "out": outputs,
+        "rop": None,
+        "root": None if root is None else group.global_rank(int(root)),
+        "is": list(arguments[spec.splits[0]]) if spec.splits[0] >= 0 else [],
+        "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
+        "async": asynchronous if isinstance(asynchronous, bool) else None,
+    }
+    asked = Asked(
+        content,
+        group.channel(devices[0] if devices else "cpu"),
+        group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
+        int(arguments[spec.tag]) if spec.tag >= 0 else 0,
+        L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
+    )
+    named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
+    asked.stray = any(not 0 <= rank < len(group.ranks) for rank in named) or (
+        asked.channel.polls and will_be_refused(content, len(group.ranks))
+    )
+    return asked
 
 
 def _signature(value: Any) -> Any:

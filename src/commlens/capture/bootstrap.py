@@ -219,21 +219,20 @@ def _begin(session: Session, rank: int, world_size: int) -> None:
             return  # not known yet: when init_process_group has returned
         session.given_up = True  # until all of it has worked
         # The heavy half is imported here, so that a process which never becomes a rank does not pay for it.
-        from commlens.capture import hooks, tap
-        from commlens.capture.groups import Groups
-        from commlens.capture.recorder import Recorder
+        from commlens.capture import engine, hooks
         from commlens.capture.watchdog import Watchdog
 
-        writer = _make_box(session, rank, world_size)
+        made = engine.choose(session.settings.engine)
+        writer = _make_box(session, rank, world_size, made.box_writer)
         if writer is None:
             return
         session.writer = writer
-        session.recorder = Recorder(writer, Groups(), cpp_stack=session.settings.cpp_stack, timing=session.settings.timing)
+        session.recorder = made.recorder(writer, cpp_stack=session.settings.cpp_stack, timing=session.settings.timing)
         session.recorder.on_unreadable_reduce_op = hooks.tap_reduce_ops
         if depth := int(session.settings.debug) + session.regions:
             _safely(_verify, session, rank, depth)
         hooks.set_recorder(session.recorder)
-        tap.attach(session.recorder)
+        session.recorder.attach()
         pipe = Path(f"{session.settings.dump_pipe}{rank}.commlens.pipe") if session.settings.dump_pipe else None
         session.watchdog = Watchdog(session.recorder, pipe=pipe, on_pipe=dump_now)
         session.watchdog.start()
@@ -275,6 +274,7 @@ def _verify(session: Session, rank: int, depth: int) -> None:
     for _ in range(depth - 1):
         verifier.enter()
     session.recorder.verifier = verifier
+    hooks.listen()
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         hooks.tap_reduce_ops()  # at once: a boxed reduce op cannot be read there, and the first one counts as much as any
     take_over()
@@ -345,9 +345,7 @@ def _timeout_ms() -> int:
 # --- the box
 
 
-def _make_box(session: Session, rank: int, world_size: int) -> Any:
-    from commlens.capture.boxwriter import BoxWriter
-
+def _make_box(session: Session, rank: int, world_size: int, box_writer: Callable[..., Any]) -> Any:
     if _is_child_of_a_rank(session.settings):
         return None
     problems: list[str] = []
@@ -358,7 +356,7 @@ def _make_box(session: Session, rank: int, world_size: int) -> Any:
             job_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _locked(job_dir):
                 _move_stale_boxes(job_dir)
-                writer = BoxWriter(
+                writer = box_writer(
                     job_dir / places.box_name(rank, os.getpid()),
                     capacity=session.settings.box_entries,
                     rank=rank,
@@ -550,12 +548,12 @@ def _at_exit(session: Session) -> None:
 def _close(session: Session, phase: int) -> None:
     if not session.is_recording:
         return
-    from commlens.capture import hooks, tap
+    from commlens.capture import hooks
 
     session.watchdog.stop()
     session.watchdog.tick()
     session.writer.word(L.PHASE, phase)
-    tap.detach(session.recorder)
+    session.recorder.detach()
     hooks.set_recorder(None)
     if session.recorder.verifier is not None:
         session.recorder.verifier.close()

@@ -175,8 +175,9 @@ class BoxWriter:
     def add_blob(self, content: dict[str, Any]) -> int:
         """Append a JSON object to the side table and return its position; 0 when it is too large."""
         payload = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
-        if len(payload) > L.BLOB_MAX:
-            return 0
+        return self._append(payload) if len(payload) <= L.BLOB_MAX else 0
+
+    def _append(self, payload: bytes) -> int:
         need = (L.BLOB.size + len(payload) + L.BLOB_ALIGN - 1) // L.BLOB_ALIGN * L.BLOB_ALIGN
         with self._side_lock:
             room = self._side_size - self._side_head % self._side_size

@@ -157,4 +157,8 @@ class Groups:
         if group is not None and group.mesh_dim != mesh_dim:
             group.mesh_dim = mesh_dim
             for channel in group.channels.values():
-                channel.blob = 0
+                self.renamed(channel)
+
+    def renamed(self, channel: Channel) -> None:
+        """What was written of a channel holds no longer: let it be described anew."""
+        channel.blob = 0

@@ -49,28 +49,32 @@ def set_recorder(recorder: Recorder | None) -> None:
     """Hand what the hooks see to ``recorder``; None makes them pass-through."""
     global _recorder
     _recorder = recorder
-    _listen()
+    if recorder is not None:
+        _untap_work_wait()  # a tracer's, which knows nothing of a native recorder
+    listen()
 
 
 def add_tracer(tracer: WaitListener) -> None:
     """Tell ``tracer`` of waits, too."""
     global _tracers
     _tracers = (*_tracers, tracer)
-    _listen()
+    listen()
 
 
 def remove_tracer(tracer: WaitListener) -> None:
     """Tell it no more."""
     global _tracers
     _tracers = tuple(other for other in _tracers if other is not tracer)
-    _listen()
+    listen()
 
 
-def _listen() -> None:
+def listen() -> None:
+    """Have waits told to whoever listens now: to be called again when a recorder begins to verify."""
     if _tracers:
         tap.listen_to_waits(_tensor_wait_begins, _tensor_wait_ended)
     elif _recorder is not None:
-        tap.listen_to_waits(_recorder.tensor_wait_begins, _recorder.tensor_wait_ended)
+        listens = _recorder.listens_to_waits
+        tap.listen_to_waits(_recorder.tensor_wait_begins if listens else None, _recorder.tensor_wait_ended if listens else None)
     else:
         tap.listen_to_waits(None, None)
         _untap_work_wait()
@@ -107,8 +111,11 @@ def _tap_work_wait() -> None:
     # Classes of C++ works that bring a wait of their own (the fake backend's) do not pass through Work's.
     for kind in (Work, *Work.__subclasses__()):
         if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
-            _waits.append((kind, kind.__dict__["wait"]))
-            setattr(kind, "wait", _tapped_wait(kind.__dict__["wait"]))  # noqa: B010 - a plain assignment is what type checkers refuse
+            original = kind.__dict__["wait"]
+            _waits.append((kind, original))
+            slow = _tapped_wait(original)
+            tapped = slow if _recorder is None else _recorder.tapped_wait(original, slow)
+            setattr(kind, "wait", tapped)  # noqa: B010 - a plain assignment is what type checkers refuse
 
 
 def _untap_work_wait() -> None:

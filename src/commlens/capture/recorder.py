@@ -112,6 +112,25 @@ class Recorder:
         self.lost = 0
         self.verifier: Verifier | None = None
 
+    # --- switching
+
+    def attach(self) -> None:
+        """Record from now on."""
+        tap.attach(self)
+
+    def detach(self) -> None:
+        """Record no more."""
+        tap.detach(self)
+
+    def tapped_wait(self, original: Any, slow: Any) -> Any:
+        """A method ``wait`` of Works in the place of ``original``, which ``slow`` calls and records."""
+        return slow
+
+    @property
+    def listens_to_waits(self) -> bool:
+        """Whether waits for functional collectives must come here."""
+        return True
+
     # --- the tap's calls
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Token | None:
@@ -281,7 +300,7 @@ class Recorder:
     def _completed(self, work: Any, token: Token, how: int) -> None:
         if self.in_flight.pop(work, None) is not None:
             self._forget_pointers(token)
-            error = _error_of(work)
+            error = error_of(work)
             if error is None:
                 self._done(token, how, _monotonic())
             else:
@@ -303,11 +322,15 @@ class Recorder:
         self.writer.mark_value(token.offset, L.DURATION, token.index, (now - token.since) // L.TICK_NS)
 
     def _mark_failed(self, token: Token, error: BaseException, thread: int = 0, how: int = L.HOW_RETURN) -> None:
+        self.mark_failed(token.offset, token.index, error, thread, how)
+
+    def mark_failed(self, offset: int, index: int, error: BaseException, thread: int, how: int) -> None:
+        """The op of this record ended with this error."""
         writer = self.writer
         text = f"{type(error).__name__}: {error}"[:2000]
-        writer.mark_value(token.offset, L.FAILURE, token.index, writer.add_blob({"k": "text", "text": text}))
-        writer.mark(token.offset, L.DONE, token.index, _monotonic())
-        writer.mark_outcome(token.offset, token.index, L.OUTCOME_FAILED, how, thread)
+        writer.mark_value(offset, L.FAILURE, index, writer.add_blob({"k": "text", "text": text}))
+        writer.mark(offset, L.DONE, index, _monotonic())
+        writer.mark_outcome(offset, index, L.OUTCOME_FAILED, how, thread)
 
     def wait_begins(self, work: Any) -> Token | None:
         """A thread is about to block in ``work.wait()``."""
@@ -436,6 +459,10 @@ class Recorder:
                 oldest = token
         return oldest
 
+    def held(self) -> int:
+        """How many Works are held, and outputs remembered."""
+        return len(self.in_flight) + len(self.by_pointer)
+
     def overwritten(self, index: int) -> bool:
         """Whether a record's slot has been given to a newer one."""
         return index + self.writer.capacity <= self.writer.last_index
@@ -542,7 +569,7 @@ class Recorder:
                 log.warning("commlens could not record a collective and goes on without it: %s: %s", type(error).__name__, error)
 
 
-def _error_of(work: Any) -> Exception | None:
+def error_of(work: Any) -> Exception | None:
     """Why a Work that says it is completed failed: one that failed says so, too. None where it did not, or has no future to ask."""
     try:
         future = work.get_future()

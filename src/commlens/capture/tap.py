@@ -6,13 +6,15 @@ default dispatch state and below Python, Autograd and Functionalize, so the kern
 raised in it reaches the caller with its type.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0. The kernels are registered when the first subscriber attaches and stay registered
-(removing them while threads are inside is unproven); without a subscriber they redispatch at once.
+(removing them while threads are inside is unproven); without a subscriber they redispatch at once. Where the native engine was
+built, its kernels take their place, and come back here only while somebody in Python listens.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -37,6 +39,7 @@ class OpSpec:
             return next((names.index(c) for c in candidates if c in names), NO_ARGUMENT)
 
         self.name = name
+        self.arguments, self.results = len(schema.arguments), len(schema.returns)
         self.process_group = find("process_group")
         self.reduce_op = find("reduce_op")
         self.root = find("root_rank", "root") if name not in ("send", "recv_") else NO_ARGUMENT
@@ -75,8 +78,21 @@ _subscribers: tuple[Subscriber, ...] = ()
 _fake_tensors_run_as: Any = None  # a keyset; None: as torch would run them
 _lock = threading.Lock()
 _libraries: list[Any] = []  # keeps the registrations alive
+_native: Any = None  # the module of the native kernels, where they were installed and not ours
 _wait_listener: Callable[[Any], Any] | None = None
 _wait_ended: Callable[[Any, BaseException | None], None] | None = None
+
+
+def use_native(module: Any) -> bool:
+    """Install the kernels of the native engine in the place of those here. False where others are installed already."""
+    global _native
+    with _lock:
+        if _libraries or _native is not None:
+            return _native is module
+        module.install([spec for _, spec in ops()], sys.modules[__name__])
+        _native = module
+        _tell_native()
+        return True
 
 
 def attach(subscriber: Subscriber) -> None:
@@ -86,6 +102,7 @@ def attach(subscriber: Subscriber) -> None:
         _install()
         if subscriber not in _subscribers:
             _subscribers = (*_subscribers, subscriber)
+        _tell_native()
 
 
 def detach(subscriber: Subscriber) -> None:
@@ -93,12 +110,16 @@ def detach(subscriber: Subscriber) -> None:
     global _subscribers
     with _lock:
         _subscribers = tuple(other for other in _subscribers if other is not subscriber)
+        _tell_native()
 
 
 def detach_all() -> None:
     """Stop everybody at once, without a lock: for the child of a fork."""
     global _subscribers
     _subscribers = ()
+    if _native is not None:
+        _native.forked()
+        _tell_native()
 
 
 def run_fake_tensors_as(keys: Any) -> None:
@@ -110,23 +131,38 @@ def run_fake_tensors_as(keys: Any) -> None:
     with _lock:
         _install()
         _fake_tensors_run_as = keys
+        if _native is not None:
+            _native.run_fake_tensors_as(keys)
 
 
 def listen_to_waits(began: Callable[[Any], Any] | None, ended: Callable[[Any, BaseException | None], None] | None) -> None:
     """Hear of functional collectives' waits: ``began(tensor) -> token`` and ``ended(token, error)``."""
     global _wait_listener, _wait_ended
     _wait_listener, _wait_ended = began, ended
+    _tell_native()
 
 
-def _install() -> None:
-    if _libraries:
-        return
-    library = torch.library.Library("c10d", "IMPL")
-    _libraries.append(library)
+def _tell_native() -> None:
+    """The native kernels turn to Python only where somebody there listens."""
+    if _native is not None:
+        _native.let_python_listen(bool(_subscribers), _wait_listener is not None)
+
+
+def ops() -> Iterator[tuple[Any, OpSpec]]:
+    """Every op of ``c10d`` that takes a process group."""
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("c10d::") and not schema.overload_name and any(a.name == "process_group" for a in schema.arguments):
             name = schema.name.removeprefix("c10d::")
-            library.impl(name, _kernel(getattr(torch.ops.c10d, name).default, OpSpec(name, schema)), "BackendSelect", with_keyset=True)
+            yield getattr(torch.ops.c10d, name).default, OpSpec(name, schema)
+
+
+def _install() -> None:
+    if _libraries or _native is not None:
+        return
+    library = torch.library.Library("c10d", "IMPL")
+    _libraries.append(library)
+    for op, spec in ops():
+        library.impl(spec.name, _kernel(op, spec), "BackendSelect", with_keyset=True)
     waits = torch.library.Library("_c10d_functional", "IMPL")
     _libraries.append(waits)
     waits.impl("wait_tensor", _wait_kernel(torch.ops._c10d_functional.wait_tensor.default), "BackendSelect", with_keyset=True)
@@ -190,6 +226,47 @@ def _wait_kernel(op: Any) -> Callable[..., Any]:
         return result
 
     return commlens_tap_wait
+
+
+# --- what the native kernels call, where somebody in Python listens
+
+
+def begin_all(spec: OpSpec, arguments: tuple[Any, ...], fake: bool) -> list[tuple[Subscriber, Any]]:
+    """Tell all subscribers that an op begins; those alone that see fake tensors, with ``fake``."""
+    tokens: list[tuple[Subscriber, Any]] = []
+    try:
+        for subscriber in _subscribers:
+            if not fake or getattr(subscriber, "sees_fake_tensors", False):
+                tokens.append((subscriber, subscriber.begin(spec, arguments)))
+    except BaseException as error:
+        raised_all(tokens, error)
+        raise
+    return tokens
+
+
+def returned_all(tokens: list[tuple[Subscriber, Any]], result: Any) -> None:
+    """Tell them that it returned."""
+    for subscriber, token in tokens:
+        subscriber.returned(token, result)
+
+
+def raised_all(tokens: list[tuple[Subscriber, Any]], error: BaseException) -> None:
+    """Tell them that it raised."""
+    for subscriber, token in tokens:
+        subscriber.raised(token, error)
+
+
+def wait_begins(tensor: Any) -> Any:
+    """Tell the listener that a functional collective is waited for."""
+    began = _wait_listener
+    return began(tensor) if began is not None else None
+
+
+def wait_ended(token: Any, error: BaseException | None) -> None:
+    """Tell it that this wait is over."""
+    ended = _wait_ended
+    if ended is not None:
+        ended(token, error)
 
 
 unbox_group = ProcessGroup.unbox

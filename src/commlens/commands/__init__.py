@@ -38,9 +38,19 @@ class Entry(NamedTuple):
 
     def load(self) -> Command:
         """Import the module and make the command."""
-        module = importlib.import_module(f"commlens.commands.{self.name}")
-        command: Command = getattr(module, f"{self.name.capitalize()}Command")()
+        module = importlib.import_module(f"commlens.commands.{self.module}")
+        command: Command = getattr(module, self.class_name)()
         return command
+
+    @property
+    def module(self) -> str:
+        """Name of the module in this package."""
+        return self.name.replace("-", "_")
+
+    @property
+    def class_name(self) -> str:
+        """Name of the class in it."""
+        return "".join(part.capitalize() for part in self.name.split("-")) + "Command"
 
 
 COMMANDS: tuple[Entry, ...] = (
@@ -56,6 +66,8 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("compare", "Say what changed from one trace to another, or moved between two dumps of a job."),
     Entry("convert", "Write dumps of any origin for other tools."),
     Entry("config", "Ask a few questions and write the settings file; config show prints what is in force."),
+    Entry("build-native", "Compile the native engine for this torch and Python: recording then costs less."),
+    Entry("doctor", "Say what is here, which engine records, and what would not work."),
 )
 
 
@@ -139,7 +151,7 @@ def help_text() -> str:
         "Which rank, which collective, which line stopped a distributed PyTorch job.",
         "",
         "commands:",
-        *(f"  {entry.name:<10}{entry.help}" for entry in COMMANDS),
+        *(f"  {entry.name:<13}{entry.help}" for entry in COMMANDS),
         "",
         "options:",
         "  -h, --help     show this, or after a command that command's help",

@@ -1,0 +1,62 @@
+"""Which engine records in this process: the native one where it was built for this very torch and Python, else the one in Python.
+
+The two write the same records. docs/native.md says how the native one is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from commlens import native
+from commlens.capture import tap
+from commlens.capture.boxwriter import BoxWriter
+from commlens.capture.groups import Groups
+from commlens.capture.recorder import Recorder
+
+log = logging.getLogger("commlens")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a box and its recorder are made."""
+
+    name: str  # "python" or "native"
+    box_writer: Callable[..., BoxWriter]
+    recorder: Callable[..., Recorder]
+
+
+def choose(wanted: str) -> Engine:
+    """The engine for the setting ``engine``. Never raises: where the native one cannot be, that is said in one line if it was asked for."""
+    if wanted != "python":
+        module, why = _native_module()
+        if module is not None:
+            return _native(module)
+        if wanted == "native" or why:
+            log.warning("commlens records in Python: %s", why or native.NOT_BUILT)
+    return Engine("python", BoxWriter, lambda writer, **options: Recorder(writer, Groups(), **options))
+
+
+def _native_module() -> tuple[Any, str]:
+    """The module with its kernels installed, or None and why, in words; no words where it simply was not built."""
+    try:
+        module = native.load()
+        if module is None:
+            return None, ""
+        if not tap.use_native(module):
+            return None, "collectives of this process were traced before, by kernels in Python that stay"
+        return module, ""
+    except Exception as error:
+        return None, f"the native engine cannot be used: {error}"
+
+
+def _native(module: Any) -> Engine:
+    from commlens.capture.native_recorder import NativeBoxWriter, NativeRecorder
+
+    return Engine(
+        "native",
+        lambda path, **header: NativeBoxWriter(module, path, **header),
+        lambda writer, **options: NativeRecorder(module, writer, **options),
+    )

@@ -1,0 +1,280 @@
+"""The recorder where the native engine was built: C++ on the hot path, and here what is rare.
+
+``commlens/native/recorder.hpp`` does per collective what :class:`commlens.capture.recorder.Recorder` does, and writes the same
+records. It calls the methods under "from C++" where something is seen for the first time or has failed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commlens.capture import stacks, tap
+from commlens.capture.asked import Asked, describe
+from commlens.capture.boxwriter import BoxWriter
+from commlens.capture.groups import Channel, Groups
+from commlens.capture.recorder import Recorder, Token, error_of
+from commlens.capture.refused import was_not_issued
+from commlens.formats import layout as L
+
+if TYPE_CHECKING:
+    from commlens.verify.strict import Verifier
+
+
+class NativeBoxWriter(BoxWriter):
+    """A black box whose records and side table are written by C++."""
+
+    engine: Any = None
+
+    def __init__(self, module: Any, path: Path, **header: Any) -> None:
+        super().__init__(path, **header)
+        self.engine = module.Engine(self._map, self.capacity, self._side_at, self._side_size, self.epoch)
+        self.next_index = self.engine.next_index
+
+    @property
+    def last_index(self) -> int:
+        """Of the records that were announced."""
+        return self.engine.last_index if self.engine is not None else 0
+
+    @last_index.setter
+    def last_index(self, index: int) -> None:
+        if self.engine is not None:
+            self.engine.seen(index)
+
+    @property
+    def side_floor(self) -> int:
+        """Blobs up to here are too old to be referred to by new records."""
+        return self.engine.side_floor if self.engine is not None else 0
+
+    @side_floor.setter
+    def side_floor(self, _: int) -> None:
+        pass
+
+    def _append(self, payload: bytes) -> int:
+        return int(self.engine.append(payload))
+
+
+class NativeGroups(Groups):
+    """Groups of which C++ keeps what it needs of each collective."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def started_again(self) -> None:
+        """A default group is being made: names start again."""
+        super().started_again()
+        self._engine.forget_groups()
+
+    def renamed(self, channel: Channel) -> None:
+        """What was written of a channel holds no longer."""
+        super().renamed(channel)
+        self._engine.renamed(channel)
+
+
+class _ReduceOp:
+    """A reduce op as a verifier reads it."""
+
+    def __init__(self, code: int) -> None:
+        self.op = code
+
+
+class NativeRecorder(Recorder):
+    """Records every collective of the process into ``writer``, in C++."""
+
+    writer: NativeBoxWriter
+
+    def __init__(self, module: Any, writer: NativeBoxWriter, *, cpp_stack: bool = False, timing: bool = False) -> None:
+        self.engine = writer.engine
+        self.engine.record_for(self, cpp_stack, timing)
+        super().__init__(writer, NativeGroups(self.engine), cpp_stack=cpp_stack, timing=timing)
+        self._module = module
+        self._specs = {spec.name: spec for _, spec in tap.ops()}
+        self._watched_groups: dict[int, Any] = {}  # weak references, by address
+
+    # --- switching
+
+    def attach(self) -> None:
+        """Record from now on."""
+        self.engine.attach()
+
+    def detach(self) -> None:
+        """Record no more."""
+        self._module.detach()
+
+    @property
+    def verifier(self) -> Verifier | None:
+        """Who compares every collective with the peers' before it is issued."""
+        return self._verifier
+
+    @verifier.setter
+    def verifier(self, verifier: Verifier | None) -> None:
+        self._verifier = verifier
+        self.engine.verify(verifier is not None)
+
+    def tapped_wait(self, original: Any, slow: Any) -> Any:
+        """A method ``wait`` of Works that records in C++; ``slow`` is what to call while somebody in Python listens, too."""
+        return self._module.tapped_wait(original, slow)
+
+    @property
+    def listens_to_waits(self) -> bool:
+        """C++ does, but what a verifier raises comes from here."""
+        return self.verifier is not None
+
+    # --- from C++
+
+    def ask(self, name: str, arguments: tuple[Any, ...], address: int) -> Asked:
+        """What was asked for, seen for the first time; ``address`` is the process group's."""
+        spec = self._specs[name]
+        process_group = tap.unbox_group(arguments[spec.process_group])
+        if address not in self._watched_groups:
+            self._watched_groups[address] = weakref.ref(process_group, lambda _: self._forget(address))
+        return describe(spec, arguments, self.groups.find(process_group))
+
+    def _forget(self, address: int) -> None:
+        self._watched_groups.pop(address, None)
+        self.engine.forget_group(address)
+
+    def asked_blob(self, asked: Asked) -> int:
+        """Position of its description; 0 where it is too large."""
+        return self.writer.add_blob(asked.content)
+
+    def channel_blob(self, channel: Channel) -> int:
+        """Position of its description."""
+        return self.writer.add_blob(channel.describe())
+
+    def python_stack(self, skip: int) -> int:
+        """Position of the stack above this call, without its ``skip`` innermost frames."""
+        frames = stacks.frames_of(sys._getframe(1 + skip))
+        return self.writer.add_blob({"k": "stack", "f": frames})
+
+    def native_stack(self) -> int:
+        """The same with C++ frames."""
+        return self.stacks.native_position()
+
+    def error_of(self, work: Any) -> BaseException | None:
+        """Why a Work that says it is completed failed."""
+        return error_of(work)
+
+    def failed_natively(self, what: str) -> None:
+        """An error of ours."""
+        self._failed(RuntimeError(what))
+
+    def verify_natively(
+        self, asked: Asked, index: int, offset: int, since: int, thread: int, number: int, tagged_number: int, stack: int, reduce_op: int
+    ) -> Token:
+        """Compare a collective with the peers' before it is issued. Only a refusal is raised."""
+        verifier = self.verifier
+        token = Token(index, offset, asked, since, thread, number, stack)
+        token.tagged_number = tagged_number
+        if verifier is None:
+            return token
+        try:
+            verifier.before_issue(token, sys._getframe(1), _ReduceOp(reduce_op) if reduce_op >= 0 else None)
+        except BaseException as error:
+            self.withdraw(token)
+            self._mark_failed(token, error)
+            raise error.with_traceback(None) from error.__cause__
+        return token
+
+    def issued_natively(self, token: Token) -> None:
+        """The backend has what was compared."""
+        if token.asked.stray and self.verifier is not None:
+            self.verifier.announce_late(token)
+
+    def was_not_issued(self, asked: Asked, error: BaseException) -> bool:
+        """Whether the backend refused an op before anything was sent."""
+        return was_not_issued(asked.op, error)
+
+    def withdraw(self, token: Token) -> None:
+        """What was announced to the peers meets none of theirs."""
+        if self.verifier is not None:
+            self.verifier.withdraw(token)
+
+    def forget_number(self, offset: int, index: int) -> None:
+        """The record's number is a later one's now."""
+        self.writer.forget_number(offset, index)
+
+    # --- completion, for whoever asks from Python
+
+    def wait_begins(self, work: Any) -> Any:
+        """A thread is about to block in ``work.wait()``."""
+        token = self.engine.wait_begins(work)
+        if self.verifier is not None:
+            self._verify_wait(self.verifier, token)
+        return token
+
+    def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
+        """That wait is over."""
+        self.engine.wait_ended(token, error)
+
+    def _after_wait(self, token: Any, error: BaseException | None) -> None:
+        self.engine.wait_ended(token, error)
+
+    def tensor_wait_begins(self, tensor: Any) -> Any:
+        """A thread is about to block in ``wait_tensor(tensor)``."""
+        token = self.engine.tensor_wait_begins(tensor)
+        if token is None and self.verifier is None:
+            return None
+        if self.verifier is not None:
+            self._verify_wait(self.verifier, token)
+        return None, token
+
+    def sweep(self) -> Any:
+        """Look at what is in flight, from the watchdog thread. Returns the oldest that is not done."""
+        for token in self.engine.take_unpolled():
+            self.unpolled.append(Token(token.index, token.offset, token.asked, token.since, token.thread))
+        return self.engine.sweep()
+
+    def held(self) -> int:
+        """How many Works are held, and outputs remembered."""
+        return int(self.engine.held())
+
+    def release(self) -> None:
+        """Let go of every Work."""
+        self.engine.release()
+
+    # --- coalesced groups
+
+    def coalescing_starts(self) -> None:
+        """``ProcessGroup._start_coalescing`` was called."""
+        self.engine.coalescing_starts()
+
+    def coalescing_ends(self) -> Any:
+        """``ProcessGroup._end_coalescing`` is about to be called: record the group as one collective."""
+        try:
+            ended = self.engine.coalescing_ends()
+            if ended is None:
+                return None
+            first, channel_blob, number, identity, members = ended
+            content = {**first.python.content, "op": "coalesced", "dop": "coalesced"}
+            asked = Asked(content, first.python.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            asked.blob = self.writer.add_blob(content)
+            stack = self.engine.stack_position(2)
+            index, now = self.writer.next_index(), time.monotonic_ns()
+            offset = self.writer.announce(
+                index, now, channel_blob, asked.blob, stack, 0, number, self.steps, identity, 0,
+                threading.get_native_id(), asked.flags, -1, members,
+            )  # fmt: skip
+            return self.engine.group_token(asked, first, index, offset, now)
+        except Exception as error:
+            self._failed(error)
+            return None
+
+    def group_returned(self, token: Any, work: Any) -> None:
+        """``ProcessGroup._end_coalescing`` returned ``work``."""
+        try:
+            self.engine.group_returned(token, work)
+        except Exception as error:
+            self._failed(error)
+
+    def raised(self, token: Any, error: BaseException) -> None:
+        """Closing a coalesced group raised."""
+        try:
+            self.mark_failed(token.offset, token.index, error, 0, L.HOW_RETURN)
+        except Exception as ours:
+            self._failed(ours)

@@ -1,0 +1,222 @@
+"""What commlens finds in this environment, in words: for ``commlens doctor``. Every look is on its own: none may fail the others."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from commlens import __version__, config
+from commlens.formats import places
+from commlens.formats.layout import box_size
+
+MEGABYTE = 1_000_000
+
+
+@dataclass
+class Report:
+    """What was found."""
+
+    facts: list[tuple[str, str]] = field(default_factory=list)  # a name, and words in one line or more
+    problems: list[str] = field(default_factory=list)  # sentences
+
+
+def examine(config_file: str | None = None) -> Report:
+    """Look at everything.
+
+    Raises:
+        ConfigError: a settings file was named, and cannot be read.
+    """
+    report = Report()
+    resolved = config.load_settings(config_file=config_file, strict=False)
+    if config_file is not None:
+        config.load_settings(config_file=config_file)
+    report.problems += [f"A setting is ignored: {warning}" for warning in resolved.warnings]
+    looks: list[tuple[str, Callable[[Report], str]]] = [
+        ("commlens", lambda _: f"{__version__} in {Path(__file__).parents[1]}"),
+        ("Python", lambda _: f"{platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"),
+        ("system", lambda _: _system()),
+        ("torch", _torch),
+        ("backends", _backends),
+        ("GPUs", _gpus),
+        ("engine", lambda report: _engine(report, resolved)),
+        ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
+        ("other processes", _ptrace),
+        ("autoload", _autoload),
+        ("packages", _packages),
+        ("settings", lambda _: _settings(resolved)),
+    ]
+    for name, look in looks:
+        try:
+            report.facts.append((name, look(report)))
+        except Exception as error:
+            report.facts.append((name, f"could not be found out: {type(error).__name__}: {error}"))
+    return report
+
+
+def _system() -> str:
+    return f"{platform.system()} {platform.release()}, {platform.machine()}, {' '.join(platform.libc_ver())}, {os.cpu_count()} cores"
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _torch(report: Report) -> str:
+    if not _has_torch():
+        report.problems.append(
+            "Nothing can be recorded, traced or verified without torch: pip install 'commlens[torch]'. Diagnosing works."
+        )
+        return "not installed"
+    import torch
+
+    built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
+    git = str(getattr(torch.version, "git_version", "") or "")[:12]
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
+        report.problems.append(f"torch {torch.__version__} is older than 2.6, the first that commlens was made for.")
+    return f"{torch.__version__} ({built_for}, C++11 ABI {int(torch._C._GLIBCXX_USE_CXX11_ABI)}, {git}) in {Path(torch.__file__).parent}"
+
+
+def _backends(report: Report) -> str:
+    if not _has_torch():
+        return "none without torch"
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        report.problems.append("This torch was built without torch.distributed: there are no collectives to record.")
+        return "torch.distributed is not available"
+    names = ("gloo", "nccl", "mpi", "ucc", "xccl")
+    found = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
+    if "nccl" in found:
+        import torch
+
+        found[found.index("nccl")] = f"nccl {'.'.join(str(part) for part in torch.cuda.nccl.version())}"
+    return ", ".join(found) or "none"
+
+
+def _gpus(_: Report) -> str:
+    if not _has_torch():
+        return "not looked for without torch"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+
+
+def _engine(report: Report, resolved: config.Resolved) -> str:
+    wanted, origin = resolved.settings.engine, resolved.origins["engine"]
+    said = f"the setting engine is {wanted} ({origin})"
+    if not _has_torch():
+        return f"none without torch; {said}"
+    from commlens import native
+
+    cache = native.cache_directory()
+    if wanted == "python":
+        return f"python, because {said}"
+    try:
+        module = native.load()
+    except native.NativeEngineError as error:
+        report.problems.append(f"The native engine is not used: {error}")
+        return f"python, because the native engine is damaged; {said}"
+    if module is None:
+        if wanted == "native":
+            report.problems.append(f"The setting engine asks for the native engine, and {native.NOT_BUILT}.")
+        return f"python, because {native.NOT_BUILT}; {said}\nbuilds are looked for in {cache}"
+    build = native.find()
+    assert build is not None
+    about = f"built on {build.about['built']} with {build.about['compiler']}"
+    return f"native, because it was built for this torch and Python; {said}\n{build.library}\n{about}"
+
+
+def _shared_memory(report: Report, settings: config.Settings) -> str:
+    need = box_size(settings.box_entries)
+    lines, room = [], False
+    for root in places.box_roots(settings.box_dir):
+        try:
+            free = shutil.disk_usage(root).free
+        except OSError as error:
+            lines.append(f"{root}: {error.strerror}")
+            continue
+        writable = os.access(root, os.W_OK | os.X_OK)
+        fits = free // need if need else 0
+        room = room or (writable and fits > 0)
+        what = f"room for the black boxes of about {fits} ranks" if writable else "not writable"
+        lines.append(f"{root}: {free / MEGABYTE:.0f} MB free, {what}")
+    if settings.box_entries == 0:
+        report.problems.append("Nothing is recorded, because box_entries is 0.")
+    elif not room:
+        report.problems.append(
+            f"A rank's black box of {need / MEGABYTE:.1f} MB fits into no folder in memory: nothing is recorded. "
+            "Give the container more shared memory (docker run --shm-size=1g), or name a folder with COMMLENS_BOX_DIR."
+        )
+    return "\n".join(lines) or "no folder in memory was found"
+
+
+def _ptrace(report: Report) -> str:
+    from commlens.watch import pyspy
+
+    scope = _first_line(Path("/proc/sys/kernel/yama/ptrace_scope"))
+    program = pyspy.find()
+    limits = {
+        "": "no Yama, so the processes of the same user can be looked into",
+        "0": "the processes of the same user can be looked into",
+        "1": "only child processes can be looked into (ptrace_scope 1)",
+        "2": "only an administrator can look into processes (ptrace_scope 2)",
+        "3": "nobody can look into processes (ptrace_scope 3)",
+    }
+    words = limits.get(scope, f"ptrace_scope is {scope}")
+    if os.geteuid() == 0 and scope in ("1", "2"):
+        words += ", and this is one"
+    elif scope in ("1", "2", "3"):
+        report.problems.append(
+            f"The stack of a rank that runs no Python code cannot be taken from outside: {words}. A container needs --cap-add=SYS_PTRACE."
+        )
+    if program is None:
+        report.problems.append("The stack of a rank that holds the GIL cannot be taken without py-spy: pip install 'commlens[stacks]'.")
+    return f"{words}; py-spy is {'at ' + program if program else 'not installed'}"
+
+
+def _autoload(report: Report) -> str:
+    entries = importlib.metadata.entry_points(group="torch.backends")
+    installed = any(entry.value.startswith("commlens_autoload") for entry in entries)
+    off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0"
+    on = config.is_switched_on(os.environ)
+    if not installed:
+        report.problems.append("COMMLENS=1 does nothing here, because commlens was not installed with its entry point: pip install it.")
+    if off:
+        report.problems.append("COMMLENS=1 does nothing here, because TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading extensions.")
+    words = f"COMMLENS={os.environ[config.SWITCH]}" if config.SWITCH in os.environ else "COMMLENS is not set"
+    return f"{words}: processes that import torch here are {'recorded' if on and installed and not off else 'not recorded by themselves'}"
+
+
+def _packages(_: Report) -> str:
+    names = ("numpy", "msgspec", "rich", "PyYAML", "accelerate", "py-spy")
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def _settings(resolved: config.Resolved) -> str:
+    changed = [name for name in config.NAMES if resolved.origins[name] != config.DEFAULT]
+    return (
+        "\n".join(f"{name} = {getattr(resolved.settings, name)} ({resolved.origins[name]})" for name in changed) or "all at their defaults"
+    )
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""

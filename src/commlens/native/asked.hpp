@@ -1,0 +1,41 @@
+// What has been asked for and of which channel, interned. What is new is described by Python (commlens/capture/asked.py), once.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "python.hpp"
+#include "words.hpp"
+
+namespace commlens {
+
+using Counter = std::atomic<uint64_t>;
+
+struct Channel {
+  PyRef python;  // commlens.capture.groups.Channel
+  std::atomic<uint64_t> blob{0};
+  std::atomic<uint32_t> busy{0};  // the thread that is issuing on it right now
+  Counter numbers{0};
+  bool polls = false;
+  std::map<std::tuple<int, bool, bool, int64_t>, Counter> pairs;  // by peer, send, tagged, tag; under the recorder's mutex
+};
+
+struct Asked {
+  PyRef python;  // commlens.capture.asked.Asked
+  Channel* channel = nullptr;
+  Counter* number = nullptr;
+  Counter* tagged = nullptr;  // gloo matches messages by tag: what meets what is counted by it
+  std::atomic<uint64_t> blob{0};
+  std::atomic<bool> too_large{false};
+  int32_t peer = -1;
+  int64_t tag = 0;
+  uint32_t flags = 0;
+  bool synchronous = false, wait_tells = false, point_to_point = false;
+};
+
+using AskedPtr = std::shared_ptr<Asked>;
+
+}  // namespace commlens

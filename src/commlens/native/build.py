@@ -1,0 +1,234 @@
+"""Compiling the native engine, once, into the cache. Called by ``commlens build-native`` and by nothing that starts a job.
+
+The sources are one translation unit, so that the compiler is called directly, with the include paths, the language standard and the
+macros by which torch itself was built (those that torch.utils.cpp_extension passes to ninja).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from commlens.errors import NativeEngineError
+from commlens.native.cache import (
+    ABOUT,
+    LIBRARY_PREFIX,
+    SOURCES,
+    Build,
+    cache_directory,
+    folder_of,
+    identity,
+    read_build,
+    sources,
+)
+
+TIMEOUT_S = 900.0
+_COMPILERS = ("c++", "g++", "clang++")
+_LOAD_S = 120.0
+Progress = Callable[[str], None]
+
+
+def build(directory: Path | None = None, *, force: bool = False, progress: Progress = lambda what: None) -> tuple[Build, bool]:
+    """Build for this torch and Python, unless that has been done.
+
+    Args:
+        directory: the cache, or the folder of the installed package; by default :func:`commlens.native.cache.cache_directory`.
+        force: even so.
+        progress: is told in a few words what is being done.
+
+    Returns:
+        The build, and whether it was made just now.
+
+    Raises:
+        NativeEngineError: there is no compiler, it fails, or the cache cannot be written.
+    """
+    wanted = identity()
+    compiler = find_compiler(os.environ)
+    version = compiler_version(compiler)
+    folder = (directory or cache_directory()) / folder_of(wanted) / _name(version)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder, progress):
+            found = read_build(folder)
+            if found is not None and found.about.get("for") == wanted and found.is_whole() and not force:
+                return found, False
+            return _build(folder, compiler, version, wanted, progress), True
+    except OSError as error:
+        raise NativeEngineError(f"The native engine cannot be kept in {folder}: {error.strerror or error}.") from None
+
+
+def build_into(folder: Path) -> Build:
+    """Build into a folder of the package that is being installed.
+
+    Raises:
+        NativeEngineError: there is no compiler, it fails, or the folder cannot be written.
+    """
+    compiler = find_compiler(os.environ)
+    folder.mkdir(parents=True, exist_ok=True)
+    return _build(folder, compiler, compiler_version(compiler), identity(), print)
+
+
+def find_compiler(environ: Mapping[str, str]) -> list[str]:
+    """The C++ compiler, as a command: ``$CXX``, else the first that is there.
+
+    Raises:
+        NativeEngineError: there is none.
+    """
+    named = shlex.split(environ.get("CXX", ""))
+    if named:
+        if shutil.which(named[0]) is None:
+            raise NativeEngineError(f"CXX names the compiler {named[0]!r}, and there is no such command.")
+        return named
+    for name in _COMPILERS:
+        if shutil.which(name) is not None:
+            return [name]
+    raise NativeEngineError(
+        f"The native engine needs a C++ compiler to be built, and none of {', '.join(_COMPILERS)} is here: "
+        "install g++ (on Debian: apt install g++), or name one with CXX. Without it commlens records in Python."
+    )
+
+
+def compiler_version(compiler: list[str]) -> str:
+    """The first line of what ``--version`` prints."""
+    try:
+        ended = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeEngineError(f"The compiler {shlex.join(compiler)} cannot be run: {error}.") from None
+    lines = ended.stdout.strip().splitlines()
+    if ended.returncode or not lines:
+        raise NativeEngineError(f"The compiler {shlex.join(compiler)} does not say its version: exit status {ended.returncode}.")
+    return lines[0].strip()
+
+
+def flags() -> list[str]:
+    """What the compiler is told besides the names of files: torch's own standard, ABI and paths."""
+    import torch
+
+    root = Path(torch.__file__).parent
+    python = Path(sysconfig.get_path("include"))
+    if not (python / "Python.h").exists():
+        raise NativeEngineError(
+            f"The native engine needs Python's headers to be built, and {python / 'Python.h'} is not there: "
+            "install them (on Debian: apt install python3-dev)."
+        )
+    include, library = root / "include", root / "lib"
+    if not (include / "torch" / "library.h").exists():
+        raise NativeEngineError(f"This torch was installed without its C++ headers: {include / 'torch' / 'library.h'} is not there.")
+    defines = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
+    for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
+        value = getattr(torch._C, f"_PYBIND11_{name}", None)
+        if value is not None:
+            defines.append(f'-DPYBIND11_{name}="{value}"')
+    return [
+        "-shared", "-fPIC", "-O2", "-g0", f"-std=c++{_standard(root)}", "-Wno-attributes", *defines,
+        "-isystem", str(include), "-isystem", str(include / "torch" / "csrc" / "api" / "include"), "-isystem", str(python),
+        f"-L{library}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
+    ]  # fmt: skip
+
+
+def _standard(torch_root: Path) -> str:
+    """The C++ standard that this torch compiles extensions with."""
+    with contextlib.suppress(OSError):
+        text = (torch_root / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
+        found = re.findall(r"-std=c\+\+(\d\d)", text)
+        if found:
+            return str(max(found))
+    return "17"
+
+
+def _name(version: str) -> str:
+    digest = hashlib.sha256(version.encode()).hexdigest()[:8]
+    return re.sub(r"[^\w.+-]+", "-", version)[:40].strip("-") + f"-{digest}"
+
+
+def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str, str], progress: Progress) -> Build:
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
+        made = Path(scratch) / "made.so"
+        unit = next(path for path in sources() if path.suffix == ".cpp")
+        options = flags()
+        progress("compiling")
+        _compile([*compiler, str(unit), "-o", str(made), *options])
+        checksum = hashlib.sha256(made.read_bytes()).hexdigest()
+        progress("loading it")
+        _try_to_load(made, checksum)
+        library = folder / f"{LIBRARY_PREFIX}{checksum[:16]}.so"
+        made.chmod(0o755)
+        made.replace(library)
+        about = {
+            "for": dict(wanted),
+            "compiler": version,
+            "library": library.name,
+            "sha256": checksum,
+            "built": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        # Whoever looks meanwhile finds the former build or this one, whole.
+        described = Path(scratch) / ABOUT
+        described.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+        described.replace(folder / ABOUT)
+    for former in folder.glob(f"{LIBRARY_PREFIX}*.so"):
+        if former != library:
+            with contextlib.suppress(OSError):
+                former.unlink()
+    return Build(folder, about)
+
+
+def _compile(command: list[str]) -> None:
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, cwd=SOURCES)
+    except subprocess.TimeoutExpired:
+        raise NativeEngineError(f"The compiler {command[0]} was not done after {TIMEOUT_S:.0f} s.") from None
+    if ended.returncode:
+        lines = [line.strip() for line in ended.stderr.splitlines()]
+        first = next((line for line in lines if "error" in line), lines[-1] if lines else "it says nothing")
+        raise NativeEngineError(
+            f"The compiler {command[0]} failed (exit status {ended.returncode}): {first[:300]}. The command was: {shlex.join(command)}"
+        )
+
+
+def _try_to_load(library: Path, checksum: str) -> None:
+    """In a process of its own, which a build that crashes may take with it."""
+    program = "import sys; from pathlib import Path; from commlens.native import cache; cache.check(Path(sys.argv[1]), sys.argv[2])"
+    source = str(Path(__file__).parents[2])
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))}
+    environ.pop("COMMLENS", None)
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-c", program, str(library), checksum],
+            capture_output=True, text=True, errors="replace", timeout=_LOAD_S, env=environ,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise NativeEngineError(f"What was built did not load within {_LOAD_S:.0f} s.") from None
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines()
+        raise NativeEngineError(
+            f"What was built does not load (exit status {ended.returncode}): {lines[-1] if lines else 'it says nothing'}."
+        )
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, progress: Progress) -> Iterator[None]:
+    """One build at a time for one folder, where its file system can lock; elsewhere each builds for itself, and the last stays."""
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waiting for another build of the same")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield

@@ -1,0 +1,169 @@
+"""Where builds are, what each is for, and loading one.
+
+    <cache>/<torch, Python and a digest of what else must be the same>/<compiler>/build.json and the library that it names
+
+Nothing but the standard library and torch; no compiler is called here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import platform
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from commlens.errors import NativeEngineError
+from commlens.formats import layout as L
+
+MODULE: Final = "commlens_native"
+LIBRARY_PREFIX: Final = f"{MODULE}-"
+ABOUT: Final = "build.json"
+SOURCES: Final = Path(__file__).parent
+DIRECTORY_VARIABLE: Final = "COMMLENS_NATIVE_DIR"
+NOT_BUILT: Final = "the native engine was not built for this torch and Python; commlens build-native builds it"
+
+
+@dataclass(frozen=True)
+class Build:
+    """One that lies in the cache, or in the installed package."""
+
+    folder: Path
+    about: dict[str, Any]
+
+    @property
+    def library(self) -> Path:
+        """The file to load."""
+        return self.folder / os.path.basename(str(self.about.get("library", "")))  # noqa: PTH119
+
+    def is_whole(self) -> bool:
+        """Whether the file is what was built."""
+        try:
+            return hashlib.sha256(self.library.read_bytes()).hexdigest() == self.about.get("sha256")
+        except OSError:
+            return False
+
+
+def sources() -> list[Path]:
+    """The C++ files, the one to compile first."""
+    return sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.hpp"))
+
+
+def identity() -> dict[str, str]:
+    """What a build must have been made for to run here."""
+    import torch
+
+    checksum = hashlib.sha256()
+    for path in sources():
+        checksum.update(path.name.encode() + b"\0" + path.read_bytes())
+    return {
+        "torch": str(torch.__version__),
+        "torch_git": str(getattr(torch.version, "git_version", ""))[:12],
+        "cxx11_abi": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
+        "python": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag),
+        "machine": platform.machine(),
+        "sources": checksum.hexdigest()[:16],
+    }
+
+
+def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+    """Where builds go: ``$COMMLENS_NATIVE_DIR``, else ``$XDG_CACHE_HOME/commlens/native``."""
+    environ = os.environ if environ is None else environ
+    if environ.get(DIRECTORY_VARIABLE):
+        return Path(environ[DIRECTORY_VARIABLE]).expanduser()
+    home = environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")  # noqa: PTH111, PTH118 - never raises
+    return Path(home) / "commlens" / "native"
+
+
+def folder_of(wanted: Mapping[str, str]) -> str:
+    """Name of the folder of builds with an identity."""
+    digest = hashlib.sha256(json.dumps(dict(wanted), sort_keys=True).encode()).hexdigest()[:12]
+    return re.sub(r"[^\w.+-]", "_", f"torch-{wanted['torch']}-{wanted['python']}-{digest}")
+
+
+def find() -> Build | None:
+    """The build for this process: that of the installed package, else the newest in the cache."""
+    wanted = identity()
+    candidates = [SOURCES / "built", *_compilers(cache_directory() / folder_of(wanted))]
+    found = [build for folder in candidates if (build := read_build(folder)) is not None and build.about.get("for") == wanted]
+    return max(found, key=lambda build: str(build.about.get("built", "")), default=None)
+
+
+def _compilers(folder: Path) -> Iterator[Path]:
+    try:
+        yield from sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError:
+        return
+
+
+def read_build(folder: Path) -> Build | None:
+    """The build in a folder; None where there is none."""
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Build(folder, about) if isinstance(about, dict) else None
+
+
+def check(path: Path, checksum: str) -> None:
+    """Load a module that was built just now, and compare the layout that it was compiled with.
+
+    Raises:
+        NativeEngineError: it does not load, or writes another layout.
+    """
+    compiled = load_file(path, checksum).layout()
+    wrong = [name for name, value in compiled.items() if getattr(L, name, value) != value]
+    if wrong:
+        raise NativeEngineError(f"{path} writes another layout: {', '.join(wrong)} differ from commlens.formats.layout.")
+
+
+_loaded: Any = None
+
+
+def loaded() -> Any:
+    """The module, where it has been loaded; else None."""
+    return _loaded
+
+
+def load() -> Any:
+    """The module of the build for this process; None where there is none.
+
+    Raises:
+        NativeEngineError: there is one, and it is damaged or does not load.
+    """
+    global _loaded
+    if _loaded is not None:
+        return _loaded
+    build = find()
+    if build is not None:
+        _loaded = load_file(build.library, str(build.about.get("sha256", "")))
+    return _loaded
+
+
+def load_file(path: Path, checksum: str) -> Any:
+    """Load a built module whose bytes have this checksum (SHA-256).
+
+    Raises:
+        NativeEngineError: they have another, or the file does not load.
+    """
+    try:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
+            raise NativeEngineError(f"{path} is not what was built: its checksum differs. commlens build-native --force builds it anew.")
+        import torch  # noqa: F401 - its libraries must be there first
+
+        loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+        spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+        assert spec is not None
+        module = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+    except (OSError, ImportError) as error:
+        raise NativeEngineError(f"{path} does not load: {error}") from error
+    return module

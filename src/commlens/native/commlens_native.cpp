@@ -1,0 +1,147 @@
+// The native tap: the module that commlens/capture/native_recorder.py drives. docs/native.md says how it is built and switched on.
+//
+// A boxed kernel at dispatch key BackendSelect for every c10d op that takes a process group, as commlens/capture/tap.py has in
+// Python. The kernels stay registered once they are, and let everything pass while no recorder is attached.
+#include <torch/library.h>
+
+#include "kernels.hpp"
+#include "waits.hpp"
+
+namespace commlens {
+namespace {
+
+// A box and its recorder, alive for as long as the process: a thread may be inside when recording stops.
+struct Engine {
+  Engine(const py::buffer& buffer, uint64_t capacity, uint64_t side_at, uint64_t side_size, uint64_t epoch)
+      : map(buffer.request(true)), box(static_cast<char*>(map.ptr), capacity, side_at, side_size, epoch) {}
+
+  Recorder& hot() {
+    if (!recorder) throw std::runtime_error("nobody records into this box yet");
+    return *recorder;
+  }
+
+  py::buffer_info map;  // keeps the mapping
+  Box box;
+  std::unique_ptr<Recorder> recorder;
+};
+
+OpSpec spec_of(const py::object& spec, size_t number) {
+  OpSpec found;
+  found.name = spec.attr("name").cast<std::string>();
+  found.number = number;
+  found.arguments = spec.attr("arguments").cast<size_t>();
+  found.results = spec.attr("results").cast<size_t>();
+  found.process_group = spec.attr("process_group").cast<int>();
+  found.reduce_op = spec.attr("reduce_op").cast<int>();
+  found.tensors = spec.attr("tensors").cast<std::vector<int>>();
+  found.writes = spec.attr("writes").cast<std::vector<int>>();
+  for (const char* name : {"root", "peer", "tag", "asynchronous"}) {
+    const int at = spec.attr(name).cast<int>();
+    if (at >= 0) found.words.push_back(at);
+  }
+  for (const int at : spec.attr("splits").cast<std::vector<int>>())
+    if (at >= 0) found.words.push_back(at);
+  return found;
+}
+
+py::dict layout() {
+  py::dict values;
+#define COMMLENS_LAYOUT(name) values[#name] = static_cast<uint64_t>(name)
+  COMMLENS_LAYOUT(HEADER_SIZE); COMMLENS_LAYOUT(RECORD_SIZE); COMMLENS_LAYOUT(RECORD_CRC_AT);
+  COMMLENS_LAYOUT(NEXT_INDEX); COMMLENS_LAYOUT(SIDE_HEAD); COMMLENS_LAYOUT(STEPS); COMMLENS_LAYOUT(LOST);
+  COMMLENS_LAYOUT(FLAG_COALESCED_MEMBER); COMMLENS_LAYOUT(FLAG_COALESCED_END); COMMLENS_LAYOUT(FLAG_CONCURRENT);
+  COMMLENS_LAYOUT(FLAG_ENTERED); COMMLENS_LAYOUT(FLAG_ANY_SOURCE);
+  COMMLENS_LAYOUT(TICK_NS); COMMLENS_LAYOUT(ENTERED); COMMLENS_LAYOUT(RETURNED); COMMLENS_LAYOUT(WAIT_BEGAN);
+  COMMLENS_LAYOUT(WAIT_ENDED); COMMLENS_LAYOUT(DONE); COMMLENS_LAYOUT(OUTCOME); COMMLENS_LAYOUT(REDUCE_OP);
+  COMMLENS_LAYOUT(DURATION); COMMLENS_LAYOUT(TAG_MASK);
+  COMMLENS_LAYOUT(OUTCOME_NONE); COMMLENS_LAYOUT(OUTCOME_COMPLETED); COMMLENS_LAYOUT(OUTCOME_UNKNOWN);
+  COMMLENS_LAYOUT(HOW_NOT_YET); COMMLENS_LAYOUT(HOW_RETURN); COMMLENS_LAYOUT(HOW_WAIT); COMMLENS_LAYOUT(HOW_POLL); COMMLENS_LAYOUT(HOW_UNKNOWN);
+  COMMLENS_LAYOUT(BLOB_ALIGN); COMMLENS_LAYOUT(BLOB_MAX);
+#undef COMMLENS_LAYOUT
+  return values;
+}
+
+}  // namespace
+}  // namespace commlens
+
+PYBIND11_MODULE(commlens_native, module) {
+  using namespace commlens;
+  module.def("layout", &layout, "The layout that was compiled in, by the names of commlens.formats.layout.");
+  module.def("install", [](const py::list& specs, const py::object& slow) {
+    std::vector<OpSpec> all;
+    for (const auto& spec : specs) all.push_back(spec_of(py::reinterpret_borrow<py::object>(spec), all.size()));
+    install(std::move(all), specs, slow);
+  });
+  module.def("let_python_listen", [](bool taps, bool waits) {
+    python_taps.store(taps);
+    python_waits.store(waits);
+  }, "Whether subscribers in Python hear of collectives, and listeners in Python of waits.");
+  module.def("run_fake_tensors_as", [](const py::object& keys) {
+    fake_keys.store(keys.is_none() ? 0 : keys.cast<c10::DispatchKeySet>().raw_repr());
+  });
+  module.def("detach", [] { active.store(nullptr); });
+  module.def("forked", [] {
+    active.store(nullptr);
+    cached_thread_id() = 0;
+  }, "In the child of a fork: it is no rank, and writes nothing.");
+  module.def("tapped_wait", &tapped_wait, "A method wait of a class of Works; `slow` is the same in Python.");
+
+  py::class_<Asked, AskedPtr>(module, "Asked").def_property_readonly("python", [](const Asked& asked) {
+    return py::reinterpret_borrow<py::object>(asked.python.get());
+  });
+  py::class_<Token, TokenPtr>(module, "Token")
+      .def_readonly("index", &Token::index)
+      .def_readonly("offset", &Token::offset)
+      .def_readonly("since", &Token::since)
+      .def_readonly("thread", &Token::thread)
+      .def_readonly("number", &Token::number)
+      .def_readonly("stack", &Token::stack)
+      .def_property_readonly("asked", [](const Token& token) { return py::reinterpret_borrow<py::object>(token.asked->python.get()); });
+
+  py::class_<Engine, std::unique_ptr<Engine, py::nodelete>>(module, "Engine")
+      .def(py::init([](const py::buffer& map, uint64_t capacity, uint64_t side_at, uint64_t side_size, uint64_t epoch) {
+        return std::unique_ptr<Engine, py::nodelete>(new Engine(map, capacity, side_at, side_size, epoch));
+      }))
+      // the box
+      .def("append", [](Engine& self, const py::bytes& payload) { return self.box.append(payload.cast<std::string_view>()); })
+      .def("next_index", [](Engine& self) { return self.box.next_index(); })
+      .def("seen", [](Engine& self, uint64_t index) { self.box.seen(index); })
+      .def_property_readonly("last_index", [](Engine& self) { return self.box.last_index(); })
+      .def_property_readonly("side_floor", [](Engine& self) { return self.box.side_floor(); })
+      // the recorder
+      .def("record_for", [](Engine& self, const py::object& host, bool cpp_stack, bool timing) {
+        self.recorder = std::make_unique<Recorder>(self.box, host, cpp_stack, timing);
+      })
+      .def("attach", [](Engine& self) { active.store(&self.hot(), std::memory_order_release); })
+      .def("verify", [](Engine& self, bool on) { self.hot().verifies.store(on); })
+      .def("sweep", [](Engine& self) { return self.hot().sweep(); })
+      .def("take_unpolled", [](Engine& self) {
+        py::list tokens;
+        for (const auto& token : self.hot().take_unpolled()) tokens.append(token);
+        return tokens;
+      })
+      .def("held", [](Engine& self) { return self.hot().held(); })
+      .def("release", [](Engine& self) { self.hot().release(); })
+      .def("forget_group", [](Engine& self, uintptr_t group) { self.hot().forget_group(reinterpret_cast<const void*>(group)); })
+      .def("forget_groups", [](Engine& self) { self.hot().forget_groups(); })
+      .def("renamed", [](Engine& self, const py::object& channel) { self.hot().renamed(channel.ptr()); })
+      .def("wait_begins", [](Engine& self, const py::object& work) -> TokenPtr {
+        return self.hot().wait_begins(work.cast<c10d::Work*>(), work.ptr());
+      })
+      .def("tensor_wait_begins", [](Engine& self, const at::Tensor& tensor) { return self.hot().tensor_wait_begins(tensor); })
+      .def("wait_ended", [](Engine& self, const TokenPtr& token, const py::object& error) {
+        self.hot().wait_ended(token, error.is_none() ? nullptr : &error);
+      })
+      .def("coalescing_starts", [](Engine& self) { self.hot().coalescing_starts(); })
+      .def("coalescing_ends", [](Engine& self) -> py::object {
+        auto group = self.hot().coalescing_ends();
+        if (!group) return py::none();
+        return py::make_tuple(group->first, self.hot().channel_blob(*group->first->channel), group->number, group->id, group->members);
+      })
+      .def("stack_position", [](Engine& self, int skip) { return self.hot().stack_position(skip); })
+      .def("group_token", [](Engine& self, const py::object& described, const AskedPtr& first, uint64_t index, uint64_t offset,
+                             uint64_t since) { return self.hot().group_token(described, first, index, offset, since); })
+      .def("group_returned", [](Engine& self, const TokenPtr& token, const py::object& work) {
+        self.hot().returned_work(token, work.is_none() ? WorkPtr() : work.cast<WorkPtr>());
+      });
+}

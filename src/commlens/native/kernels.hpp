@@ -1,0 +1,191 @@
+// The dispatcher's kernels: where every collective of the process passes.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <memory>
+#include <vector>
+
+#include "recorder.hpp"
+
+namespace commlens {
+
+inline std::atomic<Recorder*> active{nullptr};
+inline std::atomic<bool> python_taps{false}, python_waits{false};
+inline std::atomic<uint64_t> fake_keys{0};  // a keyset by which collectives on fake and meta tensors run; 0: as torch would run them
+inline PyObject* slow_path = nullptr;  // the module commlens.capture.tap; kept for ever
+
+const c10::DispatchKeySet below_us(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
+
+// Fake and meta tensors communicate nothing.
+inline bool is_fake(c10::DispatchKeySet keys) { return keys.has(c10::DispatchKey::Meta); }
+
+inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
+  const uint64_t fake = fake_keys.load(std::memory_order_relaxed);
+  return fake && is_fake(keys) ? c10::DispatchKeySet(c10::DispatchKeySet::RAW, fake) : keys & below_us;
+}
+
+class Tap : public c10::OperatorKernel {
+ public:
+  Tap(OpSpec spec, PyObject* python_spec) : spec_(std::move(spec)), python_spec_(python_spec) {}
+
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+    const bool fake = is_fake(keys);
+    Recorder* recorder = fake ? nullptr : active.load(std::memory_order_acquire);
+    const bool slow = python_taps.load(std::memory_order_relaxed) && (!fake || fake_keys.load(std::memory_order_relaxed)) && python_runs();
+    if (!recorder && !slow) {
+      op.redispatchBoxed(keys_below(keys), stack);
+      return;
+    }
+    const size_t results_at = stack->size() - spec_.arguments;
+    TokenPtr token = recorder ? recorder->begin(spec_, stack->data() + results_at) : nullptr;
+    PyRef told;
+    try {
+      if (slow) told = tell_begin(stack->data() + results_at, fake);
+      op.redispatchBoxed(keys_below(keys), stack);
+    } catch (...) {
+      const auto error = std::current_exception();
+      if (token) recorder->raised(token, error);
+      if (told) tell_raised(told, error);
+      throw;
+    }
+    if (token) recorder->returned(token, spec_.results ? &stack->back() : nullptr);
+    if (told) tell_returned(told, *stack, results_at);
+  }
+
+ private:
+  // --- subscribers in Python (a tracer): commlens.capture.tap does with them what its own kernel does
+
+  PyRef tell_begin(Arguments arguments, bool fake) {
+    Gil gil;
+    py::tuple values(spec_.arguments);
+    for (size_t i = 0; i < spec_.arguments; ++i) values[i] = torch::jit::toPyObject(arguments[i]);
+    return call("begin_all", python_spec_, values.ptr(), fake ? Py_True : Py_False);
+  }
+
+  void tell_returned(const PyRef& told, const c10::Stack& stack, size_t at) {
+    Gil gil;
+    py::object result = py::none();
+    if (spec_.results == 1) {
+      result = torch::jit::toPyObject(stack[at]);
+    } else if (spec_.results > 1) {
+      py::tuple values(spec_.results);
+      for (size_t i = 0; i < spec_.results; ++i) values[i] = torch::jit::toPyObject(stack[at + i]);
+      result = values;
+    }
+    call("returned_all", told.get(), result.ptr(), nullptr);
+  }
+
+  static void tell_raised(const PyRef& told, const std::exception_ptr& error) {
+    Gil gil;
+    call("raised_all", told.get(), as_python(error).ptr(), nullptr);
+  }
+
+  static PyRef call(const char* name, PyObject* first, PyObject* second, PyObject* third) {
+    py::object function = py::handle(slow_path).attr(name);
+    PyObject* result = PyObject_CallFunctionObjArgs(function.ptr(), first, second, third, nullptr);
+    if (!result) throw_python_error();
+    PyRef kept = PyRef::of(result);
+    Py_DECREF(result);
+    return kept;
+  }
+
+  const OpSpec spec_;
+  PyObject* const python_spec_;
+};
+
+// _c10d_functional::wait_tensor.
+class TensorWait : public c10::OperatorKernel {
+ public:
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+    Recorder* recorder = is_fake(keys) ? nullptr : active.load(std::memory_order_acquire);
+    const bool slow = !is_fake(keys) && python_waits.load(std::memory_order_relaxed) && python_runs();
+    if (slow) {
+      wait_in_python(op, keys, stack);
+      return;
+    }
+    TokenPtr token = recorder ? begin(*recorder, stack->back()) : nullptr;
+    if (!token) {
+      op.redispatchBoxed(keys_below(keys), stack);
+      return;
+    }
+    try {
+      op.redispatchBoxed(keys_below(keys), stack);
+    } catch (...) {
+      end(*recorder, token, std::current_exception());
+      throw;
+    }
+    end(*recorder, token, nullptr);
+  }
+
+ private:
+  static TokenPtr begin(Recorder& recorder, const c10::IValue& tensor) {
+    try {
+      return recorder.tensor_wait_begins(tensor.toTensor());
+    } catch (const std::exception& error) {
+      recorder.failed(error.what());
+      return nullptr;
+    }
+  }
+
+  static void end(Recorder& recorder, const TokenPtr& token, const std::exception_ptr& error) noexcept {
+    try {
+      if (!error) {
+        recorder.wait_ended(token, nullptr);
+      } else if (python_runs()) {
+        Gil gil;
+        Recorder::PyErrKeeper keep;
+        const py::object raised = as_python(error);
+        recorder.wait_ended(token, &raised);
+      }
+    } catch (const std::exception& ours) {
+      recorder.failed(ours.what());
+    }
+  }
+
+  // For a tracer or a verifier: they may raise something else instead of an error.
+  static void wait_in_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
+    PyRef told;
+    {
+      Gil gil;
+      py::object tensor = torch::jit::toPyObject(stack->back());
+      told = call("wait_begins", tensor.ptr(), nullptr);
+    }
+    std::exception_ptr error;
+    try {
+      op.redispatchBoxed(keys_below(keys), stack);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (told.get() != Py_None) {
+      Gil gil;
+      py::object raised = error ? as_python(error) : py::none();
+      call("wait_ended", told.get(), raised.ptr());
+    }
+    if (error) std::rethrow_exception(error);
+  }
+
+  static PyRef call(const char* name, PyObject* first, PyObject* second) {
+    py::object function = py::handle(slow_path).attr(name);
+    PyObject* result = PyObject_CallFunctionObjArgs(function.ptr(), first, second, nullptr);
+    if (!result) throw_python_error();
+    PyRef kept = PyRef::of(result);
+    Py_DECREF(result);
+    return kept;
+  }
+};
+
+// Registers the kernels. They stay: removing them while threads are inside is unproven.
+inline void install(std::vector<OpSpec> specs, const py::list& python_specs, const py::object& slow) {
+  slow_path = py::object(slow).release().ptr();
+  static auto* collectives = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  for (auto& spec : specs) {
+    const std::string name = spec.name;
+    PyObject* python_spec = py::object(python_specs[spec.number]).release().ptr();
+    collectives->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<Tap>(std::move(spec), python_spec)));
+  }
+  static auto* waits = new torch::Library(torch::Library::IMPL, "_c10d_functional", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
+  waits->impl("wait_tensor", torch::CppFunction::makeFromBoxedFunctor(std::make_unique<TensorWait>()));
+}
+
+}  // namespace commlens

@@ -1,0 +1,91 @@
+// The little of Python that the tap needs: the GIL, owned references, and errors on their way through C++.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <initializer_list>
+#include <utility>
+
+namespace torch::jit {
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);  // its own header brings the whole of TorchScript
+}
+
+namespace commlens {
+
+class Gil {
+ public:
+  Gil() : state_(PyGILState_Ensure()) {}
+  ~Gil() { PyGILState_Release(state_); }
+  Gil(const Gil&) = delete;
+  Gil& operator=(const Gil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+inline bool python_runs() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsInitialized() && !Py_IsFinalizing();
+#else
+  return Py_IsInitialized() && !_Py_IsFinalizing();
+#endif
+}
+
+// A reference that may be dropped anywhere but under the recorder's mutex: it takes the GIL for that.
+class PyRef {
+ public:
+  PyRef() = default;
+  static PyRef of(PyObject* borrowed) {
+    PyRef ref;
+    ref.object_ = Py_XNewRef(borrowed);
+    return ref;
+  }
+  PyRef(PyRef&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  PyRef& operator=(PyRef&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  PyRef(const PyRef&) = delete;
+  PyRef& operator=(const PyRef&) = delete;
+  ~PyRef() {
+    if (object_ && python_runs()) {
+      Gil gil;
+      Py_DECREF(object_);
+    }
+  }
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// Throws what Python raised, so that it survives being carried to another thread or released to one without the GIL.
+[[noreturn]] inline void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// A Python exception for the one in flight in C++: a new reference, never null. With the GIL.
+inline pybind11::object as_python(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (pybind11::error_already_set& raised) {  // restoring it would empty it
+    return raised.value() ? pybind11::reinterpret_borrow<pybind11::object>(raised.value()) : pybind11::none();
+  } catch (...) {
+  }
+  torch::translate_exception_to_python(error);
+  PyObject *type = nullptr, *value = nullptr, *trace = nullptr;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return value ? pybind11::reinterpret_steal<pybind11::object>(value) : pybind11::none();
+}
+
+}  // namespace commlens

@@ -1,0 +1,58 @@
+// Work.wait: which thread is blocked in which op, and when it is done.
+#pragma once
+
+#include "kernels.hpp"
+
+namespace commlens {
+
+// Called as a method of a class of Works. `closure` holds the method that was there, and the same in Python for when somebody in
+// Python listens.
+inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
+  PyObject* original = PyTuple_GET_ITEM(closure, 0);
+  if (python_waits.load(std::memory_order_relaxed)) return PyObject_Vectorcall(PyTuple_GET_ITEM(closure, 1), arguments, count, names);
+  Recorder* recorder = active.load(std::memory_order_acquire);
+  TokenPtr token;
+  if (recorder && count > 0) {
+    try {
+      token = recorder->wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
+    } catch (const std::exception& error) {
+      recorder->failed(error.what());
+    }
+  }
+  PyObject* result = PyObject_Vectorcall(original, arguments, count, names);
+  if (!token) return result;
+  try {
+    if (result) {
+      recorder->wait_ended(token, nullptr);
+    } else {
+      PyObject *type, *value, *trace;
+      PyErr_Fetch(&type, &value, &trace);
+      PyErr_NormalizeException(&type, &value, &trace);
+      const auto raised = py::reinterpret_borrow<py::object>(value);
+      try {
+        recorder->wait_ended(token, &raised);
+      } catch (const std::exception& error) {
+        recorder->failed(error.what());
+      }
+      PyErr_Restore(type, value, trace);
+    }
+  } catch (const std::exception& error) {
+    recorder->failed(error.what());
+  }
+  return result;
+}
+
+inline py::object tapped_wait(const py::object& original, const py::object& slow) {
+  static PyMethodDef method = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait)), METH_FASTCALL | METH_KEYWORDS,
+                               "Wait until the collective is done."};
+  // What pybind11 puts into a class is a function wrapped to bind: called from here, the bare one will do.
+  PyObject* bare = PyInstanceMethod_Check(original.ptr()) ? PyInstanceMethod_GET_FUNCTION(original.ptr()) : original.ptr();
+  const py::tuple closure = py::make_tuple(py::reinterpret_borrow<py::object>(bare), slow);
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&method, closure.ptr()));
+  if (!function) throw py::error_already_set();
+  auto bound = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+  if (!bound) throw py::error_already_set();
+  return bound;
+}
+
+}  // namespace commlens

@@ -1,0 +1,137 @@
+"""The two engines write the same bytes: one program, recorded by each, on the fake backend, where nothing depends on time."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commlens.formats import layout as L
+from commlens.formats import places
+from commlens.formats.blackbox import read_box
+
+PROGRAM = """
+import os, threading
+import torch, torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from commlens import config
+from commlens.capture import bootstrap
+
+engine = os.environ["COMMLENS_ENGINE"]
+bootstrap.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=engine, box_entries=200))
+
+def begin():
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+
+def plain(t):
+    for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
+        dist.all_reduce(t, op=op)
+    dist.all_reduce(t, async_op=True).wait()
+    dist.broadcast(t.view(2, 4).t(), 2)
+    dist.reduce(t, 3)
+    dist.all_gather([torch.zeros(8) for _ in range(4)], t)
+    dist.all_gather_into_tensor(torch.zeros(32), t)
+    dist.reduce_scatter_tensor(torch.zeros(2), t)
+    dist.all_to_all_single(torch.zeros(8), t, [1, 3, 2, 2], [2, 2, 3, 1])
+    dist.scatter(torch.zeros(2), None, src=0)
+    dist.barrier()
+    for n in range(5):
+        dist.all_reduce(torch.zeros(n, 3, dtype=torch.float64))
+    with dist._coalescing_manager():
+        dist.all_reduce(t)
+        dist.all_reduce(torch.zeros(2))
+
+def point_to_point(t):
+    dist.send(t, 0, tag=3)
+    dist.send(t, 2)
+    dist.irecv(t, 0, tag=3).wait()
+    dist.irecv(t).wait()
+
+def functional(t, group):
+    fc.all_reduce(t, "sum", group) + 1
+    fc.all_gather_tensor(t, 0, group) + 1
+    fc.reduce_scatter_tensor(t, "sum", 0, group) + 1
+
+def never_waited(t):
+    return [dist.all_reduce(t, async_op=True) for _ in range(3)]
+
+def all_of_it():
+    t = torch.ones(8)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = dist.new_group([0, 1], group_desc="pair")
+    plain(t)
+    point_to_point(t)
+    functional(t, mesh.get_group("tp"))
+    dist.all_reduce(t, group=pair)
+    dist.destroy_process_group(pair)
+    thread = threading.Thread(target=lambda: dist.all_reduce(t, group=dist.new_group([0, 1])))
+    thread.start()
+    thread.join()
+    return never_waited(t)
+
+begin()
+kept = all_of_it()
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()
+dist.all_reduce(torch.ones(1))
+dist.destroy_process_group()
+begin()
+kept = all_of_it()
+assert bootstrap.session().recorder.lost == 0
+print(type(bootstrap.session().recorder).__name__)
+"""
+
+TIMES = (L.ENTERED, L.RETURNED, L.WAIT_BEGAN, L.WAIT_ENDED, L.DONE)
+
+
+def record(engine: str, script: Path, environment: dict[str, str]) -> tuple[bytes, Path]:
+    box_at = script.parent / engine
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, **environment, "COMMLENS_ENGINE": engine, "BOX_AT": str(box_at), "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ("NativeRecorder\n" if engine == "native" else "Recorder\n"), done.stderr
+    (path,) = places.boxes(places.user_folder(box_at) / "job")
+    return path.read_bytes(), path
+
+
+def without_times(box: bytes, index: int) -> tuple[object, ...]:
+    """All of a record but when, and by which threads."""
+    offset = L.HEADER_SIZE + (index - 1) * L.RECORD_SIZE
+    fields = list(L.RECORD.unpack_from(box, offset))
+    fields[1] = fields[10] = None  # announced, thread
+
+    def word(at: int) -> int:
+        return int(struct.unpack_from("<Q", box, offset + at)[0])
+
+    times = [(word(at) & L.TAG_MASK, word(at) > L.TAG_MASK) for at in TIMES]
+    return (*fields, times, word(L.OUTCOME) & 0xFFFFFFFF, word(L.OUTCOME) >> 32 != 0, word(L.FAILURE), word(L.REDUCE_OP), word(L.DURATION))
+
+
+def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: Path, native_cache: Path):
+    import torch
+
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    (python, path), (native, _) = (record(engine, script, {"COMMLENS_NATIVE_DIR": str(native_cache)}) for engine in ("python", "native"))
+    log = read_box(path)
+    assert log.issued > 50 and not log.problems
+    assert struct.unpack_from("<Q", python, L.NEXT_INDEX) == struct.unpack_from("<Q", native, L.NEXT_INDEX)
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10):  # before, Python cannot read all reduce ops
+        for index in range(1, log.issued + 1):
+            assert without_times(python, index) == without_times(native, index), log.collectives[index - 1]
+    (head,) = struct.unpack_from("<Q", python, L.SIDE_HEAD)
+    assert struct.unpack_from("<Q", native, L.SIDE_HEAD) == (head,)
+    side = L.box_size(200) - 2 * L.EVIDENCE_SLOT - L.side_size(200)
+    assert python[side : side + head] == native[side : side + head]
