@@ -28,7 +28,7 @@ def missing_step(what: Doing, ranks: Sequence[int]) -> str:
     }
     if what.why in steps:
         return steps[what.why]
-    return f"look at {where} on {who}" if what.frame is not None else f"take a stack of {who} (py-spy dump) to see what it does"
+    return f"look at {where} on {who}" if what.frame is not None else f"take a stack of {who} (py-spy dump): it shows what keeps {"them" if len(ranks) > 1 else "it"}"
 
 
 def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import IO
 
@@ -32,17 +33,18 @@ def print_verdict(verdict: Verdict, file: IO[str] | None = None, width: int | No
     console = Console(file=out, width=width, force_terminal=colour, no_color=colour is False, highlight=False, emoji=False, markup=False)
     if width is None:
         console.width = min(console.width, _WIDEST)
-    for part in _parts(verdict):
-        console.print(part)
+    with console.capture() as text:
+        for part in _parts(verdict):
+            console.print(part)
+    # The columns are filled up with blanks, which only a terminal hides.
+    out.write(text.get() if console.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
 
 
 def render(verdict: Verdict, width: int = 80) -> str:
     """The same as plain text, for logs and tests."""
-    import io
-
     out = io.StringIO()
     print_verdict(verdict, out, width, colour=False)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+    return out.getvalue()
 
 
 def _parts(verdict: Verdict) -> list[RenderableType]:
