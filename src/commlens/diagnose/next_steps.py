@@ -28,7 +28,9 @@ def missing_step(what: Doing, ranks: Sequence[int]) -> str:
     }
     if what.why in steps:
         return steps[what.why]
-    return f"look at {where} on {who}" if what.frame is not None else f"take a stack of {who} (py-spy dump): it shows what keeps {"them" if len(ranks) > 1 else "it"}"
+    if what.frame is not None:
+        return f"look at {where} on {who}"
+    return f"take a stack of {who} (py-spy dump): it shows what keeps {'it' if len(ranks) == 1 else 'them'}"
 
 
 def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None) -> str:
