@@ -35,7 +35,9 @@ def squeezed(spec: TensorSpec) -> tuple[int, ...]:
 
 
 def show_tensor(spec: TensorSpec) -> str:
-    """``"float32[5,5]"``."""
+    """``"float32[5,5]"``; ``"25 elements"`` where no more was told, as in torch's log lines."""
+    if spec.dtype == "unknown":
+        return f"{spec.numel} elements"
     shape = ",".join(map(str, spec.shape))
     odd = "" if spec.layout == "strided" else f" {spec.layout}"
     if spec.memory_order is not None:
