@@ -89,7 +89,7 @@ def step(mesh: Mesh, stage: int, shape: Shape, expert: int = 0) -> list[Op]:
                 _p2p(b, "recv", stage - 1, "recv_forward", shape)
             for layer in range(shape.layers):
                 if first:
-                    _gather_ahead(b, layer, shape.layers, weights)
+                    _gather_ahead(b, mesh, layer, shape.layers, weights)
                 _layer(b, mesh, "forward", expert)
             if stage < mesh.pp - 1:
                 _p2p(b, "send", stage + 1, "send_forward", shape)
@@ -100,7 +100,7 @@ def step(mesh: Mesh, stage: int, shape: Shape, expert: int = 0) -> list[Op]:
             for _ in range(shape.layers):
                 _layer(b, mesh, "backward", expert)
                 if last:
-                    b.add(_fsdp("_reduce_scatter_base", "reduce_gradients"), wait=False)
+                    b.add(_fsdp(mesh, "_reduce_scatter_base", "reduce_gradients"), wait=False)
             if stage > 0:
                 _p2p(b, "send", stage - 1, "send_backward", shape)
     for index in range(max(0, len(b.ops) - 40), len(b.ops)):  # the optimizer needs the gradients
@@ -126,16 +126,17 @@ def _one_forward_one_backward(stage: int, stages: int, microbatches: int) -> lis
     return order + [("B", i) for i in range(microbatches - warm, microbatches)]
 
 
-def _gather_ahead(b: Builder, layer: int, layers: int, weights: dict[int, int]) -> None:
+def _gather_ahead(b: Builder, mesh: Mesh, layer: int, layers: int, weights: dict[int, int]) -> None:
     """Weights are gathered one layer ahead."""
     for wanted in (layer, layer + 1):
         if wanted < layers and wanted not in weights:
-            weights[wanted] = b.add(_fsdp("_all_gather_base", "gather_weights"), wait=False)
+            weights[wanted] = b.add(_fsdp(mesh, "_all_gather_base", "gather_weights"), wait=False)
     b.wait(weights[layer])
 
 
-def _fsdp(name: str, site: str) -> Op:
-    whole, part = ((HIDDEN * HIDDEN,),), ((HIDDEN * HIDDEN // 8,),)
+def _fsdp(mesh: Mesh, name: str, site: str) -> Op:
+    shard = -(-HIDDEN * HIDDEN // mesh.dp)
+    whole, part = ((shard * mesh.dp,),), ((shard,),)
     inputs, outputs = (part, whole) if name == "_all_gather_base" else (whole, part)
     return Op("dp", name, inputs, outputs, site=site, takes_us=700)
 

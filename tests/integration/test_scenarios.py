@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from _diagnosing import commlens, grade
+from dumpgen import converted
 from harness import STALL_TIMEOUT_S, Harness, JobResult, harness
 
 from commlens.commands.demo import differences
+from commlens.model.ranklog import RankLog
 from commlens.scenarios import SCENARIOS, Ending, find
 
 FAULTY = [scenario for scenario in SCENARIOS if not scenario.healthy]
@@ -21,6 +25,10 @@ SMALL = [s.name for s in FAULTY if 2 in s.worlds and s.name != "throttled"]
 LARGE = ["data-loader", "mesh-cascade", "dies-sigkill", "skip-then-other", "swap-two-groups", "swap-three-groups", "pipeline-lost-send",
          "mismatch-root", "fsdp2-forward-order", "batched-p2p-missing", "ddp-skip-backward", "uneven-then-barrier"]  # fmt: skip
 RUNS = [(s.name, 4) for s in FAULTY] + [(name, 2) for name in SMALL] + [(name, 8) for name in LARGE]
+
+NOT_IN_GLOO = {s.name for s in FAULTY if s.family in ("p2p", "pipeline") or s.ending is not Ending.HANGS}
+NOT_IN_GLOO |= {"stopped", "holds-gil", "throttled"}
+"""Gloo's recorder sees no messages; a job that dies, and a thread that cannot run, leave nothing to read."""
 
 SPEAKS_WITHIN_S = 2.0 if "PYTEST_XDIST_WORKER" not in os.environ else 10.0
 """After the stall timeout: 2 s, and more where other tests have the cores."""
@@ -43,6 +51,27 @@ def run(jobs: Harness, name: str, world_size: int, folder: Path, **options: obje
     return result
 
 
+@dataclass
+class Kept:
+    """Of a job that has run: what other recorders make of it is looked at in a test of its own."""
+
+    logs: list[RankLog]
+    native: dict[int, bytes]  # what torch's own recorder of gloo had
+
+
+KEPT: dict[str, Kept] = {}
+
+
+def run_and_keep(jobs: Harness, name: str, world_size: int, folder: Path) -> JobResult:
+    native = folder / "native"
+    recorder = {} if name in NOT_IN_GLOO else {"PYTEST_NATIVE_DUMPS": str(native), "TORCH_FR_BUFFER_SIZE": "2000"}
+    result = run(jobs, name, world_size, folder, environment=recorder if world_size == 4 else {})
+    if world_size == 4:
+        files = {rank: native / f"gloo_{rank}" for rank in range(world_size)}
+        KEPT[name] = Kept(result.logs(), {rank: file.read_bytes() for rank, file in files.items() if file.exists()})
+    return result
+
+
 def waiting_began(result: JobResult) -> float:
     """When the oldest wait of the dump began, Unix time."""
     return min(c.announced_ns for log in result.logs() for c in log.collectives if c.in_flight) / 1e9
@@ -61,7 +90,7 @@ def steps(result: JobResult) -> int:
 @pytest.mark.parametrize(("name", "world_size"), RUNS, ids=[f"{name}-{world_size}" for name, world_size in RUNS])
 def test_verdict_is_the_truth(jobs: Harness, tmp_path: Path, name: str, world_size: int) -> None:
     scenario = find(name)
-    result = run(jobs, name, world_size, tmp_path)
+    result = run_and_keep(jobs, name, world_size, tmp_path)
     assert result.verdict is not None, "Nothing was said."
     assert differences(result.verdict, scenario.truth(world_size)) == []
     if scenario.ending is not Ending.ENDS:
@@ -75,6 +104,28 @@ def test_verdict_is_the_truth(jobs: Harness, tmp_path: Path, name: str, world_si
         assert seconds_to_verdict(result) < STALL_TIMEOUT_S + SPEAKS_WITHIN_S
     assert not result.boxes_left
     assert result.dump is not None
+
+
+FORMS = [(s.name, form) for s in FAULTY for form in ("nccl", "nccl-timing", "gloo") if form != "gloo" or s.name not in NOT_IN_GLOO]
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(("name", "form"), FORMS, ids=["-".join(form) for form in FORMS])
+def test_dumps_of_other_recorders_get_the_same_verdict(jobs: Harness, tmp_path: Path, name: str, form: str) -> None:
+    """What NCCL's Flight Recorder would have left of the job, and what gloo's did leave (where it can)."""
+    if name not in KEPT:
+        run_and_keep(jobs, name, 4, tmp_path / "job")
+    dumps = tmp_path / "dumps"
+    if form == "gloo":
+        dumps.mkdir()
+        for rank, data in KEPT[name].native.items():
+            (dumps / f"rank_{rank}").write_bytes(data)
+        if not KEPT[name].native:
+            pytest.skip("This torch does not record gloo.")
+    else:
+        converted.write(KEPT[name].logs, dumps, timing=form == "nccl-timing", without=converted.without_dump(name, 4))
+    truth, answer = converted.truth_in_dumps(name, 4), commlens(dumps)
+    assert grade(answer, truth) == "right", f"{answer}, the truth is {truth}"
 
 
 def assert_nothing_wrong(result: JobResult) -> None:

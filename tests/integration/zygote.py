@@ -87,12 +87,21 @@ def reap(request):
 
 
 def keep_native_dumps(folder: str) -> None:
-    """Have torch's own recorder of gloo dumped into this folder again and again, as a watchdog would: the last one is what is left."""
+    """Have torch's own recorder of gloo dumped into this folder whenever there is more in it: the last dump is what is left.
+
+    A rank that hangs writes nothing: a rank that writes would look as if it worked.
+    """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     path = Path(folder) / f"gloo_{os.environ['RANK']}"
 
+    last = b""
+
     def write() -> None:
+        nonlocal last
         data = dump()
+        if data == last:
+            return
+        last = data
         path.with_suffix(".new").write_bytes(data)
         path.with_suffix(".new").replace(path)
 

@@ -177,7 +177,7 @@ def _index(view: View, found: Extract, columns: RankColumns, limit: int) -> dict
     view.timed = found.timed
     if heads:
         first = heads[0]
-        view.routine_since = max(1, first - _BEFORE)
+        view.routine_since = max(1, first // 2, first - _BEFORE)  # a routine is known once it has been seen for a while
         batch = int(found.batch[first])
         parts = [row for row in open_rows.tolist() if batch and int(found.batch[row]) == batch] or [first]
         op = columns.op(first)
