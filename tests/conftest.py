@@ -81,7 +81,7 @@ def _why_not_built(cache: Path) -> str:
     try:
         build.build(cache.resolve())
     except NativeEngineError as error:
-        can = shutil.which("c++") is not None and "headers" not in str(error)
+        can = shutil.which("c++") is not None and not any(word in str(error) for word in ("headers", "Killed", "No space", "out of memory"))
         return f"!{error}" if can else str(error)
     return ""
 

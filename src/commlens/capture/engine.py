@@ -28,6 +28,14 @@ class Engine:
     recorder: Callable[..., Recorder]
 
 
+def why_not_native() -> str:
+    """Why the native engine cannot record in this process, in words; empty where it can. Installs nothing."""
+    try:
+        return "" if native.load() is not None else native.NOT_BUILT
+    except native.NativeEngineError as error:
+        return str(error)
+
+
 def choose(wanted: str) -> Engine:
     """The engine for the setting ``engine``. Never raises: where the native one cannot be, that is said in one line if it was asked for."""
     if wanted != "python":
