@@ -166,10 +166,11 @@ def _matches(
     matches = 0
     places: set[Hashable] = set()
     first = start if by > 0 else start - by
-    for number, mine in track.ops.items():
-        theirs = reference.get(number + by)
-        if number < first or theirs is None:
+    for number in track.ops:
+        theirs = reference.get(number + by) if number >= first else None
+        if theirs is None:
             continue
+        mine = track.ops[number]
         if not equal(mine, theirs):
             return 0, 0
         matches += 1
