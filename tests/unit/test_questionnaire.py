@@ -41,8 +41,10 @@ def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str =
         if not typed and b" [" in screen:  # at the first question: what is typed before anybody reads may be lost
             typed = True
             os.write(master, answers.encode())
-        if interrupt_at and interrupt_at.encode() in screen and time.monotonic() > pressed + 1 and process.poll() is None:
-            # Again after a while: Python hears of one only once it reads, which is a moment after the prompt.
+        heard = b"Nothing was written." in screen
+        if interrupt_at and interrupt_at.encode() in screen and not heard and time.monotonic() > pressed + 3 and process.poll() is None:
+            # Again after a while: Python hears of one only once it reads, which is a moment after the prompt. One that comes when
+            # it has heard would end it in another way.
             pressed = time.monotonic()
             process.send_signal(signal.SIGINT)
         if not select.select([master], [], [], 0.05)[0]:
