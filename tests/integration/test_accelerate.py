@@ -120,7 +120,7 @@ def test_the_table(ours: Ran):
     assert told[1] == (
         "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n"
         "\n"
-        "Operation: `accelerate.utils.operations.broadcast`  (torch.distributed.broadcast, group default_pg, ranks 0-1, #2, src 0)\n"
+        "Operation: `accelerate.utils.operations.broadcast`  (torch.distributed.broadcast, group default_pg, ranks 0-1, #1, src 0)\n"
         "Input shapes:\n"
         f"  - Process 0: [1, 5]     float32   train.py:{line} in <lambda>\n"
         f"  - Process 1: [1, 2, 5]  float32   train.py:{line} in <lambda>"
