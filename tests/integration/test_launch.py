@@ -41,7 +41,10 @@ def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, is_installe
         ours, theirs = bench.launch("--stall-timeout", "9", *arguments), bench.torchrun(*arguments)
         assert (ours.end() != 0) == (theirs.end() != 0) == (code != "0")
         assert ours.process.returncode == theirs.process.returncode
-        assert sorted(ours.out) == sorted(theirs.out), ours.report()
+        seen = [sorted(json.loads(line) for line in run.out) for run in (ours, theirs)]
+        if code != "0":  # which rank is ended before it can tell is chance
+            seen = [[rank[:5] + rank[6:] for rank in told][:1] for told in seen]
+        assert seen[0] == seen[1], ours.report()
         assert len(ours.out) == 2 or code != "0"
         assert json.loads(ours.out[0])[0] == ["tells.py", code, "--stall-timeout", "x", "--", "-m"]
     bench.close()

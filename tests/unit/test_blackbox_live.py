@@ -133,7 +133,8 @@ def test_no_torn_record_is_taken_for_a_good_one(tmp_path: Path) -> None:
             seen.update(got.index for got in log.collectives)
             reads += 1
             whole += len(log.collectives)
-            assert box.status().issued >= (log.collectives[-1].index if log.collectives else 0)
+            # A record is whole a moment before it is counted.
+            assert box.status().issued + 1 >= (log.collectives[-1].index if log.collectives else 0)
         assert process.poll() is None
         assert reads > 20
         assert len(seen) > 10 * CAPACITY  # the ring went round and round meanwhile
