@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import re
 import signal
@@ -13,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dumpgen import Truth
 
@@ -101,6 +104,15 @@ def grade(answer: Answer, truth: Truth, *, kinds: bool = True) -> str:
     if not blamed:
         return "vague" if answer.fault else "silent"
     return "vague" if any(true and (blamed <= true or true <= blamed) for true in true_sets) else "wrong"
+
+
+def tell(text: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    """Print a table; write it, and what it was made of, where ``--markdown`` and ``--json`` want it."""
+    print(text)
+    if arguments.markdown:
+        arguments.markdown.write_text(text, encoding="utf-8")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
 
 # --- cost ---------------------------------------------------------------------------------------------------------------

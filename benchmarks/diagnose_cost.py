@@ -94,12 +94,7 @@ def main() -> int:
                 runs = arguments.runs if size <= 1024 else 1
                 rows.append(measured(size, fault, rival=size <= arguments.rival_up_to, folder=Path(folder), runs=runs))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    text = table(rows)
-    print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text, encoding="utf-8")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    judge.tell(table(rows), rows, arguments)
     return 0
 
 

@@ -13,7 +13,6 @@ where dumps are missing, and the prefix of the names.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -197,12 +196,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
         more = scenarios(Path(folder), arguments.only) if arguments.scenarios else iter(())
         rows = [_one(case, arguments.rival_up_to) for case in (*cases, *more)]
-    text = summary(rows)
-    print(text)
-    if arguments.markdown:
-        arguments.markdown.write_text(text, encoding="utf-8")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    judge.tell(summary(rows), rows, arguments)
     return 0
 
 

@@ -85,10 +85,13 @@ def _examine_recorded(
     seen: Callable[[int, int], None] | None,
 ) -> Examined | None:
     """Other tools' dumps; black boxes count as such where they are of fewer ranks. None where the black boxes tell more."""
-    from commlens.diagnose.gathering import read_all
+    from commlens.diagnose.extract import Shared, extract_all
     from commlens.diagnose.recorded import examine_extracts
+    from commlens.formats.every_rank import read_foreign
 
-    extracts = read_all(gathered, problems, executor, seen)
+    shared = Shared()
+    reduced = read_foreign(gathered, extract_all, problems, executor=executor, progress=seen, nameless=True)
+    extracts = [shared.adopt(found) for found in reduced]
     boxed = {log.rank for log in evidence.logs}
     others = {found.rank for found in extracts} - boxed
     if boxed and len(others) < len(boxed):
@@ -98,7 +101,6 @@ def _examine_recorded(
     if not extracts:
         return None
     if boxed:
-        from commlens.diagnose.extract import extract_all
         from commlens.formats.log_rows import rows_of_log
 
         extracts += extract_all(rows_of_log(log) for log in evidence.logs)

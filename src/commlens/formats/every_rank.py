@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import gc
-import math
+import multiprocessing
+import os
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import fields, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from commlens.errors import CommlensError
-from commlens.formats.detect import BLACK_BOX, FLIGHT_RECORDER_JSON, FLIGHT_RECORDER_PICKLE, OBSERVED, TEXT, Kind
+from commlens.formats.detect import BLACK_BOX, FLIGHT_RECORDER_JSON, FLIGHT_RECORDER_PICKLE, OBSERVED, TEXT
 from commlens.formats.evidence import evidence_of
 from commlens.formats.gathered import Gathered, rank_of
 from commlens.formats.sources import Named, Source
@@ -25,10 +31,12 @@ T = TypeVar("T")
 Reduce = Callable[[Iterable["Rows"]], list[T]]
 
 _BATCH_BYTES: Final = 32 << 20  # of stored files: enough that sending a batch to another process costs little
-_BATCH_FILES: Final = 256
-_AT_ONCE: Final = 64  # batches under way: archives' members travel with them
+_BATCH_FILES: Final = 32
+_ENOUGH_BYTES: Final = 24 << 20  # to start processes for, which costs a few tens of ms each
+_AHEAD: Final = 4  # batches of each process that wait for it, since archives' members travel with them
 _KINDS: Final = {kind.name: kind for kind in (BLACK_BOX, OBSERVED, FLIGHT_RECORDER_PICKLE, FLIGHT_RECORDER_JSON, TEXT)}
 
+Reduced = tuple[list[T], list[str], int]  # what was kept, what could not be read, and the number of files
 Batch = list[tuple[Source, str, Named]]  # with the name of its kind, since functions of a kind may not be sent
 
 
@@ -40,7 +48,8 @@ def read_foreign(
     executor: Executor | None = None,
     progress: Callable[[int, int], None] | None = None,
     ranks: Collection[int] | None = None,
-) -> list[T]:
+    nameless: bool = False,
+) -> Iterator[T]:
     """Read every dump that is not our own and keep only what ``reduce`` makes of it: memory does not grow with the files.
 
     Args:
@@ -48,42 +57,55 @@ def read_foreign(
         reduce: makes what is kept from several ranks' columns, one after the other. It may run in another process, so it is a
             function of a module, and what it gives can be pickled.
         problems: takes a sentence for whatever could not be read.
-        executor: where to read; in this process by default. Any will do: a process pool, Dask's, Ray's, MPI's.
+        executor: where to read: a process pool, Dask's, Ray's, MPI's. By default processes of this machine, or this one where there
+            is little to do.
         progress: called with the number of files that were read, and of all.
         ranks: only these.
+        nameless: also what may be of any rank; otherwise that is a problem.
+
+    Yields:
+        What was kept, in the order of the files.
     """
     total = sum(gathered.kinds.values())
-    found: list[T] = []
     done = 0
-
-    def take(result: tuple[list[T], list[str]], count: int) -> None:
-        nonlocal done
-        found.extend(result[0])
-        problems.extend(result[1])
-        done += count
+    read = partial(_read_batch, reduce=reduce, ranks=ranks, nameless=nameless)
+    for found, told, files in _in_order(_batches(gathered, ranks), read, executor, gathered.size):
+        problems += told
+        done += files
         if progress is not None:
             progress(done, total)
+        yield from found
 
-    running: dict[Future[tuple[list[T], list[str]]], int] = {}
-    for batch in _batches(gathered, ranks):
+
+def _in_order(
+    batches: Iterator[Batch], read: Callable[[Batch], Reduced[T]], executor: Executor | None, size: int
+) -> Iterator[Reduced[T]]:
+    """What each batch holds, in their order, with only so many on their way."""
+    with ExitStack() as stack:
+        workers = os.cpu_count() or 1
+        if executor is None and workers > 1 and size >= _ENOUGH_BYTES and _may_fork():
+            context = multiprocessing.get_context("fork")
+            executor = stack.enter_context(ProcessPoolExecutor(workers, mp_context=context))
         if executor is None:
-            take(_read_batch(batch, reduce, ranks), len(batch))
-            continue
-        running[executor.submit(_read_batch, batch, reduce, ranks)] = len(batch)
-        if len(running) >= _AT_ONCE:
-            ended, _ = wait(running, return_when=FIRST_COMPLETED)
-            for future in ended:
-                take(future.result(), running.pop(future))
-    while running:
-        ended, _ = wait(running, return_when=FIRST_COMPLETED)
-        for future in ended:
-            take(future.result(), running.pop(future))
-    return found
+            yield from map(read, batches)
+            return
+        waiting = deque(executor.submit(read, batch) for batch in islice(batches, workers * _AHEAD))
+        while waiting:
+            yield waiting.popleft().result()
+            waiting.extend(executor.submit(read, batch) for batch in islice(batches, 1))
+
+
+def _may_fork() -> bool:
+    """Whether this process has a single thread: only then is a fork safe."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return False
+    try:
+        return len(list(Path("/proc/self/task").iterdir())) == 1
+    except OSError:
+        return False
 
 
 def _batches(gathered: Gathered, ranks: Collection[int] | None) -> Iterator[Batch]:
-    total = sum(gathered.kinds.values())
-    files_max = min(_BATCH_FILES, max(1, math.ceil(total / 64)))
     batch: Batch = []
     size = 0
     for source, kind in gathered.foreign():
@@ -92,48 +114,44 @@ def _batches(gathered: Gathered, ranks: Collection[int] | None) -> Iterator[Batc
             continue
         batch.append((source, kind.name, named))
         size += max(source.size, 0)
-        if size >= _BATCH_BYTES or len(batch) >= files_max:
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_FILES:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
 
 
-def _read_batch(batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None) -> tuple[list[T], list[str]]:
+def _read_batch(batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None, nameless: bool) -> Reduced[T]:
     """In whatever process: read, reduce, forget."""
     problems: list[str] = []
     collecting = gc.isenabled()
     gc.disable()  # millions of small objects come and go, none of them in a cycle
     try:
-        return reduce(_rows_of(batch, problems, ranks)), problems
+        return reduce(_rows_of(batch, problems, ranks, nameless)), problems, len(batch)
     finally:
         if collecting:
             gc.enable()
 
 
-def _rows_of(batch: Batch, problems: list[str], ranks: Collection[int] | None) -> Iterator[Rows]:
+def _rows_of(batch: Batch, problems: list[str], ranks: Collection[int] | None, nameless: bool = False) -> Iterator[Rows]:
+    """What each file says of each rank that it speaks of, with the rank and host that its name tells."""
     for source, kind, named in batch:
-        for rows in _read(source, _KINDS[kind], named, problems):
-            if rows.rank < 0:
+        read = _KINDS[kind].read
+        if read is None:
+            continue
+        try:
+            several = read(source)
+        except CommlensError as error:
+            problems.append(str(error))
+            continue
+        for rows in several:
+            rows.rank, note = rank_of(rows.rank, rows.possible_ranks, named)
+            rows.host = rows.host or named.host
+            rows.problems += [*source.problems, *([note] if note else [])]
+            if rows.rank < 0 and not nameless:
                 problems.append(f"Of which rank {source.name} is can be seen neither from its name nor from what is in it.")
             elif ranks is None or rows.rank in ranks:
                 yield rows
-
-
-def _read(source: Source, kind: Kind, named: Named, problems: list[str]) -> list[Rows]:
-    """What one file says of each rank that it speaks of, with the rank and host that its name tells."""
-    if kind.read is None:
-        return []
-    try:
-        several = kind.read(source)
-    except CommlensError as error:
-        problems.append(str(error))
-        return []
-    for rows in several:
-        rows.rank, note = rank_of(rows.rank, rows.possible_ranks, named)
-        rows.host = rows.host or named.host
-        rows.problems += [*source.problems, *([note] if note else [])]
-    return several
 
 
 def every_rank(

@@ -26,24 +26,8 @@ def write_whole(path: Path, content: bytes, *, overwrite: bool = True, hint: str
         raise OutputError(f"{path} is a folder, and a file was to be written there. Name a file in it.")
     if not overwrite and (path.exists() or path.is_symlink()):
         raise OutputError(f"File already exists, will not overwrite {hint}: {path}")
-    if path.exists() and not path.is_file():  # /dev/stdout, a pipe: nothing to move over
-        try:
-            path.write_bytes(content)
-        except OSError as error:
-            raise OutputError(f"{path} could not be written: {error.strerror or error}.") from error
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(path.resolve() if path.is_symlink() else path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-    except (OSError, ValueError) as error:
-        raise OutputError(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.") from error
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
 
 
 @contextlib.contextmanager
@@ -55,11 +39,11 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OutputError: it could not be written.
     """
-    if path.exists() and not path.is_file():
-        yield path
-        return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        if path.exists() and not path.is_file():
+            yield path
+            return
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield temporary
