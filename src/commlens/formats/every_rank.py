@@ -77,9 +77,7 @@ def read_foreign(
         yield from found
 
 
-def _in_order(
-    batches: Iterator[Batch], read: Callable[[Batch], Reduced[T]], executor: Executor | None, size: int
-) -> Iterator[Reduced[T]]:
+def _in_order(batches: Iterator[Batch], read: Callable[[Batch], Reduced[T]], executor: Executor | None, size: int) -> Iterator[Reduced[T]]:
     """What each batch holds, in their order, with only so many on their way."""
     with ExitStack() as stack:
         workers = os.cpu_count() or 1
