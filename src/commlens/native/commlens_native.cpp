@@ -114,34 +114,34 @@ PYBIND11_MODULE(commlens_native, module) {
       })
       .def("attach", [](Engine& self) { active.store(&self.hot(), std::memory_order_release); })
       .def("verify", [](Engine& self, bool on) { self.hot().verifies.store(on); })
-      .def("sweep", [](Engine& self) { return self.hot().sweep(); })
+      .def("sweep", [](Engine& self) { return self.hot().completion.sweep(); })
       .def("take_unpolled", [](Engine& self) {
         py::list tokens;
-        for (const auto& token : self.hot().take_unpolled()) tokens.append(token);
+        for (const auto& token : self.hot().completion.take_unpolled()) tokens.append(token);
         return tokens;
       })
-      .def("held", [](Engine& self) { return self.hot().held(); })
-      .def("release", [](Engine& self) { self.hot().release(); })
-      .def("forget_group", [](Engine& self, uintptr_t group) { self.hot().forget_group(reinterpret_cast<const void*>(group)); })
-      .def("forget_groups", [](Engine& self) { self.hot().forget_groups(); })
-      .def("renamed", [](Engine& self, const py::object& channel) { self.hot().renamed(channel.ptr()); })
+      .def("held", [](Engine& self) { return self.hot().completion.held(); })
+      .def("release", [](Engine& self) { self.hot().completion.release(); })
+      .def("forget_group", [](Engine& self, uintptr_t group) { self.hot().questions.forget_group(reinterpret_cast<const void*>(group)); })
+      .def("forget_groups", [](Engine& self) { self.hot().questions.forget_groups(); })
+      .def("renamed", [](Engine& self, const py::object& channel) { self.hot().questions.renamed(channel.ptr()); })
       .def("wait_begins", [](Engine& self, const py::object& work) -> TokenPtr {
-        return self.hot().wait_begins(work.cast<c10d::Work*>(), work.ptr());
+        return self.hot().completion.wait_begins(work.cast<c10d::Work*>(), work.ptr());
       })
-      .def("tensor_wait_begins", [](Engine& self, const at::Tensor& tensor) { return self.hot().tensor_wait_begins(tensor); })
+      .def("tensor_wait_begins", [](Engine& self, const at::Tensor& tensor) { return self.hot().completion.tensor_wait_begins(tensor); })
       .def("wait_ended", [](Engine& self, const TokenPtr& token, const py::object& error) {
-        self.hot().wait_ended(token, error.is_none() ? nullptr : &error);
+        self.hot().completion.wait_ended(token, error.is_none() ? nullptr : &error);
       })
-      .def("coalescing_starts", [](Engine& self) { self.hot().coalescing_starts(); })
+      .def("coalescing_starts", [](Engine& self) { self.hot().coalescings.starts(); })
       .def("coalescing_ends", [](Engine& self) -> py::object {
-        auto group = self.hot().coalescing_ends();
+        auto group = self.hot().coalescings.take(this_thread());
         if (!group) return py::none();
-        return py::make_tuple(group->first, self.hot().channel_blob(*group->first->channel), group->number, group->id, group->members);
+        return py::make_tuple(group->first, self.hot().questions.channel_blob(*group->first->channel), group->number, group->id, group->members);
       })
       .def("stack_position", [](Engine& self, int skip) { return self.hot().stack_position(skip); })
       .def("group_token", [](Engine& self, const py::object& described, const AskedPtr& first, uint64_t index, uint64_t offset,
                              uint64_t since) { return self.hot().group_token(described, first, index, offset, since); })
       .def("group_returned", [](Engine& self, const TokenPtr& token, const py::object& work) {
-        self.hot().returned_work(token, work.is_none() ? WorkPtr() : work.cast<WorkPtr>());
+        self.hot().completion.returned(token, work.is_none() ? WorkPtr() : work.cast<WorkPtr>());
       });
 }

@@ -121,7 +121,7 @@ class TensorWait : public c10::OperatorKernel {
  private:
   static TokenPtr begin(Recorder& recorder, const c10::IValue& tensor) {
     try {
-      return recorder.tensor_wait_begins(tensor.toTensor());
+      return recorder.completion.tensor_wait_begins(tensor.toTensor());
     } catch (const std::exception& error) {
       recorder.failed(error.what());
       return nullptr;
@@ -131,12 +131,12 @@ class TensorWait : public c10::OperatorKernel {
   static void end(Recorder& recorder, const TokenPtr& token, const std::exception_ptr& error) noexcept {
     try {
       if (!error) {
-        recorder.wait_ended(token, nullptr);
+        recorder.completion.wait_ended(token, nullptr);
       } else if (python_runs()) {
         Gil gil;
-        Recorder::PyErrKeeper keep;
+        PyErrKeeper keep;
         const py::object raised = as_python(error);
-        recorder.wait_ended(token, &raised);
+        recorder.completion.wait_ended(token, &raised);
       }
     } catch (const std::exception& ours) {
       recorder.failed(ours.what());

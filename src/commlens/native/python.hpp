@@ -64,6 +64,18 @@ class PyRef {
   PyObject* object_ = nullptr;
 };
 
+// An exception of the caller's stays set while Python code of ours runs. With the GIL.
+class PyErrKeeper {
+ public:
+  PyErrKeeper() { PyErr_Fetch(&type_, &value_, &trace_); }
+  ~PyErrKeeper() { PyErr_Restore(type_, value_, trace_); }
+  PyErrKeeper(const PyErrKeeper&) = delete;
+  PyErrKeeper& operator=(const PyErrKeeper&) = delete;
+
+ private:
+  PyObject *type_, *value_, *trace_;
+};
+
 // Throws what Python raised, so that it survives being carried to another thread or released to one without the GIL.
 [[noreturn]] inline void throw_python_error() {
   python_error error;

@@ -14,7 +14,7 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
   TokenPtr token;
   if (recorder && count > 0) {
     try {
-      token = recorder->wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
+      token = recorder->completion.wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
     } catch (const std::exception& error) {
       recorder->failed(error.what());
     }
@@ -23,14 +23,14 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
   if (!token) return result;
   try {
     if (result) {
-      recorder->wait_ended(token, nullptr);
+      recorder->completion.wait_ended(token, nullptr);
     } else {
       PyObject *type, *value, *trace;
       PyErr_Fetch(&type, &value, &trace);
       PyErr_NormalizeException(&type, &value, &trace);
       const auto raised = py::reinterpret_borrow<py::object>(value);
       try {
-        recorder->wait_ended(token, &raised);
+        recorder->completion.wait_ended(token, &raised);
       } catch (const std::exception& error) {
         recorder->failed(error.what());
       }

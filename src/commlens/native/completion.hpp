@@ -1,0 +1,320 @@
+// How the end of a collective is learned: its call returns, a thread waits for it, or it is found done by looking.
+#pragma once
+
+#include <deque>
+#include <mutex>
+
+#include "box.hpp"
+#include "host.hpp"
+#include "threads.hpp"
+#include "tokens.hpp"
+
+namespace commlens {
+
+namespace py = pybind11;
+
+class Completion {
+ public:
+  Completion(Box& box, const Host& host, bool timing) : box_(box), host_(host), timing_(timing) {}
+
+  // --- the call returned
+
+  // The caller waits in its next breath. That wait will say that the call returned, and needs no Work to find us.
+  void caller_waits(const TokenPtr& token) {
+    TokenPtr former;
+    std::lock_guard<std::mutex> lock(mutex_);
+    former = under_way_.begin_synchronous(token);
+  }
+
+  // `work` is null where the backend's call has waited.
+  void returned(const TokenPtr& token, WorkPtr work) {
+    const uint64_t now = now_ns();
+    box_.mark(token->offset, RETURNED, token->index, now);
+    if (!work) {
+      done(*token, HOW_RETURN, now);
+    } else if (token->asked->channel->polls) {
+      token->work = std::move(work);
+      hold(token);
+    } else {
+      // On an accelerator a Work would keep tensors alive, and asking it queries an event: torch's recorder tells, or nobody.
+      never_known(*token);
+      TokenPtr former;
+      std::lock_guard<std::mutex> lock(mutex_);
+      unpolled_.push_back(token);
+      if (unpolled_.size() > box_.capacity()) {
+        former = std::move(unpolled_.front());
+        unpolled_.pop_front();
+      }
+    }
+  }
+
+  void never_known(const Token& token) { box_.mark_outcome(token.offset, token.index, OUTCOME_UNKNOWN, HOW_UNKNOWN); }
+
+  // --- a thread waits
+
+  // `self` is the Python object of the Work, by which it is found once it is held no longer.
+  TokenPtr wait_begins(const c10d::Work* work, PyObject* self) {
+    const uint32_t thread = this_thread();
+    TokenPtr token;
+    std::vector<TokenPtr> loose;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      token = under_way_.by_work(work);
+      if (!token) token = under_way_.synchronous_of(thread);
+      if (!token && under_way_.any_loose()) loose = under_way_.loose();
+    }
+    for (const auto& each : loose)
+      if (!token && referent(*each).ptr() == self) token = each;
+    if (token) wait_marks(*token);
+    return token;
+  }
+
+  TokenPtr tensor_wait_begins(const at::Tensor& tensor) {
+    if (!tensor.defined() || tensor.layout() != c10::Layout::Strided) return nullptr;
+    const void* pointer = tensor.const_data_ptr();
+    TokenPtr token;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      token = under_way_.by_pointer(pointer);
+    }
+    if (token) wait_marks(*token);
+    return token;
+  }
+
+  void wait_ended(const TokenPtr& token, const py::object* error) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (token->asked->synchronous)
+        under_way_.end_synchronous(token);
+      else
+        under_way_.let_go(token);
+      under_way_.tighten(token);
+      under_way_.forget_pointers(token);
+    }
+    if (error) {
+      host_.mark_failed(token->offset, token->index, *error, this_thread(), HOW_WAIT);
+    } else {
+      const uint64_t now = now_ns();
+      box_.wait_completed(token->offset, token->index, now, this_thread());
+      if (timing_) time(*token, now);
+    }
+  }
+
+  // --- nobody waits: from the watchdog thread, with the GIL
+
+  // Looks at what is in flight; the oldest that is not done. A Work that cannot say whether it is done is held no longer than
+  // until the next sweep, and watched through a weak reference to its Python object from then on.
+  TokenPtr sweep() {
+    TokenPtr oldest;
+    const uint64_t now = now_ns();
+    sweep_held(now, oldest);
+    sweep_synchronous(now, oldest);
+    sweep_loose(oldest);
+    return oldest;
+  }
+
+  // On an accelerator: what torch's recorder is asked about.
+  std::deque<TokenPtr> take_unpolled() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(unpolled_, {});
+  }
+
+  // How many Works are held, and outputs remembered.
+  size_t held() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return under_way_.held().size() + under_way_.pointers();
+  }
+
+  void release() {
+    UnderWay old;
+    std::deque<TokenPtr> unpolled;
+    std::lock_guard<std::mutex> lock(mutex_);
+    std::swap(under_way_, old);
+    unpolled_.swap(unpolled);
+  }
+
+ private:
+  static constexpr uint64_t LOOSEN_AFTER_NS = 200000000;
+
+  void sweep_held(uint64_t now, TokenPtr& oldest) {
+    std::vector<TokenPtr> held;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      held = under_way_.held();
+    }
+    for (const auto& token : held) {
+      if (token->asked->wait_tells) {
+        if (now > token->since + LOOSEN_AFTER_NS) loosen(token);
+      } else if (is_completed(token)) {
+        completed(token);
+        continue;
+      }
+      older(oldest, token);
+    }
+  }
+
+  void sweep_synchronous(uint64_t now, TokenPtr& oldest) {
+    std::vector<std::pair<uint32_t, TokenPtr>> synchronous;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      synchronous = under_way_.synchronous();
+    }
+    for (const auto& entry : synchronous) {
+      const TokenPtr& token = entry.second;
+      if (token->waiting) {
+        older(oldest, token);
+      } else if (now > token->since + LOOSEN_AFTER_NS) {
+        std::unique_lock<std::mutex> lock(mutex_);
+        const bool ended = under_way_.end_synchronous(token);
+        lock.unlock();
+        if (ended) never_known(*token);  // its caller never waited
+      }
+    }
+  }
+
+  void sweep_loose(TokenPtr& oldest) {
+    std::vector<TokenPtr> loose;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      loose = under_way_.loose();
+    }
+    for (const auto& token : loose) {
+      if (box_.overwritten(token->index)) {
+        std::lock_guard<std::mutex> lock(mutex_);
+        under_way_.tighten(token);
+        under_way_.forget_pointers(token);
+      } else if (token->waiting) {
+        older(oldest, token);
+      } else if (!token->unknown && referent(*token).is_none()) {
+        token->unknown = true;
+        never_known(*token);
+      } else if (!token->unknown) {
+        older(oldest, token);
+      }
+    }
+  }
+
+  static void older(TokenPtr& oldest, const TokenPtr& token) {
+    if (!oldest || token->index < oldest->index) oldest = token;
+  }
+
+  void wait_marks(Token& token) {
+    token.waiting = true;
+    box_.wait_began(token.offset, token.index, now_ns(), this_thread(), token.asked->synchronous);
+  }
+
+  // Amortised: each new collective looks at the oldest one, so that no Work (and no tensor) is held for long.
+  void hold(const TokenPtr& token) {
+    TokenPtr oldest;
+    bool full = false;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      oldest = under_way_.oldest();
+      full = under_way_.full();
+    }
+    if (oldest) {
+      if (!oldest->asked->wait_tells && is_completed(oldest))
+        completed(oldest);
+      else if (full)
+        give_up(oldest);
+    }
+    std::vector<TokenPtr> dropped;
+    std::lock_guard<std::mutex> lock(mutex_);
+    under_way_.hold(token, dropped);
+  }
+
+  static bool is_completed(const TokenPtr& token) { return token->work->isCompleted(); }
+
+  // Too many are held, of a kind that nobody waits for: the state of this one cannot be known any more.
+  void give_up(const TokenPtr& token) {
+    if (token->asked->wait_tells) {
+      if (!python_runs()) return;
+      Gil gil;
+      loosen(token);
+      return;
+    }
+    bool ours;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      ours = under_way_.let_go(token);
+      if (ours) under_way_.forget_pointers(token);
+    }
+    if (ours) {
+      token->unknown = true;
+      never_known(*token);
+    }
+  }
+
+  void completed(const TokenPtr& token) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!under_way_.let_go(token)) return;
+      under_way_.forget_pointers(token);
+    }
+    if (has_error(*token->work) && python_runs()) {
+      Gil gil;
+      PyErrKeeper keep;
+      py::object error = host_.call("error_of", py::cast(token->work));
+      if (!error.is_none()) {
+        host_.mark_failed(token->offset, token->index, error, 0, HOW_POLL);
+        return;
+      }
+    }
+    done(*token, HOW_POLL, now_ns());
+  }
+
+  // One that failed says that it is completed, too.
+  static bool has_error(c10d::Work& work) {
+    try {
+      const auto future = work.getFuture();
+      return future && future->completed() && future->hasError();
+    } catch (const std::exception&) {  // it has no future to ask
+      return false;
+    }
+  }
+
+  // With the GIL.
+  void loosen(const TokenPtr& token) {
+    py::object work = py::cast(token->work);
+    PyObject* watched = PyWeakref_NewRef(work.ptr(), nullptr);
+    if (!watched) throw py::error_already_set();
+    PyRef reference = PyRef::of(watched);
+    Py_DECREF(watched);
+    WorkPtr dropped;
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!under_way_.let_go(token)) return;  // its wait ended just now
+    token->watched = std::move(reference);
+    under_way_.loosen(token);
+    std::swap(dropped, token->work);
+  }
+
+  // With the GIL: the Work that a token watches; None once it is gone.
+  static py::object referent(const Token& token) {
+    if (!token.watched) return py::none();
+    PyObject* found = PyObject_CallNoArgs(token.watched.get());
+    if (!found) PyErr_Clear();
+    return found ? py::reinterpret_steal<py::object>(found) : py::none();
+  }
+
+  void done(Token& token, uint64_t how, uint64_t now) {
+    if (timing_ && how == HOW_RETURN) time(token, now);
+    box_.mark(token.offset, DONE, token.index, now);
+    box_.mark_outcome(token.offset, token.index, OUTCOME_COMPLETED, how);
+  }
+
+  // How long it took, where the moment of its end is known: not where it was found done by looking.
+  void time(Token& token, uint64_t now) {
+    box_.mark_value(token.offset, DURATION, token.index, (now - token.since) / TICK_NS);
+  }
+
+  Box& box_;
+  const Host& host_;
+  const bool timing_;
+  // While it is held, no GIL is taken, and no Work, tensor or Python object dropped: what goes is moved to a local that was
+  // declared before the lock.
+  std::mutex mutex_;
+  UnderWay under_way_;
+  std::deque<TokenPtr> unpolled_;
+};
+
+}  // namespace commlens

@@ -1,0 +1,22 @@
+// Which thread this is, by the id that the system gives it. Asked of the system once.
+#pragma once
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cstdint>
+
+namespace commlens {
+
+inline uint32_t& cached_thread_id() {
+  thread_local uint32_t id = 0;
+  return id;
+}
+
+inline uint32_t this_thread() {
+  uint32_t& id = cached_thread_id();
+  if (!id) id = static_cast<uint32_t>(syscall(SYS_gettid));
+  return id;
+}
+
+}  // namespace commlens
