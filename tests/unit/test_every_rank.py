@@ -80,3 +80,18 @@ def test_only_some_ranks(dumps: Path) -> None:
 def test_nothing(tmp_path: Path) -> None:
     found: Gathered = gather(tmp_path)
     assert list(read_foreign(found, count, [])) == []
+
+
+def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
+    script = (
+        "import os\n"
+        "from commlens.commands.numpy_alone import import_numpy_alone\n"
+        "before = dict(os.environ)\n"
+        "import_numpy_alone()\n"
+        "from commlens.formats.every_rank import _may_fork\n"
+        "import commlens.diagnose.paths, commlens.diagnose.extract\n"
+        "assert dict(os.environ) == before\n"
+        "assert _may_fork(), os.listdir('/proc/self/task')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
