@@ -88,13 +88,10 @@ def assert_right(mesh: Mesh, fault: str, folder: Path, conditions: Conditions) -
     assert grade(answer, job.truth) == "right", f"{answer}, the truth is {job.truth}"
 
 
-NOT_ALONE = {"overwritten"}
-"""The culprit is found, but not only it: what the rings have lost is not known."""
-
 SHORT = Conditions(history=6, ring=800)
 
 
-@pytest.mark.parametrize("fault", [fault.name for fault in possible(MESHES[16]) if fault.name not in NOT_ALONE])
+@pytest.mark.parametrize("fault", [fault.name for fault in possible(MESHES[16])])
 def test_every_fault_is_found(tmp_path: Path, fault: str) -> None:
     assert_right(MESHES[16], fault, tmp_path, Conditions(history=8) if fault == "far-behind" else SHORT)
 

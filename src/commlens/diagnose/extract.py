@@ -44,6 +44,7 @@ class Extract:
     issued: int = 0
     timed: bool = False  # says when an operation starts on the device
     only_active: bool = False  # holds nothing that had ended
+    unbroken: int = 0  # number of records in the dump, where none between them is missing
     channels: list[Channel] = field(default_factory=list)
     groups: list[Channel] = field(default_factory=list)  # all that the rank is in, used or not
     troubles: list[str] = field(default_factory=list)  # what a log says and no operation can
@@ -122,6 +123,7 @@ def extract(rows: Rows, shared: Shared | None = None) -> Extract:
         issued=rows.issued - (len(rows) - len(keep)),
         timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any()),
         only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
+        unbroken=len(rows) if len(rows) and int(rows.record_id[-1] - rows.record_id[0]) + 1 == len(rows) else 0,
         channels=list(rows.channels),
         groups=list(rows.groups),
         troubles=list(rows.troubles),

@@ -26,6 +26,8 @@ def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Findin
     find_cycles(context)
     find_absences(context, [node for node in sinks if node.kind == "absent"])
     stuck = [node for node in sinks if node.kind == "stuck"]
+    if context.cases:  # who waits for what has been overwritten tells nothing where others do
+        stuck = [node for node in stuck if not all(world.views[edge.rank].head_lost for edge in graph.edges_into(node))]
     for node in find_left_behind(context, stuck) if world.foreign else stuck:
         find_stuck_inside(context, node)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])

@@ -25,6 +25,7 @@ _RECENT = 4  # operations of a rank that its log names at least
 _RECENT_MOST = 200
 _RECENT_ALL = 20_000  # of all ranks together
 _IN_FLIGHT = 16
+_RING_LEAST = 64
 _BEFORE = 400  # operations before the head among which a rank may have left its routine
 
 
@@ -61,6 +62,7 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
     catalogue = Catalogue()
     names = _channels(extracts)
     latest = max((newest_ns(found) for found in extracts), default=0)
+    fullest = max((found.unbroken for found in extracts), default=0)
     fates: dict[int, Fate] = {}
     views: dict[int, View] = {}
     channels: dict[object, Channel] = {}
@@ -75,6 +77,7 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
         view.history = ColumnHistory(columns)
         view.wrapped = found.wrapped
         view.first_ns = 0 if found.only_active or not len(found) else int(found.created_ns[0])
+        view.head_lost = found.only_active and found.unbroken == fullest and _may_be_a_size(fullest)
         for key, channel in _index(view, found, columns, int(stalled_after_s * 1e9)).items():
             channels.setdefault(key, channel)
             if key in view.tracks:
@@ -107,6 +110,11 @@ def _moves(world: World) -> bool:
             track.open and track.open[0] <= ended[key] and track.ops[track.open[0]].op not in ROOTED for key, track in view.tracks.items()
         )
     return late > 1 and late * 2 > len(world.views)
+
+
+def _may_be_a_size(records: int) -> bool:
+    """Whether somebody may have set it as the size of a recorder's buffer."""
+    return records >= _RING_LEAST and (records % 100 == 0 or records.bit_count() == 1)
 
 
 def newest_ns(found: Extract) -> int:

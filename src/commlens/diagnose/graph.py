@@ -216,10 +216,11 @@ class Builder:
             return
         self.graph.blocks[node] = block
         self.graph.edges.setdefault(node, {})
-        for part in block.parts:
+        parts = block.parts + view.heads if view.head_lost else block.parts
+        for part in parts:
             self._part(view, node, part)
         targets = self.graph.edges[node]
-        if len(block.parts) > 1 and any(target.kind != "stuck" for target in targets):
+        if len(parts) > 1 and any(target.kind != "stuck" for target in targets):
             for target in [target for target in targets if target.kind == "stuck"]:
                 self.graph.drop(node, target)  # a batch ends as a whole: what it waits for is its other message
 

@@ -46,4 +46,5 @@ def joined(several: Sequence[Extract]) -> Extract | None:
         issued=sum(found.issued for found in several),
         timed=all(found.timed for found in several),
         only_active=all(found.only_active for found in several),
+        unbroken=0,  # of which ring?
     )

@@ -74,6 +74,7 @@ class View:
     timed: bool = False  # it is recorded when an operation starts to run
     routine_since: int | None = None  # position in the history from which on it may have left its routine
     first_ns: int = 0  # of the oldest record; 0 where only what is in flight was recorded
+    head_lost: bool = False  # all its records are in flight: what it is stuck in may be older, and overwritten
 
     @property
     def last_op(self) -> Collective | None:
