@@ -1,6 +1,7 @@
-"""Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT families:2 oddities:4 random-500:8 ...``.
+"""Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT bare,native families:2 oddities:4 ...``.
 
-Each job runs twice, bare and under strict verification; every rank writes the bits that it computed, for both to be compared.
+Each job runs in all of these ways: bare, or under strict verification by an engine (``python``, ``native``, or ``mixed``: every other
+rank's is in Python). Every rank writes the bits that it computed, to be compared.
 """
 
 from __future__ import annotations
@@ -455,9 +456,9 @@ def main() -> None:
     torch.set_num_threads(1)
     families.load()
     jobs = []
-    for which in sys.argv[2:]:
+    for which in sys.argv[3:]:
         name, _, size = which.partition(":")
-        for verified in (False, True):
+        for way in sys.argv[2].split(","):
             body: Callable[[int, int, Path], None]
             if name == "families":
                 body = run_families
@@ -466,8 +467,8 @@ def main() -> None:
             else:
                 _, count, seed = name.split("-")
                 body = lambda rank, world, result, count=int(count), seed=int(seed): run_random(rank, world, result, count, seed)  # noqa: E731
-            job = f"{which}:{'verified' if verified else 'bare'}"
-            jobs.append(Job(job, int(size), body, {"verify_timeout": 20.0}, verified, timeout_s=90.0))
+            settings = {"verify_timeout": 20.0, "engine": way}
+            jobs.append(Job(f"{which}:{way}", int(size), body, settings, way != "bare", timeout_s=90.0))
     prepare()
     Jobs(out).run(jobs, at_once=2)
 

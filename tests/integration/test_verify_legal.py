@@ -26,29 +26,66 @@ CASES = [
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
+MIXED = [("oddities", 2), ("oddities", 4), RANDOM[1]]
+"""These run with every other rank on the other engine, too."""
+
+
+def launch_all(out: Path, way: str, jobs: list[tuple[str, int]], environ: dict[str, str]) -> tuple[Path, str]:
+    return out, launch(out, "legal_programs", way, *(f"{name}:{size}" for name, size in jobs), environ=environ)
+
+
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    out = tmp_path_factory.mktemp("legal")
-    return out, launch(out, "legal_programs", *(f"{name}:{size}" for name, size in JOBS))
+def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return launch_all(tmp_path_factory.mktemp("bare"), "bare", JOBS, {})
+
+
+@pytest.fixture(scope="module")
+def verified(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> tuple[Path, str]:
+    return launch_all(tmp_path_factory.mktemp("legal"), engine_environment["COMMLENS_ENGINE"], JOBS, engine_environment)
+
+
+@pytest.fixture(scope="module")
+def verified_by_both(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
+    return launch_all(tmp_path_factory.mktemp("mixed"), "mixed", MIXED, {"COMMLENS_NATIVE_DIR": str(native_cache)})
 
 
 def reported(folder: Path, size: int) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) if (path := folder / f"{rank}.json").exists() else {} for rank in range(size)]
 
 
-@pytest.mark.parametrize(("job", "size", "name"), CASES, ids=[f"{name}-{job}-{size}" for job, size, name in CASES])
-def test_legal_program(launched: tuple[Path, str], job: str, size: int, name: str) -> None:
-    out, printed = launched
-    assert (out / f"{job}:{size}:verified" / "job.json").exists(), f"the job did not run:\n{printed[-4000:]}"
+IDS = [f"{name}-{job}-{size}" for job, size, name in CASES]
+AMONG_BOTH = [case for case in CASES if case[:2] in MIXED]
+
+
+@pytest.mark.parametrize(("job", "size", "name"), CASES, ids=IDS)
+def test_legal_program(
+    bare: tuple[Path, str], verified: tuple[Path, str], engine_environment: dict[str, str], job: str, size: int, name: str
+) -> None:
+    judge(bare, verified, engine_environment["COMMLENS_ENGINE"], job, size, name)
+
+
+@pytest.mark.parametrize(("job", "size", "name"), AMONG_BOTH, ids=[IDS[CASES.index(case)] for case in AMONG_BOTH])
+def test_legal_program_of_ranks_of_both_engines(
+    bare: tuple[Path, str], verified_by_both: tuple[Path, str], job: str, size: int, name: str
+) -> None:
+    judge(bare, verified_by_both, "mixed", job, size, name)
+
+
+def judge(bare: tuple[Path, str], verified: tuple[Path, str], way: str, job: str, size: int, name: str) -> None:
+    """Hold what was computed to what it is without verification."""
+    folder = verified[0] / f"{job}:{size}:{way}"
+    assert (folder / "job.json").exists(), f"the job did not run:\n{verified[1][-4000:]}"
+    without = bare[0] / f"{job}:{size}:bare"
     outputs = "\n".join(
-        f"--- {path.parent.name}, rank {path.stem}:\n{path.read_text()[-2000:]}" for path in out.glob(f"{job}:{size}:*/*.out")
+        f"--- {path.parent.name}, rank {path.stem}:\n{path.read_text()[-2000:]}"
+        for each in (without, folder)
+        for path in each.glob("*.out")
     )
-    bare, verified = (reported(out / f"{job}:{size}:{how}", size) for how in ("bare", "verified"))
-    for rank in range(size):
-        expected, found = bare[rank].get(name), verified[rank].get(name)
-        assert expected is not None, f"rank {rank} did not come to it without verification\n{outputs}"
-        assert "bits" in expected, f"rank {rank} fails without verification: {expected['error']}"
-        assert found is not None, f"rank {rank} did not come to it under verification\n{outputs}"
-        assert "bits" in found, f"rank {rank}: {found['error']}"
-        assert found["bits"] == expected["bits"], f"rank {rank} computes something else under verification"
+    for rank, (expected, found) in enumerate(zip(reported(without, size), reported(folder, size), strict=True)):
+        assert name in expected, f"rank {rank} did not come to it without verification\n{outputs}"
+        assert "bits" in expected[name], f"rank {rank} fails without verification: {expected[name]['error']}"
+        assert name in found, f"rank {rank} did not come to it under verification\n{outputs}"
+        assert "bits" in found[name], f"rank {rank}: {found[name]['error']}"
+        assert found[name]["bits"] == expected[name]["bits"], f"rank {rank} computes something else under verification"
     assert "stops verifying" not in outputs
+    assert "records in Python" not in outputs

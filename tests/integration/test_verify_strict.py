@@ -14,19 +14,21 @@ import pytest
 pytest.importorskip("torch")
 
 import verify_cases
+import verify_forked
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
-from verify_forked import CAUGHT
+from verify_forked import CAUGHT, ROUNDS
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 200  # takes about 50 s on two cores
+PROGRAMS = ("caught:2", "caught:4", "repeated:2", "repeated:4")
 JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def launch(out: Path, module: str, *arguments: str) -> str:
+def launch(out: Path, module: str, *arguments: str, environ: dict[str, str]) -> str:
     """Run one of this folder's programs; what it printed."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))} | environ
     environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / f"{module}.py"), str(out), *arguments]
@@ -42,9 +44,30 @@ def launch(out: Path, module: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def launched(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> tuple[Path, str]:
     out = tmp_path_factory.mktemp("strict")
-    return out, launch(out, "verify_forked", "caught:2", "caught:4", *(f"{name}:{size}" for name, size in JOBS))
+    names = [f"{name}:{size}" for name, size in JOBS]
+    return out, launch(out, "verify_forked", engine_environment["COMMLENS_ENGINE"], *PROGRAMS, *names, environ=engine_environment)
+
+
+MIXED = [
+    "all_reduce_op",
+    "barrier_or_all_reduce",
+    "broadcast_root",
+    "gather_or_scatter",
+    "async_ops",
+    "send_recv_shape",
+    "sigkill",
+    "never_comes",
+]
+"""One of each kind: these run with every other rank on the other engine, too."""
+
+
+@pytest.fixture(scope="module")
+def launched_mixed(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("mixed")
+    names = [f"{name}:2" for name in MIXED]
+    return out, launch(out, "verify_forked", "mixed", *PROGRAMS, *names, environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
 
 
 def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
@@ -58,8 +81,19 @@ def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
 
 
 @pytest.mark.parametrize(("name", "size"), JOBS, ids=[f"{name}-{size}" for name, size in JOBS])
-def test_fault(launched: tuple[Path, str], name: str, size: int) -> None:
-    out, printed = launched
+def test_fault(launched: tuple[Path, str], engine_environment: dict[str, str], name: str, size: int) -> None:
+    ranks = judge(*launched, name, size)
+    assert {record["engine"] for record in ranks.values()} == {engine_environment["COMMLENS_ENGINE"]}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_fault_between_ranks_of_both_engines(launched_mixed: tuple[Path, str], name: str) -> None:
+    ranks = judge(*launched_mixed, name, 2)
+    assert all(record["engine"] == verify_forked.MIXED[rank] for rank, record in ranks.items())
+
+
+def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, Any]]:
+    """Hold a job to what its case says. Returns what its ranks reported."""
     case, folder = CASES[name], out / f"{name}:{size}"
     assert (folder / "job.json").exists(), f"the job did not run: {printed[-4000:]}"
     job = json.loads((folder / "job.json").read_text())
@@ -75,7 +109,7 @@ def test_fault(launched: tuple[Path, str], name: str, size: int) -> None:
     assert STRENGTH.index(ended) >= STRENGTH.index(case.ends), f"{ended}, not {case.ends}\n{shown}"
     if case.ends == PASSES:
         assert ended == PASSES, shown
-        return
+        return ranks
     texts = {ranks[rank]["text"] for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"}
     if case.kind:
         assert len(texts) == 1, f"not one text on all ranks\n{shown}"
@@ -89,11 +123,21 @@ def test_fault(launched: tuple[Path, str], name: str, size: int) -> None:
         assert all(ranks[rank]["seconds"] < case.timeout_s + 3 for rank in involved if ranks[rank]["kind"]), shown
     elif case.kind == "dead" and case.ends == PREVENTED:
         assert all(ranks[rank]["seconds"] < 1 for rank in involved), shown
+    return ranks
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_refusals_that_are_caught_leave_the_groups_usable(launched: tuple[Path, str], size: int) -> None:
-    out, printed = launched
+    judge_caught(*launched, size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_refusals_that_ranks_of_both_engines_catch(launched_mixed: tuple[Path, str], size: int) -> None:
+    judge_caught(*launched_mixed, size)
+
+
+def judge_caught(out: Path, printed: str, size: int) -> None:
+    """Every refusal was caught, and the groups computed on."""
     folder = out / f"caught:{size}"
     expected = [step for name in CAUGHT for step in (CASES[name].kind, True)]
     for rank in range(size):
@@ -101,6 +145,31 @@ def test_refusals_that_are_caught_leave_the_groups_usable(launched: tuple[Path, 
         assert report.exists(), printed[-4000:]
         output = (folder / f"{rank}.out").read_text()
         assert json.loads(report.read_text())["seen"] == expected, f"rank {rank}\n{output[-4000:]}"
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_was_verified_once_is_verified_without_python_by_the_native_engine(launched: tuple[Path, str], size: int) -> None:
+    judge_repeated(*launched, size)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_what_a_native_rank_verified_once_with_one_in_python(launched_mixed: tuple[Path, str], size: int) -> None:
+    judge_repeated(*launched_mixed, size)
+
+
+def judge_repeated(out: Path, printed: str, size: int) -> None:
+    """A native rank asks Python where a peer lets it wait for long, and for nothing else; one in Python does each time."""
+    for rank in range(size):
+        report = out / f"repeated:{size}" / f"{rank}.json"
+        assert report.exists(), f"{printed[-4000:]}\n{report.with_suffix('.out').read_text()[-4000:]}"
+        found = json.loads(report.read_text())
+        for op, entered in found["entered"].items():
+            if op in ("pair", "message") and rank > 1:
+                continue
+            if found["engine"] == "native":
+                assert entered <= ROUNDS / 4, f"rank {rank}: {found}"
+            else:
+                assert entered >= ROUNDS, f"rank {rank}: {found}"
 
 
 def test_the_table_is_what_the_cases_say() -> None:

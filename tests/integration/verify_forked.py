@@ -1,4 +1,6 @@
-"""Runs jobs of real gloo ranks under strict verification: ``python verify_forked.py OUT all_reduce_shape:2 all_reduce_shape:4 ...``.
+"""Runs jobs of real gloo ranks under strict verification: ``python verify_forked.py OUT ENGINE all_reduce_shape:2 all_reduce_shape:4 ...``.
+
+The engine is ``python``, ``native``, or ``mixed``: then every other rank's is in Python.
 
 One process imports torch; every rank of every job is forked from it. Each rank appends what became of it to ``OUT/<job>/<rank>.json``
 and prints to ``OUT/<job>/<rank>.out``.
@@ -26,6 +28,7 @@ import torch.distributed as dist
 GROUP_TIMEOUT_S = 7
 JOB_TIMEOUT_S = 20.0
 AT_ONCE = 3  # jobs; most of them wait most of the time
+MIXED = ("python", "native")  # by rank, in turns
 
 
 @dataclass
@@ -52,6 +55,15 @@ def init(folder: Path, rank: int, size: int, timeout_s: float, name: str = "stor
     """The default group, over a file."""
     store = dist.FileStore(str(folder / name), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+
+def engine_here() -> str:
+    """Which one records in this process."""
+    from commlens.capture import bootstrap
+
+    session = bootstrap.session()
+    recorder = session.recorder if session is not None else None
+    return "" if recorder is None else "python" if recorder.make_exchange is None else "native"
 
 
 def sequence_numbers(groups: Sequence[Any]) -> list[int]:
@@ -98,6 +110,8 @@ class Jobs:
                 import commlens
 
                 settings = {"watched": True, "box_dir": str(folder), "job": "job", "debug": True, **job.settings}
+                if settings.get("engine") == "mixed":
+                    settings["engine"] = MIXED[rank % 2]
                 commlens.enable(**settings)
             job.body(rank, job.size, folder / f"{rank}.json")
             code = 0
@@ -184,7 +198,7 @@ def run_case(rank: int, size: int, result: Path, name: str) -> None:
 
     note()
     context.before_the_fault = note
-    record: dict[str, Any] = {"raised": None, "kind": "", "text": "", "issued": 0, "usable": None}
+    record: dict[str, Any] = {"raised": None, "kind": "", "text": "", "issued": 0, "usable": None, "engine": engine_here()}
     began = time.monotonic()
     try:
         case.body(context)
@@ -242,19 +256,74 @@ def run_caught(rank: int, size: int, result: Path) -> None:
     dist.destroy_process_group()
 
 
+ROUNDS = 40
+
+
+def run_repeated(rank: int, size: int, result: Path) -> None:
+    """One rank of a program that does the same again and again: how often each kind of op came to Python's verifier in the second half."""
+    from torch.distributed import _functional_collectives as functional
+
+    from commlens.verify.strict import Verifier
+
+    init(result.parent, rank, size, GROUP_TIMEOUT_S)
+    pair = dist.new_group([0, 1])
+    x, wide = torch.ones(4), torch.ones(4 * size)
+    parts = list(torch.ones(4 * size).chunk(size)) if rank == 0 else None
+    ops: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(x),
+        "async": lambda: dist.all_reduce(x, async_op=True).wait(),
+        "all_gather": lambda: dist.all_gather_into_tensor(wide, x),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(x, wide),
+        "all_to_all": lambda: dist.all_to_all_single(wide, wide.clone()),
+        "barrier": dist.barrier,
+        "broadcast": lambda: dist.broadcast(x, 0),
+        "gather": lambda: dist.gather(x, parts),
+        "scatter": lambda: dist.scatter(x, parts),
+        "functional": lambda: functional.wait_tensor(functional.all_reduce(x, "sum", dist.group.WORLD)),
+        "pair": lambda: dist.all_reduce(x, group=pair) if rank < 2 else None,
+        "message": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None,
+    }
+    entered = dict.fromkeys(ops, 0)
+    now = ""
+
+    def counted(name: str) -> None:
+        original = getattr(Verifier, name)
+
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            entered[now] += 1
+            return original(self, *args, **kwargs)
+
+        setattr(Verifier, name, method)
+
+    for half in range(2):
+        for now, op in ops.items():  # noqa: B007 - counted() reads it
+            for _ in range(ROUNDS):
+                op()
+            dist.barrier()
+        if not half:
+            for name in ("before_issue", "before_wait", "before_planned_wait"):
+                counted(name)
+            now = "barrier"
+    write(result, {"engine": engine_here(), "entered": entered})
+    dist.destroy_process_group()
+
+
 def main() -> None:
     import verify_cases
 
-    out = Path(sys.argv[1])
+    out, engine = Path(sys.argv[1]), sys.argv[2]
     jobs = []
-    for which in sys.argv[2:]:
+    for which in sys.argv[3:]:
         name, _, size = which.partition(":")
         if name == "caught":
-            jobs.append(Job(which, int(size), run_caught, {"verify_timeout": 4.0}))
+            jobs.append(Job(which, int(size), run_caught, {"engine": engine, "verify_timeout": 4.0}))
+            continue
+        if name == "repeated":
+            jobs.append(Job(which, int(size), run_repeated, {"engine": engine, "verify_timeout": 4.0}))
             continue
         case = verify_cases.CASES[name]
         body = lambda rank, world_size, result, name=name: run_case(rank, world_size, result, name)  # noqa: E731
-        jobs.append(Job(which, int(size), body, {"verify_timeout": case.timeout_s}))
+        jobs.append(Job(which, int(size), body, {"engine": engine, "verify_timeout": case.timeout_s}))
     prepare()
     Jobs(out).run(jobs)
 

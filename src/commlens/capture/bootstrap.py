@@ -270,10 +270,11 @@ def _verify(session: Session, rank: int, depth: int) -> None:
     assert session.job_dir is not None  # a box was made there
     timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or _timeout_ms() / 1000)
     late = _ranks_of_this_node(rank) if session.began_late else ()
-    verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s, active=depth > 0, late=late)
+    recorder = session.recorder
+    verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s, active=depth > 0, late=late, make_exchange=recorder.make_exchange)
     for _ in range(depth - 1):
         verifier.enter()
-    session.recorder.verifier = verifier
+    recorder.verifier = verifier
     hooks.listen()
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
         hooks.tap_reduce_ops()  # at once: a boxed reduce op cannot be read there, and the first one counts as much as any

@@ -114,7 +114,11 @@ class NativeRecorder(Recorder):
     @verifier.setter
     def verifier(self, verifier: Verifier | None) -> None:
         self._verifier = verifier
-        self.engine.verify(verifier is not None)
+        self.engine.verify(verifier.exchange if verifier is not None else None)
+
+    def make_exchange(self, board: Any, shared: Any, rank: int) -> Any:
+        """What announces and compares in C++ where all agree: on a rank's board, and the page that all ranks share."""
+        return self._module.Exchange(board, shared, rank)
 
     def tapped_wait(self, original: Any, slow: Any) -> Any:
         """A method ``wait`` of Works that records in C++; ``slow`` is what to call while somebody in Python listens, too."""
@@ -122,8 +126,8 @@ class NativeRecorder(Recorder):
 
     @property
     def listens_to_waits(self) -> bool:
-        """C++ does, but what a verifier raises comes from here."""
-        return self.verifier is not None
+        """C++ does."""
+        return False
 
     # --- from C++
 
@@ -164,13 +168,13 @@ class NativeRecorder(Recorder):
         """An error of ours."""
         self._failed(RuntimeError(what))
 
-    def verify_natively(
-        self, asked: Asked, index: int, offset: int, since: int, thread: int, number: int, tagged_number: int, stack: int, reduce_op: int
-    ) -> Token:
-        """Compare a collective with the peers' before it is issued. Only a refusal is raised."""
+    def verify_natively(self, native: Any, reduce_op: int) -> Token:
+        """Compare a collective with the peers' before it is issued, where C++ could not do all of it. Only a refusal is raised."""
         verifier = self.verifier
-        token = Token(index, offset, asked, since, thread, number, stack)
-        token.tagged_number = tagged_number
+        token = Token(native.index, native.offset, native.asked, native.since, native.thread, native.number, native.stack)
+        token.tagged_number = native.tagged_number
+        if native.said is not None:
+            token.announced = native.said[:2]
         if verifier is None:
             return token
         try:
@@ -180,6 +184,26 @@ class NativeRecorder(Recorder):
             self._mark_failed(token, error)
             raise error.with_traceback(None) from error.__cause__
         return token
+
+    def plan_natively(self, asked: Asked, stack: int, reduce_op: int) -> Any:
+        """How the next one like this is verified in C++; None where that is for Python alone."""
+        return self.verifier.plan(asked, stack, reduce_op) if self.verifier is not None else None
+
+    def verify_wait_natively(self, native: Any) -> None:
+        """A thread is about to wait for an op (None: one that nobody knows) that C++ could not settle. Only a refusal is raised."""
+        verifier = self.verifier
+        if verifier is None:
+            return
+        try:
+            if native is None or native.said is None:
+                verifier.before_wait(native.index if native is not None else 0)
+            else:
+                _, number, code, absent = native.said
+                verifier.before_planned_wait(native.asked, number, code, absent, native.index)
+        except BaseException as error:
+            if native is not None:
+                self.engine.wait_ended(native, error)
+            raise error.with_traceback(None) from error.__cause__
 
     def issued_natively(self, token: Token) -> None:
         """The backend has what was compared."""
@@ -204,8 +228,7 @@ class NativeRecorder(Recorder):
     def wait_begins(self, work: Any) -> Any:
         """A thread is about to block in ``work.wait()``."""
         token = self.engine.wait_begins(work)
-        if self.verifier is not None:
-            self._verify_wait(self.verifier, token)
+        self.engine.verify_wait(token)
         return token
 
     def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
@@ -220,8 +243,7 @@ class NativeRecorder(Recorder):
         token = self.engine.tensor_wait_begins(tensor)
         if token is None and self.verifier is None:
             return None
-        if self.verifier is not None:
-            self._verify_wait(self.verifier, token)
+        self.engine.verify_wait(token)
         return None, token
 
     def sweep(self) -> Any:

@@ -126,6 +126,9 @@ class Recorder:
         """A method ``wait`` of Works in the place of ``original``, which ``slow`` calls and records."""
         return slow
 
+    make_exchange: Callable[[Any, Any, int], Any] | None = None
+    """What verifies natively where all agree, made of a board's map, the shared page and the rank; None: all of it is in Python."""
+
     @property
     def listens_to_waits(self) -> bool:
         """Whether waits for functional collectives must come here."""

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <tuple>
 
+#include "exchange.hpp"
 #include "python.hpp"
 #include "words.hpp"
 
@@ -30,6 +31,8 @@ struct Asked {
   Counter* tagged = nullptr;  // gloo matches messages by tag: what meets what is counted by it
   std::atomic<uint64_t> blob{0};
   std::atomic<bool> too_large{false};
+  Plans plans;                          // for whoever verifies it
+  std::atomic<bool> never_planned{false};  // Python alone verifies it
   int32_t peer = -1;
   int64_t tag = 0;
   uint32_t flags = 0;

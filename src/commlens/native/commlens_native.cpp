@@ -44,6 +44,35 @@ OpSpec spec_of(const py::object& spec, size_t number) {
   return found;
 }
 
+// The memory of a map, which stays mapped.
+char* kept_map(const py::buffer& buffer, bool writable) { return static_cast<char*>((new py::buffer_info(buffer.request(writable)))->ptr); }
+
+Indices indices(const Watched& channel, const std::vector<uint64_t>& ranks) {
+  Indices found;
+  for (uint32_t i = 0; i < channel.ranks.size(); ++i)
+    if (std::find(ranks.begin(), ranks.end(), channel.ranks[i]) != ranks.end()) found.push_back(i);
+  return found;
+}
+
+py::dict board_layout() {
+  py::dict values;
+#define COMMLENS_BOARD(name) values[#name] = static_cast<uint64_t>(board::name)
+  COMMLENS_BOARD(MAGIC); COMMLENS_BOARD(HEADER_SIZE); COMMLENS_BOARD(CHANNELS); COMMLENS_BOARD(ENTRIES); COMMLENS_BOARD(LAST_AT);
+  COMMLENS_BOARD(SLOT_SIZE); COMMLENS_BOARD(BLOBS_SIZE); COMMLENS_BOARD(SIZE); COMMLENS_BOARD(ROUND_SHIFT); COMMLENS_BOARD(USED);
+  COMMLENS_BOARD(HEAD); COMMLENS_BOARD(CLOSED); COMMLENS_BOARD(ACTIVE);
+#undef COMMLENS_BOARD
+  return values;
+}
+
+py::dict bells_layout() {
+  py::dict values;
+#define COMMLENS_BELLS(name) values[#name] = static_cast<uint64_t>(bells::name)
+  COMMLENS_BELLS(FIRST_WORD); COMMLENS_BELLS(LAST_WORD); COMMLENS_BELLS(LONGEST_NS);
+#undef COMMLENS_BELLS
+  values["bell of 300"] = bells::bell_of(300);
+  return values;
+}
+
 py::dict layout() {
   py::dict values;
 #define COMMLENS_LAYOUT(name) values[#name] = static_cast<uint64_t>(name)
@@ -67,6 +96,8 @@ py::dict layout() {
 PYBIND11_MODULE(commlens_native, module) {
   using namespace commlens;
   module.def("layout", &layout, "The layout that was compiled in, by the names of commlens.formats.layout.");
+  module.def("board_layout", &board_layout, "The same of boards, by the names of commlens.verify.board.");
+  module.def("bells_layout", &bells_layout, "And of bells, by the names of commlens.verify.bells.");
   module.def("install", [](const py::list& specs, const py::object& slow) {
     std::vector<OpSpec> all;
     for (const auto& spec : specs) all.push_back(spec_of(py::reinterpret_borrow<py::object>(spec), all.size()));
@@ -95,8 +126,59 @@ PYBIND11_MODULE(commlens_native, module) {
       .def_readonly("since", &Token::since)
       .def_readonly("thread", &Token::thread)
       .def_readonly("number", &Token::number)
+      .def_readonly("tagged_number", &Token::tagged_number)
       .def_readonly("stack", &Token::stack)
+      .def_property_readonly("said", [](const Token& token) -> py::object {
+        const Announced& said = token.said;
+        if (!said.plan) return py::none();
+        std::vector<uint64_t> absent;
+        for (const uint32_t index : said.absent) absent.push_back(said.plan->channel->peers[index]->rank);
+        return py::make_tuple(said.plan->channel->slot, said.number, said.plan->extra, absent);
+      }, "Where it was announced by plan: slot and number on the board, reduce op, and ranks that had not come.")
       .def_property_readonly("asked", [](const Token& token) { return py::reinterpret_borrow<py::object>(token.asked->python.get()); });
+
+  py::class_<Watched, std::shared_ptr<Watched>>(module, "Watched");
+  py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan");
+  using Ranks = std::vector<uint64_t>;
+  py::class_<Exchange, std::unique_ptr<Exchange, py::nodelete>>(module, "Exchange")
+      .def(py::init([](const py::buffer& board, const py::buffer& shared, uint64_t rank) {
+        return std::unique_ptr<Exchange, py::nodelete>(new Exchange(kept_map(board, true), kept_map(shared, true), rank));
+      }))
+      .def("caught_up", [](Exchange& self, bool active, uint64_t alarms, std::optional<uint64_t> changes) {
+        self.caught_up(active, alarms, changes.value_or(Exchange::ANY_CHANGES));
+      })
+      .def("forget", &Exchange::forget)
+      .def_property_readonly("generation", &Exchange::generation)
+      .def("add_peer", [](Exchange& self, uint64_t rank, const py::buffer& board) { self.add_peer(rank, kept_map(board, false)); })
+      .def("channel", &Exchange::channel)
+      .def("plan", [](Exchange&, std::shared_ptr<Watched> channel, uint64_t generation, uint64_t round, uint64_t signature, uint64_t blob,
+                      uint64_t extra, const Ranks& at_issue, const Ranks& at_wait) {
+        auto plan = std::make_shared<Plan>();
+        plan->channel = std::move(channel);
+        plan->generation = generation;
+        plan->round = round;
+        plan->signature = signature;
+        plan->blob = blob;
+        plan->extra = extra;
+        plan->at_issue = indices(*plan->channel, at_issue);
+        plan->at_wait = indices(*plan->channel, at_wait);
+        return plan;
+      })
+      .def("agree", &Exchange::agree)
+      .def_readwrite("spin_ns", &Exchange::spin_ns)
+      // what Python says of its own accord, by the same board and bells
+      .def("announce", [](Exchange& self, uint64_t slot, uint64_t number, uint64_t signature, uint64_t blob, uint64_t extra) {
+        self.board().announce(slot, {number, signature, blob, extra});
+      })
+      .def("withdraw", [](Exchange& self, uint64_t slot, uint64_t number) { self.board().withdraw(slot, number); })
+      .def("ring", [](Exchange& self, const Ranks& peers) { self.bells().ring(peers); })
+      .def("wake", [](Exchange& self, const Ranks& ranks) { self.bells().wake(ranks); })
+      .def("listen", [](Exchange& self, uint64_t peer, uint64_t thread) { return self.bells().listen(peer, thread); })
+      .def("sleep", [](Exchange& self, uint64_t peer, uint64_t heard) {
+        NoGil no_gil;
+        self.bells().sleep(peer, heard, bells::LONGEST_NS);
+      })
+      .def("awake", [](Exchange& self, uint64_t thread) { self.bells().awake(thread); });
 
   py::class_<Engine, std::unique_ptr<Engine, py::nodelete>>(module, "Engine")
       .def(py::init([](const py::buffer& map, uint64_t capacity, uint64_t side_at, uint64_t side_size, uint64_t epoch) {
@@ -113,7 +195,8 @@ PYBIND11_MODULE(commlens_native, module) {
         self.recorder = std::make_unique<Recorder>(self.box, host, cpp_stack, timing);
       })
       .def("attach", [](Engine& self) { active.store(&self.hot(), std::memory_order_release); })
-      .def("verify", [](Engine& self, bool on) { self.hot().verifies.store(on); })
+      .def("verify", [](Engine& self, Exchange* by) { self.hot().verification.use(by); }, py::arg("by").none(true))
+      .def("verify_wait", [](Engine& self, const TokenPtr& token) { self.hot().verification.before_wait(token); })
       .def("sweep", [](Engine& self) { return self.hot().completion.sweep(); })
       .def("take_unpolled", [](Engine& self) {
         py::list tokens;

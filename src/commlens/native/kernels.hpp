@@ -105,17 +105,20 @@ class TensorWait : public c10::OperatorKernel {
       return;
     }
     TokenPtr token = recorder ? begin(*recorder, stack->back()) : nullptr;
-    if (!token) {
+    if (recorder) recorder->verification.before_wait(token);
+    if (!token && !(recorder && recorder->verification.is_on())) {
       op.redispatchBoxed(keys_below(keys), stack);
       return;
     }
     try {
       op.redispatchBoxed(keys_below(keys), stack);
     } catch (...) {
-      end(*recorder, token, std::current_exception());
+      const auto error = std::current_exception();
+      if (token) end(*recorder, token, error);
+      recorder->verification.throw_rather(error);
       throw;
     }
-    end(*recorder, token, nullptr);
+    if (token) end(*recorder, token, nullptr);
   }
 
  private:
@@ -143,7 +146,7 @@ class TensorWait : public c10::OperatorKernel {
     }
   }
 
-  // For a tracer or a verifier: they may raise something else instead of an error.
+  // For a tracer; what is raised may be a verifier's refusal in the place of the backend's error.
   static void wait_in_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
     PyRef told;
     {

@@ -27,6 +27,20 @@ class Gil {
   PyGILState_STATE state_;
 };
 
+// Lets other threads run Python, where this one has the GIL.
+class NoGil {
+ public:
+  NoGil() : state_(PyGILState_GetThisThreadState() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~NoGil() {
+    if (state_) PyEval_RestoreThread(state_);
+  }
+  NoGil(const NoGil&) = delete;
+  NoGil& operator=(const NoGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 inline bool python_runs() {
 #if PY_VERSION_HEX >= 0x030D0000
   return Py_IsInitialized() && !Py_IsFinalizing();

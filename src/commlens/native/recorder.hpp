@@ -6,6 +6,7 @@
 #include "completion.hpp"
 #include "questions.hpp"
 #include "stacks.hpp"
+#include "verification.hpp"
 
 namespace commlens {
 
@@ -16,18 +17,18 @@ class Recorder {
 
  public:
   Recorder(Box& box, py::object host, bool cpp_stack, bool timing)
-      : box_(box), host_(std::move(host)), cpp_stack_(cpp_stack), questions(box, host_), completion(box, host_, timing) {}
+      : box_(box), host_(std::move(host)), cpp_stack_(cpp_stack), questions(box, host_), completion(box, host_, timing), verification(host_) {}
 
   Questions questions;
   Coalescings coalescings;
   Completion completion;
-  std::atomic<bool> verifies{false};  // every collective is shown to the host before it is issued
+  Verification verification;
 
   // --- the tap's calls
 
   // Writes the record before the backend sees the op. Throws only what a verifier raised.
   TokenPtr begin(const OpSpec& spec, Arguments arguments) {
-    const bool verified = verifies.load(std::memory_order_relaxed);
+    const bool verified = verification.is_on();
     TokenPtr token;
     try {
       token = announce(spec, arguments, verified ? 0 : FLAG_ENTERED);
@@ -49,7 +50,7 @@ class Recorder {
       if (token->verified && python_runs()) {
         Gil gil;
         PyErrKeeper keep;
-        host_.call("issued_natively", py::handle(token->verified.get()));
+        verification.issued(*token);
       }
       WorkPtr work = result ? work_of(*result) : WorkPtr();
       if (token->asked->synchronous && work)
@@ -152,29 +153,20 @@ class Recorder {
   }
 
   void verify(const OpSpec& spec, Arguments arguments, const TokenPtr& token) {
-    if (!python_runs()) return;
-    Gil gil;
-    PyErrKeeper keep;
-    const int code = spec.reduce_op >= 0 ? reduce_op_code(arguments[spec.reduce_op]) : -1;
-    PyObject* answer = PyObject_CallMethod(
-        host_.get(), "verify_natively", "OKKKIKKKi", token->asked->python.get(), static_cast<unsigned long long>(token->index),
-        static_cast<unsigned long long>(token->offset), static_cast<unsigned long long>(token->since), token->thread,
-        static_cast<unsigned long long>(token->number), static_cast<unsigned long long>(token->tagged_number),
-        static_cast<unsigned long long>(token->stack), code);
-    if (!answer) {
+    try {
+      verification.before_issue(token, spec.reduce_op >= 0 ? reduce_op_code(arguments[spec.reduce_op]) : -1);
+    } catch (...) {
       token->asked->channel->busy.store(0, std::memory_order_relaxed);
       give_number_back(*token);
-      throw_python_error();
+      throw;
     }
-    token->verified = PyRef::of(answer);
-    Py_DECREF(answer);
   }
 
   void ended_by(const TokenPtr& token, const py::object& error) {
     token->asked->channel->busy.store(0, std::memory_order_relaxed);
     bool freed = false;
     if (!token->coalesced && host_.call("was_not_issued", py::handle(token->asked->python.get()), error).cast<bool>()) {
-      if (token->verified) host_.call("withdraw", py::handle(token->verified.get()));
+      verification.not_issued(*token);
       freed = give_number_back(*token);
     }
     if (token->coalesced) coalescings.take(token->thread);  // nobody will end the group now

@@ -25,7 +25,8 @@ struct Token {
   std::vector<const void*> pointers;
   WorkPtr work;   // while it is held
   PyRef watched;  // then: a weak reference to its Python object
-  PyRef verified;  // what a verifier in Python knows it by
+  Announced said;  // to the peers, where it is verified by plan
+  PyRef verified;  // what a verifier in Python knows it by, where it has dealt with it
 };
 
 using TokenPtr = std::shared_ptr<Token>;

@@ -18,6 +18,12 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
     } catch (const std::exception& error) {
       recorder->failed(error.what());
     }
+    try {
+      recorder->verification.before_wait(token);
+    } catch (python_error& refused) {
+      refused.restore();
+      return nullptr;
+    }
   }
   PyObject* result = PyObject_Vectorcall(original, arguments, count, names);
   if (!token) return result;
@@ -35,6 +41,7 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
         recorder->failed(error.what());
       }
       PyErr_Restore(type, value, trace);
+      recorder->verification.raise_rather(raised);
     }
   } catch (const std::exception& error) {
     recorder->failed(error.what());

@@ -82,9 +82,9 @@ class Board:
         descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(descriptor, 0, SIZE)
-            self._map = mmap.mmap(descriptor, SIZE)
-            self._words = memoryview(self._map).cast("Q")
-            STATIC.pack_into(self._map, 0, MAGIC, os.getpid(), rank, start_ticks)
+            self.map = mmap.mmap(descriptor, SIZE)
+            self._words = memoryview(self.map).cast("Q")
+            STATIC.pack_into(self.map, 0, MAGIC, os.getpid(), rank, start_ticks)
             building.rename(path)
         except BaseException:
             building.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ class Board:
             if self._used >= CHANNELS:
                 return 0
             offset = HEADER_SIZE + self._used * SLOT_SIZE
-            SLOT_HEAD.pack_into(self._map, offset, key, position)
+            SLOT_HEAD.pack_into(self.map, offset, key, position)
             self._used += 1
             self.word(USED, self._used)
         return offset
@@ -114,14 +114,14 @@ class Board:
     def announce(self, slot: int, number: int, signature: int, blob: int, extra: int) -> None:
         """Say what is about to be issued as ``number`` of a channel."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
-        _pack_entry(self._map, at, number, signature, blob, extra, (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK)
+        _pack_entry(self.map, at, number, signature, blob, extra, (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK)
         self._words[(slot + LAST_AT) // WORD_SIZE] = number
 
     def withdraw(self, slot: int, number: int) -> None:
         """Unsay it: it was not issued."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
-        if _unpack_entry(self._map, at)[0] == number:
-            _pack_entry(self._map, at, 0, 0, 0, 0, 0)
+        if _unpack_entry(self.map, at)[0] == number:
+            _pack_entry(self.map, at, 0, 0, 0, 0, 0)
             self._words[(slot + LAST_AT) // WORD_SIZE] = number - 1
 
     def waits(self, key: int, number: int, since: int) -> None:
@@ -148,8 +148,8 @@ class Board:
             at = BLOBS_AT + self._head % BLOBS_SIZE
             self._head += need
             self.word(HEAD, self._head)
-            self._map[at + BLOB.size : at + BLOB.size + len(payload)] = payload
-            BLOB.pack_into(self._map, at, len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position)
+            self.map[at + BLOB.size : at + BLOB.size + len(payload)] = payload
+            BLOB.pack_into(self.map, at, len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position)
         return position
 
     def close(self) -> None:
@@ -172,11 +172,11 @@ class PeerBoard:
         try:
             if os.fstat(descriptor).st_size != SIZE:
                 raise ValueError(f"{path} is not a board")
-            self._map = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
-            self._words = memoryview(self._map).cast("Q")
+            self.map = mmap.mmap(descriptor, SIZE, prot=mmap.PROT_READ)
+            self._words = memoryview(self.map).cast("Q")
         finally:
             os.close(descriptor)
-        magic, self.pid, self.rank, self.start_ticks = STATIC.unpack_from(self._map, 0)
+        magic, self.pid, self.rank, self.start_ticks = STATIC.unpack_from(self.map, 0)
         if magic != MAGIC:
             raise ValueError(f"{path} is not a board")
         self._slots: dict[int, int] = {}
@@ -191,14 +191,14 @@ class PeerBoard:
         used = self._words[USED // WORD_SIZE]
         while self._seen < min(used, CHANNELS):
             offset = HEADER_SIZE + self._seen * SLOT_SIZE
-            self._slots[SLOT_HEAD.unpack_from(self._map, offset)[0]] = offset
+            self._slots[SLOT_HEAD.unpack_from(self.map, offset)[0]] = offset
             self._seen += 1
         return self._slots.get(key, 0)
 
     def announced(self, slot: int, number: int) -> tuple[int, int, int] | None:
         """``(signature, blob, extra)`` of an announcement; None while it is not there (or has long been overwritten)."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
-        own, signature, blob, extra, check = _unpack_entry(self._map, at)
+        own, signature, blob, extra, check = _unpack_entry(self.map, at)
         if own != number or check != (own ^ signature ^ blob ^ extra ^ MAGIC) & _MASK:
             return None
         return signature, blob, extra
@@ -224,7 +224,7 @@ class PeerBoard:
     def channel(self, key: int) -> dict[str, Any] | None:
         """The description of a channel."""
         slot = self.slot(key)
-        return self.blob(SLOT_HEAD.unpack_from(self._map, slot)[1]) if slot else None
+        return self.blob(SLOT_HEAD.unpack_from(self.map, slot)[1]) if slot else None
 
     def blob(self, position: int) -> dict[str, Any] | None:
         """A JSON object; None where it is gone or damaged."""
@@ -240,10 +240,10 @@ class PeerBoard:
         at = BLOBS_AT + (position - 1) % BLOBS_SIZE
         if at + BLOB.size > SIZE:
             return None
-        length, crc, own = BLOB.unpack_from(self._map, at)
+        length, crc, own = BLOB.unpack_from(self.map, at)
         if own != position or length > BLOB_MAX or at + BLOB.size + length > SIZE:
             return None
-        payload = self._map[at + BLOB.size : at + BLOB.size + length]
+        payload = self.map[at + BLOB.size : at + BLOB.size + length]
         if crc != zlib.crc32(payload, position & 0xFFFFFFFF):
             return None
         try:

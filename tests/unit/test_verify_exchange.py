@@ -1,0 +1,74 @@
+"""Boards and bells in C++ are those in Python: what one writes, the other reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commlens.native import cache
+from commlens.verify import alarm, bells
+from commlens.verify import board as B
+from commlens.verify.alarm import Alarms
+from commlens.verify.bells import Bells
+from commlens.verify.board import Board, PeerBoard
+
+KEY = B.key_of("a channel")
+
+
+@pytest.fixture
+def module(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(cache, "_loaded", None)
+    monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(native_cache))
+    return cache.load()
+
+
+class Rank:
+    """A rank's board and what announces on it, in C++."""
+
+    def __init__(self, module: Any, folder: Path, rank: int) -> None:
+        self.alarms = Alarms(folder)
+        self.board = Board(folder / f"rank{rank}.1{B.SUFFIX}", rank, 1)
+        self.exchange = module.Exchange(self.board.map, self.alarms.map, rank)
+        self.exchange.caught_up(True, 0, None)
+        self.slot = self.board.add_channel(KEY, {"ranks": [0, 1]})
+
+
+def test_the_layouts_in_cpp_are_those_of_boards_and_bells(module: Any) -> None:
+    for name, value in module.board_layout().items():
+        assert value == getattr(B, name), name
+    layout = module.bells_layout()
+    assert layout.pop("bell of 300") == bells._bell(300)
+    for name, value in layout.items():
+        assert value == getattr(bells, name), name
+    assert (alarm._COUNT, alarm._CHANGES) == (0, 1)
+
+
+def test_python_reads_what_cpp_announces_and_withdraws(module: Any, tmp_path: Path) -> None:
+    ours = Rank(module, tmp_path, 0)
+    read = PeerBoard(ours.board.path)
+    for number in (*range(1, 40), 1 << B.ROUND_SHIFT | 1):
+        ours.exchange.announce(ours.slot, number, 7 * number, 64, 3)
+        assert read.announced(read.slot(KEY), number) == (7 * number, 64, 3)
+        assert read.last_number(ours.slot) == number
+    assert read.announced(ours.slot, 39) is not None
+    assert read.announced(ours.slot, 38 - B.ENTRIES) is None
+    ours.exchange.announce(ours.slot, 40, 1, 1, 0)
+    ours.exchange.withdraw(ours.slot, 40)
+    assert read.announced(ours.slot, 40) is None
+    assert read.last_number(ours.slot) == 39
+
+
+def test_bells_in_cpp_and_in_python_hear_each_other(module: Any, tmp_path: Path) -> None:
+    ours, theirs = Rank(module, tmp_path, 0), Bells(Alarms(tmp_path).map, 1)
+    heard = theirs.listen(0, thread=1)
+    ours.exchange.ring([1])
+    assert theirs.listen(0, thread=1) == heard + 1
+    heard = ours.exchange.listen(1, 5)
+    theirs.ring([0])
+    ours.exchange.sleep(1, heard)  # returns at once: it has rung
+    assert ours.exchange.listen(1, 5) == heard + 1
+    ours.exchange.awake(5)
