@@ -27,7 +27,7 @@ demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told wh
 WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 test: $(VENV)/.ready $(VENV)/.browser ## Run all the tests (ARGS="-k name" for some of them)
-	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(ARGS)
+	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
 
 explore: $(VENV)/.ready ## Run the randomised tests on new examples
 	HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest tests/unit $(WORKERS) -k "random or damage or dumps or trace_files or trace_compare" $(ARGS)

@@ -65,6 +65,7 @@ BENCHMARKS = (
     Benchmark("diagnose_score", "How often a diagnosis is right", ("--sizes", "16"), ("--sizes", "16", "--only", "stuck"), 900,
               reports=False, markdown=True),
     Benchmark("gpu_check"),
+    Benchmark("versions"),
 )  # fmt: skip
 
 
