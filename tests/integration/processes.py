@@ -24,6 +24,13 @@ if os.environ.get("RECORD", "1") == "1":
         box_entries=int(os.environ.get("ENTRIES", "2000")), cpp_stack=os.environ.get("CPP_STACK") == "1",
         timing=os.environ.get("TIMING") == "1", engine=os.environ.get("COMMLENS_ENGINE", "python"),
     ))
+if torch.__version__.startswith("2.6."):
+    # It joins gloo's threads with the GIL held, for which they may still be waiting: a deadlock of its own, recorded or not.
+    destroy_process_group = dist.destroy_process_group
+    def destroyed_later(*group):
+        time.sleep(0.5)
+        destroy_process_group(*group)
+    dist.destroy_process_group = destroyed_later
 """
 
 

@@ -113,15 +113,11 @@ def test_ctrl_c_is_as_with_torchrun(bench: Bench, number: signal.Signals) -> Non
 
 
 def test_restarted_workers_are_another_job_in_the_same_place(bench: Bench) -> None:
-    # More restarts than the fault needs: gloo itself sometimes fails to connect the second time.
-    program = bench.launch("--max-restarts", "3", "train.py", "once")
-    try:
-        code = program.end()
-    except AssertionError:
-        code = -1
-    if code != 0 and "connectFullMesh failed" in program.report():
-        pytest.skip("gloo found the addresses of the run before in torchrun's store and did not connect")
-    assert code == 0, program.report()
+    # torchrun's workers otherwise share one store over all starts, in which gloo finds the addresses of the run before: of 21 such
+    # jobs (torch 2.13), in turns, 13 did not come back under torchrun itself and 12 under commlens. With a store for each start all
+    # did, 8 of 8 and 8 of 8.
+    program = bench.launch("--max-restarts", "1", "train.py", "once", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    assert program.end() == 0, program.report()
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
     assert bench.boxes_left == []
 
