@@ -15,10 +15,10 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test explore lint bench compat page clean
+.PHONY: help demo test native-check explore lint bench compat page clean
 
 help: ## Say what there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told why (DEMO=NAME for another fault, DEMO=--list)
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
@@ -28,6 +28,9 @@ WORKERS := -n auto --maxprocesses 4 --dist loadfile
 
 test: $(VENV)/.ready $(VENV)/.browser ## Run all the tests (ARGS="-k name" for some of them)
 	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
+
+native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64
+	@$(VENV)/bin/python tests/native/native_check.py
 
 explore: $(VENV)/.ready ## Run the randomised tests on new examples
 	HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest tests/unit $(WORKERS) -k "random or damage or dumps or trace_files or trace_compare" $(ARGS)
