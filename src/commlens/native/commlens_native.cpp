@@ -165,7 +165,6 @@ PYBIND11_MODULE(commlens_native, module) {
         return plan;
       })
       .def("agree", &Exchange::agree)
-      .def_readwrite("spin_ns", &Exchange::spin_ns)
       // what Python says of its own accord, by the same board and bells
       .def("announce", [](Exchange& self, uint64_t slot, uint64_t number, uint64_t signature, uint64_t blob, uint64_t extra) {
         self.board().announce(slot, {number, signature, blob, extra});

@@ -68,6 +68,7 @@ enum class Answer {
 class Exchange {
  public:
   static constexpr uint64_t PATIENCE_NS = 50000000;  // then Python looks around whether the absent still live
+  static constexpr uint64_t YIELDING_NS = 20000;  // before it sleeps: in a tight loop, ranks come within less
   static constexpr size_t PLANS = 1024, AGREED = 10000;
 
   // `board` is this rank's, `shared` the page that all ranks share.
@@ -180,15 +181,12 @@ class Exchange {
     const Indices& wanted = at_issue ? op.plan->at_issue : op.plan->at_wait;
     const uint64_t began = now();
     const uint64_t until = began + PATIENCE_NS;
-    if (spin_ns) {
-      const uint64_t spin_until = began + spin_ns;
-      do {
-        sched_yield();
-        look(op);
-        if (is_alarmed()) return Answer::ASK;
-        if (!is_awaited(op, wanted)) return settled(op, at_issue);
-      } while (now() < spin_until);
-    }
+    do {
+      sched_yield();  // to the peer, where it shares our processor
+      look(op);
+      if (is_alarmed()) return Answer::ASK;
+      if (!is_awaited(op, wanted)) return settled(op, at_issue);
+    } while (now() < began + YIELDING_NS);
     Asleep asleep{bells_, thread};
     while (is_awaited(op, wanted)) {
       const uint32_t first = first_awaited(op, wanted);
@@ -209,7 +207,6 @@ class Exchange {
   void withdraw(const Announced& op) { board_.withdraw(op.plan->channel->slot, op.number); }
 
   static constexpr uint64_t ANY_CHANGES = ~0ull;  // of boards: none is missed
-  uint64_t spin_ns = 0;
 
  private:
   static constexpr uint32_t NONE = ~0u;
