@@ -2,10 +2,12 @@
 //
 //   driver crowd MILLISECONDS            many threads write, others read
 //   driver meet TIMES                    ranks read each other's boards and wake each other, as threads and as processes
+//   driver exchange TIMES                ranks verify each other
 //   driver write FILE THREADS            many threads write into a file until they are killed
 //   driver play KIND FILE SCRIPT         do what a text says
 //   driver step KIND FILE SCRIPT STATES  the same, one instruction at a time; exit status 3 where ptrace is not permitted
 #include "crowd.hpp"
+#include "exchanging.hpp"
 #include "meeting.hpp"
 #include "stepping.hpp"
 
@@ -20,6 +22,10 @@ int main(int count, char** words) {
     for (const bool processes : {false, true}) run_meeting(4, std::strtoull(words[2], nullptr, 10), processes);
     return 0;
   }
+  if (verb == "exchange" && count == 3) {
+    for (const bool processes : {false, true}) run_exchange(3, std::strtoull(words[2], nullptr, 10), processes);
+    return 0;
+  }
   if (verb == "write" && count == 4) {
     write_for_ever(words[2], std::strtoull(words[3], nullptr, 10));
     return 0;
@@ -28,6 +34,6 @@ int main(int count, char** words) {
   if (verb == "play" && count == 5 && kind == "board") return run_script<BoardPlayer>(words[3], words[4]);
   if (verb == "step" && count == 6 && kind == "box") return run_stepped<BoxPlayer>(words[3], words[4], words[5]);
   if (verb == "step" && count == 6 && kind == "board") return run_stepped<BoardPlayer>(words[3], words[4], words[5]);
-  std::fputs("driver crowd MILLISECONDS | meet TIMES | write FILE THREADS | play KIND FILE SCRIPT | step KIND FILE SCRIPT STATES\n", stderr);
+  std::fputs("driver crowd MILLISECONDS | meet TIMES | exchange TIMES | write FILE THREADS | play KIND FILE SCRIPT | step KIND FILE SCRIPT STATES\n", stderr);
   return 2;
 }

@@ -32,12 +32,14 @@ ARM, QEMU = "aarch64-linux-gnu-g++", ("qemu-aarch64-static", "qemu-aarch64")
 
 
 def crowd(driver: Path, *before: str | Path) -> str:
-    """Threads that write and read, and ranks that meet."""
+    """Threads that write and read, and ranks that meet and verify each other."""
     said = stepped.run([*before, driver, "crowd", MILLISECONDS]) + stepped.run([*before, driver, "meet", MEETINGS])
+    stepped.run([*before, driver, "exchange", MEETINGS])
     written = sum(int(line.split()[0]) for line in said.splitlines() if " records by 4 threads" in line)
     accepted = sum(int(line.split()[7]) for line in said.splitlines() if line.startswith("a reader in a thread"))
     assert written and accepted
-    return f"4 threads wrote {written} records, a reader accepted {accepted}, all whole; 4 ranks met {MEETINGS} times, twice"
+    met = f"4 ranks met {MEETINGS} times, and 3 verified each other, twice"
+    return f"4 threads wrote {written} records, a reader accepted {accepted}, all whole; {met}"
 
 
 def sanitized(driver: Path) -> str:
