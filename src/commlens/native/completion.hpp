@@ -6,8 +6,8 @@
 
 #include "box.hpp"
 #include "host.hpp"
+#include "synchronous.hpp"
 #include "threads.hpp"
-#include "tokens.hpp"
 
 namespace commlens {
 
@@ -20,11 +20,7 @@ class Completion {
   // --- the call returned
 
   // The caller waits in its next breath. That wait will say that the call returned, and needs no Work to find us.
-  void caller_waits(const TokenPtr& token) {
-    TokenPtr former;
-    std::lock_guard<std::mutex> lock(mutex_);
-    former = under_way_.begin_synchronous(token);
-  }
+  void caller_waits(const TokenPtr& token, const c10d::Work* work) { synchronous_.begins(token, work); }
 
   // `work` is null where the backend's call has waited.
   void returned(const TokenPtr& token, WorkPtr work) {
@@ -33,6 +29,7 @@ class Completion {
     if (!work) {
       done(*token, HOW_RETURN, now);
     } else if (token->asked->channel->polls) {
+      synchronous_.not_this(work.get());
       token->work = std::move(work);
       hold(token);
     } else {
@@ -52,16 +49,26 @@ class Completion {
 
   // --- a thread waits
 
+  // The caller of the collective that this thread has just issued.
+  TokenPtr caller_begins_to_wait(const void* work) {
+    TokenPtr token = synchronous_.found_by(work);
+    if (token) wait_marks(*token);
+    return token;
+  }
+
   // `self` is the Python object of the Work, by which it is found once it is held no longer.
   TokenPtr wait_begins(const c10d::Work* work, PyObject* self) {
-    const uint32_t thread = this_thread();
-    TokenPtr token;
+    TokenPtr token = synchronous_.found_by(work);
     std::vector<TokenPtr> loose;
-    {
+    const bool others = under_way_count_.load(std::memory_order_relaxed);
+    if (!token && others) {
       std::lock_guard<std::mutex> lock(mutex_);
       token = under_way_.by_work(work);
-      if (!token) token = under_way_.synchronous_of(thread);
-      if (!token && under_way_.any_loose()) loose = under_way_.loose();
+    }
+    if (!token) token = synchronous_.found();
+    if (!token && others) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      loose = under_way_.loose();
     }
     for (const auto& each : loose)
       if (!token && referent(*each).ptr() == self) token = each;
@@ -82,14 +89,14 @@ class Completion {
   }
 
   void wait_ended(const TokenPtr& token, const py::object* error) {
-    {
+    if (token->phase != Token::ISSUED) {
+      token->phase = Token::ENDED;
+    } else {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (token->asked->synchronous)
-        under_way_.end_synchronous(token);
-      else
-        under_way_.let_go(token);
+      under_way_.let_go(token);
       under_way_.tighten(token);
       under_way_.forget_pointers(token);
+      counted();
     }
     if (error) {
       host_.mark_failed(token->offset, token->index, *error, this_thread(), HOW_WAIT);
@@ -130,6 +137,7 @@ class Completion {
     std::deque<TokenPtr> unpolled;
     std::lock_guard<std::mutex> lock(mutex_);
     std::swap(under_way_, old);
+    counted();
     unpolled_.swap(unpolled);
   }
 
@@ -154,20 +162,12 @@ class Completion {
   }
 
   void sweep_synchronous(uint64_t now, TokenPtr& oldest) {
-    std::vector<std::pair<uint32_t, TokenPtr>> synchronous;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      synchronous = under_way_.synchronous();
-    }
-    for (const auto& entry : synchronous) {
-      const TokenPtr& token = entry.second;
-      if (token->waiting) {
+    for (const auto& token : synchronous_.all()) {
+      auto issued = Token::ISSUED;
+      if (token->phase == Token::WAITED_FOR) {
         older(oldest, token);
-      } else if (now > token->since + LOOSEN_AFTER_NS) {
-        std::unique_lock<std::mutex> lock(mutex_);
-        const bool ended = under_way_.end_synchronous(token);
-        lock.unlock();
-        if (ended) never_known(*token);  // its caller never waited
+      } else if (now > token->since + LOOSEN_AFTER_NS && token->phase.compare_exchange_strong(issued, Token::ENDED)) {
+        never_known(*token);  // its caller never waited
       }
     }
   }
@@ -183,6 +183,7 @@ class Completion {
         std::lock_guard<std::mutex> lock(mutex_);
         under_way_.tighten(token);
         under_way_.forget_pointers(token);
+        counted();
       } else if (token->waiting) {
         older(oldest, token);
       } else if (!token->unknown && referent(*token).is_none()) {
@@ -207,7 +208,7 @@ class Completion {
   void hold(const TokenPtr& token) {
     TokenPtr oldest;
     bool full = false;
-    {
+    if (under_way_count_.load(std::memory_order_relaxed)) {
       std::lock_guard<std::mutex> lock(mutex_);
       oldest = under_way_.oldest();
       full = under_way_.full();
@@ -221,6 +222,7 @@ class Completion {
     std::vector<TokenPtr> dropped;
     std::lock_guard<std::mutex> lock(mutex_);
     under_way_.hold(token, dropped);
+    counted();
   }
 
   static bool is_completed(const TokenPtr& token) { return token->work->isCompleted(); }
@@ -238,6 +240,7 @@ class Completion {
       std::lock_guard<std::mutex> lock(mutex_);
       ours = under_way_.let_go(token);
       if (ours) under_way_.forget_pointers(token);
+      counted();
     }
     if (ours) {
       token->unknown = true;
@@ -250,6 +253,7 @@ class Completion {
       std::lock_guard<std::mutex> lock(mutex_);
       if (!under_way_.let_go(token)) return;
       under_way_.forget_pointers(token);
+      counted();
     }
     if (has_error(*token->work) && python_runs()) {
       Gil gil;
@@ -307,13 +311,18 @@ class Completion {
     box_.mark_value(token.offset, DURATION, token.index, (now - token.since) / TICK_NS);
   }
 
+  // Under the mutex.
+  void counted() { under_way_count_.store(under_way_.size(), std::memory_order_relaxed); }
+
   Box& box_;
   const Host& host_;
   const bool timing_;
+  Synchronous synchronous_;
   // While it is held, no GIL is taken, and no Work, tensor or Python object dropped: what goes is moved to a local that was
   // declared before the lock.
   std::mutex mutex_;
   UnderWay under_way_;
+  std::atomic<size_t> under_way_count_{0};  // a thread that finds none has issued none
   std::deque<TokenPtr> unpolled_;
 };
 

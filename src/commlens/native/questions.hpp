@@ -32,22 +32,21 @@ class Questions {
 
   AskedPtr find(const OpSpec& spec, Arguments arguments) {
     thread_local Words key;
+    thread_local Recent<std::weak_ptr<Asked>> recent;
     key.clear();
     auto* process_group = boxed<c10d::ProcessGroup>(arguments[spec.process_group]);
     TORCH_CHECK(process_group, "an op without a process group");
-    key.push_back(0);  // the group
+    key.push_back(reinterpret_cast<uintptr_t>(process_group));
     key.push_back(spec.number);
     for (const int at : spec.words) add_value(arguments[at], key);
     for (const int at : spec.tensors) add_value(arguments[at], key);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      auto group = groups_.find(process_group);
-      if (group != groups_.end()) {
-        key[0] = group->second;
-        if (AskedPtr* found = asked_.find(key, hash_of(key))) return *found;
-      }
-    }
-    return ask(spec, arguments, process_group, key);
+    const uint64_t hash = hash_of(key), age = age_.load(std::memory_order_acquire);
+    if (auto* found = recent.find(age, key, hash))
+      if (AskedPtr asked = found->lock()) return asked;
+    const Words kept = key;  // Python, where it is asked, may come back here
+    AskedPtr asked = shared(spec, arguments, process_group, kept);
+    recent.put(age, kept, hash, asked);
+    return asked;
   }
 
   // Whether the side table has lost a description that is needed now.
@@ -75,11 +74,13 @@ class Questions {
   void forget_group(const void* process_group) {
     std::lock_guard<std::mutex> lock(mutex_);
     groups_.erase(process_group);
+    age_ = next_age();
   }
 
   void forget_groups() {
     std::lock_guard<std::mutex> lock(mutex_);
     groups_.clear();
+    age_ = next_age();
   }
 
   void renamed(PyObject* channel) {
@@ -90,6 +91,18 @@ class Questions {
 
  private:
   static constexpr size_t ASKED_LIMIT = 10000;
+
+  AskedPtr shared(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      auto group = groups_.find(process_group);
+      if (group != groups_.end()) {
+        key[0] = group->second;
+        if (AskedPtr* found = asked_.find(key, hash_of(key))) return *found;
+      }
+    }
+    return ask(spec, arguments, process_group, std::move(key));
+  }
 
   // Seen for the first time: Python describes it.
   AskedPtr ask(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
@@ -130,6 +143,7 @@ class Questions {
   std::mutex mutex_;
   std::unordered_map<const void*, uint64_t> groups_;
   uint64_t group_ids_ = 0;
+  std::atomic<uint64_t> age_{next_age()};  // another as soon as an address may be another group's
   WordTable<AskedPtr> asked_;
   std::unordered_map<PyObject*, std::unique_ptr<Channel>> channels_;  // kept for ever: there are few
 };

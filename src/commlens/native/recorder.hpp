@@ -52,13 +52,13 @@ class Recorder {
         PyErrKeeper keep;
         verification.issued(*token);
       }
-      WorkPtr work = result ? work_of(*result) : WorkPtr();
+      auto* work = result ? boxed<c10d::Work>(*result) : nullptr;
       if (token->asked->synchronous && work)
-        completion.caller_waits(token);
+        completion.caller_waits(token, work);
       else if (token->coalesced)
         completion.never_known(*token);  // the record that closes the group carries the state that counts
       else
-        completion.returned(token, std::move(work));
+        completion.returned(token, work ? WorkPtr::reclaim_copy(work) : WorkPtr());
     } catch (const std::exception& error) {
       failed(error.what());
     }
@@ -88,10 +88,18 @@ class Recorder {
     return token;
   }
 
-  // With the GIL: the position of the calling thread's stack.
+  // The position of the calling thread's stack, without its `skip` innermost frames. A thread of C++'s own (autograd's, on an
+  // accelerator, where DDP issues its collectives) has none of Python's.
   uint64_t stack_position(int skip = 0) {
-    if (cpp_stack_) return host_.call("native_stack").cast<uint64_t>();
-    return stacks_.position(box_.side_floor(), skip, [&] { return host_.call("python_stack", skip).template cast<uint64_t>(); });
+    if (cpp_stack_) {
+      if (!python_runs()) return 0;
+      Gil gil;
+      PyErrKeeper keep;
+      return host_.call("native_stack").cast<uint64_t>();
+    }
+    PyThreadState* thread = PyGILState_GetThisThreadState();
+    if (!thread) return 0;
+    return stacks_.position(thread, box_.side_floor(), skip, [&] { return host_.call("python_stack", skip).template cast<uint64_t>(); });
   }
 
   void failed(const char* what) noexcept { host_.failed(what); }
@@ -101,17 +109,13 @@ class Recorder {
     const AskedPtr asked = questions.find(spec, arguments);
     Channel& channel = *asked->channel;
     const uint32_t thread = this_thread();
-    const bool described = questions.described(*asked);
-    uint64_t stack = 0;
-    // In a thread of C++'s own (autograd's, on an accelerator, where DDP issues its collectives) there is no Python to ask.
-    const bool python = PyGILState_GetThisThreadState() != nullptr;
-    if (python || cpp_stack_ || !described) {
+    if (!questions.described(*asked)) {
       if (!python_runs()) return nullptr;
       Gil gil;
       PyErrKeeper keep;
-      if (!described) questions.describe(*asked);
-      if (python || cpp_stack_) stack = stack_position();
+      questions.describe(*asked);
     }
+    const uint64_t stack = stack_position();
     auto token = std::make_shared<Token>();
     Record record{};
     record.flags = asked->flags | entered;
@@ -182,7 +186,7 @@ class Recorder {
     return token.asked->number->compare_exchange_strong(number, number - 1);
   }
 
-  Stacks stacks_;  // under the GIL
+  Stacks stacks_;
 };
 
 }  // namespace commlens

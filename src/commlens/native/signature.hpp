@@ -35,11 +35,6 @@ Held* boxed(const c10::IValue& value) {
   return slot.isCapsule() ? static_cast<Held*>(slot.toCapsule().get()) : nullptr;
 }
 
-inline c10::intrusive_ptr<c10d::Work> work_of(const c10::IValue& value) {
-  auto* work = boxed<c10d::Work>(value);
-  return work ? c10::intrusive_ptr<c10d::Work>::reclaim_copy(work) : c10::intrusive_ptr<c10d::Work>();
-}
-
 inline void add_tensor(const at::Tensor& tensor, Words& into) {
   if (!tensor.defined()) {
     into.push_back(~0ull);

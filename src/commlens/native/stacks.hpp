@@ -1,55 +1,42 @@
-// Python stacks on the hot path: recognised by their code objects and instruction offsets. Lines are looked up by Python, once.
+// Python stacks on the hot path: recognised by their instructions. Lines are looked up by Python, once.
 #pragma once
 
+#include <atomic>
+#include <mutex>
 #include <vector>
 
+#include "frames.hpp"
 #include "python.hpp"
 #include "words.hpp"
 
 namespace commlens {
 
-// All of it with the GIL, which is its lock.
 class Stacks {
  public:
-  // The position of the calling thread's stack in the side table, without the `skip` innermost frames; `describe` puts a new one there.
+  // The position of the calling thread's stack in the side table; 0 where it has none, or Python ends. `describe` puts a new one
+  // there, with the GIL, without its `skip` innermost frames.
   template <class Describe>
-  uint64_t position(uint64_t floor, int skip, Describe describe) {
-    PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-    for (; frame && skip > 0; --skip) {
-      PyFrameObject* back = PyFrame_GetBack(frame);
-      Py_DECREF(frame);
-      frame = back;
-    }
-    if (!frame) return 0;
+  uint64_t position(PyThreadState* thread, uint64_t floor, int skip, Describe describe) {
     thread_local Words key;
+    thread_local Recent<uint64_t> recent;
+    if (!python_runs()) return 0;
     key.clear();
-    while (frame) {
-      PyCodeObject* code = PyFrame_GetCode(frame);
-      key.push_back(reinterpret_cast<uintptr_t>(code));
-      Py_DECREF(code);  // its frame keeps it
-#if PY_VERSION_HEX >= 0x030B0000
-      key.push_back(static_cast<uint64_t>(PyFrame_GetLasti(frame)));
-#else
-      key.push_back(static_cast<uint64_t>(frame->f_lasti));
-#endif
-      PyFrameObject* back = PyFrame_GetBack(frame);
-      Py_DECREF(frame);
-      frame = back;
+    key.push_back(static_cast<uint64_t>(skip));
+    if (FRAMES_NEED_GIL) {
+      Gil gil;
+      add_frames(thread, key);
+    } else {
+      add_frames(thread, key);
     }
-    const uint64_t hash = hash_of(key);
-    if (Known* known = known_.find(key, hash)) {
-      if (known->position > floor) return known->position;
-      const uint64_t position = describe();
-      if ((known = known_.find(key, hash))) known->position = position;
-      return position;
-    }
-    Words kept = key;  // describing runs Python code, which may come back here
-    const uint64_t position = describe();
-    WordTable<Known> old;
-    if (known_.size() >= LIMIT) known_.swap(old);
-    Known known{position, {}};
-    for (size_t i = 0; i < kept.size(); i += 2) known.codes.push_back(PyRef::of(reinterpret_cast<PyObject*>(kept[i])));
-    known_.put(std::move(kept), hash, std::move(known));
+    if (key.size() == 1) return 0;
+    const uint64_t hash = hash_of(key), age = age_.load(std::memory_order_acquire);
+    const uint64_t* found = recent.find(age, key, hash);
+    if (found && *found > floor) return *found;
+    const Words kept = key;  // describing runs Python code, which may come back here
+    Gil gil;
+    PyErrKeeper keep;
+    const uint64_t position = shared(kept, hash, floor, describe);
+    recent.put(age, kept, hash, position);
     return position;
   }
 
@@ -59,7 +46,41 @@ class Stacks {
     uint64_t position;
     std::vector<PyRef> codes;  // an address is only good as long as its object lives
   };
+
+  // With the GIL, which is the table's lock.
+  template <class Describe>
+  uint64_t shared(const Words& key, uint64_t hash, uint64_t floor, Describe describe) {
+    if (Known* known = known_.find(key, hash)) {
+      if (known->position > floor) return known->position;
+      const uint64_t position = describe();
+      if ((known = known_.find(key, hash))) known->position = position;
+      return position;
+    }
+    const uint64_t position = describe();
+    WordTable<Known> old;
+    if (known_.size() >= LIMIT) {
+      age_.store(next_age(), std::memory_order_release);  // what threads remember is forgotten before its code objects may go
+      known_.swap(old);
+    }
+    known_.put(key, hash, Known{position, codes()});
+    return position;
+  }
+
+  static std::vector<PyRef> codes() {
+    std::vector<PyRef> all;
+    for (PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get()); frame;) {
+      PyCodeObject* code = PyFrame_GetCode(frame);
+      all.push_back(PyRef::of(reinterpret_cast<PyObject*>(code)));
+      Py_DECREF(code);
+      PyFrameObject* back = PyFrame_GetBack(frame);
+      Py_DECREF(frame);
+      frame = back;
+    }
+    return all;
+  }
+
   WordTable<Known> known_;
+  std::atomic<uint64_t> age_{next_age()};
 };
 
 }  // namespace commlens

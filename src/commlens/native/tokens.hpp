@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <unordered_map>
@@ -17,10 +18,12 @@ namespace commlens {
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 struct Token {
+  enum Phase : uint8_t { ISSUED, WAITED_FOR, ENDED };
   uint64_t index = 0, offset = 0, since = 0, number = 0, tagged_number = 0, stack = 0;
   AskedPtr asked;
   uint32_t thread = 0;
   bool coalesced = false;
+  std::atomic<Phase> phase{ISSUED};  // of one whose caller waits
   std::atomic<bool> waiting{false}, unknown{false};
   std::vector<const void*> pointers;
   WorkPtr work;   // while it is held
@@ -36,19 +39,19 @@ class UnderWay {
   static constexpr size_t HELD_LIMIT = 512;
 
   void hold(const TokenPtr& token, std::vector<TokenPtr>& dropped) {
-    held_[token->index] = token;
-    dropped.push_back(std::exchange(by_work_[token->work.get()], token));
-    for (const void* pointer : token->pointers) dropped.push_back(std::exchange(by_pointer_[pointer], token));
+    held_.push_back(token);
+    for (const void* pointer : token->pointers)
+      if (TokenPtr former = std::exchange(by_pointer_[pointer], token)) dropped.push_back(std::move(former));
   }
 
-  TokenPtr oldest() const { return held_.empty() ? nullptr : held_.begin()->second; }
+  TokenPtr oldest() const { return held_.empty() ? nullptr : held_.front(); }
   bool full() const { return held_.size() >= HELD_LIMIT; }
 
   // False where somebody else has let go of it before. The Work itself stays with the token.
   bool let_go(const TokenPtr& token) {
-    if (!held_.erase(token->index)) return false;
-    auto found = by_work_.find(token->work.get());
-    if (found != by_work_.end() && found->second == token) by_work_.erase(found);
+    const auto found = std::find(held_.begin(), held_.end(), token);
+    if (found == held_.end()) return false;
+    held_.erase(found);
     return true;
   }
 
@@ -60,8 +63,9 @@ class UnderWay {
   }
 
   TokenPtr by_work(const c10d::Work* work) const {
-    auto found = by_work_.find(work);
-    return found == by_work_.end() ? nullptr : found->second;
+    for (const auto& token : held_)
+      if (token->work.get() == work) return token;
+    return nullptr;
   }
 
   TokenPtr by_pointer(const void* pointer) const {
@@ -69,41 +73,23 @@ class UnderWay {
     return found == by_pointer_.end() ? nullptr : found->second;
   }
 
-  std::vector<TokenPtr> held() const { return values(held_); }
-  std::vector<TokenPtr> loose() const { return values(loose_); }
-  std::vector<std::pair<uint32_t, TokenPtr>> synchronous() const { return {synchronous_.begin(), synchronous_.end()}; }
-
-  void loosen(const TokenPtr& token) { loose_[token->index] = token; }
-  bool tighten(const TokenPtr& token) { return loose_.erase(token->index) != 0; }
-  bool any_loose() const { return !loose_.empty(); }
-
-  TokenPtr synchronous_of(uint32_t thread) const {
-    auto found = synchronous_.find(thread);
-    return found == synchronous_.end() ? nullptr : found->second;
-  }
-  TokenPtr begin_synchronous(const TokenPtr& token) { return std::exchange(synchronous_[token->thread], token); }
-  bool end_synchronous(const TokenPtr& token) {
-    auto found = synchronous_.find(token->thread);
-    if (found == synchronous_.end() || found->second != token) return false;
-    synchronous_.erase(found);
-    return true;
-  }
-
-  size_t pointers() const { return by_pointer_.size(); }
-
- private:
-  template <class Map>
-  static std::vector<TokenPtr> values(const Map& map) {
+  const std::vector<TokenPtr>& held() const { return held_; }
+  std::vector<TokenPtr> loose() const {
     std::vector<TokenPtr> all;
-    all.reserve(map.size());
-    for (const auto& entry : map) all.push_back(entry.second);
+    for (const auto& entry : loose_) all.push_back(entry.second);
     return all;
   }
 
-  std::map<uint64_t, TokenPtr> held_, loose_;  // by index: the first is the oldest
-  std::unordered_map<const c10d::Work*, TokenPtr> by_work_;
+  void loosen(const TokenPtr& token) { loose_[token->index] = token; }
+  bool tighten(const TokenPtr& token) { return loose_.erase(token->index) != 0; }
+
+  size_t size() const { return held_.size() + loose_.size(); }
+  size_t pointers() const { return by_pointer_.size(); }
+
+ private:
+  std::vector<TokenPtr> held_;         // in the order of their issue; few, unless nobody waits
+  std::map<uint64_t, TokenPtr> loose_;  // by index
   std::unordered_map<const void*, TokenPtr> by_pointer_;
-  std::unordered_map<uint32_t, TokenPtr> synchronous_;  // by thread: issued by a call that waits for it right away
 };
 
 }  // namespace commlens

@@ -5,6 +5,20 @@
 
 namespace commlens {
 
+// Where a Python object's Work is, to compare it with: pybind11 may be asked for less than its cast does. Null: it is not known
+// in so few steps, or is no Work.
+inline const void* address_of(PyObject* object) {
+  static std::atomic<PyTypeObject*> last{nullptr};  // a class of Works; kept for ever
+  PyTypeObject* type = Py_TYPE(object);
+  if (type != last.load(std::memory_order_acquire)) {
+    if (!py::isinstance<c10d::Work>(py::handle(object))) return nullptr;
+    Py_INCREF(type);
+    last.store(type, std::memory_order_release);
+  }
+  const auto* instance = reinterpret_cast<const py::detail::instance*>(object);
+  return instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
+}
+
 // Called as a method of a class of Works. `closure` holds the method that was there, and the same in Python for when somebody in
 // Python listens.
 inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
@@ -14,7 +28,8 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
   TokenPtr token;
   if (recorder && count > 0) {
     try {
-      token = recorder->completion.wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
+      token = recorder->completion.caller_begins_to_wait(address_of(arguments[0]));
+      if (!token) token = recorder->completion.wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
     } catch (const std::exception& error) {
       recorder->failed(error.what());
     }

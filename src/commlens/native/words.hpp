@@ -1,8 +1,11 @@
 // A table by sequences of words: what a stack, or what a collective asked for, is recognised by.
 #pragma once
 
+#include <array>
+#include <atomic>
 #include <cstdint>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace commlens {
@@ -43,6 +46,34 @@ class WordTable {
     Value value;
   };
   std::unordered_multimap<uint64_t, Entry> entries_;
+};
+
+// No two ages in a process are the same.
+inline uint64_t next_age() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
+
+// What one thread found last, in front of a table that threads share. Everything is forgotten when the table's age changes.
+template <class Value>
+class Recent {
+ public:
+  // The value, or null.
+  Value* find(uint64_t age, const Words& key, uint64_t hash) {
+    Entry& entry = entries_[hash % SIZE];
+    return entry.age == age && entry.hash == hash && entry.key == key ? &entry.value : nullptr;
+  }
+
+  void put(uint64_t age, const Words& key, uint64_t hash, Value value) { entries_[hash % SIZE] = {age, hash, key, std::move(value)}; }
+
+ private:
+  static constexpr size_t SIZE = 64;
+  struct Entry {
+    uint64_t age = 0, hash = 0;
+    Words key;
+    Value value{};
+  };
+  std::array<Entry, SIZE> entries_;
 };
 
 }  // namespace commlens

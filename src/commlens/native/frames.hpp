@@ -1,0 +1,61 @@
+// The Python frames of the calling thread, as words that tell one stack from another. Nothing is made or counted for it: Python's
+// own functions would make an object of each frame.
+#pragma once
+
+#include <Python.h>
+
+#include "words.hpp"
+
+#if PY_VERSION_HEX >= 0x030B0000 && PY_VERSION_HEX < 0x030E0000 && __has_include("internal/pycore_frame.h")
+#define COMMLENS_FRAMES 1
+#ifndef Py_BUILD_CORE
+#define Py_BUILD_CORE
+#include "internal/pycore_frame.h"
+#undef Py_BUILD_CORE
+#else
+#include "internal/pycore_frame.h"
+#endif
+#elif PY_VERSION_HEX < 0x030B0000
+#include <frameobject.h>
+#endif
+
+namespace commlens {
+
+// Whether add_frames may be called without the GIL: then it reads only what its own thread changes, and no thread changes while
+// it runs C++.
+#if defined(COMMLENS_FRAMES) || PY_VERSION_HEX < 0x030B0000
+constexpr bool FRAMES_NEED_GIL = false;
+#else
+constexpr bool FRAMES_NEED_GIL = true;
+#endif
+
+// Appends a word or two for each frame, innermost first. A word is the address of an instruction, or of a code object: good for
+// as long as the code objects live.
+inline void add_frames(PyThreadState* thread, Words& into) {
+  const auto address = [](const void* pointer) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer)); };
+#if defined(COMMLENS_FRAMES)
+#if PY_VERSION_HEX >= 0x030D0000
+  for (const _PyInterpreterFrame* frame = thread->current_frame; frame; frame = frame->previous) into.push_back(address(frame->instr_ptr));
+#else
+  for (const _PyInterpreterFrame* frame = thread->cframe->current_frame; frame; frame = frame->previous)
+    into.push_back(address(frame->prev_instr));
+#endif
+#elif PY_VERSION_HEX < 0x030B0000
+  for (const PyFrameObject* frame = thread->frame; frame; frame = frame->f_back) {
+    into.push_back(address(frame->f_code));
+    into.push_back(static_cast<uint64_t>(frame->f_lasti));
+  }
+#else
+  for (PyFrameObject* frame = PyThreadState_GetFrame(thread); frame;) {
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    into.push_back(address(code));
+    Py_DECREF(code);  // its frame keeps it
+    into.push_back(static_cast<uint64_t>(PyFrame_GetLasti(frame)));
+    PyFrameObject* back = PyFrame_GetBack(frame);
+    Py_DECREF(frame);
+    frame = back;
+  }
+#endif
+}
+
+}  // namespace commlens
