@@ -41,7 +41,8 @@ lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/mypy
 
 bench: $(VENV)/.ready ## Measure what commlens costs and how often it is right, and write docs/performance.md (ARGS=--quick for a look, ARGS="--only NAME")
-	$(VENV)/bin/python benchmarks/run_all.py $(if $(findstring --quick,$(ARGS)),,--write) $(ARGS)
+	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python -m commlens build-native || echo "The native engine is left out."
+	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python benchmarks/run_all.py $(if $(findstring --quick,$(ARGS)),,--write) $(ARGS)
 
 compat: ## Run all the tests on another torch, in an environment of its own: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import importlib.util
+import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+def recorder_variable() -> str:
+    """What sets the entries of torch's own recorder, by the name that this torch does not warn of."""
+    version = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
+    return "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +58,7 @@ def engine_setting(engine: str) -> dict[str, str]:
 OFF = Mode("off")
 PYTHON = Mode("Python engine", settings=recorded("python"))
 NATIVE = Mode("native engine", settings=recorded("native"))
-TORCH_RECORDER = Mode("torch's recorder", dict.fromkeys(RECORDER_VARIABLES, "2000"))
+TORCH_RECORDER = Mode("torch's recorder", {recorder_variable(): "2000"})
 DISPATCH_MODE = Mode("TorchDispatchMode", around="dispatch mode")
 WATCHED = Mode("recorded and watched", settings=recorded("auto", watched=False))
 TRACED = Mode("traced", around="trace")
@@ -98,8 +104,7 @@ def set_up(mode: Mode, box_dir: str, job: str) -> None:
     """What is set in a rank before its process group is made."""
     import torch.distributed as dist
 
-    for name in RECORDER_VARIABLES:
-        os.environ[name] = "0"
+    os.environ[recorder_variable()] = "0"
     os.environ.update(mode.environment)
     dist.set_debug_level_from_env()
     if mode.settings is not None:
@@ -107,6 +112,29 @@ def set_up(mode: Mode, box_dir: str, job: str) -> None:
         from commlens.capture import bootstrap
 
         bootstrap.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
+
+
+def confirm(mode: Mode, backend: str) -> None:
+    """That a rank runs as its mode says: a figure of something else is worse than none.
+
+    Raises:
+        RuntimeError: another engine records, or torch's recorder does not record what it should, or records where it should not.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if mode.settings is not None and (wanted := mode.settings.get("engine", "auto")) != "auto":
+        from commlens.capture import bootstrap
+
+        recorder = type(bootstrap._session.recorder).__name__ if bootstrap._session is not None else "none"
+        if recorder != {"python": "Recorder", "native": "NativeRecorder"}[wanted]:
+            raise RuntimeError(f"{mode.name}: the recorder is {recorder}")
+    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is not None and backend == "gloo" and mode in (OFF, TORCH_RECORDER):
+        dist.all_reduce(torch.ones(1))
+        entries = len(json.loads(dump()).get("entries", ()))
+        if bool(entries) is not (mode is TORCH_RECORDER):
+            raise RuntimeError(f"{mode.name}: torch's recorder has {entries} entries")
 
 
 def around(mode: Mode) -> Callable[[], AbstractContextManager[Any]]:

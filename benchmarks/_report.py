@@ -11,6 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+WORDS: dict[bool | None, str] = {True: "met", False: "**not met**", None: "lost in the noise"}
+"""What is said of a goal."""
+
 
 @dataclasses.dataclass
 class Goal:
@@ -18,7 +21,7 @@ class Goal:
 
     goal: str
     measured: str
-    met: bool
+    met: bool | None  # None: the noise is larger than what is to be decided
 
 
 @dataclasses.dataclass
@@ -58,7 +61,7 @@ def finish(report: Report, given: argparse.Namespace) -> None:
     for sentence in report.left_out:
         print(sentence)
     for goal in report.goals:
-        print(f"{'met' if goal.met else 'NOT MET'}: {goal.goal}: {goal.measured}")
+        print(f"{WORDS[goal.met].strip('*')}: {goal.goal}: {goal.measured}")
     if given.json:
         given.json.write_text(json.dumps(report.as_json(), indent=1), encoding="utf-8")
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
-from time import perf_counter_ns, process_time_ns
+from time import monotonic, perf_counter_ns, process_time_ns
 from typing import Any
 
 import _modes
@@ -32,6 +32,9 @@ Prepare = Callable[[int, int, Mode], dict[str, Callable[[], object]]]
 
 PATIENCE_S = 120.0
 """How long a block may take before the benchmark is given up."""
+LEAST_ROUNDS = 3
+FEW_ROUNDS = 15
+"""Blocks are made so short that there is time for as many rounds as this."""
 
 
 def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
@@ -54,6 +57,7 @@ def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, p
         store = dist.FileStore(f"{folder}/store", world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=PATIENCE_S))
     cases = prepare(rank, world_size, mode)
+    _modes.confirm(mode, backend)
     around = _modes.around(mode)
     outer, inner = (contextlib.nullcontext, around) if per_step else (around, contextlib.nullcontext)
     pipe.send("ready")
@@ -86,7 +90,13 @@ class Measured:
     added_us_quartiles: tuple[float, float]
     ratio: float
     ratio_quartiles: tuple[float, float]
+    cpu_us: float
     added_cpu_us: float
+    added_cpu_us_quartiles: tuple[float, float]
+    added_least_us: float
+    """The shortest block against the shortest of the first way: what is added where nothing disturbs."""
+    rounds: int
+    runs: int
 
 
 class Sets:
@@ -98,38 +108,56 @@ class Sets:
         self._watchers = watchers
         self.failed: list[str] = []  # modes whose ranks ended: the case does not run in them
 
-    def compare(self, case: str, *, rounds: int, runs: int) -> list[Measured]:
-        """Let all run a case in turns, ``rounds`` blocks of ``runs``."""
+    def compare(self, case: str, *, rounds: int, runs: int, seconds: float) -> list[Measured]:
+        """Let all run a case in turns: at most ``rounds`` blocks of at most ``runs`` each, of as many as there is time for.
+
+        Args:
+            case: its name.
+            rounds: at most; fewer where ``seconds`` are over, but :data:`LEAST_ROUNDS` in any case.
+            runs: in a block; fewer where blocks of so many would leave time for few rounds.
+            seconds: for all of it. A slow machine gets fewer rounds, not a longer benchmark.
+        """
+        began = monotonic()
         blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
-        for number in range(-1, rounds):
-            order = list(range(len(self._modes)))
-            shift = number % len(order)
-            for which in order[shift:] + order[:shift]:
-                if self._modes[which].name in self.failed:
-                    continue
-                try:
-                    block = self._block(which, case, runs)
-                except (EOFError, OSError):
-                    if not which:
-                        raise
-                    self.failed.append(self._modes[which].name)
-                    continue
-                if number >= 0:
-                    blocks[which].append(block)
+        self._round(0, case, max(3, runs // 20), [[] for _ in self._modes])  # what is set up once
+        tried: list[list[tuple[float, float]]] = [[] for _ in self._modes]
+        self._round(0, case, max(3, runs // 20), tried)
+        a_round_ns = sum(block[0] for found in tried for block in found) * runs
+        share = min(1.0, seconds * 1e9 / (FEW_ROUNDS * a_round_ns))
+        runs = max(3, int(runs * share))
+        done = 0
+        while done < rounds and (done < LEAST_ROUNDS or monotonic() - began < seconds):
+            self._round(done, case, runs, blocks)
+            done += 1
         return [
-            self._measured(case, mode.name, found, blocks[0])
+            self._measured(case, mode.name, found, blocks[0], runs)
             for mode, found in zip(self._modes, blocks, strict=True)
             if mode.name not in self.failed
         ]
 
+    def _round(self, number: int, case: str, runs: int, blocks: list[list[tuple[float, float]]]) -> None:
+        """A block of each way; another begins each time."""
+        order = list(range(len(self._modes)))
+        shift = number % len(order)
+        for which in order[shift:] + order[:shift]:
+            if self._modes[which].name in self.failed:
+                continue
+            try:
+                blocks[which].append(self._block(which, case, runs))
+            except (EOFError, OSError):
+                if not which:
+                    raise
+                self.failed.append(self._modes[which].name)
+
     @staticmethod
-    def _measured(case: str, mode: str, found: list[tuple[float, float]], base: list[tuple[float, float]]) -> Measured:
+    def _measured(case: str, mode: str, found: list[tuple[float, float]], base: list[tuple[float, float]], runs: int) -> Measured:
         added = sorted((one[0] - other[0]) / 1000 for one, other in zip(found, base, strict=True))
         ratios = sorted(one[0] / other[0] for one, other in zip(found, base, strict=True))
-        cpu = statistics.median((one[1] - other[1]) / 1000 for one, other in zip(found, base, strict=True))
+        cpu = sorted((one[1] - other[1]) / 1000 for one, other in zip(found, base, strict=True))
         return Measured(
             case, mode, statistics.median(one[0] for one in found) / 1000, statistics.median(added), quartiles(added),
-            statistics.median(ratios), quartiles(ratios), cpu,
+            statistics.median(ratios), quartiles(ratios), statistics.median(one[1] for one in found) / 1000, statistics.median(cpu),
+            quartiles(cpu), (min(found)[0] - min(base)[0]) / 1000, len(found), runs,
         )  # fmt: skip
 
     def _block(self, which: int, case: str, runs: int) -> tuple[float, float]:

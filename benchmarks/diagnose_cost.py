@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import _diagnosing as judge
+from _report import Goal
 from dumpgen import Conditions, Job
 from dumpgen.faults import by_name
 from dumpgen.mesh import FLAT_MESHES
@@ -74,6 +75,15 @@ def table(rows: list[dict[str, Any]]) -> str:
             cells += ["", "", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    """What the design promises of it."""
+    at = [row for row in rows if row["ranks"] == 256 and "torchfrtrace" in row]
+    if not at:
+        return []
+    least = min(row["times_less_cpu"] for row in at)
+    return [Goal("A diagnosis at 256 ranks takes a 20th of the CPU time that torchfrtrace takes", f"a {least:.0f}th", least >= 20)]
 
 
 def main() -> int:

@@ -19,11 +19,13 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import _diagnosing as judge
+from _report import Goal
 from dumpgen import MESHES, Conditions, Job, Truth
 from dumpgen.faults import possible
 from dumpgen.mesh import FLAT_MESHES, MEGATRON_MESHES, Mesh
@@ -165,6 +167,16 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def goals(rows: list[dict[str, Any]]) -> list[Goal]:
+    """What the design promises of it."""
+    grades = {tool: Counter(row[tool] for row in rows if tool in row) for tool in ("commlens", "torchfrtrace")}
+    ours, theirs = grades["commlens"], grades["torchfrtrace"]
+    measured = f"{ours['right']} of {sum(ours.values())} right, {ours['wrong']} wrong"
+    if theirs:
+        measured += f"; torchfrtrace {theirs['right']} right, {theirs['wrong']} wrong"
+    return [Goal("Every injected fault's culprits are named, and nobody else", measured, ours["right"] == sum(ours.values()))]
+
+
 def _one(case: Case, rival_up_to: int) -> dict[str, Any]:
     size = int(case.family.split(", ")[1].split()[0])
     with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
@@ -193,9 +205,9 @@ def main() -> int:
     data = os.environ.get("COMMLENS_TEST_DATA")
     if data and not arguments.conditions:
         cases += [case for case in real(Path(data)) if arguments.only in case.name]
-    with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder:
+    with tempfile.TemporaryDirectory(prefix="commlens-score-") as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         more = scenarios(Path(folder), arguments.only) if arguments.scenarios else iter(())
-        rows = [_one(case, arguments.rival_up_to) for case in (*cases, *more)]
+        rows = list(pool.map(lambda case: _one(case, arguments.rival_up_to), (*cases, *more)))
     judge.tell(summary(rows), rows, arguments)
     return 0
 

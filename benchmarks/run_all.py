@@ -9,6 +9,8 @@ docs/performance.json, are written anew; of benchmarks that did not run they kee
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import os
 import signal
@@ -20,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _report import machine
+from _report import WORDS, machine
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
@@ -56,14 +58,15 @@ class Benchmark:
 BENCHMARKS = (
     Benchmark("record_cost"),
     Benchmark("verify_cost"),
-    Benchmark("step_time", limit_s=900),
-    Benchmark("memory_cost"),
+    Benchmark("step_time", quick=("--quick", "--only", "DDP", "TP")),
+    Benchmark("memory_cost", limit_s=300),
     Benchmark("comm_debug_cost", "What tracing costs beside CommDebugMode", quick=("--rounds", "5"), reports=False),
     Benchmark("watch_cost", "What the watcher costs", quick=("--seconds", "5", "--rounds", "1"), reports=False),
-    Benchmark("diagnose_cost", "What a diagnosis costs", ("--sizes", "8", "64", "256"), ("--sizes", "8", "--runs", "1"), 900,
-              reports=False, markdown=True),
-    Benchmark("diagnose_score", "How often a diagnosis is right", ("--sizes", "16"), ("--sizes", "16", "--only", "stuck"), 900,
-              reports=False, markdown=True),
+    Benchmark("diagnose_cost", "What a diagnosis costs",
+              ("--sizes", "8", "64", "256", "1024", "--faults", "stuck-before-tp", "--rival-up-to", "256", "--runs", "2"),
+              ("--sizes", "8", "--faults", "stuck-before-tp", "--runs", "1"), reports=False, markdown=True),
+    Benchmark("diagnose_score", "How often a diagnosis is right", ("--sizes", "16", "--conditions", "plain"),
+              ("--sizes", "16", "--conditions", "plain", "--only", "stuck-before-tp"), 900, reports=False, markdown=True),
     Benchmark("gpu_check"),
     Benchmark("versions"),
 )  # fmt: skip
@@ -78,7 +81,7 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
         if benchmark.reports:
             command += ["--json", str(figures)]
         elif benchmark.markdown:
-            command += ["--markdown", str(tables)]
+            command += ["--markdown", str(tables), "--json", str(figures)]
         environment = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}
         began = time.monotonic()
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
@@ -95,8 +98,13 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
             report["failed"] = f"{benchmark.name} could not be measured: {failed}."
         elif benchmark.reports:
             report.update(json.loads(figures.read_text(encoding="utf-8")))
+        elif benchmark.markdown:
+            rows = json.loads(figures.read_text(encoding="utf-8"))
+            report["markdown"] = "\n" + tables.read_text(encoding="utf-8")
+            report["goals"] = [dataclasses.asdict(goal) for goal in importlib.import_module(benchmark.name).goals(rows)]
+            report["rows"] = [{name: value for name, value in row.items() if not name.endswith("_says")} for row in rows]
         else:
-            report["markdown"] = tables.read_text(encoding="utf-8") if benchmark.markdown else f"\n```\n{printed.strip()}\n```\n"
+            report["markdown"] = f"\n```\n{printed.strip()}\n```\n"
         report["seconds"] = round(time.monotonic() - began)
     return report
 
@@ -106,8 +114,8 @@ def page(reports: list[dict[str, Any]]) -> str:
     lines = ["# Performance", "", ABOUT, ""]
     goals = [goal for report in reports for goal in report["goals"]]
     if goals:
-        lines += ["## Goals", "", "| goal | measured | met |", "|---|---|---|"]
-        lines += [f"| {goal['goal']} | {goal['measured']} | {'yes' if goal['met'] else '**no**'} |" for goal in goals] + [""]
+        lines += ["## Goals", "", "| goal | measured | |", "|---|---|---|"]
+        lines += [f"| {goal['goal']} | {goal['measured']} | {WORDS[goal['met']]} |" for goal in goals] + [""]
     for report in reports:
         lines += [f"## {report['title'] or report['name']}", ""]
         if report.get("failed"):
@@ -136,7 +144,7 @@ def main() -> int:
         report = found[benchmark.name] = run(benchmark, given.quick)
         print(report.get("failed") or report["markdown"], flush=True)
         for goal in report["goals"]:
-            print(f"{'met' if goal['met'] else 'NOT MET'}: {goal['goal']}: {goal['measured']}", flush=True)
+            print(f"{WORDS[goal['met']].strip('*')}: {goal['goal']}: {goal['measured']}", flush=True)
         print(f"({report['seconds']} s)", flush=True)
     if given.write:
         kept = {**before, **{name: report for name, report in found.items() if not (report.get("failed") and name in before)}}

@@ -169,16 +169,17 @@ def goals(found: dict[tuple[str, str], Measured]) -> list[Goal]:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--rounds", type=int, default=25)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=25, help="for each family")
     parser.add_argument("--steps", type=int, default=6, help="in a block")
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     given = parser.parse_args()
-    rounds, steps = (4, 3) if given.quick else (given.rounds, given.steps)
+    seconds = 4.0 if given.quick else given.seconds
     modes, left_out = _modes.available(MODES)
     report = Report(
         "What commlens makes of a training step",
-        f"One set of ranks for each way, all training the same model in turns: medians of {rounds} rounds of {steps} steps, against the "
-        "bare job in the same round, with quartiles. A watcher runs only while its own job is measured.",
+        "One set of ranks for each way, all training the same model in turns: medians of the ratio to the bare job in the same round, with "
+        "quartiles. A family has as many rounds as there was time for. A watcher runs only while its own job is measured.",
         command(), left_out=left_out,
     )  # fmt: skip
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -192,7 +193,7 @@ def main() -> None:
         here = [mode for mode in modes if mode in compared]
         try:
             with running(here, "gloo", world_size, prepare(make), per_step=True) as sets:
-                measured = sets.compare("step", rounds=rounds, runs=steps)
+                measured = sets.compare("step", rounds=given.rounds, runs=given.steps, seconds=seconds)
                 report.left_out += [f"{family} does not run under {name}: its ranks raised." for name in sets.failed]
         except Exception as error:
             report.left_out.append(f"{family} could not be measured: {type(error).__name__}: {error}")
@@ -205,8 +206,9 @@ def main() -> None:
             f"{by_mode[mode.name].ratio:.3f} ({between(by_mode[mode.name].ratio_quartiles)})" if mode.name in by_mode else ""
             for mode in modes[1:]
         ]
-        rows.append([f"{family}, {world_size} ranks", f"{measured[0].us / 1000:.1f} ms", *cells])
-    report.table("", ["step", "bare", *(mode.name for mode in modes[1:])], rows)
+        first = measured[0]
+        rows.append([f"{family}, {world_size} ranks", f"{first.rounds} x {first.runs}", f"{first.us / 1000:.1f} ms", *cells])
+    report.table("", ["step", "rounds x steps", "bare", *(mode.name for mode in modes[1:])], rows)
     report.goals = goals(found)
     finish(report, given)
 
