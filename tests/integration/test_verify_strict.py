@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import verify_cases
 import verify_forked
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
-from verify_forked import CAUGHT, ROUNDS
+from verify_forked import CAUGHT, REPEATED_FAULTS, ROUNDS
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 200  # takes about 50 s on two cores
@@ -158,18 +158,15 @@ def test_what_a_native_rank_verified_once_with_one_in_python(launched_mixed: tup
 
 
 def judge_repeated(out: Path, printed: str, size: int) -> None:
-    """A native rank asks Python where a peer lets it wait for long, and for nothing else; one in Python does each time."""
+    """A native rank asks Python where a peer lets it wait for long, or goes wrong, and for nothing else; one in Python does each time."""
     for rank in range(size):
         report = out / f"repeated:{size}" / f"{rank}.json"
         assert report.exists(), f"{printed[-4000:]}\n{report.with_suffix('.out').read_text()[-4000:]}"
         found = json.loads(report.read_text())
-        for op, entered in found["entered"].items():
-            if op in ("pair", "message") and rank > 1:
-                continue
-            if found["engine"] == "native":
-                assert entered <= ROUNDS / 4, f"rank {rank}: {found}"
-            else:
-                assert entered >= ROUNDS, f"rank {rank}: {found}"
+        entered, rounds = sum(found["entered"].values()), ROUNDS * len(found["entered"])
+        assert entered < rounds / 4 if found["engine"] == "native" else entered > rounds, f"rank {rank}: {found}"
+        assert found["seen"] == [kind for (_, odd), kind in REPEATED_FAULTS.items() if odd or rank != 1], f"rank {rank}: {found}"
+        assert (found["continued"] > 0) == (found["engine"] == "native"), f"rank {rank}: {found}"
 
 
 def test_the_table_is_what_the_cases_say() -> None:

@@ -257,12 +257,21 @@ def run_caught(rank: int, size: int, result: Path) -> None:
 
 
 ROUNDS = 40
+REPEATED_FAULTS = {("async", ""): "dead"}
+"""What the others issue, and what rank 1 does (nothing: it ends), each of them as often before; and what that is refused for."""
+if any(argument.name == "async_op" for argument in torch.ops.c10d.allreduce_.default._schema.arguments):  # 2.6 does not say who waits
+    swapped = (("all_reduce", "broadcast"), ("gather", "scatter"), ("all_to_all", "reduce_scatter"))
+    REPEATED_FAULTS = {**dict.fromkeys(swapped, "mismatch/op"), **REPEATED_FAULTS}
 
 
 def run_repeated(rank: int, size: int, result: Path) -> None:
-    """One rank of a program that does the same again and again: how often each kind of op came to Python's verifier in the second half."""
+    """One rank of a program that does the same again and again, then goes wrong in what it has done before.
+
+    It counts how often each kind of op comes to Python's verifier in the second half of what is right.
+    """
     from torch.distributed import _functional_collectives as functional
 
+    from commlens.errors import DistributedOperationException
     from commlens.verify.strict import Verifier
 
     init(result.parent, rank, size, GROUP_TIMEOUT_S)
@@ -283,29 +292,34 @@ def run_repeated(rank: int, size: int, result: Path) -> None:
         "pair": lambda: dist.all_reduce(x, group=pair) if rank < 2 else None,
         "message": lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None,
     }
-    entered = dict.fromkeys(ops, 0)
-    now = ""
+    entered, continued, seen, now, counts = dict.fromkeys(ops, 0), 0, [], "", False
 
     def counted(name: str) -> None:
         original = getattr(Verifier, name)
 
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            entered[now] += 1
+            nonlocal continued
+            entered[now] += counts
+            continued += name == "before_planned_wait" or (name == "before_issue" and args[0].announced is not None)
             return original(self, *args, **kwargs)
 
         setattr(Verifier, name, method)
 
-    for half in range(2):
-        for now, op in ops.items():  # noqa: B007 - counted() reads it
-            for _ in range(ROUNDS):
-                op()
-            dist.barrier()
-        if not half:
-            for name in ("before_issue", "before_wait", "before_planned_wait"):
-                counted(name)
-            now = "barrier"
-    write(result, {"engine": engine_here(), "entered": entered})
-    dist.destroy_process_group()
+    for name in ("before_issue", "before_wait", "before_planned_wait"):
+        counted(name)
+    each = [name for name in ops for _ in range(ROUNDS)]
+    again = [name for name in ops for _ in range(2)]
+    schedule = [(name, name) for name in each + each]
+    for fault in REPEATED_FAULTS:
+        schedule += [*((name, name) for name in again), fault]
+    for at, (usual, odd) in enumerate(schedule):  # one line for all of them: it is part of what tells collectives apart
+        now, counts = odd if rank == 1 else usual, len(each) <= at < 2 * len(each)
+        try:
+            if now:
+                ops[now]()
+        except DistributedOperationException as error:
+            seen.append(error.kind)
+    write(result, {"engine": engine_here(), "entered": entered, "continued": continued, "seen": seen})
 
 
 def main() -> None:
