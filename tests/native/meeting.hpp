@@ -85,19 +85,19 @@ struct Meeting {
   }
 };
 
-// Every rank does its part at the same time, as a thread or as a process.
-template <class Part>
-void run_ranks(uint64_t ranks, bool processes, Part part) {
+// Each rank in a thread, or in a process, of its own.
+template <class Attend>
+void run_ranks(uint64_t ranks, bool processes, Attend attend) {
   std::fflush(stdout);
   std::vector<std::thread> threads;
   std::vector<pid_t> children;
   for (uint64_t rank = 0; rank < ranks; ++rank) {
     if (!processes) {
-      threads.emplace_back([&part, rank] { part(rank); });
+      threads.emplace_back([&attend, rank] { attend(rank); });
     } else if (const pid_t child = fork()) {
       children.push_back(child);
     } else {
-      part(rank);
+      attend(rank);
       _exit(0);
     }
   }
@@ -111,7 +111,7 @@ void run_ranks(uint64_t ranks, bool processes, Part part) {
 // How long `times` collectives of `ranks` take is up to the machine.
 inline void run_meeting(uint64_t ranks, uint64_t times, bool processes) {
   Meeting meeting(ranks);
-  run_ranks(ranks, processes, [&meeting, times](uint64_t rank) { meeting.attend(rank, times); });
+  run_ranks(ranks, processes, [&](uint64_t rank) { meeting.attend(rank, times); });
   for (uint64_t rank = 0; rank < ranks; ++rank)
     if (observe(meeting.counts + rank) != times) fail("rank %llu took part in %llu collectives", wide(rank), wide(observe(meeting.counts + rank)));
   std::printf("%llu ranks as %s met %llu times, and slept %llu times until a bell rang\n", wide(ranks), processes ? "processes" : "threads",
