@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from commlens.errors import NativeEngineError
 from commlens.formats import layout as L
-from commlens.native import cache
+from commlens.native import build, cache
 from conftest import RunCommlens
 
 
@@ -97,6 +97,28 @@ def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_pat
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "x.cpp:1: error: it is broken" in done.stderr
     assert [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()] == [".lock"]
+
+
+@pytest.mark.parametrize("how", ["command", "installation"])
+def test_a_relative_folder_is_the_callers(how: str, run_commlens: RunCommlens, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The compiler runs in another folder."""
+    compiler = tmp_path / "cannot-link"
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && { echo it 1.0; exit 0; }\n'
+        'echo "ld: cannot open output file $3: is it there?\ncollect2: error: ld returned 1 exit status" >&2\nexit 1\n'
+    )
+    compiler.chmod(0o755)
+    if how == "command":
+        said = run_commlens("build-native", "-o", "cache", environ={"CXX": str(compiler)}).stderr
+    else:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("CXX", str(compiler))
+        with pytest.raises(NativeEngineError) as error:
+            build.build_into(Path("cache"))
+        said = str(error.value)
+    if "headers" in said:
+        pytest.skip("there are no headers to compile with")
+    assert f"(exit status 1): ld: cannot open output file {tmp_path}/cache/" in said
 
 
 def test_a_cache_that_cannot_be_written_is_named(run_commlens: RunCommlens, tmp_path: Path):

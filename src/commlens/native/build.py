@@ -58,7 +58,7 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
     wanted = identity()
     compiler = find_compiler(os.environ)
     version = compiler_version(compiler)
-    folder = (directory or cache_directory()) / folder_of(wanted) / _name(version)
+    folder = (directory or cache_directory()).absolute() / folder_of(wanted) / _name(version)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
@@ -77,6 +77,7 @@ def build_into(folder: Path) -> Build:
         NativeEngineError: there is no compiler, it fails, or the folder cannot be written.
     """
     compiler = find_compiler(os.environ)
+    folder = folder.absolute()  # the compiler runs elsewhere
     folder.mkdir(parents=True, exist_ok=True)
     return _build(folder, compiler, compiler_version(compiler), identity(), print)
 
@@ -193,7 +194,8 @@ def _compile(command: list[str]) -> None:
     except subprocess.TimeoutExpired:
         raise NativeEngineError(f"The compiler {command[0]} was not done after {TIMEOUT_S:.0f} s.") from None
     if ended.returncode:
-        lines = [line.strip() for line in ended.stderr.splitlines()]
+        # collect2 only says that the linker failed; the linker's own line is before it.
+        lines = [line.strip() for line in ended.stderr.splitlines() if not line.startswith("collect2:")]
         first = next((line for line in lines if "error" in line), lines[-1] if lines else "it says nothing")
         raise NativeEngineError(
             f"The compiler {command[0]} failed (exit status {ended.returncode}): {first[:300]}. The command was: {shlex.join(command)}"
