@@ -34,7 +34,7 @@ def test_ranks_meet_and_agree_only_on_what_all_ask_for(driver: Path):
 
 def test_a_writer_killed_at_any_instruction_leaves_a_readable_box(driver: Path, tmp_path: Path):
     try:
-        killed_box.step_through(driver, tmp_path, records=20)
+        killed_box.step_through(driver, tmp_path, records=14)
     except stepped.LeftOutError as error:
         pytest.skip(str(error))
 

@@ -22,7 +22,7 @@ import stepped
 from stepped import LeftOutError
 
 MILLISECONDS = "8000"
-MEETINGS = "5000"
+MEETINGS = "3000"
 SANITIZERS = {
     # gcc says that it does not know fences here. None is needed to see that there is no race: all that is shared is stored atomically.
     "thread": ("-fsanitize=thread", "-Wno-tsan"),

@@ -77,7 +77,7 @@ def step(driver: Path, kind: str, file: Path, lines: Sequence[str], folder: Path
     """
     script, found = folder / f"{kind}.script", folder / f"{kind}.states"
     script.write_text("".join(line + "\n" for line in lines))
-    ended = subprocess.run([driver, "step", kind, file, script, found], capture_output=True, text=True, timeout=150)
+    ended = subprocess.run([driver, "step", kind, file, script, found], capture_output=True, text=True, timeout=300)
     if ended.returncode == NO_PTRACE:
         raise LeftOutError("this system does not let one process trace another (ptrace)")
     assert ended.returncode == 0, ended.stderr
