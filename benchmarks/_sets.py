@@ -98,6 +98,11 @@ class Measured:
     rounds: int
     runs: int
 
+    def takes_at_most(self, limit: float) -> bool | None:
+        """Whether its ratio keeps below ``limit``; None where its quartiles hold both that and no cost at all."""
+        low, high = self.ratio_quartiles
+        return None if low <= 1 and limit <= high else self.ratio <= limit
+
 
 class Sets:
     """One set of processes for each mode; the first is what the others are compared with."""

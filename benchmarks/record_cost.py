@@ -94,15 +94,16 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=500)
     parser.add_argument("--ops", type=int, default=50, help="in a block")
-    parser.add_argument("--seconds", type=float, default=8, help="for each op and backend")
+    parser.add_argument("--seconds", type=float, default=7, help="for each op and backend")
     parser.add_argument("--backends", nargs="+", default=["fake:4", "gloo:1", "gloo:2", "gloo:4"])
     given = parser.parse_args()
     seconds = 1.5 if given.quick else given.seconds
     report = Report(
         "What recording adds to a collective",
         "One set of ranks for each way, all running the same loop in turns, in short blocks. Microseconds of CPU time for one op, of the "
-        "rank that used most: the median of what a block adds to the bare one of the same round, with quartiles, and after the semicolon "
-        "the median of the wall's time. A case has as many rounds as there was time for.",
+        "rank that used most: the median of what a block adds to the bare one of the same round, with quartiles. *Least* is what the "
+        "shortest block took more than the shortest bare one, where nobody disturbed either. Last comes the median of the wall's time. A "
+        "case has as many rounds as there was time for.",
         command(),
     )  # fmt: skip
     found: dict[tuple[str, str, str], Measured] = {}
@@ -133,7 +134,7 @@ def added(one: Measured) -> str:
 
 def cpu(one: Measured) -> str:
     """The CPU time that a way adds."""
-    return f"**{us(one.added_cpu_us)}** ({between(one.added_cpu_us_quartiles)})"
+    return f"**{us(one.added_cpu_us)}** ({between(one.added_cpu_us_quartiles)}; least {us(one.added_least_us)})"
 
 
 def within(one: Measured, limit: float) -> bool | None:

@@ -58,10 +58,9 @@ def goals(found: dict[tuple[int, str, str], Measured], ranks: list[int]) -> list
                 best = min(ours, key=lambda one: one.ratio)
                 theirs = found.get((count, case, _modes.DETAIL.name))
                 beside = f"; DETAIL {theirs.ratio:.2f}" if theirs is not None else ""
-                measured = f"{best.ratio:.2f} ({best.mode.removeprefix('verified, ')}{beside})"
-                result.append(
-                    Goal(f"A verified {case} takes at most {limit} of the bare one, {count} ranks", measured, best.ratio <= limit)
-                )
+                measured = f"{best.ratio:.2f} ({between(best.ratio_quartiles)}; {best.mode.removeprefix('verified, ')}{beside})"
+                goal = f"A verified {case} takes at most {limit} of the bare one, {count} ranks"
+                result.append(Goal(goal, measured, best.takes_at_most(limit)))
     return result
 
 
