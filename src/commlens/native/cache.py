@@ -165,5 +165,5 @@ def load_file(path: Path, checksum: str) -> Any:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
     except (OSError, ImportError) as error:
-        raise NativeEngineError(f"{path} does not load: {error}") from error
+        raise NativeEngineError(f"{path} does not load: {getattr(error, 'strerror', None) or error}") from error
     return module
