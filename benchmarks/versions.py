@@ -27,7 +27,7 @@ from _report import Goal, Report, arguments, command, finish, us
 HERE = Path(__file__).resolve().parent
 FIGURES = HERE.parent / "docs" / "performance.json"
 TESTS = Path(sys.prefix) / "tests.xml"
-"""The report of the last whole test run in this environment, by ``make test``."""
+"""pytest's report (``--junitxml``) of the last test run in this environment; ``make test`` writes it."""
 ENGINES = ("Python engine", "native engine")
 COST_S = 300.0
 
@@ -117,15 +117,15 @@ def main() -> None:
     rows = sorted([mine, *(row for row in kept() if environment(row) != environment(mine))], key=environment)
     report = Report(
         "The versions that it was tried with",
-        "Each row is of an environment of its own. The tests are those of the last whole run there (`make test`, `make compat`), and "
-        "among them those that run once under each engine; skipped are those that this torch or this machine cannot run, each with a "
-        "sentence. The last column is what recording adds to an `all_reduce` on the fake backend (`record_cost.py`), which is only to "
-        "be compared within a row.",
+        "Each row is of an environment of its own. The tests are those of the last run there whose report was kept (`make test` and "
+        "`make compat` keep that of all tests; a smaller number is that of the tests closest to torch), and among them those that run "
+        "once under each engine; skipped are those that this torch or this machine cannot run, each with a sentence. The last column "
+        "is what recording adds to an `all_reduce` on the fake backend (`record_cost.py`), which is only to be compared within a row.",
         command(), rows=rows,
     )  # fmt: skip
     report.table(
         "",
-        ["torch", "Python", "compiler", "all tests", *(f"tests under the {name}" for name in ENGINES), "Python, native engine add"],
+        ["torch", "Python", "compiler", "tests", *(f"those under the {name}" for name in ENGINES), "Python, native engine add"],
         [
             [row["torch"], row["python"], row["compiler"], counted(row, "all"), *(counted(row, name) for name in ENGINES),
              ", ".join(f"{us(row['added_us'][name])} us" if name in row["added_us"] else "-" for name in ENGINES)]

@@ -26,6 +26,13 @@ JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
+def says_whether_a_call_waits() -> bool:
+    """Not torch 2.6: there a fault is found once operations are with gloo already, which may end the process for it."""
+    import torch
+
+    return any("async" in argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments)
+
+
 def launch(out: Path, module: str, *arguments: str, environ: dict[str, str]) -> str:
     """Run one of this folder's programs; what it printed."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))} | environ
@@ -106,10 +113,16 @@ def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, 
     involved = [rank for rank in survivors if rank < 2 or not case.pair]
     assert set(ranks) >= set(range(size)) - ({1} if case.leaves else set()), shown
     ended = how_it_ended(ranks, involved)
-    assert STRENGTH.index(ended) >= STRENGTH.index(case.ends), f"{ended}, not {case.ends}\n{shown}"
+    prevents = case.ends == PREVENTED and says_whether_a_call_waits()
+    least = case.ends if prevents or case.ends != PREVENTED else ENDED
+    assert STRENGTH.index(ended) >= STRENGTH.index(least), f"{ended}, not {least}\n{shown}"
     if case.ends == PASSES:
         assert ended == PASSES, shown
         return ranks
+    if any("does not support" in record["text"] for record in ranks.values()):
+        pytest.skip("gloo has no such operation in this torch")
+    for record in ranks.values():
+        record["text"] = record["text"].split("\n\nWhile executing ")[0]  # torch 2.6 adds where in a compiled graph it was
     texts = {ranks[rank]["text"] for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"}
     if case.kind:
         assert len(texts) == 1, f"not one text on all ranks\n{shown}"
@@ -117,11 +130,11 @@ def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, 
         assert all(ranks[rank]["kind"] == case.kind for rank in involved if ranks[rank]["text"] == text), shown
         for words in (*case.shows, *case.lines):
             assert words in text, f"{words!r} is not in\n{text}\n{shown}"
-    if case.usable:
+    if case.usable and (prevents or case.ends != PREVENTED):
         assert all(ranks[rank]["usable"] for rank in ranks), f"the group was not usable afterwards\n{shown}"
     if case.kind == "missing":
         assert all(ranks[rank]["seconds"] < case.timeout_s + 3 for rank in involved if ranks[rank]["kind"]), shown
-    elif case.kind == "dead" and case.ends == PREVENTED:
+    elif case.kind == "dead" and prevents:
         assert all(ranks[rank]["seconds"] < 1 for rank in involved), shown
     return ranks
 
@@ -138,6 +151,8 @@ def test_refusals_that_ranks_of_both_engines_catch(launched_mixed: tuple[Path, s
 
 def judge_caught(out: Path, printed: str, size: int) -> None:
     """Every refusal was caught, and the groups computed on."""
+    if not says_whether_a_call_waits():
+        pytest.skip("what this torch lets be found is with gloo already, which no group survives")
     folder = out / f"caught:{size}"
     expected = [step for name in CAUGHT for step in (CASES[name].kind, True)]
     for rank in range(size):
