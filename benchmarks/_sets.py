@@ -122,7 +122,6 @@ class Sets:
             runs: in a block; fewer where blocks of so many would leave time for few rounds.
             seconds: for all of it. A slow machine gets fewer rounds, not a longer benchmark.
         """
-        began = monotonic()
         blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
         self._round(0, case, max(3, runs // 20), [[] for _ in self._modes])  # what is set up once
         tried: list[list[tuple[float, float]]] = [[] for _ in self._modes]
@@ -130,7 +129,7 @@ class Sets:
         a_round_ns = sum(block[0] for found in tried for block in found) * runs
         share = min(1.0, seconds * 1e9 / (FEW_ROUNDS * a_round_ns))
         runs = max(3, int(runs * share))
-        done = 0
+        began, done = monotonic(), 0
         while done < rounds and (done < LEAST_ROUNDS or monotonic() - began < seconds):
             self._round(done, case, runs, blocks)
             done += 1
