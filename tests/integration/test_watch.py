@@ -75,7 +75,8 @@ def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
     box = next(path for path in bench.boxes_left if path.name.startswith("rank0."))
     os.kill(int(box.name.split(".")[1]), signal.SIGKILL)
     program.until("VERDICT", stream="err")
-    assert "rank 0" in next(line for line in program.err if "VERDICT" in line), program.report()
+    verdict = next(line for line in program.err if "VERDICT" in line)
+    assert "rank 0" in verdict or "ranks 0-1 are gone" in verdict, program.report()  # torchrun is quick to end the other
     ended = program.process.wait(60)
     at = time.monotonic()
     assert ended == 1

@@ -60,7 +60,8 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], root: bool) ->
     op = edges[0].op if edges else views[0].last_op
     frame = fate.source or _last_line(views[0])
     who = ranks_phrase(ranks)
-    summary = f"{who} {fate.text}"
+    gone = "are gone, and nobody saw how they ended" if fate.kind == "gone" and len(ranks) > 1 else fate.text
+    summary = f"{who} {gone}"
     if fate.source is not None:
         summary += f" at {place(fate.source)}"
     waiting = sorted({edge.rank for edge in edges})
