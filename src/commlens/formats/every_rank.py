@@ -32,7 +32,7 @@ Reduce = Callable[[Iterable["Rows"]], list[T]]
 
 _BATCH_BYTES: Final = 32 << 20  # of stored files: enough that sending a batch to another process costs little
 _BATCH_FILES: Final = 32
-_ENOUGH_BYTES: Final = 64 << 20  # to start processes for, which costs some 0.1 s each
+_ENOUGH_BYTES: Final = 128 << 20  # to start processes for, which costs some 0.2 s each
 _AHEAD: Final = 4  # batches of each process that wait for it, since archives' members travel with them
 _KINDS: Final = {kind.name: kind for kind in (BLACK_BOX, OBSERVED, FLIGHT_RECORDER_PICKLE, FLIGHT_RECORDER_JSON, TEXT)}
 
