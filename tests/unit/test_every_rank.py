@@ -85,7 +85,7 @@ def test_nothing(tmp_path: Path) -> None:
 def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
     script = (
         "import os\n"
-        "from commlens.commands.numpy_alone import import_numpy_alone\n"
+        "from commlens.formats.numpy_alone import import_numpy_alone\n"
         "before = dict(os.environ)\n"
         "import_numpy_alone()\n"
         "from commlens.formats.every_rank import _may_fork\n"

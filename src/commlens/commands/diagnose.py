@@ -48,10 +48,7 @@ class DiagnoseCommand:
             raise CommandError("--entries and --stacks print a table for people. For data there is commlens convert --to csv.")
         if not side_by_side and (arguments.group or arguments.ranks):
             raise CommandError("--group and --ranks choose what --entries shows: give it, too. A verdict is always made from everything.")
-        from commlens.commands.numpy_alone import import_numpy_alone
         from commlens.commands.progress import ProgressBar
-
-        import_numpy_alone()
         from commlens.diagnose.paths import examine_paths
         from commlens.formats.sources import name_paths
 

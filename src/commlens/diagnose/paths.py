@@ -85,6 +85,9 @@ def _examine_recorded(
     seen: Callable[[int, int], None] | None,
 ) -> Examined | None:
     """Other tools' dumps; black boxes count as such where they are of fewer ranks. None where the black boxes tell more."""
+    from commlens.formats.numpy_alone import import_numpy_alone
+
+    import_numpy_alone()
     from commlens.diagnose.extract import Shared, extract_all
     from commlens.diagnose.recorded import examine_extracts
     from commlens.formats.every_rank import read_foreign
