@@ -181,4 +181,4 @@ def reduce_op_code(reduce_op: Any) -> int | None:
 def reduce_op_name(reduce_op: Any) -> str | None:
     """Its name, "SUM"; None where there is none or it cannot be read."""
     code = reduce_op_code(reduce_op)
-    return L.REDUCE_OPS[code] if code is not None and 0 <= code < len(L.REDUCE_OPS) else None
+    return L.reduce_op_of(code + 1) if code is not None else None

@@ -112,13 +112,12 @@ def decode_blob(payload: bytes) -> BlobJson | None:
 
 def asked_of(blob: AskedJson, reduce_code: int) -> Asked:
     """What was asked, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
-    later = L.REDUCE_OPS[reduce_code - 1] if 0 < reduce_code <= len(L.REDUCE_OPS) else None
     return Asked(
         op=blob.op,
         dispatcher_op=blob.dop or blob.op,
         inputs=tuple(_tensor(spec) for spec in blob.inputs),
         outputs=tuple(_tensor(spec) for spec in blob.outputs),
-        reduce_op=blob.rop or later,
+        reduce_op=blob.rop or L.reduce_op_of(reduce_code),
         root=blob.root,
         input_splits=blob.input_splits or (),
         output_splits=blob.output_splits or (),

@@ -97,6 +97,12 @@ HOW_UNKNOWN: Final = 5
 REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
 """torch's ReduceOp.RedOpType, in the order of its values (torch 2.6 to 2.15)."""
 
+
+def reduce_op_of(stored: int) -> str | None:
+    """The name of a reduce op as it is stored: its code + 1. None for 0, and for codes that nobody knows."""
+    return REDUCE_OPS[stored - 1] if 0 < stored <= len(REDUCE_OPS) else None
+
+
 # --- side table --------------------------------------------------------------------------------------------------
 BLOB: Final = struct.Struct("<IIQ")  # payload length, CRC-32 of (position, payload), position
 BLOB_ALIGN: Final = 8

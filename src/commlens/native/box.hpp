@@ -2,23 +2,16 @@
 // same in Python; docs/protocol.md says what each byte means. No torch and no Python here: a driver tests it alone.
 #pragma once
 
-#include <time.h>
-
 #include <atomic>
 #include <mutex>
 #include <string_view>
 
+#include "clock.hpp"
 #include "crc32.hpp"
 #include "layout.hpp"
 #include "memory.hpp"
 
 namespace commlens {
-
-inline uint64_t now_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
-}
 
 class Box {
  public:

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <sched.h>
-#include <time.h>
 
 #include <atomic>
 #include <map>
@@ -15,6 +14,7 @@
 
 #include "bells.hpp"
 #include "board.hpp"
+#include "clock.hpp"
 #include "words.hpp"
 
 namespace commlens {
@@ -179,14 +179,14 @@ class Exchange {
   // After WAIT. Whoever calls holds no lock, and not the GIL.
   Answer wait(Announced& op, bool at_issue, uint64_t thread) {
     const Indices& wanted = at_issue ? op.plan->at_issue : op.plan->at_wait;
-    const uint64_t began = now();
+    const uint64_t began = now_ns();
     const uint64_t until = began + PATIENCE_NS;
     do {
       sched_yield();  // to the peer, where it shares our processor
       look(op);
       if (is_alarmed()) return Answer::ASK;
       if (!is_awaited(op, wanted)) return settled(op, at_issue);
-    } while (now() < began + YIELDING_NS);
+    } while (now_ns() < began + YIELDING_NS);
     Asleep asleep{bells_, thread};
     while (is_awaited(op, wanted)) {
       const uint32_t first = first_awaited(op, wanted);
@@ -195,7 +195,7 @@ class Exchange {
       look(op);
       if (is_alarmed()) return Answer::ASK;
       if (first_awaited(op, wanted) != first) continue;
-      const uint64_t at = now();
+      const uint64_t at = now_ns();
       if (at >= until) return Answer::ASK;
       bells_.sleep(rank, heard, until - at);
       look(op);
@@ -216,12 +216,6 @@ class Exchange {
     const uint64_t thread;
     ~Asleep() { bells.awake(thread); }
   };
-
-  static uint64_t now() {
-    timespec at;
-    clock_gettime(CLOCK_MONOTONIC, &at);
-    return static_cast<uint64_t>(at.tv_sec) * 1000000000u + static_cast<uint64_t>(at.tv_nsec);
-  }
 
   uint64_t shared(uint64_t word) const { return observe(word_at(shared_, word * 8)); }
 

@@ -15,6 +15,12 @@ inline std::atomic<bool> python_taps{false}, python_waits{false};
 inline std::atomic<uint64_t> fake_keys{0};  // a keyset by which collectives on fake and meta tensors run; 0: as torch would run them
 inline PyObject* slow_path = nullptr;  // the module commlens.capture.tap; kept for ever
 
+// A function of it. With the GIL.
+inline PyRef call_slow_path(const char* name, PyObject* first, PyObject* second = nullptr, PyObject* third = nullptr) {
+  py::object function = py::handle(slow_path).attr(name);
+  return taken(PyObject_CallFunctionObjArgs(function.ptr(), first, second, third, nullptr));
+}
+
 const c10::DispatchKeySet below_us(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
 // Fake and meta tensors communicate nothing.
@@ -60,7 +66,7 @@ class Tap : public c10::OperatorKernel {
     Gil gil;
     py::tuple values(spec_.arguments);
     for (size_t i = 0; i < spec_.arguments; ++i) values[i] = torch::jit::toPyObject(arguments[i]);
-    return call("begin_all", python_spec_, values.ptr(), fake ? Py_True : Py_False);
+    return call_slow_path("begin_all", python_spec_, values.ptr(), fake ? Py_True : Py_False);
   }
 
   void tell_returned(const PyRef& told, const c10::Stack& stack, size_t at) {
@@ -73,21 +79,12 @@ class Tap : public c10::OperatorKernel {
       for (size_t i = 0; i < spec_.results; ++i) values[i] = torch::jit::toPyObject(stack[at + i]);
       result = values;
     }
-    call("returned_all", told.get(), result.ptr(), nullptr);
+    call_slow_path("returned_all", told.get(), result.ptr());
   }
 
   static void tell_raised(const PyRef& told, const std::exception_ptr& error) {
     Gil gil;
-    call("raised_all", told.get(), as_python(error).ptr(), nullptr);
-  }
-
-  static PyRef call(const char* name, PyObject* first, PyObject* second, PyObject* third) {
-    py::object function = py::handle(slow_path).attr(name);
-    PyObject* result = PyObject_CallFunctionObjArgs(function.ptr(), first, second, third, nullptr);
-    if (!result) throw_python_error();
-    PyRef kept = PyRef::of(result);
-    Py_DECREF(result);
-    return kept;
+    call_slow_path("raised_all", told.get(), as_python(error).ptr());
   }
 
   const OpSpec spec_;
@@ -152,7 +149,7 @@ class TensorWait : public c10::OperatorKernel {
     {
       Gil gil;
       py::object tensor = torch::jit::toPyObject(stack->back());
-      told = call("wait_begins", tensor.ptr(), nullptr);
+      told = call_slow_path("wait_begins", tensor.ptr());
     }
     std::exception_ptr error;
     try {
@@ -163,18 +160,9 @@ class TensorWait : public c10::OperatorKernel {
     if (told.get() != Py_None) {
       Gil gil;
       py::object raised = error ? as_python(error) : py::none();
-      call("wait_ended", told.get(), raised.ptr());
+      call_slow_path("wait_ended", told.get(), raised.ptr());
     }
     if (error) std::rethrow_exception(error);
-  }
-
-  static PyRef call(const char* name, PyObject* first, PyObject* second) {
-    py::object function = py::handle(slow_path).attr(name);
-    PyObject* result = PyObject_CallFunctionObjArgs(function.ptr(), first, second, nullptr);
-    if (!result) throw_python_error();
-    PyRef kept = PyRef::of(result);
-    Py_DECREF(result);
-    return kept;
   }
 };
 

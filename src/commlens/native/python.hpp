@@ -97,6 +97,14 @@ class PyErrKeeper {
   throw error;
 }
 
+// What a call of Python's returned, or what it raised is thrown. With the GIL.
+inline PyRef taken(PyObject* result) {
+  if (!result) throw_python_error();
+  PyRef kept = PyRef::of(result);
+  Py_DECREF(result);
+  return kept;
+}
+
 // A Python exception for the one in flight in C++: a new reference, never null. With the GIL.
 inline pybind11::object as_python(const std::exception_ptr& error) {
   try {

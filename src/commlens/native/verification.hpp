@@ -111,11 +111,7 @@ class Verification {
  private:
   // What the host raises is thrown so that the caller's thread may take it anywhere. With the GIL.
   PyRef ask(const char* method, const py::tuple& arguments) const {
-    PyObject* answer = PyObject_CallObject(py::object(py::handle(host_.get()).attr(method)).ptr(), arguments.ptr());
-    if (!answer) throw_python_error();
-    PyRef kept = PyRef::of(answer);
-    Py_DECREF(answer);
-    return kept;
+    return taken(PyObject_CallObject(py::object(py::handle(host_.get()).attr(method)).ptr(), arguments.ptr()));
   }
 
   const Host& host_;

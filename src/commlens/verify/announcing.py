@@ -128,7 +128,7 @@ class Announcer:
             name, where = users_operation(frame, asked.op)
             content = {
                 **{field: asked.content[field] for field in ("op", "dop", "in", "out", "root", "is", "os")},
-                "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
+                "rop": L.reduce_op_of(code),
                 "name": name, "where": where, "peer": asked.peer, "tag": asked.tag, "async": asked.content["async"],
             }  # fmt: skip
             position = self._keep_blob(key, asked, self._board.add_blob(content))

@@ -107,7 +107,7 @@ class Comparison:
     @staticmethod
     def _own_blob(pending: Pending) -> dict[str, Any]:
         code = pending.code
-        return {**pending.asked.content, "rop": L.REDUCE_OPS[code - 1] if 0 < code <= len(L.REDUCE_OPS) else None,
+        return {**pending.asked.content, "rop": L.reduce_op_of(code),
                 "peer": pending.asked.peer, "tag": pending.asked.tag, "name": "", "where": ""}  # fmt: skip
 
     def _disagreement(self, pending: Pending, rows: _Rows) -> Disagree | LeafDisagreement | None:

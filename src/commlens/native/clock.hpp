@@ -1,0 +1,16 @@
+// The clock that the black box's times are of. No torch and no Python here.
+#pragma once
+
+#include <time.h>
+
+#include <cstdint>
+
+namespace commlens {
+
+inline uint64_t now_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+}  // namespace commlens
