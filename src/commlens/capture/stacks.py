@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import sys
 import threading
 from types import CodeType, FrameType
@@ -85,30 +86,45 @@ def all_threads() -> tuple[list[dict[str, Any]], int]:
 
     The calling thread is left out.
     """
-    current = sys._current_frames()
-    names = {thread.ident: thread for thread in threading.enumerate()}
-    main = threading.main_thread()
     own = threading.get_ident()
+    known = {thread.ident: thread for thread in threading.enumerate()}
     threads: list[dict[str, Any]] = []
     main_hash = 0
-    for ident, frame in current.items():
+    for ident in _threads_with_frames():
         if ident == own:
             continue
-        thread = names.get(ident)
-        is_main = thread is main
-        frames = frames_of(frame)
+        walked = _walked(ident)
+        thread = known.get(ident)
+        is_main = thread is threading.main_thread()
         if is_main:
-            main_hash = hash((frame.f_lasti, *itertools.chain.from_iterable((file, line) for file, line, _ in frames)))
+            main_hash = hash(tuple(itertools.chain.from_iterable(walked)))
         threads.append(
             {
                 "tid": (thread.native_id or 0) if thread is not None else 0,
                 "name": thread.name if thread is not None else f"thread {ident}",
                 "main": is_main,
-                "f": frames,
+                "f": shortened([[code.co_filename, line or 0, code.co_name] for code, line in walked]),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
     return threads, main_hash
+
+
+# Whoever holds a frame of another thread when that frame returns takes over its locals, and ends them, in the wrong thread and too
+# late: a guard that torch keeps in a local then never restores what it set (on torch 2.6 that broke compilations). So another
+# thread's frames must not outlive the hold of the interpreter's lock, which any step of bytecode may lose. Each of the two
+# functions below walks in a single call of C, in which it cannot be lost, and keeps only code objects and line numbers.
+
+
+def _threads_with_frames() -> list[int]:
+    return list(itertools.chain.from_iterable(itertools.starmap(sys._current_frames, [()])))
+
+
+def _walked(ident: int) -> list[tuple[CodeType, int | None]]:
+    """``(code, line)`` of each frame of a thread, innermost first; none when the thread has ended."""
+    innermost = map(operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()]))
+    frame_by_frame = itertools.accumulate(itertools.chain(innermost, itertools.repeat("f_back")), getattr)
+    return list(map(operator.attrgetter("f_code", "f_lineno"), iter(frame_by_frame.__next__, None)))
 
 
 def native_frames(limit: int = 64) -> list[list[Any]]:

@@ -1,0 +1,93 @@
+"""Looking at other threads' stacks, which go on meanwhile."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from commlens.capture.stacks import all_threads
+
+
+class Guard:
+    """A local that has to end with its function, in the function's thread, like those with which torch sets what a thread does."""
+
+    ended_elsewhere = 0
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        if threading.get_ident() != self.thread:
+            Guard.ended_elsewhere += 1
+
+
+def nested(depth: int) -> None:
+    guard = Guard()  # noqa: F841
+    if depth:
+        nested(depth - 1)
+
+
+@pytest.fixture
+def threads_switch_all_the_time() -> Iterator[None]:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.mark.usefixtures("threads_switch_all_the_time")
+def test_locals_of_a_thread_that_is_looked_at_end_with_their_function() -> None:
+    Guard.ended_elsewhere = 0
+    looked = 0
+    over = threading.Event()
+
+    def look() -> None:
+        nonlocal looked
+        while not over.is_set():
+            all_threads()
+            looked += 1
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until or looked < 20:
+            nested(20)
+            assert time.monotonic() < until + 30
+    finally:
+        over.set()
+        watching.join()
+    assert Guard.ended_elsewhere == 0
+
+
+def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() -> None:
+    seen: list[tuple[list[dict[str, object]], int]] = []
+
+    def outer() -> None:
+        seen.append(all_threads())
+
+    waiting, over = threading.Event(), threading.Event()
+
+    def idle() -> None:
+        waiting.set()
+        over.wait(30)
+
+    names = ("idler", "looker")
+    idler, looker = (threading.Thread(target=target, name=name) for target, name in zip((idle, outer), names, strict=True))
+    idler.start()
+    assert waiting.wait(30)
+    looker.start()
+    looker.join(30)
+    over.set()
+    idler.join(30)
+    threads, main_hash = seen[0]
+    assert [thread["name"] for thread in threads if thread["name"] in ("MainThread", *names)] == ["MainThread", "idler"]
+    assert threads[0]["main"] and threads[0]["tid"] == threading.main_thread().native_id and main_hash != 0
+    functions = [function for _, _, function in threads[0]["f"]]  # type: ignore[attr-defined]
+    assert "test_every_other_thread_innermost_frame_first_and_the_main_thread_first" in functions and functions[-1] == "<module>"
+    idle_file, idle_line, _ = next(frame for thread in threads if thread["name"] == "idler" for frame in thread["f"] if frame[2] == "idle")  # type: ignore[attr-defined]
+    assert idle_file == __file__ and idle_line == idle.__code__.co_firstlineno + 2
