@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from launching import Bench, Program
+from launching import Bench, Program, says_whether_a_call_waits
 
 PROGRAM = """
 import json, os, pathlib, sys, time
@@ -100,6 +100,8 @@ LAUNCH = ("commlens", "launch", "--nproc-per-node", "2", "--standalone")
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Commlens alone."""
+    if not says_whether_a_call_waits():
+        pytest.skip("on this torch a fault is found once operations are with gloo already, and those after it do not fit any more")
     return run(tmp_path_factory.mktemp("ours"), *LAUNCH, "--debug", "SCRIPT", "uncaught")
 
 

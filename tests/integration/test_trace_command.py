@@ -82,7 +82,18 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.C
     folder = tmp_path_factory.mktemp("torchrun")
     (folder / "train.py").write_text(TRAIN)
     return folder, run(
-        folder, "torch.distributed.run", "--nproc-per-node", "2", "-m", "commlens", "trace", "train.py", "well", "--steps", "x"
+        folder,
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "commlens",
+        "trace",
+        "train.py",
+        "well",
+        "--steps",
+        "x",
     )
 
 
@@ -127,6 +138,7 @@ def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_pa
         "--trace=1:3",
         "--trace-dir",
         "traces",
+        "--standalone",
         "--nproc-per-node",
         "2",
         "train.py",

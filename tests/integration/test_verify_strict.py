@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 
 import verify_cases
 import verify_forked
+from launching import says_whether_a_call_waits
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
 from verify_forked import CAUGHT, REPEATED_FAULTS, ROUNDS
 
@@ -24,13 +25,6 @@ PROGRAMS = ("caught:2", "caught:4", "repeated:2", "repeated:4")
 JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
-
-
-def says_whether_a_call_waits() -> bool:
-    """Not torch 2.6: there a fault is found once operations are with gloo already, which may end the process for it."""
-    import torch
-
-    return any("async" in argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments)
 
 
 def launch(out: Path, module: str, *arguments: str, environ: dict[str, str]) -> str:

@@ -34,7 +34,6 @@ from commlens.model.ranks import format_ranks
 
 log = logging.getLogger("commlens")
 
-_BEFORE_DESTROY_S = 0.01
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
 
 
@@ -154,7 +153,7 @@ def _hook_init() -> None:
             _safely(current.recorder.sweep)
             # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6 joins that thread with the GIL
             # held: a deadlock of its own (4 of 24 bare runs), to which what we do before would add.
-            time.sleep(_BEFORE_DESTROY_S)
+            time.sleep(0.2 if _torch_version() < (2, 7) else 0.01)
         result = original_destroy(*args, **kwargs)
         if verifier is not None:
             verifier.before_end()
@@ -260,8 +259,6 @@ def _initialised(session: Session) -> None:
 
 def _verify(session: Session, rank: int, depth: int) -> None:
     """Let every collective be compared with the peers' before it is issued; with depth 0, once that is entered."""
-    import torch
-
     from commlens.capture import hooks
     from commlens.verify.accelerate_check import take_over
     from commlens.verify.strict import Verifier
@@ -276,9 +273,15 @@ def _verify(session: Session, rank: int, depth: int) -> None:
         verifier.enter()
     recorder.verifier = verifier
     hooks.listen()
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 10):
+    if _torch_version() < (2, 10):
         hooks.tap_reduce_ops()  # at once: a boxed reduce op cannot be read there, and the first one counts as much as any
     take_over()
+
+
+def _torch_version() -> tuple[int, ...]:
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _ranks_of_this_node(rank: int) -> range:
