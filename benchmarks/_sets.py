@@ -107,11 +107,11 @@ class Measured:
 class Sets:
     """One set of processes for each mode; the first is what the others are compared with."""
 
-    def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int]) -> None:
+    def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int], failed: list[str]) -> None:
         self._modes = modes
         self._pipes = pipes
         self._watchers = watchers
-        self.failed: list[str] = []  # modes whose ranks ended: the case does not run in them
+        self.failed = failed  # modes whose ranks ended: the case does not run in them
 
     def compare(self, case: str, *, rounds: int, runs: int, seconds: float) -> list[Measured]:
         """Let all run a case in turns: at most ``rounds`` blocks of at most ``runs`` each, of as many as there is time for.
@@ -168,12 +168,16 @@ class Sets:
         watcher = self._watchers.get(self._modes[which].name)
         if watcher is not None:
             os.kill(watcher, signal.SIGCONT)
-        for pipe in self._pipes[which]:
-            pipe.send((case, runs))
-        answers = [self._answer(pipe, which, case) for pipe in self._pipes[which]]
+            self._run(which, case, runs)  # not counted: a watcher that has slept looks around first
+        answers = self._run(which, case, runs)
         if watcher is not None:
             os.kill(watcher, signal.SIGSTOP)  # nobody watches while others are measured
         return max(wall for wall, _ in answers), max(cpu for _, cpu in answers)
+
+    def _run(self, which: int, case: str, runs: int) -> list[tuple[float, float]]:
+        for pipe in self._pipes[which]:
+            pipe.send((case, runs))
+        return [self._answer(pipe, which, case) for pipe in self._pipes[which]]
 
     def _answer(self, pipe: Connection, which: int, case: str) -> tuple[float, float]:
         if not pipe.poll(PATIENCE_S):
@@ -205,6 +209,7 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
     processes: list[Any] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="commlens-bench-") as folder:
         pipes: list[list[Connection]] = []
+        failed: list[str] = []
         try:
             for number, mode in enumerate(modes):
                 own = Path(folder) / f"set{number}-{os.getpid()}"
@@ -218,14 +223,16 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
                     theirs.close()
                     processes.append(process)
                     pipes[-1].append(ours)
-                for pipe in pipes[-1]:
-                    if not pipe.poll(PATIENCE_S) or pipe.recv() != "ready":
+                if not all(_is_ready(pipe) for pipe in pipes[-1]):
+                    if not number:
                         raise RuntimeError(f"{mode.name}: its ranks did not start")
-            watchers = {mode.name: _watcher(f"set{number}-{os.getpid()}") for number, mode in enumerate(modes) if mode.watched}
+                    failed.append(mode.name)
+            watched = [(number, mode.name) for number, mode in enumerate(modes) if mode.watched and mode.name not in failed]
+            watchers = {name: _watcher(f"set{number}-{os.getpid()}") for number, name in watched}
             for watcher in watchers.values():
                 os.kill(watcher, signal.SIGSTOP)
             try:
-                yield Sets(modes, pipes, watchers)
+                yield Sets(modes, pipes, watchers, failed)
             finally:
                 for watcher in watchers.values():
                     with suppress(OSError):
@@ -238,6 +245,13 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
                 process.join(5)
                 process.kill()
                 process.join()
+
+
+def _is_ready(pipe: Connection) -> bool:
+    try:
+        return pipe.poll(PATIENCE_S) and pipe.recv() == "ready"
+    except EOFError:
+        return False
 
 
 def _watcher(job: str) -> int:

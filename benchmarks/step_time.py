@@ -194,7 +194,7 @@ def main() -> None:
         try:
             with running(here, "gloo", world_size, prepare(make), per_step=True) as sets:
                 measured = sets.compare("step", rounds=given.rounds, runs=given.steps, seconds=seconds)
-                report.left_out += [f"{family} does not run under {name}: its ranks raised." for name in sets.failed]
+                report.left_out += [f"{family} does not run under {name}: its ranks end." for name in sets.failed]
         except Exception as error:
             report.left_out.append(f"{family} could not be measured: {type(error).__name__}: {error}")
             continue

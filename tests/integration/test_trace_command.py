@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,8 @@ def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_pa
     data = load(tmp_path / "traces" / "trace-rank0.json")
     assert {event.get("step", 0) for event in data["events"]} == {1, 2}
     assert data["steps"] == 2  # of those that were to be traced
-    assert f"exitcode  : {-signal.SIGTERM}" in done.stderr  # it died of what it was sent
+    if not version("torch").startswith("2.6."):  # whose torchrun lists only those that it did not end itself
+        assert f"exitcode  : {-signal.SIGTERM}" in done.stderr  # it died of what it was sent
     assert "rank 0 of 2" in done.stderr
     assert "commlens view traces/trace-rank0.json shows all of it" in done.stderr
 

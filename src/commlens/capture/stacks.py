@@ -94,16 +94,18 @@ def all_threads() -> tuple[list[dict[str, Any]], int]:
         if ident == own:
             continue
         walked = _walked(ident)
+        if not walked:
+            continue  # it has ended
         thread = known.get(ident)
         is_main = thread is threading.main_thread()
         if is_main:
-            main_hash = hash(tuple(itertools.chain.from_iterable(walked)))
+            main_hash = hash(tuple((id(code), at) for code, _, at in walked))
         threads.append(
             {
                 "tid": (thread.native_id or 0) if thread is not None else 0,
                 "name": thread.name if thread is not None else f"thread {ident}",
                 "main": is_main,
-                "f": shortened([[code.co_filename, line or 0, code.co_name] for code, line in walked]),
+                "f": shortened([[code.co_filename, line or 0, code.co_name] for code, line, _ in walked]),
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
@@ -120,11 +122,11 @@ def _threads_with_frames() -> list[int]:
     return list(itertools.chain.from_iterable(itertools.starmap(sys._current_frames, [()])))
 
 
-def _walked(ident: int) -> list[tuple[CodeType, int | None]]:
-    """``(code, line)`` of each frame of a thread, innermost first; none when the thread has ended."""
+def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
+    """``(code, line, offset of the instruction)`` of each frame of a thread, innermost first; none when the thread has ended."""
     innermost = map(operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()]))
     frame_by_frame = itertools.accumulate(itertools.chain(innermost, itertools.repeat("f_back")), getattr)
-    return list(map(operator.attrgetter("f_code", "f_lineno"), iter(frame_by_frame.__next__, None)))
+    return list(map(operator.attrgetter("f_code", "f_lineno", "f_lasti"), iter(frame_by_frame.__next__, None)))
 
 
 def native_frames(limit: int = 64) -> list[list[Any]]:
