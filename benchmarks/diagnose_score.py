@@ -83,7 +83,7 @@ def _case(layout: str, mesh: Mesh, fault: Any, label: str, conditions: Condition
         family=f"{layout}, {mesh.size} ranks, {label}",
         name=fault.name,
         truth=job.truth,
-        write=lambda folder: job.write(folder, prefix=PREFIX, processes=os.cpu_count() or 1),
+        write=lambda folder: job.write(folder, prefix=PREFIX),
         complete=len(job.ranks()) == mesh.size,
         how=f"python -m dumpgen FOLDER --ranks {mesh.size}{_OPTION.get(layout, '')} --fault {fault.name}{options}",
     )
