@@ -281,9 +281,11 @@ def _noting_reduce_op(original: Any) -> Any:
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         if _recorder is None and not _tracers:
             return original(self, *args, **kwargs)
-        options = next((a for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
+        reduce_op = getattr(args[-1], "reduceOp", None) if args else None
+        if reduce_op is None:
+            reduce_op = next((a.reduceOp for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
         thread = threading.get_native_id()
-        noted_reduce_ops[thread] = getattr(options, "reduceOp", None)
+        noted_reduce_ops[thread] = reduce_op
         try:
             return original(self, *args, **kwargs)
         finally:
