@@ -74,7 +74,7 @@ def costs(cache: Path, quick: bool) -> dict[str, float]:
     """Microseconds that each engine adds to an all_reduce on the fake backend."""
     with tempfile.TemporaryDirectory(prefix="commlens-benchmark-") as folder:
         figures = Path(folder) / "figures.json"
-        options = [*(["--quick"] if quick else ["--rounds", "20"]), "--backends", "fake:4", "--json", str(figures)]
+        options = [*(["--quick"] if quick else ["--rounds", "300"]), "--backends", "fake:4", "--json", str(figures)]
         subprocess.run(
             [sys.executable, "-W", "ignore", str(HERE / "record_cost.py"), *options], stdout=subprocess.DEVNULL, check=True,
             env={**os.environ, "COMMLENS_NATIVE_DIR": str(cache)}, timeout=COST_S,
