@@ -145,6 +145,7 @@ def in_child(work: Any) -> int:
         return pid
     code = 1
     try:
+        faulthandler.enable()
         faulthandler.dump_traceback_later(JOB_TIMEOUT_S - 2, exit=True)
         work()
         code = 0
