@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from launching import says_whether_a_call_waits
 
 GROUP_TIMEOUT_S = 7
 JOB_TIMEOUT_S = 20.0
@@ -272,7 +273,7 @@ def run_caught(rank: int, size: int, result: Path) -> None:
 ROUNDS = 20
 REPEATED_FAULTS = {("async", ""): "dead"}
 """What the others issue, and what rank 1 does (nothing: it ends), each of them as often before; and what that is refused for."""
-if any(argument.name == "async_op" for argument in torch.ops.c10d.allreduce_.default._schema.arguments):  # 2.6 does not say who waits
+if says_whether_a_call_waits():
     swapped = (("all_reduce", "broadcast"), ("gather", "scatter"), ("all_to_all", "reduce_scatter"))
     REPEATED_FAULTS = {**dict.fromkeys(swapped, "mismatch/op"), **REPEATED_FAULTS}
 

@@ -150,10 +150,12 @@ def _hook_init() -> None:
         current = _session
         verifier = current.recorder.verifier if current is not None and current.is_recording else None
         if current is not None and current.is_recording:
+            from commlens.capture import hooks
+
             _safely(current.recorder.sweep)
             # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6 joins that thread with the GIL
             # held: a deadlock of its own (4 of 24 bare runs), to which what we do before would add.
-            time.sleep(0.2 if _torch_version() < (2, 7) else 0.01)
+            time.sleep(0.2 if hooks.torch_version() < (2, 7) else 0.01)
         result = original_destroy(*args, **kwargs)
         if verifier is not None:
             verifier.before_end()
@@ -273,15 +275,7 @@ def _verify(session: Session, rank: int, depth: int) -> None:
         verifier.enter()
     recorder.verifier = verifier
     hooks.listen()
-    if _torch_version() < (2, 10):
-        hooks.tap_reduce_ops()  # at once: a boxed reduce op cannot be read there, and the first one counts as much as any
     take_over()
-
-
-def _torch_version() -> tuple[int, ...]:
-    import torch
-
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def _ranks_of_this_node(rank: int) -> range:

@@ -85,7 +85,7 @@ def listen() -> None:
 def _install_all() -> None:
     global _installed
     installs: list[Any] = [_tap_work_wait]
-    if _torch_version() < _FIRST_READABLE_REDUCE_OP:
+    if torch_version() < _FIRST_READABLE_REDUCE_OP:
         installs.append(tap_reduce_ops)
     if _recorder is not None and not _installed:
         _installed = True
@@ -97,7 +97,8 @@ def _install_all() -> None:
             log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
 
 
-def _torch_version() -> tuple[int, int]:
+def torch_version() -> tuple[int, int]:
+    """This torch's major and minor number."""
     numbers = re.findall(r"\d+", torch.__version__)
     return int(numbers[0]), int(numbers[1])
 
