@@ -85,7 +85,7 @@ def listen() -> None:
 def _install_all() -> None:
     global _installed
     installs: list[Any] = [_tap_work_wait]
-    if torch_version() < _FIRST_READABLE_REDUCE_OP:
+    if not python_reads_reduce_ops() and (_tracers or _recorder is None or not _recorder.reads_reduce_ops):
         installs.append(tap_reduce_ops)
     if _recorder is not None and not _installed:
         _installed = True
@@ -95,6 +95,11 @@ def _install_all() -> None:
             install()
         except Exception as error:
             log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
+
+
+def python_reads_reduce_ops() -> bool:
+    """Whether this torch lets Python read the reduce op of every call; where not, only those that Python hands over are known."""
+    return torch_version() >= _FIRST_READABLE_REDUCE_OP
 
 
 def torch_version() -> tuple[int, int]:

@@ -129,6 +129,11 @@ class NativeRecorder(Recorder):
         """C++ does."""
         return False
 
+    @property
+    def reads_reduce_ops(self) -> bool:
+        """C++ does, of every torch."""
+        return True
+
     # --- from C++
 
     def ask(self, name: str, arguments: tuple[Any, ...], address: int) -> Asked:

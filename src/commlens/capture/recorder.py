@@ -134,6 +134,11 @@ class Recorder:
         """Whether waits for functional collectives must come here."""
         return True
 
+    @property
+    def reads_reduce_ops(self) -> bool:
+        """Whether it reads reduce ops by itself where torch does not let Python read them."""
+        return False
+
     # --- the tap's calls
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Token | None:
