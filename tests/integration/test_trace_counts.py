@@ -33,6 +33,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
     environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
     environment.update(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_CACHE_DIR=str(out.parent / "inductor"))
+    environment["KINETO_LOG_LEVEL"] = "6"  # the oracle's, which says at level 5 when it starts and stops
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "families", str(out), *(f"{backend}:{size}" for backend, size in JOBS)]
     with subprocess.Popen(
