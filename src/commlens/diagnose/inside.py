@@ -58,10 +58,12 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     errors = sorted({(o.error or "").splitlines()[0][:160] for o in (op_at(v, which) for v in views) if o is not None and o.error})
     evidence = [f"It failed with: {text}." for text in errors[:3]]
     explanation = f"{capital(context.waiting_at(edges))}. " + context.behind(direct, held)
+    unknown = None if culprits else "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where inside."
+    if unknown and context.world.foreign and not errors and not any(view.log.captured_ns for view in views):
+        unknown += " If the job may still run, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
     finding = make_finding(
         "stuck-inside", reason, culprits, sorted(set(held) - set(culprits)), "high" if culprits else "medium", summary,
-        explanation.strip(), step, op, op.source, evidence,
-        None if culprits else "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where inside.",
+        explanation.strip(), step, op, op.source, evidence, unknown,
     )  # fmt: skip
     context.add(finding, node)
 

@@ -10,7 +10,7 @@ from commlens.capture.asked import Asked
 from commlens.capture.groups import Channel, Group
 from commlens.formats import layout as L
 from commlens.model.ops import POINT_TO_POINT
-from commlens.model.ranks import format_ranks
+from commlens.model.ranks import ranks_phrase
 from commlens.verify import board as B
 from commlens.verify.board import Board
 from commlens.verify.names import users_operation
@@ -196,7 +196,7 @@ class Announcer:
             if left_out:
                 log.warning(
                     "commlens: the arguments of %s are not compared with those of %s (on another node, or not verifying)",
-                    name, f"rank {left_out[0]}" if len(left_out) == 1 else f"ranks {format_ranks(left_out)}",
+                    name, ranks_phrase(left_out),
                 )  # fmt: skip
             found = self._watched[group] = Watched(group, key, slot, group.ranks, peers)
         return found

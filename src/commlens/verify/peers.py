@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from commlens.formats import places
-from commlens.model.ranks import format_ranks
+from commlens.model.ranks import ranks_phrase
 from commlens.verify import board as B
 from commlens.verify.board import PeerBoard
 
@@ -87,7 +87,7 @@ class Peers:
             self._warned.update(new)
             log.warning(
                 "commlens: %s not verify collectives (started without --debug?): rank %d goes on, and compares with the others only",
-                f"rank {new[0]} does" if len(new) == 1 else f"ranks {format_ranks(new)} do", self.rank,
+                f"{ranks_phrase(new)} {'does' if len(new) == 1 else 'do'}", self.rank,
             )  # fmt: skip
 
     def first_warning_of(self, ranks: Iterable[int]) -> list[int]:
