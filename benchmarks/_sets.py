@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import multiprocessing
 import os
 import signal
 import statistics
 import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +37,29 @@ PATIENCE_S = 120.0
 LEAST_ROUNDS = 3
 FEW_ROUNDS = 15
 """Blocks are made so short that there is time for as many rounds as this."""
+
+
+class Ended(Exception):
+    """A rank of a set ended by an exception; says by which."""
+
+
+def _why(error: BaseException) -> str:
+    """The exception at the bottom of it, and where."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}{f': {said[0]}' if said else ''} ({Path(where.filename).name}:{where.lineno})"
+
+
+def _rank(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
+    """One process, which tells why it ends early."""
+    try:
+        _member(mode, rank, world_size, backend, folder, per_step, prepare, pipe)
+    except Exception as error:
+        with suppress(OSError):
+            pipe.send(Ended(_why(error)))
+        os._exit(1)
 
 
 def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
@@ -90,39 +115,33 @@ class Measured:
     added_us_quartiles: tuple[float, float]
     ratio: float
     ratio_quartiles: tuple[float, float]
+    ratio_interval: tuple[float, float]
+    """Where the ratio's median is with 95% confidence, as far as rounds are alike."""
     cpu_us: float
     added_cpu_us: float
     added_cpu_us_quartiles: tuple[float, float]
-    cpu_ratio: float
-    cpu_ratio_quartiles: tuple[float, float]
     added_least_us: float
     """The shortest block against the shortest of the first way: what is added where nothing disturbs."""
     rounds: int
     runs: int
 
     def takes_at_most(self, limit: float) -> bool | None:
-        """Whether its ratio keeps below ``limit``; None where its quartiles hold both that and no cost at all."""
-        return _at_most(limit, self.ratio, self.ratio_quartiles)
-
-    def takes_cpu_at_most(self, limit: float) -> bool | None:
-        """The same of CPU time, which the waits of a busy machine are no part of."""
-        return _at_most(limit, self.cpu_ratio, self.cpu_ratio_quartiles)
-
-
-def _at_most(limit: float, ratio: float, quartiles: tuple[float, float]) -> bool | None:
-    return None if quartiles[0] <= 1 and limit <= quartiles[1] else ratio <= limit
+        """Whether its ratio is at most ``limit``; None where that is not known with 95% confidence."""
+        low, high = self.ratio_interval
+        return True if high <= limit else False if low > limit else None
 
 
 class Sets:
     """One set of processes for each mode; the first is what the others are compared with."""
 
-    def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int], failed: list[str]) -> None:
+    def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int], failed: dict[str, str]) -> None:
         self._modes = modes
         self._pipes = pipes
         self._watchers = watchers
-        self.failed = failed  # modes whose ranks ended: the case does not run in them
+        self._turns: list[int] = []
+        self.failed = failed  # modes whose ranks ended, with why: the case does not run in them
 
-    def compare(self, case: str, *, rounds: int, runs: int, seconds: float) -> list[Measured]:
+    def compare(self, case: str, *, rounds: int, runs: int, seconds: float, only: Sequence[Mode] = ()) -> list[Measured]:
         """Let all run a case in turns: at most ``rounds`` blocks of at most ``runs`` each, of as many as there is time for.
 
         Args:
@@ -130,7 +149,9 @@ class Sets:
             rounds: at most; fewer where ``seconds`` are over, but :data:`LEAST_ROUNDS` in any case.
             runs: in a block; fewer where blocks of so many would leave time for few rounds.
             seconds: for all of it. A slow machine gets fewer rounds, not a longer benchmark.
+            only: these ways, for more rounds of each; the others stay idle.
         """
+        self._turns = [number for number, mode in enumerate(self._modes) if mode in (only or self._modes)]
         blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
         self._round(0, case, max(3, runs // 20), [[] for _ in self._modes])  # what is set up once
         tried: list[list[tuple[float, float]]] = [[] for _ in self._modes]
@@ -145,33 +166,31 @@ class Sets:
         return [
             self._measured(case, mode.name, found, blocks[0], runs)
             for mode, found in zip(self._modes, blocks, strict=True)
-            if mode.name not in self.failed
+            if found and mode.name not in self.failed
         ]
 
     def _round(self, number: int, case: str, runs: int, blocks: list[list[tuple[float, float]]]) -> None:
         """A block of each way; another begins each time."""
-        order = list(range(len(self._modes)))
-        shift = number % len(order)
-        for which in order[shift:] + order[:shift]:
+        shift = number % len(self._turns)
+        for which in self._turns[shift:] + self._turns[:shift]:
             if self._modes[which].name in self.failed:
                 continue
             try:
                 blocks[which].append(self._block(which, case, runs))
-            except (EOFError, OSError):
+            except (EOFError, OSError, Ended) as error:
                 if not which:
                     raise
-                self.failed.append(self._modes[which].name)
+                self.failed[self._modes[which].name] = _how_it_ended(error)
 
     @staticmethod
     def _measured(case: str, mode: str, found: list[tuple[float, float]], base: list[tuple[float, float]], runs: int) -> Measured:
         added = sorted((one[0] - other[0]) / 1000 for one, other in zip(found, base, strict=True))
         ratios = sorted(one[0] / other[0] for one, other in zip(found, base, strict=True))
         cpu = sorted((one[1] - other[1]) / 1000 for one, other in zip(found, base, strict=True))
-        cpu_ratios = sorted(one[1] / other[1] for one, other in zip(found, base, strict=True))
         return Measured(
             case, mode, statistics.median(one[0] for one in found) / 1000, statistics.median(added), quartiles(added),
-            statistics.median(ratios), quartiles(ratios), statistics.median(one[1] for one in found) / 1000, statistics.median(cpu),
-            quartiles(cpu), statistics.median(cpu_ratios), quartiles(cpu_ratios), (min(found)[0] - min(base)[0]) / 1000, len(found), runs,
+            statistics.median(ratios), quartiles(ratios), interval(ratios), statistics.median(one[1] for one in found) / 1000,
+            statistics.median(cpu), quartiles(cpu), (min(found)[0] - min(base)[0]) / 1000, len(found), runs,
         )  # fmt: skip
 
     def _block(self, which: int, case: str, runs: int) -> tuple[float, float]:
@@ -192,13 +211,22 @@ class Sets:
     def _answer(self, pipe: Connection, which: int, case: str) -> tuple[float, float]:
         if not pipe.poll(PATIENCE_S):
             raise RuntimeError(f"{case}, {self._modes[which].name}: no answer within {PATIENCE_S:.0f} s")
-        wall, cpu = pipe.recv()
+        found = pipe.recv()
+        if isinstance(found, Ended):
+            raise found
+        wall, cpu = found
         return wall, cpu
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
     """The first and the third of sorted values."""
     return values[len(values) // 4], values[-1 - len(values) // 4]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Of sorted values, those between which the median lies with 95% confidence (order statistics; the extremes of few values)."""
+    at = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
+    return values[at], values[-1 - at]
 
 
 @contextmanager
@@ -219,7 +247,7 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
     processes: list[Any] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="commlens-bench-") as folder:
         pipes: list[list[Connection]] = []
-        failed: list[str] = []
+        failed: dict[str, str] = {}
         try:
             for number, mode in enumerate(modes):
                 own = Path(folder) / f"set{number}-{os.getpid()}"
@@ -228,15 +256,18 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
                 for rank in range(1 if backend == "fake" else world_size):
                     ours, theirs = context.Pipe()
                     arguments = (mode, rank, world_size, backend, str(own), per_step, prepare, theirs)
-                    process = context.Process(target=_member, args=arguments, daemon=True)
+                    process = context.Process(target=_rank, args=arguments, daemon=True)
                     process.start()
                     theirs.close()
                     processes.append(process)
                     pipes[-1].append(ours)
-                if not all(_is_ready(pipe) for pipe in pipes[-1]):
+                try:
+                    for pipe in pipes[-1]:
+                        _wait_until_ready(pipe)
+                except (EOFError, OSError, Ended) as error:
                     if not number:
-                        raise RuntimeError(f"{mode.name}: its ranks did not start")
-                    failed.append(mode.name)
+                        raise RuntimeError(f"{mode.name}: its ranks did not start: {_how_it_ended(error)}") from None
+                    failed[mode.name] = _how_it_ended(error)
             watched = [(number, mode.name) for number, mode in enumerate(modes) if mode.watched and mode.name not in failed]
             watchers = {name: _watcher(f"set{number}-{os.getpid()}") for number, name in watched}
             for watcher in watchers.values():
@@ -257,11 +288,15 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
                 process.join()
 
 
-def _is_ready(pipe: Connection) -> bool:
-    try:
-        return pipe.poll(PATIENCE_S) and pipe.recv() == "ready"
-    except EOFError:
-        return False
+def _wait_until_ready(pipe: Connection) -> None:
+    if not pipe.poll(PATIENCE_S):
+        raise Ended(f"nothing was heard of it for {PATIENCE_S:.0f} s")
+    if isinstance(found := pipe.recv(), Ended):
+        raise found
+
+
+def _how_it_ended(error: Exception) -> str:
+    return str(error) if isinstance(error, Ended) else "its ranks end"
 
 
 def _watcher(job: str) -> int:
