@@ -38,6 +38,13 @@ def test_the_injected_fault_is_found_and_nobody_else_is_blamed(tmp_path: Path, f
     assert blamed(verdict) in (truth.culprits, *truth.also)
 
 
+def test_a_second_dump_is_advised_where_the_job_may_have_been_running(tmp_path: Path) -> None:
+    generated(tmp_path, "stuck-inside-dp")
+    (finding,) = [one for one in diagnose_paths(tmp_path).findings if one.root_cause]
+    assert finding.kind == "stuck-inside"
+    assert "commlens compare BEFORE AFTER" in (finding.would_raise_confidence or "")
+
+
 @pytest.mark.parametrize(
     ("folder", "kind", "culprits", "number"),
     [("lock_gil_1st", "missing", [9, 14], 45265), ("gpu_error_1st", "stuck-inside", [12, 14], 42806)],
