@@ -116,10 +116,11 @@ class Measured:
     ratio: float
     ratio_quartiles: tuple[float, float]
     ratio_interval: tuple[float, float]
-    """Where the ratio's median is with 95% confidence, as far as rounds are alike."""
+    """Where the median is with 95% confidence, as far as rounds are alike."""
     cpu_us: float
     added_cpu_us: float
     added_cpu_us_quartiles: tuple[float, float]
+    added_cpu_us_interval: tuple[float, float]
     added_least_us: float
     """The shortest block against the shortest of the first way: what is added where nothing disturbs."""
     rounds: int
@@ -127,8 +128,16 @@ class Measured:
 
     def takes_at_most(self, limit: float) -> bool | None:
         """Whether its ratio is at most ``limit``; None where that is not known with 95% confidence."""
-        low, high = self.ratio_interval
-        return True if high <= limit else False if low > limit else None
+        return is_at_most(self.ratio_interval, limit)
+
+    def adds_at_most(self, least: float, most: float | None = None) -> bool | None:
+        """Whether the CPU time that it adds is at most so many us (somewhere from ``least`` to ``most``); None where that is not known."""
+        return is_at_most(self.added_cpu_us_interval, least, most)
+
+
+def is_at_most(interval: tuple[float, float], least: float, most: float | None = None) -> bool | None:
+    """Whether what lies in ``interval`` is at most a limit, which lies between ``least`` and ``most``; None where that is not known."""
+    return True if interval[1] <= least else False if interval[0] > (least if most is None else most) else None
 
 
 class Sets:
@@ -190,7 +199,7 @@ class Sets:
         return Measured(
             case, mode, statistics.median(one[0] for one in found) / 1000, statistics.median(added), quartiles(added),
             statistics.median(ratios), quartiles(ratios), interval(ratios), statistics.median(one[1] for one in found) / 1000,
-            statistics.median(cpu), quartiles(cpu), (min(found)[0] - min(base)[0]) / 1000, len(found), runs,
+            statistics.median(cpu), quartiles(cpu), interval(cpu), (min(found)[0] - min(base)[0]) / 1000, len(found), runs,
         )  # fmt: skip
 
     def _block(self, which: int, case: str, runs: int) -> tuple[float, float]:

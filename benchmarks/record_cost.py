@@ -75,12 +75,12 @@ def goals(found: dict[tuple[str, str, str], Measured]) -> list[Goal]:
         one = found.get(("fake x4", "all_reduce", engine))
         if one is not None:
             goal = f"Recording with the {engine}, stacks included, adds at most {limit} us to a collective"
-            result.append(Goal(goal, f"{cpu(one)} us (all_reduce, fake backend)", within(one, limit)))
+            result.append(Goal(goal, f"{cpu(one)} us (all_reduce, fake backend)", one.adds_at_most(limit)))
     for backend in ("gloo x1", "gloo x2", "gloo x4"):
         native, theirs = found.get((backend, "all_reduce", "native engine")), found.get((backend, "all_reduce", "torch's recorder"))
         if native is not None and theirs is not None:
             goal = f"... and with the native engine at most what torch's own recorder adds ({backend})"
-            result.append(Goal(goal, f"{cpu(native)} us, torch's {cpu(theirs)} us", at_most(native, theirs)))
+            result.append(Goal(goal, f"{cpu(native)} us, torch's {cpu(theirs)} us", native.adds_at_most(*theirs.added_cpu_us_interval)))
     add = [one for (_, case, mode), one in found.items() if case == "torch.add" and mode in ("Python engine", "native engine")]
     if add:
         shown = ", ".join(f"{one.mode} {cpu(one)} us" for one in add)
@@ -135,19 +135,6 @@ def added(one: Measured) -> str:
 def cpu(one: Measured) -> str:
     """The CPU time that a way adds."""
     return f"**{us(one.added_cpu_us)}** ({between(one.added_cpu_us_quartiles)}; least {us(one.added_least_us)})"
-
-
-def within(one: Measured, limit: float) -> bool | None:
-    """Whether a way adds at most ``limit`` us; None where the quartiles lie further apart than that, on both sides of it."""
-    low, high = one.added_cpu_us_quartiles
-    return None if low <= limit <= high and high - low > limit else one.added_cpu_us <= limit
-
-
-def at_most(ours: Measured, theirs: Measured) -> bool | None:
-    """Whether one way adds at most what another does; None where each median lies between the other's quartiles."""
-    inside = [low <= one <= high for one, (low, high) in ((ours.added_cpu_us, theirs.added_cpu_us_quartiles),
-                                                          (theirs.added_cpu_us, ours.added_cpu_us_quartiles))]  # fmt: skip
-    return None if all(inside) else ours.added_cpu_us <= theirs.added_cpu_us
 
 
 if __name__ == "__main__":

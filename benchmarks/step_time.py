@@ -14,7 +14,7 @@ from typing import Any
 import _modes
 from _modes import Mode
 from _report import Goal, Report, arguments, between, command, finish
-from _sets import Measured, running
+from _sets import Measured, is_at_most, running
 
 RECORDED = Mode("recorded", settings=_modes.recorded("auto"))
 VERIFIED = Mode("verified", settings=_modes.recorded("auto", debug=True))
@@ -149,12 +149,6 @@ def every(answers: Iterable[bool | None]) -> bool | None:
     return False if False in each else None if None in each else True
 
 
-def third_of(ours: Measured, theirs: Measured) -> bool | None:
-    """Whether one adds at most a third of the other; None where its quartiles lie on both sides of that."""
-    (low, high), third = ours.added_us_quartiles, theirs.added_us / 3
-    return True if high <= third else False if low > third else None
-
-
 def goals(found: dict[tuple[str, str], Measured], alone: dict[str, Measured]) -> list[Goal]:
     """What the design promises of it."""
     result = []
@@ -173,7 +167,7 @@ def goals(found: dict[tuple[str, str], Measured], alone: dict[str, Measured]) ->
         shown = ", ".join(
             f"{family} {ours.added_us / 1000:.2f} of {theirs.added_us / 1000:.2f} ms" for family, (ours, theirs) in adds.items()
         )
-        met = every(third_of(ours, theirs) for ours, theirs in adds.values())
+        met = every(is_at_most(ours.added_us_quartiles, theirs.added_us / 3) for ours, theirs in adds.values())
         result.append(Goal("Tracing adds at most a third of what CommDebugMode adds to a step", shown, met))
     return result
 
