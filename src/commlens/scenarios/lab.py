@@ -82,4 +82,6 @@ def finish(model: torch.nn.Module) -> None:
     say(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}")
     # Nobody leaves before all have come.
     dist.barrier()
+    if torch.__version__.startswith("2.6."):
+        pause(0.2)  # it joins gloo's threads with the GIL held, for which they may still be waiting: a deadlock of its own
     dist.destroy_process_group()
