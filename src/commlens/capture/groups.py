@@ -18,15 +18,21 @@ from commlens.model.ranks import format_ranks
 _MANY = 1 << 62
 
 
+class _Numbers:
+    """1, 2, 3, ... as a sequence: its iterator can be set back, a range's cannot (from Python 3.12 on it can only be set forward)."""
+
+    __getitem__ = range(1, _MANY).__getitem__
+
+
 def numbers() -> Callable[[], int]:
     """1, 2, 3, ... for as many threads as ask."""
-    return iter(range(1, _MANY)).__next__
+    return iter(_Numbers()).__next__
 
 
 def give_back(numbers: Callable[[], int], number: int) -> bool:
     """Let the next one get ``number``, which was drawn and not used; not where another thread has drawn since."""
     drawn: Any = numbers.__self__  # type: ignore[attr-defined]
-    if _MANY - 1 - drawn.__length_hint__() != number:
+    if drawn.__reduce__()[2] != number:  # how many were drawn
         return False
     drawn.__setstate__(number - 1)
     return True
