@@ -147,7 +147,6 @@ class Sets:
         self._modes = modes
         self._pipes = pipes
         self._watchers = watchers
-        self._turns: list[int] = []
         self.failed = failed  # modes whose ranks ended, with why: the case does not run in them
 
     def compare(self, case: str, *, rounds: int, runs: int, seconds: float, only: Sequence[Mode] = ()) -> list[Measured]:
@@ -160,17 +159,17 @@ class Sets:
             seconds: for all of it. A slow machine gets fewer rounds, not a longer benchmark.
             only: these ways, for more rounds of each; the others stay idle.
         """
-        self._turns = [number for number, mode in enumerate(self._modes) if mode in (only or self._modes)]
+        turns = [number for number, mode in enumerate(self._modes) if mode in (only or self._modes)]
         blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
-        self._round(0, case, max(3, runs // 20), [[] for _ in self._modes])  # what is set up once
+        self._round(0, turns, case, max(3, runs // 20), [[] for _ in self._modes])  # what is set up once
         tried: list[list[tuple[float, float]]] = [[] for _ in self._modes]
-        self._round(0, case, max(3, runs // 20), tried)
+        self._round(0, turns, case, max(3, runs // 20), tried)
         a_round_ns = sum(block[0] for found in tried for block in found) * runs
         share = min(1.0, seconds * 1e9 / (FEW_ROUNDS * a_round_ns))
         runs = max(3, int(runs * share))
         began, done = monotonic(), 0
         while done < rounds and (done < LEAST_ROUNDS or monotonic() - began < seconds):
-            self._round(done, case, runs, blocks)
+            self._round(done, turns, case, runs, blocks)
             done += 1
         return [
             self._measured(case, mode.name, found, blocks[0], runs)
@@ -178,10 +177,10 @@ class Sets:
             if found and mode.name not in self.failed
         ]
 
-    def _round(self, number: int, case: str, runs: int, blocks: list[list[tuple[float, float]]]) -> None:
+    def _round(self, number: int, turns: list[int], case: str, runs: int, blocks: list[list[tuple[float, float]]]) -> None:
         """A block of each way; another begins each time."""
-        shift = number % len(self._turns)
-        for which in self._turns[shift:] + self._turns[:shift]:
+        shift = number % len(turns)
+        for which in turns[shift:] + turns[:shift]:
             if self._modes[which].name in self.failed:
                 continue
             try:
@@ -220,10 +219,7 @@ class Sets:
     def _answer(self, pipe: Connection, which: int, case: str) -> tuple[float, float]:
         if not pipe.poll(PATIENCE_S):
             raise RuntimeError(f"{case}, {self._modes[which].name}: no answer within {PATIENCE_S:.0f} s")
-        found = pipe.recv()
-        if isinstance(found, Ended):
-            raise found
-        wall, cpu = found
+        wall, cpu = _received(pipe)
         return wall, cpu
 
 
@@ -300,8 +296,14 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
 def _wait_until_ready(pipe: Connection) -> None:
     if not pipe.poll(PATIENCE_S):
         raise Ended(f"nothing was heard of it for {PATIENCE_S:.0f} s")
+    _received(pipe)
+
+
+def _received(pipe: Connection) -> Any:
+    """What a rank sent; raises what it ended by."""
     if isinstance(found := pipe.recv(), Ended):
         raise found
+    return found
 
 
 def _how_it_ended(error: Exception) -> str:
