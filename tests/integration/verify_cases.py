@@ -116,7 +116,7 @@ def all_reduce_shape(c: Context) -> None:
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[2, 3]", "[3, 2]", sizes=BOTH)
 def all_reduce_same_numel(c: Context) -> None:
-    """all_reduce: as many elements in another shape."""
+    """all_reduce: same number of elements, different shape."""
     dist.all_reduce(torch.ones((3, 2) if c.odd else (2, 3)))  # told
 
 
@@ -134,7 +134,7 @@ def all_reduce_op(c: Context) -> None:
 
 @case(PLAIN, "mismatch/layout", PREVENTED, "row-major", "dimensions in order [1, 0]")
 def all_reduce_layout(c: Context) -> None:
-    """all_reduce: memory order of equal shapes."""
+    """all_reduce: same shape, different memory order."""
     dist.all_reduce(torch.ones(3, 3).t() if c.odd else torch.ones(3, 3))  # told
 
 
@@ -207,7 +207,7 @@ def all_to_all_dtype(c: Context) -> None:
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`barrier`", "`all_reduce`", sizes=BOTH)
 def barrier_or_all_reduce(c: Context) -> None:
-    """barrier against all_reduce."""
+    """barrier vs. all_reduce."""
     if c.odd:
         dist.barrier()  # told
     else:
@@ -216,7 +216,7 @@ def barrier_or_all_reduce(c: Context) -> None:
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`all_gather`", "`reduce_scatter`", sizes=BOTH)
 def gather_or_scatter(c: Context) -> None:
-    """all_gather against reduce_scatter."""
+    """all_gather vs. reduce_scatter."""
     if c.odd:
         dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size))  # told
     else:
@@ -225,14 +225,14 @@ def gather_or_scatter(c: Context) -> None:
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[3]", "[7]")
 def order_swap_shapes(c: Context) -> None:
-    """Two all_reduces of other shapes in another order."""
+    """Two all_reduces of different shapes, swapped."""
     for n in (7, 3) if c.odd else (3, 7):
         dist.all_reduce(torch.ones(n))  # told
 
 
 @case(PLAIN, "", PASSES)
 def order_swap_same_shape(c: Context) -> None:
-    """Two all_reduces of one shape in another order (nothing differs; the watcher warns of the lines)."""
+    """Two all_reduces of the same shape, swapped (no difference to refuse; the watcher warns about the source lines)."""
     if c.odd:
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.zeros(3))
@@ -243,7 +243,7 @@ def order_swap_same_shape(c: Context) -> None:
 
 @case(PLAIN, "cycle", PREVENTED, "wait for each other", "Cycle:", sizes=BOTH)
 def order_swap_groups(c: Context) -> None:
-    """The same all_reduces of two groups in another order."""
+    """The same all_reduces on two groups, swapped."""
     first, second = c.groups[::-1] if c.odd else c.groups
     dist.all_reduce(torch.ones(4), group=first)  # told
     dist.all_reduce(torch.ones(4), group=second)
@@ -260,7 +260,7 @@ def broadcast_shape(c: Context) -> None:
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[2, 5]", "[5, 2]")
 def broadcast_same_numel(c: Context) -> None:
-    """broadcast: as many elements in another shape."""
+    """broadcast: same number of elements, different shape."""
     dist.broadcast(torch.ones(5, 2) if c.odd else torch.ones(2, 5), 0)  # told
 
 
@@ -320,7 +320,7 @@ def gather_shape(c: Context) -> None:
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`broadcast` with root 0", "`all_reduce`", sizes=BOTH)
 def broadcast_or_all_reduce(c: Context) -> None:
-    """broadcast against all_reduce."""
+    """broadcast vs. all_reduce."""
     if c.odd:
         dist.broadcast(torch.ones(4), 0)  # told
     else:
@@ -332,7 +332,7 @@ def broadcast_or_all_reduce(c: Context) -> None:
 
 @case(P2P, "mismatch/p2p", DETECTED, "[4] float32", "[6] float32", sizes=BOTH)
 def send_recv_shape(c: Context) -> None:
-    """send against recv: number of elements."""
+    """send vs. recv: number of elements."""
     if c.rank == 0:
         dist.send(torch.ones(4), 1)  # told
     elif c.odd:
@@ -341,7 +341,7 @@ def send_recv_shape(c: Context) -> None:
 
 @case(P2P, "mismatch/p2p", DETECTED, "int32", "float32")
 def send_recv_dtype(c: Context) -> None:
-    """send against recv: dtype."""
+    """send vs. recv: dtype."""
     if c.rank == 0:
         dist.send(torch.ones(4), 1)  # told
     elif c.odd:
@@ -350,7 +350,7 @@ def send_recv_dtype(c: Context) -> None:
 
 @case(P2P, "mismatch/p2p", DETECTED, "recv from process 0, tag 7", "send to process 1, tag 5", timeout_s=1.5)
 def send_recv_tag(c: Context) -> None:
-    """send against recv: tag."""
+    """send vs. recv: tag."""
     if c.rank == 0:
         dist.send(torch.ones(4), 1, tag=5)  # told
     else:
@@ -359,7 +359,7 @@ def send_recv_tag(c: Context) -> None:
 
 @case(P2P, "cycle", DETECTED, "Each receives before it sends", sizes=BOTH)
 def both_receive(c: Context) -> None:
-    """Both recv first."""
+    """Both ranks receive first."""
     if c.rank < 2:
         dist.recv(torch.ones(4), 1 - c.rank)  # told
 
@@ -384,7 +384,7 @@ def async_shape(c: Context) -> None:
 
 @case("async", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`", sizes=BOTH)
 def async_ops(c: Context) -> None:
-    """all_reduce against broadcast with async_op."""
+    """all_reduce vs. broadcast, with async_op."""
     x = torch.ones(4)
     work = dist.broadcast(x, 0, async_op=True) if c.odd else dist.all_reduce(x, async_op=True)  # told
     work.wait()
@@ -401,7 +401,7 @@ def async_reduce_op(c: Context) -> None:
 
 @case("coalesced", "mismatch/shape", DETECTED, "[5]", "[3]")
 def coalesced_members(c: Context) -> None:
-    """Members of another shape."""
+    """Members of different shapes."""
     with _coalescing_manager():
         dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(5 if c.odd else 3))
@@ -409,7 +409,7 @@ def coalesced_members(c: Context) -> None:
 
 @case("coalesced", "mismatch/shape", DETECTED)
 def coalesced_order(c: Context) -> None:
-    """Members in another order."""
+    """Members in a different order."""
     with _coalescing_manager():
         for n in (5, 2) if c.odd else (2, 5):
             dist.all_reduce(torch.ones(n))
@@ -417,7 +417,7 @@ def coalesced_order(c: Context) -> None:
 
 @case("objects", "mismatch/op", PREVENTED, "`broadcast`", "`all_gather`", sizes=BOTH)
 def object_kinds(c: Context) -> None:
-    """broadcast_object_list against all_gather_object."""
+    """broadcast_object_list vs. all_gather_object."""
     if c.odd:
         dist.all_gather_object([None] * c.size, 1)  # told
     else:
@@ -426,7 +426,7 @@ def object_kinds(c: Context) -> None:
 
 @case("objects", "mismatch/op", PREVENTED, "`all_reduce`", "`all_gather`")
 def object_against_tensor(c: Context) -> None:
-    """all_gather_object against all_reduce."""
+    """all_gather_object vs. all_reduce."""
     if c.odd:
         dist.all_reduce(torch.ones(1))  # told
     else:
@@ -452,14 +452,14 @@ def functional_shape(c: Context) -> None:
 
 @case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
 def functional_ops(c: Context) -> None:
-    """all_reduce against all_gather."""
+    """all_reduce vs. all_gather."""
     x, world = torch.ones(4), dist.group.WORLD
     functional.wait_tensor(functional.all_gather_tensor(x, 0, world) if c.odd else functional.all_reduce(x, "sum", world))  # told
 
 
 @case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`")
 def functional_against_plain(c: Context) -> None:
-    """all_reduce against a plain broadcast."""
+    """all_reduce vs. a plain broadcast."""
     if c.odd:
         dist.broadcast(torch.ones(4), 0)  # told
     else:
@@ -468,7 +468,7 @@ def functional_against_plain(c: Context) -> None:
 
 @case("DTensor", "mismatch/shape", DETECTED, "[3, 4]", "[2, 4]", sizes=BOTH)
 def dtensor_local_shapes(c: Context) -> None:
-    """Local tensors of other shapes are reduced."""
+    """Local tensors of different shapes are reduced."""
     mesh = init_device_mesh("cpu", (c.size,))
     partial = DTensor.from_local(torch.ones(3 if c.odd else 2, 4), mesh, [Partial()], run_check=False)
     c.before_the_fault()
@@ -477,7 +477,7 @@ def dtensor_local_shapes(c: Context) -> None:
 
 @case("DTensor", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
 def dtensor_placements(c: Context) -> None:
-    """Another placement."""
+    """Different placements."""
     mesh = init_device_mesh("cpu", (c.size,))
     placement = Shard(0) if c.odd else Partial()
     local = DTensor.from_local(torch.ones(2, 4), mesh, [placement], run_check=False)
@@ -487,7 +487,7 @@ def dtensor_placements(c: Context) -> None:
 
 @case("DDP", "mismatch/op", ENDED, "`barrier`", "DistributedDataParallel")
 def ddp_skipped_step(c: Context) -> None:
-    """A rank skips a step and goes on to something else."""
+    """A rank skips a step and issues something else."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for _ in range(2 if c.odd else 3):
         model(torch.ones(2, 4)).sum().backward()
@@ -497,7 +497,7 @@ def ddp_skipped_step(c: Context) -> None:
 
 @case("DDP", "", ENDED, leaves=True)
 def ddp_uneven_data(c: Context) -> None:
-    """Uneven data: a rank has a batch less, and ends (`dead`, or the backend's error where it was waiting already)."""
+    """Uneven data: a rank has one batch less and ends (`dead`, or the backend's error if the other was already waiting)."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for _ in range(2 if c.odd else 3):
         model(torch.ones(2, 4)).sum().backward()
@@ -515,7 +515,7 @@ def ddp_no_sync(c: Context) -> None:
 
 @case("FSDP2", "mismatch/shape", DETECTED, "fully_shard")
 def fsdp_forward_order(c: Context) -> None:
-    """Layers of other shapes in another order."""
+    """Layers of different shapes, swapped."""
     layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8, bias=False)])
     mesh = init_device_mesh("cpu", (c.size,))
     for layer in layers:
@@ -529,7 +529,7 @@ def fsdp_forward_order(c: Context) -> None:
 
 @case("pipelining", "mismatch/p2p", DETECTED, "recv", "send")
 def pipeline_shapes(c: Context) -> None:
-    """Stages that expect activations of other shapes."""
+    """Stages that expect different activation shapes."""
     shape = (2, _WIDTH if c.rank == 0 else _WIDTH // 2)
     module = torch.nn.Linear(shape[1], shape[1])
     x = torch.ones(2, shape[1])
@@ -552,14 +552,14 @@ def compiled_shape(c: Context) -> None:
 
 # --- a rank that does not come
 
-ABSENT: Final = "a rank is not there"
+ABSENT: Final = "a rank is missing"
 
 
 @case(
     ABSENT, "missing", PREVENTED, "Process 1 did not take part within 2 s", "is at verify_cases.py", sizes=BOTH, timeout_s=2.0, usable=False
 )
 def never_comes(c: Context) -> None:
-    """It does something else: named with its line."""
+    """It does something else; the message names its line."""
     if c.odd:
         time.sleep(3)  # told
     dist.all_reduce(torch.ones(4))  # told
@@ -635,19 +635,20 @@ def sender_never_comes(c: Context) -> None:
 
 _HEAD: Final = """# What strict verification does with each fault
 
-With `commlens launch --debug`, on gloo, torch 2.13 and 2.15. torch 2.6 does not say whether a call waits: there, what is prevented here
-may be detected only. Written by `python tests/integration/verify_cases.py`; `tests/integration/test_verify_strict.py`
-runs every row on 2 ranks, and those marked so on 4, and holds this page to what comes of it.
+What happens to each kind of fault under `commlens launch --debug`, on gloo, torch 2.13 and 2.15. torch 2.6 does not say whether a call
+waits, so some faults that are prevented here are only detected there. `python tests/integration/verify_cases.py` writes this page;
+`tests/integration/test_verify_strict.py` runs every row on 2 ranks, and those marked so on 4, and checks the page against the results.
 
-- **prevented on all ranks**: every rank that lives raises the same text, and nothing of the operation was handed to the backend.
-- **detected**: every rank that lives raises the same text; on some of them the operation had been issued.
-- **job ended**: at least one rank raises it. Others are inside the backend's own code, from which nothing can call them: they print
-  the same text from commlens' thread or end with the backend's error, once the first has ended.
-- **not refused**: nothing that one rank asks for differs from what the others do.
+- **prevented on all ranks**: every living rank raises the same message, and nothing of the operation reaches the backend.
+- **detected**: every living rank raises the same message; on some of them the operation had already been issued.
+- **job ended**: at least one rank raises the message. Others are inside the backend's own code, where they cannot be interrupted. Once the
+  first rank has ended, they print the same message from commlens's thread or end with the backend's error.
+- **not refused**: the ranks' arguments do not differ.
 
-The operations of a root (broadcast, reduce, scatter, gather) end on some ranks before others have come: a rank waits for those that
-it does not need for a second only, and not again once that was in vain. Beyond that, they are detected. So are async operations and
-what libraries issue: whoever comes last finds the fault. The group can be used again where the last column says so.
+Rooted operations (broadcast, reduce, scatter, gather) can complete on some ranks before others have arrived. A rank waits only a second for
+ranks that it does not need, and does not wait again after that was in vain; a mismatch that shows up later is detected, not prevented. The
+same holds for async operations and for those that libraries issue: the last rank to arrive finds the fault. The last column says whether
+the group is usable afterwards.
 """
 
 
