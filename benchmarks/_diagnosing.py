@@ -51,11 +51,11 @@ def of_verdict(verdict: Verdict) -> Answer:
 
 def commlens(folder: Path) -> Answer:
     """As ``commlens.diagnose(folder)`` answers."""
-    from commlens.diagnose.paths import diagnose_paths
+    from commlens.diagnosis.api import diagnose
 
     began = time.monotonic()
     try:
-        answer = of_verdict(diagnose_paths(folder))
+        answer = of_verdict(diagnose(folder))
     except CommlensError as error:
         answer = Answer(crashed=str(error).splitlines()[0])
     except Exception as error:

@@ -109,9 +109,9 @@ def set_up(mode: Mode, box_dir: str, job: str) -> None:
     dist.set_debug_level_from_env()
     if mode.settings is not None:
         from commlens import config
-        from commlens.capture import bootstrap
+        from commlens.capture import session
 
-        bootstrap.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
+        session.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
 
 
 def confirm(mode: Mode, backend: str) -> None:
@@ -124,9 +124,9 @@ def confirm(mode: Mode, backend: str) -> None:
     import torch.distributed as dist
 
     if mode.settings is not None and (wanted := mode.settings.get("engine", "auto")) != "auto":
-        from commlens.capture import bootstrap
+        from commlens.capture import session
 
-        recorder = type(bootstrap._session.recorder).__name__ if bootstrap._session is not None else "none"
+        recorder = type(session._session.recorder).__name__ if session._session is not None else "none"
         if recorder != {"python": "Recorder", "native": "NativeRecorder"}[wanted]:
             raise RuntimeError(f"{mode.name}: the recorder is {recorder}")
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
@@ -157,7 +157,7 @@ def around(mode: Mode) -> Callable[[], AbstractContextManager[Any]]:
         return DebugMode
     if mode.around == "trace":
         from commlens.model.trace import Depth
-        from commlens.trace.engine import Tracer
+        from commlens.tracing.tracer import Tracer
 
         tracer = Tracer(Depth.COLLECTIVES)  # one for all steps, as `commlens launch --trace` has
 

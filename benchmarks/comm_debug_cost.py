@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commlens import CommDebugMode
 from commlens.model.trace import Depth
-from commlens.trace.engine import Tracer
+from commlens.tracing.tracer import Tracer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from models import parallel_mlp, parallel_transformer

@@ -44,10 +44,10 @@ def rank(way: str, folder: str, rounds: int, ops: int) -> dict[str, Any]:
         import _modes
 
         from commlens import config
-        from commlens.capture import bootstrap
+        from commlens.capture import session
 
-        bootstrap.start(config.Settings(box_dir=folder, dump_dir=folder, job="gpu", **_modes.recorded(way)))
-        session = bootstrap.session()
+        session.start(config.Settings(box_dir=folder, dump_dir=folder, job="gpu", **_modes.recorded(way)))
+        session = session.session()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store-{way}", 1), rank=0, world_size=1)
     result: dict[str, Any] = {"issue_us": {}, "done_us": {}}

@@ -23,14 +23,14 @@ OPS = [("all_reduce", 4_194_304), ("all_reduce", 1_048_576), ("all_gather", 65_5
 
 def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object) -> None:
     """Announce ``rate`` collectives a second, ten by ten, with a watchdog's heartbeat and reduce ops that come later."""
-    from commlens.capture.boxwriter import BoxWriter
-    from commlens.formats import layout as L
-    from commlens.formats import places
+    from commlens.blackbox import job_dirs
+    from commlens.blackbox import layout as L
+    from commlens.blackbox.writer import BoxWriter
 
     about = {"job": folder.name, "host": os.uname().nodename, "pid_namespace": str(Path("/proc/self/ns/pid").readlink()), "prefixes": {}}
     box = BoxWriter(
-        folder / places.box_name(rank, os.getpid()), capacity=2000, rank=rank, world_size=ranks, local_rank=rank,
-        start_ticks=places.start_ticks(os.getpid()), about=about,
+        folder / job_dirs.box_name(rank, os.getpid()), capacity=2000, rank=rank, world_size=ranks, local_rank=rank,
+        start_ticks=job_dirs.start_ticks(os.getpid()), about=about,
     )  # fmt: skip
     box.word(L.PHASE, 1)
     name = f"0-{ranks - 1}"

@@ -16,9 +16,9 @@ def start() -> None:
     if os.environ.get("COMMLENS", "").strip().lower() in ("", "0", "false", "no", "off"):
         return
     try:
-        from commlens.capture import bootstrap
+        from commlens.capture import session
 
-        bootstrap.start_from_environment()
+        session.start_from_environment()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: whatever went wrong in commlens, torch can be imported

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from commlens.version import __version__
+
 if TYPE_CHECKING:
-    from commlens.capture import disable, enable, expect_slow
-    from commlens.diagnose.paths import diagnose_paths as diagnose
+    from commlens.capture.api import disable, enable, expect_slow
+    from commlens.diagnosis.api import diagnose
     from commlens.errors import (
         CommandError,
         CommlensError,
@@ -25,16 +27,14 @@ if TYPE_CHECKING:
         SelectionError,
     )
     from commlens.model.verdict import Verdict
-    from commlens.reading.assertions import assert_comms, assert_matches_golden
-    from commlens.reading.trace import Trace
-    from commlens.trace import trace
-    from commlens.trace.comm_debug_mode import CommDebugMode
-    from commlens.trace.preview import preview
-    from commlens.verify import verify
-    from commlens.verify.operation import verify_operation
+    from commlens.traces.assertions import assert_comms, assert_matches_golden
+    from commlens.traces.trace import Trace
+    from commlens.tracing.api import trace
+    from commlens.tracing.comm_debug.mode import CommDebugMode
+    from commlens.tracing.preview.preview import preview
+    from commlens.verification.api import verify
+    from commlens.verification.operation import verify_operation
     from commlens.watch.snapshot import dump
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CommDebugMode",
@@ -66,7 +66,7 @@ __all__ = [
 ]
 
 _FROM = {
-    "CommDebugMode": "commlens.trace.comm_debug_mode",
+    "CommDebugMode": "commlens.tracing.comm_debug.mode",
     "CommandError": "commlens.errors",
     "CommlensError": "commlens.errors",
     "ConfigError": "commlens.errors",
@@ -78,24 +78,25 @@ _FROM = {
     "NativeEngineError": "commlens.errors",
     "OutputError": "commlens.errors",
     "SelectionError": "commlens.errors",
-    "Trace": "commlens.reading.trace",
+    "Trace": "commlens.traces.trace",
     "Verdict": "commlens.model.verdict",
-    "assert_comms": "commlens.reading.assertions",
-    "assert_matches_golden": "commlens.reading.assertions",
-    "disable": "commlens.capture",
+    "assert_comms": "commlens.traces.assertions",
+    "assert_matches_golden": "commlens.traces.assertions",
+    "disable": "commlens.capture.api",
     "dump": "commlens.watch.snapshot",
-    "enable": "commlens.capture",
-    "expect_slow": "commlens.capture",
-    "verify_operation": "commlens.verify.operation",
-    "preview": "commlens.trace.preview",
+    "enable": "commlens.capture.api",
+    "expect_slow": "commlens.capture.api",
+    "verify_operation": "commlens.verification.operation",
+    "diagnose": "commlens.diagnosis.api",
+    "preview": "commlens.tracing.preview.preview",
+    "trace": "commlens.tracing.api",
+    "verify": "commlens.verification.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name in ("diagnose", "trace", "verify"):  # packages that can be called: see there
-        return import_module(f"commlens.{name}")
     if name not in _FROM:
         raise AttributeError(f"module 'commlens' has no attribute {name!r}")
     value = getattr(import_module(_FROM[name]), name)

@@ -18,8 +18,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from commlens.blackbox.layout import CAPACITY_MAX
 from commlens.errors import ConfigError, MissingDependency
-from commlens.formats.layout import CAPACITY_MAX
 
 SWITCH: Final = "COMMLENS"
 """The variable that switches recording on in a worker."""

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import commlens
-from commlens.reading.network import preset
-from commlens.reading.pages import trace_page
-from commlens.reading.ranks import RankTraces
+from commlens.reports.trace_page import trace_page
+from commlens.traces.network import preset
+from commlens.traces.ranks import RankTraces
 
 from .traces_to_look_at import HOSTILE, hostile, training
 

@@ -10,9 +10,9 @@ import pytest
 
 import commlens
 from commlens.formats.trace_json import encode, read_trace
-from commlens.reading.compare_ranks import compare_ranks
-from commlens.reading.pages import compare_page, trace_page, viewer_page
-from commlens.reading.ranks import RankTraces
+from commlens.reports.trace_page import compare_page, trace_page, viewer_page
+from commlens.traces.diff_ranks import compare_ranks
+from commlens.traces.ranks import RankTraces
 
 from .traces_to_look_at import HOSTILE, hostile, training
 

@@ -15,9 +15,9 @@ import atheris
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 
-with atheris.instrument_imports(include=["commlens.formats"]):
+with atheris.instrument_imports(include=["commlens.formats", "commlens.dumps", "commlens.blackbox"]):
+    from commlens.dumps.detect import reader_for
     from commlens.errors import CommlensError
-    from commlens.formats.detect import reader_for
     from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
     from commlens.formats.torch_log import read_torch_log
 

@@ -20,8 +20,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from commlens.blackbox import job_dirs
 from commlens.config import Settings, settings_environment
-from commlens.formats import dumps, places
+from commlens.dumps import save
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.scenarios import Scenario
@@ -62,7 +63,7 @@ class JobResult:
 
     def logs(self) -> list[RankLog]:
         """What the dump holds."""
-        return dumps.read_evidence([self.dump]).logs if self.dump is not None else []
+        return save.read_evidence([self.dump]).logs if self.dump is not None else []
 
     def results(self) -> list[str]:
         """The lines in which the program says what it computed."""
@@ -90,7 +91,7 @@ def shown(verdict: Verdict) -> str:
 
 
 def start_ticks(pid: int) -> int:
-    return places.start_ticks(pid)
+    return job_dirs.start_ticks(pid)
 
 
 def has_ended(pid: int) -> bool:
@@ -224,7 +225,7 @@ class Harness:
         workers = [Worker(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)]
         watcher = None
         thread = None
-        roots = [places.user_folder(root) / job for root in places.box_roots(settings.box_dir)]
+        roots = [job_dirs.user_folder(root) / job for root in job_dirs.box_roots(settings.box_dir)]
         if recorded and not detached:
             watcher = Watcher(
                 roots,
@@ -254,10 +255,10 @@ class Harness:
             result.exits[rank] = os.waitstatus_to_exitcode(statuses[pid])
             result.outputs[rank] = (folder / f"rank{rank}.out").read_text(errors="replace")
         if recorded:
-            result.boxes_left = [box for root in roots for box in places.boxes(root)]
+            result.boxes_left = [box for root in roots for box in job_dirs.boxes(root)]
             for root in roots:
                 with contextlib.suppress(OSError):
-                    dumps.discard_job(root)
+                    save.discard_job(root)
         return result
 
     def _reap(self, pids: list[int]) -> dict[int, int]:

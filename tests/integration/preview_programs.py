@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import commlens
-from commlens.capture import tap
+from commlens.tap import tap
 
 FAMILIES = (
     "tp_mlp", "fsdp2", "hsdp", "fsdp2_tp", "ring_by_hand", "moe", "checkpoint_non_reentrant", "clipping", "plain_calls", "point_to_point",

@@ -51,8 +51,8 @@ def main():
             lambda: broadcast(ones(2 + rank)))
     attempt("other operation", lambda: operations.reduce(ones(2)) if rank else operations.gather(ones(2)))
     attempt("fine again", lambda: operations.gather([ones(2)]))
-    from commlens.capture import bootstrap
-    RESULTS["collectives"] = bootstrap.session().recorder.writer.last_index
+    from commlens.capture import session
+    RESULTS["collectives"] = session.session().recorder.writer.last_index
     pathlib.Path(f"results{rank}.json").write_text(json.dumps(RESULTS))
     if len(sys.argv) > 1:
         tensor = ones(1, 5) if rank == 0 else ones(1, 2, 5)

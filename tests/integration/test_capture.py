@@ -12,9 +12,9 @@ pytest.importorskip("torch")
 
 from processes import Ended, run_ranks
 
-from commlens.formats import layout as L
-from commlens.formats import places
-from commlens.formats.blackbox import read_box
+from commlens.blackbox import job_dirs
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import read_box
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
 from commlens.model.ranklog import RankLog
 
@@ -27,7 +27,7 @@ def torch_version() -> tuple[int, int]:
 
 
 def logs(box_dir: Path) -> list[RankLog]:
-    found = [read_box(path) for path in places.boxes(places.user_folder(box_dir) / "job")]
+    found = [read_box(path) for path in job_dirs.boxes(job_dirs.user_folder(box_dir) / "job")]
     return sorted(found, key=lambda log: log.rank)
 
 
@@ -90,7 +90,7 @@ functional(torch.ones(4), mesh)
 ddp()
 in_a_thread(torch.ones(4), extra)
 time.sleep(0.6)
-recorder = bootstrap.session().recorder
+recorder = session.session().recorder
 assert recorder.lost == 0
 print("recorded by", type(recorder).__name__)
 assert not recorder.held()
@@ -351,7 +351,7 @@ def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
 
         def child():
             from torch.testing._internal.distributed.fake_pg import FakeStore
-            bootstrap.start(config.Settings(box_dir=os.environ["BOX_DIR"], job="job", watched=True))
+            session.start(config.Settings(box_dir=os.environ["BOX_DIR"], job="job", watched=True))
             if dist.is_initialized():  # forked: the parent's group is there, and must not be used
                 os._exit(0)
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -363,7 +363,7 @@ def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
             dist.all_reduce(torch.ones(1))
             pid = os.fork()
             if pid == 0:
-                assert bootstrap.session().recorder is None
+                assert session.session().recorder is None
                 os._exit(0)
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
             if rank == 0:
@@ -378,7 +378,7 @@ def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
         tmp_path,
     )
     assert [(log.rank, log.issued) for log in logs(tmp_path)] == [(0, 2), (1, 2)]
-    assert len(places.boxes(places.user_folder(tmp_path) / "job")) == 2
+    assert len(job_dirs.boxes(job_dirs.user_folder(tmp_path) / "job")) == 2
 
 
 def test_a_rank_is_found_however_it_came_to_be(tmp_path: Path) -> None:
@@ -500,9 +500,9 @@ def test_a_thread_without_python_frames_is_recorded(tmp_path: Path) -> None:
         """
         import _thread
         from torch._C import DispatchKey
-        from commlens.capture import tap
+        from commlens.tap import tap
         dist.init_process_group("gloo")
-        recorder = bootstrap.session().recorder
+        recorder = session.session().recorder
         caught = []
         original, recorder.begin = recorder.begin, lambda *arguments: caught.append(arguments)
         dist.barrier()

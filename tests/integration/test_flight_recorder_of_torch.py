@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from commlens.formats import detect
+from commlens.dumps import detect
+from commlens.dumps.sources import open_sources
+from commlens.formats.columns import RETIRED
 from commlens.formats.flight_recorder import native_entries, read_flight_recorder_json, read_flight_recorder_pickle
-from commlens.formats.rows import RETIRED
-from commlens.formats.sources import open_sources
 
 PROGRAM = """
 import datetime, sys, warnings

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commlens.capture import hooks
-from commlens.formats import layout as L
-from commlens.formats import places
-from commlens.formats.blackbox import read_box
+from commlens.blackbox import job_dirs
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import read_box
+from commlens.tap import torch_patches
 
 PROGRAM = """
 import os, threading
@@ -25,10 +25,10 @@ import torch.distributed._functional_collectives as fc
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from commlens import config
-from commlens.capture import bootstrap
+from commlens.capture import session
 
 engine = os.environ["COMMLENS_ENGINE"]
-bootstrap.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=engine, box_entries=200))
+session.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=engine, box_entries=200))
 
 def begin():
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -86,8 +86,8 @@ dist.all_reduce(torch.ones(1))
 dist.destroy_process_group()
 begin()
 kept = all_of_it()
-assert bootstrap.session().recorder.lost == 0
-print(type(bootstrap.session().recorder).__name__)
+assert session.session().recorder.lost == 0
+print(type(session.session().recorder).__name__)
 """
 
 TIMELESS = ("index", "channel", "sequence_number", "state", "peer", "tag", "step", "coalescing_id", "coalesced_members", "error")
@@ -105,7 +105,7 @@ def record(engine: str, script: Path, environment: dict[str, str]) -> tuple[byte
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == ("NativeRecorder\n" if engine == "native" else "Recorder\n"), done.stderr
-    (path,) = places.boxes(places.user_folder(box_at) / "job")
+    (path,) = job_dirs.boxes(job_dirs.user_folder(box_at) / "job")
     return path.read_bytes(), path
 
 
@@ -130,7 +130,7 @@ def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: P
     log = read_box(path)
     assert log.issued > 50 and not log.problems
     assert struct.unpack_from("<Q", python, L.NEXT_INDEX) == struct.unpack_from("<Q", native, L.NEXT_INDEX)
-    if hooks.python_reads_reduce_ops():
+    if torch_patches.python_reads_reduce_ops():
         for index in range(1, log.issued + 1):
             assert without_times(python, index) == without_times(native, index), log.collectives[index - 1]
         (head,) = struct.unpack_from("<Q", python, L.SIDE_HEAD)
@@ -138,7 +138,7 @@ def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: P
         side = L.box_size(200) - 2 * L.EVIDENCE_SLOT - L.side_size(200)
         assert python[side : side + head] == native[side : side + head]
     else:  # the engine in Python has a frame of its own in stacks, and does not know the reduce ops of C++ callers
-        ours, native_log = hooks.__file__, read_box(native_path)
+        ours, native_log = torch_patches.__file__, read_box(native_path)
         for one, other in zip(log.collectives, native_log.collectives, strict=True):
             assert [frame for frame in one.stack if frame.file != ours] == list(other.stack)
             assert msgspec.structs.replace(one.asked, reduce_op=None) == msgspec.structs.replace(other.asked, reduce_op=None)

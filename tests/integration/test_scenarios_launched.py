@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import Harness, harness
 
-from commlens.formats import places
+from commlens.blackbox import job_dirs
 from commlens.scenarios import find
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -130,7 +130,7 @@ def test_detached_watcher_is_silent_about_health(jobs: Harness, tmp_path: Path) 
 @pytest.mark.timeout(100)
 def test_demo_leaves_nothing_behind_when_interrupted(tmp_path: Path) -> None:
     def job_folders() -> set[Path]:
-        return {job for job in places.live_jobs(None) if job.name.startswith("commlens.scenarios") or "scenarios" in job.name}
+        return {job for job in job_dirs.live_jobs(None) if job.name.startswith("commlens.scenarios") or "scenarios" in job.name}
 
     before = job_folders()
     process = subprocess.Popen(

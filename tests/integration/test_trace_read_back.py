@@ -11,8 +11,8 @@ import pytest
 
 import commlens
 from commlens import commands
-from commlens.reading.compare_ranks import compare_ranks
-from commlens.reading.paths import read_ranks
+from commlens.traces.diff_ranks import compare_ranks
+from commlens.traces.files import read_ranks
 from conftest import SOURCE
 
 PROGRAM = """

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 import torch.distributed._functional_collectives as functional
-from commlens.capture import tap
-from commlens.verify.names import users_operation
+from commlens.tap import tap
+from commlens.verification.call_site import users_operation
 
 NAMES = {}
 
@@ -106,7 +106,7 @@ def test_the_operation_is_the_librarys_and_the_line_the_users(names: dict[str, l
 
 
 def test_a_thread_of_cpps_own_has_no_line():
-    from commlens.verify.names import users_operation
+    from commlens.verification.call_site import users_operation
 
     assert users_operation(None, "all_reduce") == ("torch.nn.parallel.DistributedDataParallel (backward)", "")
     assert users_operation(None, "broadcast") == ("torch.distributed.broadcast", "")

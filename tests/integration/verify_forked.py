@@ -60,9 +60,9 @@ def init(folder: Path, rank: int, size: int, timeout_s: float, name: str = "stor
 
 def engine_here() -> str:
     """Which one records in this process."""
-    from commlens.capture import bootstrap
+    from commlens.capture import session
 
-    session = bootstrap.session()
+    session = session.session()
     recorder = session.recorder if session is not None else None
     return "" if recorder is None else "python" if recorder.make_exchange is None else "native"
 
@@ -124,9 +124,9 @@ class Jobs:
             traceback.print_exc()
         finally:
             if job.verified:
-                from commlens.capture import bootstrap
+                from commlens.capture import session
 
-                bootstrap._at_exit(bootstrap.session())  # as the interpreter would
+                session._at_exit(session.session())  # as the interpreter would
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -167,10 +167,10 @@ def _state(pid: int) -> str:
 
 def prepare() -> None:
     """What every rank would otherwise do for itself, done once before the forks."""
-    import commlens.capture.hooks
-    import commlens.capture.tap
     import commlens.capture.watchdog
-    import commlens.verify.strict  # noqa: F401
+    import commlens.tap.tap
+    import commlens.tap.torch_patches
+    import commlens.verification.verifier  # noqa: F401
 
     torch.set_num_threads(1)
     if torch.__version__.startswith("2.6."):
@@ -286,7 +286,7 @@ def run_repeated(rank: int, size: int, result: Path) -> None:
     from torch.distributed import _functional_collectives as functional
 
     from commlens.errors import DistributedOperationException
-    from commlens.verify.strict import Verifier
+    from commlens.verification.verifier import Verifier
 
     init(result.parent, rank, size, GROUP_TIMEOUT_S)
     pair = dist.new_group([0, 1])

@@ -12,9 +12,9 @@ from typing import Any
 
 import stepped
 
-from commlens.capture.boxwriter import BoxWriter
-from commlens.formats import layout as L
-from commlens.formats.blackbox import read_box
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import read_box
+from commlens.blackbox.writer import BoxWriter
 from commlens.model.collective import Collective, LearnedHow, State
 from commlens.model.ranklog import RankLog
 

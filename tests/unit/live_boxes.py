@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 from boxes import MONO, REDUCE_OP, UNIX, Box
 
-from commlens.formats.box_copy import read_parts
-from commlens.formats.box_header import Identity, read_identity
-from commlens.formats.box_log import BoxReader
-from commlens.formats.layout import REDUCE_OPS
+from commlens.blackbox.copy import read_parts
+from commlens.blackbox.header import Identity, read_identity
+from commlens.blackbox.layout import REDUCE_OPS
+from commlens.blackbox.rank_log import BoxReader
 from commlens.model.collective import Asked, Collective, TensorSpec
 from commlens.model.ranklog import RankLog
 from commlens.model.ranks import format_ranks
@@ -22,7 +22,7 @@ COALESCED, CLOSES, CONCURRENT, ENTERED, ANY_SOURCE = 1, 2, 4, 8, 16
 
 
 class Memory:
-    """What :class:`commlens.formats.blackbox.OpenBox` is to a tail, on a box in memory."""
+    """What :class:`commlens.blackbox.reader.OpenBox` is to a tail, on a box in memory."""
 
     def __init__(self, box: Box) -> None:
         self.box = box

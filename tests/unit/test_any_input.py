@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.formats.log_rows import rows_of_log
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 

@@ -87,8 +87,8 @@ def test_with_every_dependency_missing_it_records_all_the_same(tmp_path):
 import torch, torch.distributed as dist
 dist.init_process_group("gloo", store=dist.FileStore({str(tmp_path / "store")!r}, 1), rank=0, world_size=1)
 dist.all_reduce(torch.ones(1))
-from commlens.capture import bootstrap
-assert bootstrap.session().is_recording
+from commlens.capture import session
+assert session.session().is_recording
 dist.destroy_process_group()
 """
     site = half_installed(tmp_path / "site", package=True, autoload=True)
@@ -125,7 +125,7 @@ DAMAGE = ["raise SystemExit(3)", "raise BaseException('odd')", "1 +", "import no
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_with_a_damaged_package_nothing_leaves_start(tmp_path, damage):
     site = half_installed(tmp_path / "site", package=True, autoload=True)
-    (site / "commlens" / "capture" / "bootstrap.py").write_text(damage)
+    (site / "commlens" / "capture" / "session.py").write_text(damage)
     done = call_start(site, COMMLENS="1")
     assert done.stdout == "imported True True\n"
     assert done.stderr.startswith("commlens: not recording: ") and done.stderr.count("\n") == 1

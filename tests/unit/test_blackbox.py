@@ -10,8 +10,8 @@ import boxes
 import pytest
 from boxes import COMMLENS, MONO, STDLIB, TORCH, UNIX, Box, busy_box
 
+from commlens.blackbox.reader import OpenBox, read_box, read_status
 from commlens.errors import FormatError
-from commlens.formats.blackbox import OpenBox, read_box, read_status
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
 
 

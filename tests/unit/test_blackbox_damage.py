@@ -13,9 +13,9 @@ from boxes import MONO, Box, busy_box
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import read_box, read_status
 from commlens.errors import FormatError
-from commlens.formats import layout as L
-from commlens.formats.blackbox import read_box, read_status
 from commlens.model.ranklog import RankLog
 
 GOOD = busy_box(records=40)

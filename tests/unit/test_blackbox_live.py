@@ -16,9 +16,9 @@ import boxes
 import pytest
 from boxes import MONO, UNIX, Box
 
-from commlens.capture.boxwriter import BoxWriter
-from commlens.formats import layout as L
-from commlens.formats.blackbox import OpenBox, read_box
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import OpenBox, read_box
+from commlens.blackbox.writer import BoxWriter
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
 from commlens.model.ranklog import RankLog
 

@@ -8,9 +8,9 @@ import pytest
 from boxes import Box, busy_box
 from live_boxes import Memory
 
-from commlens.formats.blackbox import OpenBox
-from commlens.formats.box_blobs import AskedJson
-from commlens.formats.box_tail import BoxTail, reduce_code
+from commlens.blackbox.blobs import AskedJson
+from commlens.blackbox.reader import OpenBox
+from commlens.blackbox.tail import BoxTail, reduce_code
 
 ALL = 1 << 16
 

@@ -7,7 +7,7 @@ from builders import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlens.compare import Agree, Disagree, Severity, Unknown, compare_coalesced, compare_collectives, compare_pair
+from commlens.matching import Agree, Disagree, Severity, Unknown, compare_coalesced, compare_collectives, compare_pair
 from commlens.model.collective import Asked, TensorSpec
 from commlens.model.ops import WIRE_OPS
 

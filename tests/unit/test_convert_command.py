@@ -15,7 +15,7 @@ from test_convert_flight_recorder import mixed
 from test_diagnose_findings import at
 
 from commlens import commands
-from commlens.formats.log_rows import rows_of_log
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 

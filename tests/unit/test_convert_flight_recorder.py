@@ -15,9 +15,9 @@ import pytest
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at
 
+from commlens.formats.columns import Rows
 from commlens.formats.flight_recorder import read_flight_recorder_pickle
-from commlens.formats.log_rows import rows_of_log
-from commlens.formats.rows import Rows
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 

@@ -15,8 +15,8 @@ from test_convert_flight_recorder import mixed
 from test_diagnose_findings import at
 
 from commlens.errors import MissingDependency
-from commlens.formats.log_rows import rows_of_log
-from commlens.formats.rows import Rows
+from commlens.formats.columns import Rows
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.perfetto import to_perfetto
 from commlens.reports.converted.table import COLUMNS, to_csv, write_parquet
 

@@ -15,7 +15,7 @@ from builders import Job, Stay
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.formats import dumps
+from commlens.dumps import save
 from commlens.model.ranklog import RankLog
 
 
@@ -24,10 +24,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
     """The reader finds these logs. What it does with files is tested in test_dumps."""
 
     def set_logs(logs: list[RankLog], problems: list[str]) -> None:
-        evidence = dumps.Evidence(logs=logs, problems=problems)
+        evidence = save.Evidence(logs=logs, problems=problems)
         found = SimpleNamespace(ours=[None] if logs else [], kinds={}, problems=problems)
-        monkeypatch.setattr("commlens.diagnose.paths.gather", lambda paths, prefix="": found)
-        monkeypatch.setattr("commlens.diagnose.paths.evidence_of", lambda ours, problems: evidence)
+        monkeypatch.setattr("commlens.diagnosis.api.gather", lambda paths, prefix="": found)
+        monkeypatch.setattr("commlens.diagnosis.api.evidence_of", lambda ours, problems: evidence)
 
     return set_logs
 
@@ -87,7 +87,8 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, commlens.commands.diagnose, commlens.diagnose, commlens.reports.terminal; sys.exit('torch' in sys.modules)"
+    modules = "commlens.commands.diagnose, commlens.diagnosis.conclusion, commlens.reports.terminal"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 from builders import Die, Job, Stay, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnose import diagnose
+from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.json_report import schema
@@ -101,8 +101,8 @@ def test_nonsense_is_survived(seed: int) -> None:
         else:
             damage_log(dice, log)
     logs = dice.sample(logs, dice.randint(0, 4))
-    verdict = diagnose(logs)
+    verdict = diagnose_logs(logs)
     jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
     assert render(verdict)
     dice.shuffle(logs)
-    assert diagnose(logs) == verdict
+    assert diagnose_logs(logs) == verdict

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
 
-from commlens.diagnose import diagnose
+from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
@@ -22,11 +22,11 @@ SCHEMA = schema()
 
 def judge(logs: list[RankLog], **options: object) -> Verdict:
     """Diagnose; hold the result to the schema, the terminal, and the order of the logs."""
-    verdict = diagnose(logs, **options)
+    verdict = diagnose_logs(logs, **options)
     jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
     shuffled = list(logs)
     random.Random(3).shuffle(shuffled)
-    assert diagnose(shuffled, **options) == verdict
+    assert diagnose_logs(shuffled, **options) == verdict
     text = render(verdict)
     print(text)
     assert max(map(len, text.splitlines())) <= 80

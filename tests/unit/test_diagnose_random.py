@@ -12,7 +12,7 @@ from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commlens.diagnose import diagnose
+from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.reports.json_report import schema
@@ -95,11 +95,11 @@ def one_step(job: Job, rank: int, items: tuple[Item, ...]) -> Iterator[object]:
 
 
 def judge(logs: list[RankLog], seed: int) -> Verdict:
-    verdict = diagnose(logs)
+    verdict = diagnose_logs(logs)
     jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
     shuffled = list(logs)
     random.Random(seed).shuffle(shuffled)
-    assert diagnose(shuffled) == verdict
+    assert diagnose_logs(shuffled) == verdict
     render(verdict)
     return verdict
 

@@ -9,7 +9,7 @@ import pytest
 from dumpgen import MESHES, Conditions, Job
 from dumpgen.faults import by_name
 
-from commlens.diagnose.paths import diagnose_paths
+from commlens.diagnosis.api import diagnose
 from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
 
@@ -33,14 +33,14 @@ def generated(folder: Path, fault: str) -> Job:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_injected_fault_is_found_and_nobody_else_is_blamed(tmp_path: Path, fault: str) -> None:
     truth = generated(tmp_path, fault).truth
-    verdict = diagnose_paths(tmp_path)
+    verdict = diagnose(tmp_path)
     assert verdict.kind in truth.kinds
     assert blamed(verdict) in (truth.culprits, *truth.also)
 
 
 def test_a_second_dump_is_advised_where_the_job_may_have_been_running(tmp_path: Path) -> None:
     generated(tmp_path, "stuck-inside-dp")
-    (finding,) = [one for one in diagnose_paths(tmp_path).findings if one.root_cause]
+    (finding,) = [one for one in diagnose(tmp_path).findings if one.root_cause]
     assert finding.kind == "stuck-inside"
     assert "commlens compare BEFORE AFTER" in (finding.would_raise_confidence or "")
 
@@ -50,7 +50,7 @@ def test_a_second_dump_is_advised_where_the_job_may_have_been_running(tmp_path: 
     [("lock_gil_1st", "missing", [9, 14], 45265), ("gpu_error_1st", "stuck-inside", [12, 14], 42806)],
 )
 def test_real_dumps(shared_data: Path, folder: str, kind: str, culprits: list[int], number: int) -> None:
-    verdict = diagnose_paths(shared_data / "megatron_moe_16ranks" / folder)
+    verdict = diagnose(shared_data / "megatron_moe_16ranks" / folder)
     assert (verdict.kind, verdict.culprits, list(blamed(verdict))) == (kind, culprits, culprits)
     assert verdict.collective is not None
     assert verdict.collective.sequence_number == number
@@ -66,8 +66,8 @@ def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_files_are_read_where_the_executor_says(stuck: Path) -> None:
     seen: list[tuple[int, int]] = []
     with ThreadPoolExecutor(2) as executor:
-        verdict = diagnose_paths(stuck, executor=executor, seen=lambda done, total: seen.append((done, total)))
-    assert verdict.to_json() == diagnose_paths(stuck).to_json()
+        verdict = diagnose(stuck, executor=executor, seen=lambda done, total: seen.append((done, total)))
+    assert verdict.to_json() == diagnose(stuck).to_json()
     assert seen[-1] == (16, 16)
 
 
@@ -78,21 +78,21 @@ def test_another_job_in_the_same_folder_is_left_out_and_named(stuck: Path, tmp_p
         (tmp_path / "a" / path.name).write_bytes(path.read_bytes())
         if path.name in ("rank_0", "rank_1"):
             (tmp_path / "b" / path.name).write_bytes(path.read_bytes())
-    verdict = diagnose_paths(tmp_path)
+    verdict = diagnose(tmp_path)
     assert blamed(verdict) == (11,)
     assert any("ranks 0-1" in text and "another job" in text for text in verdict.missing_evidence)
 
 
 def test_the_order_of_the_files_does_not_matter(stuck: Path) -> None:
     files = sorted(stuck.iterdir())
-    assert diagnose_paths(files).to_json() == diagnose_paths(list(reversed(files))).to_json()
+    assert diagnose(files).to_json() == diagnose(list(reversed(files))).to_json()
 
 
 def test_a_cut_file_does_not_stop_the_rest(stuck: Path, tmp_path: Path) -> None:
     for path in stuck.iterdir():
         data = path.read_bytes()
         (tmp_path / path.name).write_bytes(data[: len(data) // 2] if path.name == "rank_3" else data)
-    verdict = diagnose_paths(tmp_path)
+    verdict = diagnose(tmp_path)
     assert 11 in blamed(verdict)
     assert any("ends in the middle" in text for text in verdict.missing_evidence)
 
@@ -100,4 +100,4 @@ def test_a_cut_file_does_not_stop_the_rest(stuck: Path, tmp_path: Path) -> None:
 def test_nothing_readable_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(b"\x80\x02garbage")
     with pytest.raises(EvidenceError, match="Nothing here can be diagnosed"):
-        diagnose_paths(tmp_path)
+        diagnose(tmp_path)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from builders import Die, Job, S, Stay, all_reduce, collective, recv
 
-from commlens.diagnose import diagnose
+from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
@@ -38,7 +38,7 @@ def test_a_mismatch() -> None:
             yield all_reduce(job.world, 8, line=10)
         yield all_reduce(job.world, 9 if rank == 2 else 8, line=10)
 
-    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
     assert refused(verdict) == [
         "Strict verification refused all_reduce #4, before it was issued: ranks 0-3 raised DistributedOperationException."
@@ -53,7 +53,7 @@ def test_one_that_would_have_hung_nobody() -> None:
     for log in logs:
         log.collectives[-1].state = State.ISSUED
         log.closed = False
-    verdict = diagnose(refuse(logs))
+    verdict = diagnose_logs(refuse(logs))
     assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
     assert refused(verdict)
 
@@ -66,7 +66,7 @@ def test_a_mismatch_that_was_caught_is_over() -> None:
     for log in logs:
         log.observation = Observation(End.CLEAN, 0)
         log.closed = True
-    assert diagnose(logs).kind == "healthy"
+    assert diagnose_logs(logs).kind == "healthy"
 
 
 def test_a_rank_that_never_came() -> None:
@@ -76,7 +76,7 @@ def test_a_rank_that_never_came() -> None:
             yield Stay(57, "load_batch")
         yield all_reduce(job.world, 8, line=10)
 
-    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
     assert "before it was issued: ranks 0-1,3 raised" in refused(verdict)[0]
 
@@ -88,7 +88,7 @@ def test_a_rank_that_works_has_come_too_late_all_the_same() -> None:
             yield Stay(57, "load_batch", Observation(End.RUNNING, window_s=10.0, cpu_s=9.0, stack_moved=True))
         yield all_reduce(job.world, 8, line=10)
 
-    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits) == ("missing", [2])
 
 
@@ -107,7 +107,7 @@ def test_a_rank_that_came_when_the_others_had_given_up() -> None:
         log.collectives[-1].done_ns = 0
     refuse([logs[0], logs[2], logs[3]], at_ns=first + 3 * S)
     refuse([logs[1]])
-    verdict = diagnose(logs)
+    verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.culprits) == ("missing", [1])
     assert refused(verdict)
 
@@ -119,7 +119,7 @@ def test_a_rank_that_was_killed() -> None:
             yield Die(Observation(End.KILLED, signal="SIGKILL"))
         yield all_reduce(job.world, 8, line=10)
 
-    verdict = diagnose(refuse(Job(4).run(program).logs()))
+    verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [3], [0, 1, 2])
     assert len(refused(verdict)) == 1
 
@@ -129,6 +129,6 @@ def test_ranks_that_wait_for_each_other() -> None:
         yield all_reduce(job.world, 8, line=10)
         yield recv(job.world, 1 - rank, line=20)
 
-    verdict = diagnose(refuse(Job(2).run(program).logs()))
+    verdict = diagnose_logs(refuse(Job(2).run(program).logs()))
     assert (verdict.kind, verdict.culprits) == ("cycle", [0, 1])
     assert refused(verdict)

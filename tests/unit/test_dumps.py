@@ -19,10 +19,10 @@ from boxes import MONO, UNIX, Box, busy_box
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from commlens.blackbox import job_dirs
+from commlens.blackbox.reader import read_box
+from commlens.dumps.save import MARKER, Evidence, discard_job, read_evidence, save_dump, save_reports
 from commlens.errors import CommandError, DumpError
-from commlens.formats import places
-from commlens.formats.blackbox import read_box
-from commlens.formats.dumps import MARKER, Evidence, discard_job, read_evidence, save_dump, save_reports
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
 from commlens.model.verdict import Verdict
@@ -58,7 +58,7 @@ class TestRoundTrip:
         assert sorted(path.name for path in saved.iterdir()) == [
             MARKER, "observed-n03.json", *(f"rank{rank}.{100 + rank}.box" for rank in range(4)),
         ]  # fmt: skip
-        for path in places.boxes(job_dir):
+        for path in job_dirs.boxes(job_dir):
             assert (saved / path.name).read_bytes() == path.read_bytes()
         evidence = read_evidence([saved])
         assert (evidence.problems, evidence.job, evidence.other_jobs) == ([], "job-1", [])
@@ -274,7 +274,7 @@ class TestReading:
         ]
 
     def test_it_needs_neither_torch_nor_rich_nor_numpy(self) -> None:
-        code = "import sys, commlens.formats.dumps; print(sorted({'torch', 'rich', 'numpy'} & set(sys.modules)))"
+        code = "import sys, commlens.dumps.save; print(sorted({'torch', 'rich', 'numpy'} & set(sys.modules)))"
         assert run(code).strip() == "[]"
 
     @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -435,7 +435,7 @@ class TestSaving:
 import resource
 from pathlib import Path
 from commlens.errors import DumpError
-from commlens.formats.dumps import save_dump
+from commlens.dumps.save import save_dump
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))
 try:
     save_dump(Path({str(job_dir)!r}), Path({str(tmp_path / "dumps")!r}), {{}}, host="n03", keep=3)
@@ -475,7 +475,7 @@ class TestDiscarding:
         job_dir = live_job(tmp_path)
         (tmp_path / "link").symlink_to(job_dir)
         discard_job(tmp_path / "link")
-        assert len(places.boxes(job_dir)) == 4
+        assert len(job_dirs.boxes(job_dir)) == 4
         assert (tmp_path / "link").is_symlink()
 
     def test_several_at_once(self, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnose import diagnose
-from commlens.diagnose.entries import Wanted, entries_of, lay_out, wanted_by
-from commlens.formats.log_rows import rows_of_log
+from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.entries import Wanted, entries_of, lay_out, wanted_by
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.model.entries import EntryTable
 from commlens.model.ranklog import RankLog
 from commlens.reports.entries_terminal import print_entries, room
@@ -19,7 +19,7 @@ Program = Callable[[Job, int], Iterator[object]]
 
 
 def table_of(logs: Sequence[RankLog], wanted: Wanted | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
-    chosen = wanted or wanted_by(diagnose(logs))
+    chosen = wanted or wanted_by(diagnose_logs(logs))
     return lay_out([found for log in logs if (found := entries_of(rows_of_log(log), chosen))], chosen, rows=rows, columns=columns)
 
 
@@ -59,7 +59,7 @@ def test_stacks_are_shown_once() -> None:
 def test_many_ranks_fit_on_one_screen() -> None:
     rows, columns, width = room(100, 24)
     logs = stuck(8, 2)
-    like = [found for log in logs if (found := entries_of(rows_of_log(log), wanted_by(diagnose(logs))))]
+    like = [found for log in logs if (found := entries_of(rows_of_log(log), wanted_by(diagnose_logs(logs))))]
     several = []
     for rank in range(4096):
         one = like[2 if rank == 1234 else 0]
@@ -108,7 +108,7 @@ def test_messages_stand_in_each_ranks_own_order() -> None:
 
 def test_ranks_and_groups_can_be_chosen() -> None:
     logs = stuck(4, 2)
-    verdict = diagnose(logs)
+    verdict = diagnose_logs(logs)
     assert [column.ranks for column in table_of(logs, wanted_by(verdict, only={0, 2})).columns] == [[2], [0]]
     assert table_of(logs, wanted_by(verdict, groups=["default_pg"])).fault == 11
     assert printed(table_of(logs, wanted_by(verdict, groups=["other"]))) == ["There are no entries to show."]

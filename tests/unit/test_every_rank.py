@@ -12,10 +12,10 @@ import pytest
 from builders import Job
 from test_diagnose_findings import training
 
-from commlens.formats.every_rank import read_foreign
-from commlens.formats.gathered import Gathered, gather
-from commlens.formats.log_rows import rows_of_log
-from commlens.formats.rows import Rows
+from commlens.dumps.discover import Gathered, gather
+from commlens.dumps.parallel import read_foreign
+from commlens.formats.columns import Rows
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.flight_recorder import to_pickle
 
 
@@ -53,8 +53,8 @@ def test_in_threads(dumps: Path) -> None:
 SCRIPT = """
 import multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
-from commlens.formats.every_rank import read_foreign
-from commlens.formats.gathered import gather
+from commlens.dumps.parallel import read_foreign
+from commlens.dumps.discover import gather
 
 def count(several):
     return [(rows.rank, len(rows)) for rows in several]
@@ -85,11 +85,11 @@ def test_nothing(tmp_path: Path) -> None:
 def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
     script = (
         "import os\n"
-        "from commlens.formats.numpy_alone import import_numpy_alone\n"
+        "from commlens.dumps.numpy_import import import_numpy_alone\n"
         "before = dict(os.environ)\n"
         "import_numpy_alone()\n"
-        "from commlens.formats.every_rank import _may_fork\n"
-        "import commlens.diagnose.paths, commlens.diagnose.extract\n"
+        "from commlens.dumps.parallel import _may_fork\n"
+        "import commlens.diagnosis.api, commlens.diagnosis.extract\n"
         "assert dict(os.environ) == before\n"
         "assert _may_fork(), os.listdir('/proc/self/task')\n"
     )

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from flight_recorder_dumps import dump, entry
 
+from commlens.dumps import detect
 from commlens.errors import FormatError
-from commlens.formats import detect
 from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
 from commlens.formats.flight_recorder.names import read_name
 from commlens.formats.flight_recorder.pickle_data import read_pickle

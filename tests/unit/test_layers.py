@@ -1,10 +1,10 @@
-"""Layers point one way: commands -> launch, watch -> diagnose, reports -> formats, compare -> model."""
+"""Imports point one way, between rooms and between files: no circle, not even through an import inside a function."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -14,58 +14,65 @@ from conftest import SOURCE
 PACKAGE = SOURCE / "commlens"
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "version": set(),
     "errors": set(),
-    "config": {"errors", "formats"},
+    "atomic_write": {"errors"},
+    "config": {"blackbox", "errors"},
     "model": set(),
-    "compare": {"model"},
-    "formats": {"errors", "model"},
-    "diagnose": {"compare", "errors", "formats", "model"},
-    "reports": {"compare", "diagnose", "errors", "formats", "model"},
-    "watch": {"compare", "config", "diagnose", "errors", "formats", "model", "reports"},
-    "native": {"errors", "formats"},
-    "capture": {
-        "config",
-        "errors",
-        "formats",
-        "model",
-        "native",
-        "verify",
-        "watch",
-    },  # its bootstrap starts the verifier; watch: a dump on demand
-    "reading": {"errors", "formats", "model", "reports"},
-    "verify": {"capture", "compare", "errors", "formats", "model"},
-    "trace": {"capture", "errors", "formats", "model", "reading"},
-    "launch": {"capture", "config", "errors", "formats", "native", "reading", "reports", "trace", "watch"},
+    "matching": {"model"},
+    "blackbox": {"errors", "model"},
+    "formats": {"atomic_write", "blackbox", "errors", "model"},
+    "dumps": {"blackbox", "errors", "formats", "model"},
+    "diagnosis": {"dumps", "errors", "formats", "matching", "model"},
+    "traces": {"atomic_write", "errors", "formats", "model", "reports"},
+    "reports": {"diagnosis", "errors", "formats", "matching", "model", "traces", "version"},
+    "watch": {"blackbox", "config", "diagnosis", "dumps", "errors", "matching", "model", "reports"},
+    "native": {"blackbox", "errors"},
+    "tap": {"blackbox", "capture", "model"},
+    "capture": {"blackbox", "config", "errors", "model", "native", "tap", "verification", "version", "watch"},
+    "verification": {"blackbox", "capture", "errors", "matching", "model", "tap"},
+    "tracing": {"blackbox", "errors", "model", "tap", "traces", "version"},
+    "launch": {"blackbox", "capture", "config", "errors", "native", "reports", "traces", "tracing", "version", "watch"},
     "scenarios": {"errors", "model"},
     "commands": {
-        "compare",
+        "atomic_write",
         "config",
-        "diagnose",
+        "diagnosis",
+        "dumps",
         "errors",
         "formats",
         "launch",
         "model",
         "native",
-        "reading",
         "reports",
         "scenarios",
-        "trace",
+        "traces",
+        "tracing",
+        "version",
         "watch",
     },
-    "__init__": {"capture", "diagnose", "errors", "model", "reading", "trace", "verify", "watch"},
+    "__init__": {"capture", "diagnosis", "errors", "model", "traces", "tracing", "verification", "version", "watch"},
     "__main__": {"commands"},
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""
 
-TORCH_USERS = {"capture", "launch", "native", "scenarios", "trace", "verify"}
+TORCH_USERS = {"capture", "launch", "native", "scenarios", "tap", "tracing", "verification"}
 STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",
     "commlens/errors.py",
-    "commlens/formats/layout.py",
-    "commlens/formats/places.py",
+    "commlens/version.py",
+    "commlens/blackbox/layout.py",
+    "commlens/blackbox/job_dirs.py",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {module_name(path) for path in FILES}
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
@@ -76,34 +83,108 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: imports are absolute here"
             module = node.module or ""
-            yield from ((f"{module}.{alias.name}" if module == "commlens" else module, node.lineno) for alias in node.names)
+            for alias in node.names:
+                inner = f"{module}.{alias.name}"
+                yield inner if inner in MODULES else module, node.lineno
 
 
-def room(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def room(module: str) -> str:
+    """The room of one of our modules; the package's own ``__init__`` and ``__main__`` count as rooms."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def circles(graph: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node (Tarjan)."""
+    found: list[list[str]] = []
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+
+    def visit(node: str) -> None:
+        order[node] = low[node] = len(order)
+        path.append(node)
+        for other in graph.get(node, ()):
+            if other not in order:
+                visit(other)
+            if other in path:
+                low[node] = min(low[node], low[other])
+        if low[node] == order[node]:
+            component = path[path.index(node) :]
+            del path[path.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in graph:
+        if node not in order:
+            visit(node)
+    return found
+
+
+def our_imports() -> dict[str, set[str]]:
+    return {
+        module_name(path): {module for module, _ in imports(path) if module in MODULES and module != module_name(path)} for path in FILES
+    }
 
 
 def test_every_room_has_its_rule():
-    assert {room(path) for path in FILES if PACKAGE in path.parents} == set(MAY_IMPORT)
+    assert {room(module_name(path)) for path in FILES if PACKAGE in path.parents} == set(MAY_IMPORT)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_file_imports_only_what_its_room_may(path):
     if PACKAGE not in path.parents:
         return
-    here = room(path)
+    here = room(module_name(path))
     for module, line in imports(path):
-        top, *rest = module.split(".")
-        if top == "commlens":
-            there = rest[0] if rest else ""
-            assert there in MAY_IMPORT[here] | {here, "__version__", ""}, f"{path}:{line}: {here} may not import {module}"
+        top = module.split(".")[0]
+        if module == "commlens":
+            assert here == "scenarios", f"{path}:{line}: only the scenarios, which are user programs, import the public names"
+        elif top == "commlens":
+            assert room(module) in MAY_IMPORT[here] | {here}, f"{path}:{line}: {here} may not import {module}"
         elif top == "torch":
             assert here in TORCH_USERS, f"{path}:{line}: {here} may not import torch"
 
 
+# Still to be cut; nothing may be added.
+KNOWN_FILE_CIRCLES = [
+    {"capture.session", "verification.accelerate", "verification.operation"},
+    {"capture.recorder", "verification.announcer", "verification.planning", "verification.verifier"},
+    {"dumps.sources.remote", "dumps.sources.source"},
+    {"formats.flight_recorder", "formats.flight_recorder.native_entries"},
+    {"tracing.tracer", "tracing.ops", "tracing.packets"},
+    {"traces.trace", "traces.ranks", "traces.diff_ranks", "traces.assertions", "reports.trace_page"},
+]
+KNOWN_ROOM_CIRCLES = [{"capture", "tap", "verification"}, {"reports", "traces"}]
+
+
+def test_no_circle_between_files():
+    for circle in circles(our_imports()):
+        assert any({name.removeprefix("commlens.") for name in circle} <= known for known in KNOWN_FILE_CIRCLES), circle
+
+
+def test_no_circle_between_rooms():
+    rooms: dict[str, set[str]] = {}
+    for module, others in our_imports().items():
+        if module.startswith("commlens"):
+            rooms.setdefault(room(module), set()).update(room(other) for other in others if room(other) != room(module))
+    for circle in circles(rooms):
+        assert any(set(circle) <= known for known in KNOWN_ROOM_CIRCLES), circle
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_file_looks_up_our_own_modules(path):
+    """A look-up in ``sys.modules`` is an import that the tests above cannot see."""
+    source = path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Call, ast.Subscript)):
+            text = ast.get_source_segment(source, node) or ""
+            assert not text.startswith(('sys.modules.get("commlens', 'sys.modules["commlens')), f"{path}:{node.lineno}: {text}"
+
+
 @pytest.mark.parametrize("name", STANDARD_LIBRARY_ONLY)
 def test_what_a_worker_always_loads_is_standard_library_only(name):
-    allowed = {"commlens.errors", "commlens.formats.layout", "commlens.capture"}  # capture: inside commlens_autoload.start
+    allowed = {"commlens.errors", "commlens.blackbox.layout", "commlens.capture.session"}  # session: inside commlens_autoload.start
     for module, line in imports(SOURCE / name):
         if name == "commlens/config.py" and module == "yaml":
             continue  # only when there is a file to read

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_diagnose_findings import at, training
 
-from commlens.diagnose import diagnose
+from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.verdict import Finding, Verdict
 
 
@@ -59,7 +59,7 @@ def shown(verdict: Verdict) -> Tags:
 
 
 def test_what_a_notebook_shows() -> None:
-    text = shown(diagnose(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs())).text
+    text = shown(diagnose_logs(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs())).text
     assert "Verdictrank 2 never reached all_reduce #11" in text
     assert "Nextlook at load_batch" in text
 

@@ -13,8 +13,8 @@ from builders import Job, Stay
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.diagnose.moved import compare_standings, standing_of
-from commlens.formats.log_rows import rows_of_log
+from commlens.diagnosis.dump_diff import compare_standings, standing_of
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.model.movement import Moved, Movement, Place
 from commlens.model.ranklog import RankLog
 

@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from commlens.blackbox import layout as L
 from commlens.errors import NativeEngineError
-from commlens.formats import layout as L
 from commlens.native import build, cache
 from conftest import RunCommlens
 

@@ -10,7 +10,8 @@ from commlens.errors import CommandError
 from commlens.model.collective import ProcessGroup
 from commlens.model.network import Network
 from commlens.model.trace import Phase, TraceData, TraceEvent
-from commlens.reading.network import (
+from commlens.reports.network_terminal import print_estimate, seconds
+from commlens.traces.network import (
     PRESETS,
     collective_seconds,
     estimate,
@@ -20,7 +21,6 @@ from commlens.reading.network import (
     parse_duration,
     preset,
 )
-from commlens.reports.network_terminal import print_estimate, seconds
 
 NET = Network(intra_bandwidth=100e9, inter_bandwidth=10e9, intra_latency=0.0, inter_latency=0.0, ranks_per_node=4)
 MB = 1_000_000

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commlens.capture.groups import give_back, numbers
+from commlens.tap.groups import give_back, numbers
 
 
 def test_a_number_that_was_given_back_is_the_next_one() -> None:

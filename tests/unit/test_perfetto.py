@@ -13,7 +13,7 @@ from test_diagnose_findings import at
 from traces import training
 
 import commlens
-from commlens.formats.log_rows import rows_of_log
+from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted import perfetto
 from commlens.reports.trace_perfetto import to_perfetto
 

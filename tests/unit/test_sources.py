@@ -22,9 +22,9 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlens.dumps.sources import Source, archives, compression, open_sources
+from commlens.dumps.sources import source as source_module
 from commlens.errors import CommandError, FormatError, MissingDependency
-from commlens.formats.sources import Source, archives, compression, open_sources
-from commlens.formats.sources import source as source_module
 
 CONTENT = b"".join(b"entry %d of a dump that says %d\n" % (number, zlib.crc32(b"%d" % number)) for number in range(20_000))
 PACKERS: dict[str, Callable[[bytes], bytes]] = {

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlens.formats.sources.names import RANK_MAX, named, settle
+from commlens.dumps.sources.rank_from_name import RANK_MAX, named, settle
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlens.formats import detect
-from commlens.formats.rows import STARTED
+from commlens.dumps import detect
+from commlens.formats.columns import STARTED
 from commlens.formats.torch_log import read_torch_log
 from commlens.formats.torch_log.lines import group_of, moment_of, progress_of, speaker_of, timeouts_of
 from commlens.model.ranklog import End

@@ -11,7 +11,7 @@ from traces import Recorder, block, one_event, training
 import commlens
 from commlens import assert_comms, assert_matches_golden
 from commlens.model.trace import Coverage, Phase, TraceData
-from commlens.reading.assertions import condense
+from commlens.traces.assertions import condense
 
 
 def failure(*args: object, **more: object) -> str:

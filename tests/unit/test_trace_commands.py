@@ -11,8 +11,8 @@ from traces import one_event, training
 
 import commlens
 from commlens import commands
-from commlens.reading.rows import COLUMNS
 from commlens.reports.trace_perfetto import to_perfetto
+from commlens.traces.rows import COLUMNS
 from conftest import RunCommlens
 
 

@@ -12,8 +12,8 @@ from traces import Recorder, block, training
 
 import commlens
 from commlens.model.trace import Phase, TraceData, TraceEvent
-from commlens.reading.compare_ranks import compare_ranks
-from commlens.reading.ranks import merge
+from commlens.traces.diff_ranks import compare_ranks
+from commlens.traces.ranks import merge
 
 Edit = Callable[[TraceEvent], "TraceEvent | None"]
 

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from traces import one_event, training
 
 import commlens
+from commlens.atomic_write import write_whole
 from commlens.formats.trace_json import encode, read_trace, write_trace
-from commlens.formats.whole_file import write_whole
 from commlens.model.collective import Frame, FrameKind, ProcessGroup
 from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
 from commlens.model.trace_changes import Change, Comparison

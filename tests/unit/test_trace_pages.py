@@ -15,9 +15,9 @@ from traces import training
 import commlens
 from commlens.commands import main
 from commlens.formats.trace_json import encode, write_trace
-from commlens.reading import pages
-from commlens.reading.pages import VIEWER_FILE, trace_page, viewer_page
-from commlens.reading.ranks import RankTraces
+from commlens.reports import trace_page as trace_page_module
+from commlens.reports.trace_page import VIEWER_FILE, trace_page, viewer_page
+from commlens.traces.ranks import RankTraces
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
@@ -68,7 +68,7 @@ def test_ranks_are_in_it_by_class(tmp_path, capsys):
 
 
 def test_more_classes_than_a_page_holds_are_said(monkeypatch):
-    monkeypatch.setattr(pages, "MOST_CLASSES", 2)
+    monkeypatch.setattr(trace_page_module, "MOST_CLASSES", 2)
     head, traces = carried(trace_page(RankTraces(commlens.Trace(training(rank, layers=rank + 1)) for rank in range(3)), name="x"))
     assert head["notes"] == ["There are 3 classes of ranks; one of each of the 2 largest is here."]
     assert traces.count('"schema"') == 2

@@ -12,10 +12,10 @@ import commlens
 from commlens.model.collective import ProcessGroup
 from commlens.model.trace import Coverage, Owner, Phase, TraceData
 from commlens.model.wire_bytes import wire_bytes
-from commlens.reading import words
-from commlens.reading.fields import FIELDS
-from commlens.reading.rows import COLUMNS
 from commlens.reports.trace_terminal import render
+from commlens.traces import wording
+from commlens.traces.fields import FIELDS
+from commlens.traces.rows import COLUMNS
 
 SUMMARY = """\
 32 collectives, 340 kB on the wire, over 2 optimizer steps (16 and 170 kB each),
@@ -259,7 +259,7 @@ def test_owner_elsewhere_is_named():
     ],
 )
 def test_folding(paths, folded):
-    assert words.fold(paths) == folded
+    assert wording.fold(paths) == folded
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_folding(paths, folded):
     [("(Shard(dim=0),)", "Shard(0)"), ("(Shard(dim=0), Replicate())", "(Shard(0), Replicate())"), ("(Partial(sum),)", "Partial(sum)")],
 )
 def test_placements(text, shown):
-    assert words.placements(text) == shown
+    assert wording.placements(text) == shown
 
 
 @pytest.mark.parametrize(
     ("amount", "text"), [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (99_949, "99.9 kB"), (999_500, "1.0 MB"), (16_777_216, "16.8 MB")]
 )
 def test_sizes(amount, text):
-    assert words.size(amount) == text
+    assert wording.size(amount) == text

@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from builders import MS, Die, Job, Stay, Step, all_reduce, recv, send
 
-from commlens.diagnose import diagnose
+from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.verdict_page import verdict_page
 from commlens.reports.verdict_page.model import VerdictPage
 
 
 def page_of(logs: list[RankLog]) -> VerdictPage:
-    page = verdict_page(diagnose(logs), logs)
+    page = verdict_page(diagnose_logs(logs), logs)
     assert msgspec.json.decode(msgspec.json.encode(page), type=VerdictPage) == page
     return page
 

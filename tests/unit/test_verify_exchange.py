@@ -9,12 +9,12 @@ import pytest
 
 pytest.importorskip("torch")
 
+from commlens.blackbox import board as B
+from commlens.blackbox import refusal_log, wakeup
+from commlens.blackbox.board import Board, PeerBoard
+from commlens.blackbox.refusal_log import Alarms
+from commlens.blackbox.wakeup import Bells
 from commlens.native import cache
-from commlens.verify import alarm, bells
-from commlens.verify import board as B
-from commlens.verify.alarm import Alarms
-from commlens.verify.bells import Bells
-from commlens.verify.board import Board, PeerBoard
 
 KEY = B.key_of("a channel")
 
@@ -41,10 +41,10 @@ def test_the_layouts_in_cpp_are_those_of_boards_and_bells(module: Any) -> None:
     for name, value in module.board_layout().items():
         assert value == getattr(B, name), name
     layout = module.bells_layout()
-    assert layout.pop("bell of 300") == bells._bell(300)
+    assert layout.pop("bell of 300") == wakeup._bell(300)
     for name, value in layout.items():
-        assert value == getattr(bells, name), name
-    assert (alarm._COUNT, alarm._CHANGES) == (0, 1)
+        assert value == getattr(wakeup, name), name
+    assert (refusal_log._COUNT, refusal_log._CHANGES) == (0, 1)
 
 
 def test_python_reads_what_cpp_announces_and_withdraws(module: Any, tmp_path: Path) -> None:

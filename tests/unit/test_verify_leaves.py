@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlens.verify.leaves import compare_leaves, describe, packed, unpacked
+from commlens.verification.arguments import compare_leaves, describe, packed, unpacked
 
 Point = collections.namedtuple("Point", "x y")
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from watch_ranks import Rank
 
+from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
-from commlens.formats import places
 from commlens.watch.jobs import discard_forgotten, find_jobs
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[dict[str, Rank]]:
-    folder = places.user_folder(tmp_path)
+    folder = job_dirs.user_folder(tmp_path)
     made = {name: Rank(folder / name, 0, 1) for name in ("train-1", "train-2", "other")}
     yield made
     for rank in made.values():
@@ -28,7 +28,7 @@ def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[s
     assert [job.name for job in find_jobs("train-2", root)] == ["train-2"]
     assert [job.name for job in find_jobs("oth", root)] == ["other"]
     assert [job.name for job in find_jobs(str(ranks["train-1"].pid), root)] == ["train-1"]
-    assert find_jobs(str(places.user_folder(tmp_path) / "other"), root)[0].name == "other"
+    assert find_jobs(str(job_dirs.user_folder(tmp_path) / "other"), root)[0].name == "other"
     with pytest.raises(CommandError, match="fits several jobs: train-1, train-2"):
         find_jobs("train", root)
     with pytest.raises(CommandError, match=r"The jobs are .*other"):
@@ -43,7 +43,7 @@ def test_no_job_at_all(tmp_path: Path) -> None:
 
 
 def test_jobs_that_ended_long_ago_give_their_memory_back(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    folder = places.user_folder(tmp_path)
+    folder = job_dirs.user_folder(tmp_path)
     for name in ("train-1", "train-2"):
         ranks[name].end()
     discard_forgotten([folder / "train-2"])

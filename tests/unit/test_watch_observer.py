@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from watch_ranks import eventually
 
-from commlens.formats import places
+from commlens.blackbox import job_dirs
 from commlens.model.collective import FrameKind
 from commlens.model.ranklog import End
 from commlens.watch import process, pyspy
@@ -40,7 +40,7 @@ def pulse(**changed: int) -> Pulse:
 
 def observer_of(child: subprocess.Popen[str]) -> Observer:
     observer = Observer(stacks_from_outside=False)
-    observer.add(child.pid, places.start_ticks(child.pid))
+    observer.add(child.pid, job_dirs.start_ticks(child.pid))
     return observer
 
 

@@ -12,13 +12,13 @@ from pathlib import Path
 CHILD = r"""
 import json, os, signal, sys, threading, time
 from pathlib import Path
-from commlens.capture.boxwriter import BoxWriter
-from commlens.formats import layout as L, places
+from commlens.blackbox.writer import BoxWriter
+from commlens.blackbox import job_dirs, layout as L
 
 folder, rank, world, options = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
 folder.mkdir(parents=True, exist_ok=True)
-box = BoxWriter(folder / places.box_name(rank, os.getpid()), capacity=64, rank=rank, world_size=world, local_rank=rank,
-    start_ticks=places.start_ticks(os.getpid()),
+box = BoxWriter(folder / job_dirs.box_name(rank, os.getpid()), capacity=64, rank=rank, world_size=world, local_rank=rank,
+    start_ticks=job_dirs.start_ticks(os.getpid()),
     about={"job": folder.name, "host": os.uname().nodename, "pid_namespace": os.readlink("/proc/self/ns/pid"), "prefixes": {}} | options)
 box.word(L.PHASE, 1)
 box.word(L.TIMEOUT_MS, int(options.get("timeout_s", 0) * 1000))

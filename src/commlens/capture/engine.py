@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from commlens import native
-from commlens.capture import tap
-from commlens.capture.boxwriter import BoxWriter
-from commlens.capture.groups import Groups
+from commlens.blackbox.writer import BoxWriter
 from commlens.capture.recorder import Recorder
+from commlens.tap import tap
+from commlens.tap.groups import Groups
 
 log = logging.getLogger("commlens")
 

@@ -13,16 +13,17 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commlens.capture import stacks, tap
-from commlens.capture.asked import Asked, describe
-from commlens.capture.boxwriter import BoxWriter
-from commlens.capture.groups import Channel, Groups
+from commlens.blackbox import layout as L
+from commlens.blackbox.writer import BoxWriter
+from commlens.capture import stacks
 from commlens.capture.recorder import Recorder, Token, error_of
-from commlens.capture.refused import was_not_issued
-from commlens.formats import layout as L
+from commlens.tap import tap
+from commlens.tap.collective_args import Asked, describe
+from commlens.tap.groups import Channel, Groups
+from commlens.tap.rejections import was_not_issued
 
 if TYPE_CHECKING:
-    from commlens.verify.strict import Verifier
+    from commlens.verification.verifier import Verifier
 
 
 class NativeBoxWriter(BoxWriter):

@@ -18,18 +18,19 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from commlens.capture import native, stacks, tap
-from commlens.capture.asked import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
-from commlens.capture.boxwriter import BoxWriter
-from commlens.capture.groups import Channel, Groups, give_back
-from commlens.capture.refused import was_not_issued
-from commlens.formats import layout as L
+from commlens.blackbox import layout as L
+from commlens.blackbox.writer import BoxWriter
+from commlens.capture import backend_progress, stacks
 from commlens.model.ops import POINT_TO_POINT
+from commlens.tap import tap
+from commlens.tap.collective_args import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
+from commlens.tap.groups import Channel, Groups, give_back
+from commlens.tap.rejections import was_not_issued
 
 if TYPE_CHECKING:
     from types import FrameType
 
-    from commlens.verify.strict import Verifier
+    from commlens.verification.verifier import Verifier
 
 log = logging.getLogger("commlens")
 
@@ -499,10 +500,10 @@ class Recorder:
             elif not token.asked.wait_tells or token.asked.op == "reduce_scatter":
                 by_channel.setdefault(token.asked.channel, []).append(token)
         # Read after the tokens were listed: what is issued in between is in torch's count alone, which errs towards "in flight".
-        statuses = native.group_statuses() if by_channel else {}
+        statuses = backend_progress.group_statuses() if by_channel else {}
         for channel, tokens in by_channel.items():
             process_group = channel.group.ref()
-            status = statuses.get(native.group_id(process_group) or "") if process_group is not None else None
+            status = statuses.get(backend_progress.group_id(process_group) or "") if process_group is not None else None
             if status is None:
                 continue
             # Both count this channel's collectives, from different starts: what torch enqueued last is what we recorded last.

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from commlens.blackbox import layout as L
 from commlens.capture import stacks
 from commlens.capture.recorder import Recorder, Token
-from commlens.formats import layout as L
 
 log = logging.getLogger("commlens")
 

@@ -106,7 +106,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(help_text())
         return 0
     if verb in ("-V", "--version"):
-        from commlens import __version__
+        from commlens.version import __version__
 
         print(f"commlens {__version__}")
         return 0

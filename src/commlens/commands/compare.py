@@ -43,15 +43,15 @@ class CompareCommand:
         if any(of_dumps):
             dump, trace = (arguments.before, arguments.after)[:: 1 if of_dumps[0] else -1]
             raise CommandError(f"{dump} is a dump and {trace} is none: give two dumps of one job, or two traces.")
-        from commlens.reading.compare_ranks import compare_ranks
-        from commlens.reading.paths import read_ranks
+        from commlens.traces.diff_ranks import compare_ranks
+        from commlens.traces.files import read_ranks
 
         before, after = read_ranks([arguments.before]), read_ranks([arguments.after])
         comparison = compare_ranks(before.ranks, after.ranks)
         comparison.notes += [*before.notes, *after.notes]
         if arguments.html:
-            from commlens.formats.whole_file import write_whole
-            from commlens.reading.pages import compare_page
+            from commlens.atomic_write import write_whole
+            from commlens.reports.trace_page import compare_page
 
             page = compare_page(before.ranks, after.ranks, comparison, names=(arguments.before, arguments.after))
             write_whole(Path(arguments.html), page, overwrite=arguments.force)
@@ -70,8 +70,8 @@ class CompareCommand:
 
 def _holds_dumps(path: str) -> bool:
     """By content: whether there is a black box or a foreign dump. Traces are none."""
-    from commlens.formats.detect import TEXT
-    from commlens.formats.gathered import gather
+    from commlens.dumps.detect import TEXT
+    from commlens.dumps.discover import gather
 
     found = gather([path])
     return bool(found.ours) or any(name != TEXT.name for name in found.kinds)
@@ -80,9 +80,9 @@ def _holds_dumps(path: str) -> bool:
 def _compare_dumps(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from commlens.diagnose.moved import compare_standings, standing_of
-    from commlens.formats.every_rank import every_rank
-    from commlens.formats.gathered import gather
+    from commlens.diagnosis.dump_diff import compare_standings, standing_of
+    from commlens.dumps.discover import gather
+    from commlens.dumps.parallel import every_rank
 
     problems: list[str] = []
     before, after = ([standing_of(rows) for rows in every_rank(gather([path]), problems)] for path in (arguments.before, arguments.after))

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from commlens import config
+from commlens.atomic_write import write_whole
 from commlens.commands import questionnaire
 from commlens.errors import CommandError
-from commlens.formats.whole_file import write_whole
 
 
 class ConfigCommand:

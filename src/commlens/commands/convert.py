@@ -12,7 +12,7 @@ from commlens.commands.selecting import add_selection, group_names
 from commlens.errors import CommandError, EvidenceError, OutputError
 
 if TYPE_CHECKING:
-    from commlens.formats.rows import Rows
+    from commlens.formats.columns import Rows
 
 FORMATS = ("fr-pickle", "fr-json", "perfetto", "parquet", "csv")
 
@@ -37,8 +37,8 @@ class ConvertCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, write, say what was left out."""
-        from commlens.formats.every_rank import every_rank, narrowed
-        from commlens.formats.gathered import gather
+        from commlens.dumps.discover import gather
+        from commlens.dumps.parallel import every_rank, narrowed
 
         target = Path(arguments.output)
         in_folder = arguments.to in ("fr-pickle", "fr-json")
@@ -91,7 +91,7 @@ def _check_target(target: Path, in_folder: bool, force: bool) -> None:
 
 
 def _write_folder(several: Iterator[Rows], target: Path, to: str, problems: list[str]) -> None:
-    from commlens.formats.whole_file import write_whole
+    from commlens.atomic_write import write_whole
     from commlens.reports.converted import flight_recorder
 
     for rows in several:
@@ -103,7 +103,7 @@ def _write_folder(several: Iterator[Rows], target: Path, to: str, problems: list
 
 def _write_file(several: Iterator[Rows], target: Path, to: str) -> None:
     """Piece by piece into a file beside it, which takes its place when all is well and something was written."""
-    from commlens.formats.whole_file import replacing
+    from commlens.atomic_write import replacing
 
     with replacing(target) as temporary:
         if to == "parquet":

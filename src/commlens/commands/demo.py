@@ -173,14 +173,14 @@ def _python_path() -> str:
 
 def read_verdict(dump_dir: Path) -> Verdict | None:
     """What the newest dump says; None when nothing was dumped."""
-    from commlens.diagnose import diagnose
-    from commlens.formats.dumps import read_evidence
+    from commlens.diagnosis.conclusion import diagnose_logs
+    from commlens.dumps.save import read_evidence
 
     jobs = sorted((path for path in dump_dir.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     if not jobs:
         return None
     evidence = read_evidence([jobs[-1]])
-    return diagnose(evidence.logs, problems=evidence.problems)
+    return diagnose_logs(evidence.logs, problems=evidence.problems)
 
 
 def differences(verdict: Verdict | None, truth: Truth) -> list[str]:

@@ -12,7 +12,7 @@ from commlens.commands.selecting import add_selection
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
-    from commlens.formats.sources import Paths
+    from commlens.dumps.sources import Paths
     from commlens.model.verdict import Verdict
 
 EXIT_NOTHING_WRONG = 0
@@ -49,8 +49,8 @@ class DiagnoseCommand:
         if not side_by_side and (arguments.group or arguments.ranks):
             raise CommandError("--group and --ranks choose what --entries shows: give it, too. A verdict is always made from everything.")
         from commlens.commands.progress import ProgressBar
-        from commlens.diagnose.paths import examine_paths
-        from commlens.formats.sources import name_paths
+        from commlens.diagnosis.api import examine_paths
+        from commlens.dumps.sources import name_paths
 
         paths = name_paths(arguments.paths)
         with ProgressBar("reading dumps") as seen:
@@ -67,7 +67,7 @@ class DiagnoseCommand:
             if side_by_side:
                 _print_entries(arguments, paths, verdict)
         if arguments.html is not None:
-            from commlens.formats.whole_file import write_whole
+            from commlens.atomic_write import write_whole
             from commlens.reports.verdict_page import verdict_html
 
             write_whole(arguments.html, verdict_html(*examined, stalled_after_s=arguments.stalled_after))
@@ -90,7 +90,7 @@ def _add_entries(group: argparse._ArgumentGroup) -> None:
 
 
 def _print_entries(arguments: argparse.Namespace, paths: Paths, verdict: Verdict) -> None:
-    from commlens.diagnose.entries import entries_in, lay_out, wanted_by
+    from commlens.diagnosis.entries import entries_in, lay_out, wanted_by
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()

@@ -13,7 +13,7 @@ from commlens.errors import CommandError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.model.network import Network
-    from commlens.reading.trace import Trace
+    from commlens.traces.trace import Trace
 
 EXIT_PROGRAM_FAILED = 1
 
@@ -29,7 +29,7 @@ class PreviewCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Options, then the program and its own arguments, which are not looked at."""
-        from commlens.reading.network import PRESETS, parse_bandwidth, parse_duration
+        from commlens.traces.network import PRESETS, parse_bandwidth, parse_duration
 
         parser.usage = "commlens preview --world-size N [options] script.py ... | -m module ..."
         parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
@@ -80,7 +80,7 @@ def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: 
 
     worker.check_program(program, module=arguments.module)
     try:
-        from commlens.trace.preview import Preview, check_world
+        from commlens.tracing.preview.preview import Preview, check_world
     except ImportError as missing:
         raise MissingDependency.torch("commlens preview", missing) from None
     check_world(arguments.world_size, arguments.rank)
@@ -133,7 +133,7 @@ class _ImportsForgotten(contextlib.AbstractContextManager[None]):
 
 
 def _network(arguments: argparse.Namespace) -> Network | None:
-    from commlens.reading.network import network_from
+    from commlens.traces.network import network_from
 
     given: dict[str, Any] = {
         name: getattr(arguments, name)
@@ -150,8 +150,8 @@ def _network(arguments: argparse.Namespace) -> Network | None:
 def _print(trace: Trace, network: Network | None, step_time: float | None) -> None:
     trace.summary()
     if network is not None:
-        from commlens.reading.network import estimate
         from commlens.reports.network_terminal import print_estimate
+        from commlens.traces.network import estimate
 
         print_estimate(estimate(trace.data, network, step_time=step_time))
 

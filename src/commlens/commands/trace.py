@@ -36,12 +36,12 @@ class TraceCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Run the program in this interpreter, as if we were not there."""
-        from commlens.launch import traced
+        from commlens.launch import trace_worker
 
         program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
         if not program:
             raise CommandError("Which program? For example: commlens trace train.py --lr 0.1")
-        traced.run(
+        trace_worker.run(
             program,
             module=arguments.module,
             directory=arguments.output,

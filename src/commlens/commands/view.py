@@ -12,7 +12,7 @@ from commlens.errors import CommandError
 from commlens.model.sizes import size
 
 if TYPE_CHECKING:
-    from commlens.reading.ranks import RankTraces
+    from commlens.traces.ranks import RankTraces
 
 _FILTERS = {
     "phase": "forward, backward, recomputation, optimizer, outside or unclassified",
@@ -40,7 +40,7 @@ class ViewCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
-        from commlens.reading.network import PRESETS
+        from commlens.traces.network import PRESETS
 
         parser.add_argument("paths", nargs="*", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one for each rank")
         filters = parser.add_argument_group(
@@ -63,7 +63,7 @@ class ViewCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, cut, print."""
-        from commlens.reading.paths import read_ranks
+        from commlens.traces.files import read_ranks
 
         if not arguments.paths:
             return _empty_viewer(arguments)
@@ -74,7 +74,7 @@ class ViewCommand:
         for note in read.notes:
             _say(note)
         if arguments.rank is not None:
-            from commlens.reading.ranks import RankTraces
+            from commlens.traces.ranks import RankTraces
 
             if arguments.rank not in ranks.by_rank:
                 raise CommandError(f"There is no trace of rank {arguments.rank} here; there are those of {_listed(ranks)}.")
@@ -121,11 +121,11 @@ class ViewCommand:
 
     @staticmethod
     def _write(ranks: RankTraces, arguments: argparse.Namespace) -> bool:
-        from commlens.formats.whole_file import write_whole
+        from commlens.atomic_write import write_whole
 
         if arguments.csv:
-            from commlens.reading.rows import COLUMNS
             from commlens.reports.trace_csv import to_csv
+            from commlens.traces.rows import COLUMNS
 
             rows = ranks.to_rows()
             text = to_csv(rows, COLUMNS)
@@ -148,9 +148,9 @@ class ViewCommand:
 
 
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
-    from commlens.formats.whole_file import write_whole
-    from commlens.reading.network import preset
-    from commlens.reading.pages import trace_page
+    from commlens.atomic_write import write_whole
+    from commlens.reports.trace_page import trace_page
+    from commlens.traces.network import preset
 
     name = Path(arguments.paths[0]).name or arguments.paths[0]
     names = [name] if len(ranks) == 1 else [f"{name}, rank {rank}" for rank in ranks.ranks]
@@ -164,8 +164,8 @@ def _empty_viewer(arguments: argparse.Namespace) -> int:
     """Write the page that waits for a file, and open it where somebody sits before a browser."""
     import webbrowser
 
-    from commlens.formats.whole_file import write_whole
-    from commlens.reading.pages import VIEWER_FILE, viewer_page
+    from commlens.atomic_write import write_whole
+    from commlens.reports.trace_page import VIEWER_FILE, viewer_page
 
     given = [name for name, value in vars(arguments).items() if value and name not in ("command", "html", "force", "paths")]
     if given:

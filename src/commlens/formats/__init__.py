@@ -1,1 +1,1 @@
-"""One module per file format, read or write: the black box, dumps, what was observed."""
+"""Files of other tools: one reader for each format, all of which return the same columns."""

@@ -13,8 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
+from commlens.atomic_write import write_whole
 from commlens.errors import FormatError
-from commlens.formats.whole_file import write_whole
 from commlens.model.trace import SCHEMA, TraceData
 
 _GZIP: Final = b"\x1f\x8b"

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commlens import __version__, config
-from commlens.formats import places
-from commlens.formats.layout import box_size
+from commlens import config
+from commlens.blackbox import job_dirs
+from commlens.blackbox.layout import box_size
+from commlens.version import __version__
 
 MEGABYTE = 1_000_000
 
@@ -139,7 +140,7 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
 def _shared_memory(report: Report, settings: config.Settings) -> str:
     need = box_size(settings.box_entries)
     lines, room = [], False
-    for root in places.box_roots(settings.box_dir):
+    for root in job_dirs.box_roots(settings.box_dir):
         try:
             free = shutil.disk_usage(root).free
         except OSError as error:

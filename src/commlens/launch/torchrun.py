@@ -17,10 +17,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import MissingDependency
-from commlens.formats import places
-from commlens.launch import autoload, traces
+from commlens.launch import autoload, trace_summary
 from commlens.launch.options import add_settings, settings_from
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
@@ -98,7 +98,7 @@ def launch(argv: Sequence[str]) -> int:
         return 1
     finally:
         if tracing:
-            traces.say_what_was_traced(settings.trace_dir, since=started)
+            trace_summary.say_what_was_traced(settings.trace_dir, since=started)
     return 0
 
 
@@ -109,12 +109,12 @@ def job_name(arguments: argparse.Namespace) -> str:
     common is the rendezvous.
     """
     nodes = str(getattr(arguments, "nnodes", "1")).split(":")[-1]
-    program = places.safe_name(Path(str(arguments.training_script)).stem, 40)
+    program = job_dirs.safe_name(Path(str(arguments.training_script)).stem, 40)
     if nodes == "1":
         return f"{program}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     meeting = [str(getattr(arguments, name, "") or "") for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")]
     slurm = os.environ.get("SLURM_JOB_ID", "")
-    return places.safe_name("-".join([program, slurm, *(part for part in meeting if part not in ("none", ""))]), 120)
+    return job_dirs.safe_name("-".join([program, slurm, *(part for part in meeting if part not in ("none", ""))]), 120)
 
 
 def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
@@ -149,8 +149,8 @@ def _use_worker_half(arguments: argparse.Namespace) -> None:
 def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> Iterator[None]:
     """A watcher in a thread of this process while the job runs, and its last words before torchrun's own."""
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
-    roots = list(dict.fromkeys(root.resolve() for root in places.box_roots(settings.box_dir)))
-    folders = [places.user_folder(root) / str(settings.job) for root in roots]
+    roots = list(dict.fromkeys(root.resolve() for root in job_dirs.box_roots(settings.box_dir)))
+    folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
     watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=_end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
     # Signals that this process gets are told to the watcher too, by a byte each: torchrun's handlers stay as they are.

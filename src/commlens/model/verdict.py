@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from commlens.model.verdict_html import verdict_html
+
 SCHEMA = "commlens.verdict/1"
 
 Kind = Literal[
@@ -121,8 +123,6 @@ class Verdict(msgspec.Struct, kw_only=True):
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from commlens.model.verdict_html import verdict_html
-
         return verdict_html(self)
 
     @classmethod

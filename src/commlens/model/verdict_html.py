@@ -1,18 +1,18 @@
-"""The verdict as a small piece of HTML, for notebooks. Everything in it is escaped, and it has no script."""
+"""A verdict as a small piece of HTML for notebooks. All text is escaped, and there is no script.
+
+The argument is a :class:`commlens.model.verdict.Verdict`, untyped here so that the two modules do not import each other.
+"""
 
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from commlens.model.verdict import Finding, Verdict
+from typing import Any
 
 _COLOURS = {"healthy": "#1a7f37", "waiting": "#9a6700"}
 _MOST = 8  # sentences of each list
 
 
-def verdict_html(verdict: Verdict) -> str:
+def verdict_html(verdict: Any) -> str:
     """The answer, why, what to do next; what supports it and what is not known can be opened."""
     colour = _COLOURS.get(verdict.kind, "#cf222e")
     rows = [("Verdict", _sentence(verdict.summary)), ("Why", verdict.explanation), ("Next", _sentence(verdict.next_step))]
@@ -40,8 +40,8 @@ def _details(title: str, sentences: list[str]) -> str:
     return f"<details><summary>{title} ({len(sentences)})</summary><ul>{items}</ul></details>"
 
 
-def _with_ranks(finding: Finding) -> str:
-    return finding.summary + (f" ({finding.source})" if finding.source and finding.source not in finding.summary else "")
+def _with_ranks(finding: Any) -> str:
+    return str(finding.summary) + (f" ({finding.source})" if finding.source and finding.source not in finding.summary else "")
 
 
 def _sentence(text: str) -> str:

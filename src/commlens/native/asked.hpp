@@ -16,7 +16,7 @@ namespace commlens {
 using Counter = std::atomic<uint64_t>;
 
 struct Channel {
-  PyRef python;  // commlens.capture.groups.Channel
+  PyRef python;  // commlens.tap.groups.Channel
   std::atomic<uint64_t> blob{0};
   std::atomic<uint32_t> busy{0};  // the thread that is issuing on it right now
   Counter numbers{0};
@@ -25,7 +25,7 @@ struct Channel {
 };
 
 struct Asked {
-  PyRef python;  // commlens.capture.asked.Asked
+  PyRef python;  // commlens.tap.collective_args.Asked
   Channel* channel = nullptr;
   Counter* number = nullptr;
   Counter* tagged = nullptr;  // gloo matches messages by tag: what meets what is counted by it

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from commlens.blackbox import layout as L
 from commlens.errors import NativeEngineError
-from commlens.formats import layout as L
 
 MODULE: Final = "commlens_native"
 LIBRARY_PREFIX: Final = f"{MODULE}-"
@@ -122,7 +122,7 @@ def check(path: Path, checksum: str) -> None:
     compiled = load_file(path, checksum).layout()
     wrong = [name for name, value in compiled.items() if getattr(L, name, value) != value]
     if wrong:
-        raise NativeEngineError(f"{path} writes another layout: {', '.join(wrong)} differ from commlens.formats.layout.")
+        raise NativeEngineError(f"{path} writes another layout: {', '.join(wrong)} differ from commlens.blackbox.layout.")
 
 
 _loaded: Any = None

@@ -95,9 +95,9 @@ py::dict layout() {
 
 PYBIND11_MODULE(commlens_native, module) {
   using namespace commlens;
-  module.def("layout", &layout, "The layout that was compiled in, by the names of commlens.formats.layout.");
-  module.def("board_layout", &board_layout, "The same of boards, by the names of commlens.verify.board.");
-  module.def("bells_layout", &bells_layout, "And of bells, by the names of commlens.verify.bells.");
+  module.def("layout", &layout, "The layout that was compiled in, by the names of commlens.blackbox.layout.");
+  module.def("board_layout", &board_layout, "The same of boards, by the names of commlens.blackbox.board.");
+  module.def("bells_layout", &bells_layout, "And of bells, by the names of commlens.blackbox.wakeup.");
   module.def("install", [](const py::list& specs, const py::object& slow) {
     std::vector<OpSpec> all;
     for (const auto& spec : specs) all.push_back(spec_of(py::reinterpret_borrow<py::object>(spec), all.size()));

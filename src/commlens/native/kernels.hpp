@@ -13,7 +13,7 @@ namespace commlens {
 inline std::atomic<Recorder*> active{nullptr};
 inline std::atomic<bool> python_taps{false}, python_waits{false};
 inline std::atomic<uint64_t> fake_keys{0};  // a keyset by which collectives on fake and meta tensors run; 0: as torch would run them
-inline PyObject* slow_path = nullptr;  // the module commlens.capture.tap; kept for ever
+inline PyObject* slow_path = nullptr;  // the module commlens.tap.tap; kept for ever
 
 // A function of it. With the GIL.
 inline PyRef call_slow_path(const char* name, PyObject* first, PyObject* second = nullptr, PyObject* third = nullptr) {
@@ -60,7 +60,7 @@ class Tap : public c10::OperatorKernel {
   }
 
  private:
-  // --- subscribers in Python (a tracer): commlens.capture.tap does with them what its own kernel does
+  // --- subscribers in Python (a tracer): commlens.tap.tap does with them what its own kernel does
 
   PyRef tell_begin(Arguments arguments, bool fake) {
     Gil gil;

@@ -15,7 +15,7 @@
 
 namespace commlens {
 
-// Where an op keeps what matters among its arguments (-1: nowhere). commlens.capture.tap.OpSpec finds it, by schema.
+// Where an op keeps what matters among its arguments (-1: nowhere). commlens.tap.tap.OpSpec finds it, by schema.
 struct OpSpec {
   std::string name;
   size_t number = 0;  // of the op

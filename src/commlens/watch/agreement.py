@@ -1,7 +1,7 @@
 """Whether ranks agree, told as their records come in: what is equal costs a look-up, and memory stays bounded.
 
 What was asked is interned by its bytes, so that ranks that agree compare two small integers. Each number of a channel is held
-against the first rank that came there; :mod:`commlens.compare` decides about what differs, once for each pair of asks.
+against the first rank that came there; :mod:`commlens.matching` decides about what differs, once for each pair of asks.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from commlens.compare import Answer, Aspect, Disagree, compare_coalesced, compare_collectives, compare_pair
-from commlens.formats import layout as L
-from commlens.formats.box_blobs import AskedJson, GroupJson, asked_of, channel_of, decode_blob
-from commlens.formats.box_tail import BoxTail, Raw, reduce_code
+from commlens.blackbox import layout as L
+from commlens.blackbox.blobs import AskedJson, GroupJson, asked_of, channel_of, decode_blob
+from commlens.blackbox.tail import BoxTail, Raw, reduce_code
+from commlens.matching import Answer, Aspect, Disagree, compare_coalesced, compare_collectives, compare_pair
 from commlens.model.collective import Asked, Channel
 from commlens.model.ops import POINT_TO_POINT, REDUCING
 

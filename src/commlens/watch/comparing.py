@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
-from commlens.formats.box_tail import BoxTail
 from commlens.model.ranks import format_ranks
 from commlens.watch.agreement import Agreement, Feed, Found
 from commlens.watch.roster import Member, Roster

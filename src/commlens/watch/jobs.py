@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from commlens.blackbox import job_dirs
+from commlens.blackbox.reader import OpenBox
+from commlens.dumps import save
 from commlens.errors import CommandError, EvidenceError, FormatError
-from commlens.formats import dumps, places
-from commlens.formats.blackbox import OpenBox
 from commlens.watch import process
 
 FORGOTTEN_AFTER_S: Final = 24 * 3600.0
@@ -29,21 +30,21 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
         CommandError: ``wanted`` names none, or the beginning fits several.
     """
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
-    jobs = list({job.resolve(): job for job in reversed(places.live_jobs(box_dir)) if places.boxes(job)}.values())[::-1]
+    jobs = list({job.resolve(): job for job in reversed(job_dirs.live_jobs(box_dir)) if job_dirs.boxes(job)}.values())[::-1]
     if wanted is None:
         if not jobs:
-            where = ", ".join(str(places.user_folder(root)) for root in places.box_roots(box_dir)) or "no memory-backed folder"
+            where = ", ".join(str(job_dirs.user_folder(root)) for root in job_dirs.box_roots(box_dir)) or "no memory-backed folder"
             raise EvidenceError(
                 f"No job is recorded on this machine by this user (looked in {where}). "
                 "Start one with `commlens launch`, `commlens run` or COMMLENS=1."
             )
         return jobs
     if "/" in wanted:
-        if places.boxes(Path(wanted)):
+        if job_dirs.boxes(Path(wanted)):
             return [Path(wanted)]
         raise CommandError(f"There are no black boxes in {wanted}.")
     exact = [job for job in jobs if job.name == wanted]
-    found = exact or [job for job in jobs if wanted.isdigit() and int(wanted) in map(places.box_pid, places.boxes(job))]
+    found = exact or [job for job in jobs if wanted.isdigit() and int(wanted) in map(job_dirs.box_pid, job_dirs.boxes(job))]
     found = found or [job for job in jobs if job.name.startswith(wanted)]
     if len(found) == 1:
         return found
@@ -65,8 +66,8 @@ def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_
     for folder in mine:
         with contextlib.suppress(OSError):
             for job in sorted(folder.parent.iterdir()):
-                if job not in mine and places.boxes(job) and all(_is_forgotten(box, after_s) for box in places.boxes(job)):
-                    dumps.discard_job(job)
+                if job not in mine and job_dirs.boxes(job) and all(_is_forgotten(box, after_s) for box in job_dirs.boxes(job)):
+                    save.discard_job(job)
 
 
 def _is_forgotten(path: Path, after_s: float) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from commlens.diagnose import live
-from commlens.diagnose.words import count, group_phrase
+from commlens.diagnosis import live
+from commlens.diagnosis.wording import count, group_phrase
 from commlens.model.ranklog import RankLog
 from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from commlens.blackbox import job_dirs
+from commlens.blackbox.layout import PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION
+from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
-from commlens.formats import places
-from commlens.formats.blackbox import BoxStatus, OpenBox
-from commlens.formats.layout import PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION
 from commlens.watch import process
 
 
@@ -112,7 +112,7 @@ class Roster:
         if changed == self._seen.get(folder):
             return []
         new: list[Member] = []
-        for path in places.boxes(folder):
+        for path in job_dirs.boxes(folder):
             if path in self._refused or any(member.box is not None and member.box.path == path for member in self.members.values()):
                 continue
             try:

@@ -6,9 +6,9 @@ import os
 import time
 from pathlib import Path
 
+from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.errors import CommandError, FormatError
-from commlens.formats import places
 from commlens.model.ranklog import Observation, RankLog
 from commlens.watch.observer import Observer, Pulse
 from commlens.watch.process import Ending
@@ -83,7 +83,7 @@ def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
     """Read all black boxes of a job, and look at its processes for a moment.
 
     Args:
-        job_dir: the job's folder of boxes, from :func:`commlens.formats.places.live_jobs`.
+        job_dir: the job's folder of boxes, from :func:`commlens.blackbox.job_dirs.live_jobs`.
         window_s: how long to look at the processes: whether one works or sleeps shows only over time.
     """
     roster = Roster([job_dir])
@@ -109,7 +109,7 @@ def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float 
     Raises:
         CommandError: this process is no recorded rank.
     """
-    from commlens.formats import dumps
+    from commlens.dumps import save
 
     job_dir = job_dir or own_job()
     if job_dir is None:
@@ -122,13 +122,13 @@ def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float 
         by_rank = {member.rank: observations[member.pid] for member in roster.current() if member.pid in observations}
     finally:
         roster.close()
-    return dumps.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=Settings.keep_dumps if keep is None else keep)
+    return save.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=Settings.keep_dumps if keep is None else keep)
 
 
 def own_job(box_dir: str | None = None) -> Path | None:
     """The job whose rank this process is."""
     mine = os.getpid()
-    for job in places.live_jobs(box_dir or os.environ.get("COMMLENS_BOX_DIR")):
-        if any(places.box_pid(box) == mine for box in places.boxes(job)):
+    for job in job_dirs.live_jobs(box_dir or os.environ.get("COMMLENS_BOX_DIR")):
+        if any(job_dirs.box_pid(box) == mine for box in job_dirs.boxes(job)):
             return job
     return None

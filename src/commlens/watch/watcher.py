@@ -20,11 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from commlens.blackbox import job_dirs
+from commlens.blackbox.layout import PHASE_CREATED
 from commlens.config import Settings
-from commlens.diagnose.words import verb
+from commlens.diagnosis.wording import verb
+from commlens.dumps import save
 from commlens.errors import CommlensError
-from commlens.formats import dumps, places
-from commlens.formats.layout import PHASE_CREATED
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Verdict
@@ -149,7 +150,7 @@ class Watcher:
         say: gets every line and every verdict; by default they go to stderr.
         workers: the ranks that the launcher started, whether they have a box or not.
         end_job: ends the job in the launcher's own way (``on_stall: abort``); the ranks are killed if that takes too long.
-        judge: makes a verdict of the logs; by default :func:`commlens.diagnose.diagnose`.
+        judge: makes a verdict of the logs; by default :func:`commlens.diagnosis.conclusion.diagnose_logs`.
     """
 
     def __init__(
@@ -238,9 +239,9 @@ class Watcher:
     def _preload(self) -> None:
         """What is needed when something is wrong: by then every tenth of a second counts."""
         if self._judge is None:
-            from commlens.diagnose import diagnose
+            from commlens.diagnosis.conclusion import diagnose_logs
 
-            self._judge = diagnose
+            self._judge = diagnose_logs
         if self._say is say_to_stderr:
             import commlens.reports.terminal  # noqa: F401
 
@@ -536,10 +537,10 @@ class Watcher:
                 )
         saved: Path | None = None
         for folder in self.folders:
-            if not places.boxes(folder):
+            if not job_dirs.boxes(folder):
                 continue
             try:
-                saved = dumps.save_dump(folder, Path(self.settings.dump_dir), observations, host=self._host, keep=self.settings.keep_dumps)
+                saved = save.save_dump(folder, Path(self.settings.dump_dir), observations, host=self._host, keep=self.settings.keep_dumps)
             except CommlensError as error:
                 self._say(f"no dump could be saved in {self.settings.dump_dir}: {error}")
         if saved is None:
@@ -563,7 +564,7 @@ class Watcher:
 
             logs = self._evidence[1] if self._evidence is not None and self._evidence[0] is verdict else self._collect()[0]
             page = verdict_html(verdict, logs, stalled_after_s=self._stalled_after_s)
-            return dumps.save_reports(folder, host=self._host, page=page, verdict=verdict.to_json())
+            return save.save_reports(folder, host=self._host, page=page, verdict=verdict.to_json())
         except Exception as error:  # the dump is there, and the verdict has been told
             log.warning("commlens: the verdict's page could not be made: %s: %s", type(error).__name__, error)
             log.debug("the page's error", exc_info=True)
@@ -619,7 +620,7 @@ class Watcher:
             self._look_back()
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                dumps.discard_job(folder)
+                save.discard_job(folder)
 
     def _add_unseen_failures(self) -> None:
         """Workers that were dead before anybody looked; the agent has their exit codes."""

@@ -46,7 +46,7 @@ def differences(one: Digest, other: Digest) -> list[str]:
 
 def left_behind() -> set[str]:
     """What a trace could leave in the process: hooks, replaced functions, subscriptions, modes."""
-    from commlens.capture import tap
+    from commlens.tap import tap
 
     hooks = [name for name in vars(nn_module) if name.startswith("_global_") and isinstance(vars(nn_module)[name], dict)]
     found = {f"global hook in {name}" for name in hooks if vars(nn_module)[name]}

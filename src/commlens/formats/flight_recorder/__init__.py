@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from commlens.errors import FormatError
+from commlens.formats.columns import Rows
 from commlens.formats.flight_recorder.entries import table_of
 from commlens.formats.flight_recorder.json_data import read_json
-from commlens.formats.flight_recorder.meaning import rows_of
 from commlens.formats.flight_recorder.native_entries import read_table
 from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.table import Table
-from commlens.formats.rows import Rows
+from commlens.formats.flight_recorder.to_columns import rows_of
 
 __all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
 
@@ -19,7 +19,7 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> Rows:
 
     Args:
         data: the file's content.
-        source: the file's name, for messages and for :attr:`~commlens.formats.rows.Rows.source`.
+        source: the file's name, for messages and for :attr:`~commlens.formats.columns.Rows.source`.
 
     Raises:
         FormatError: it cannot be read; the message names the file.
@@ -35,7 +35,7 @@ def read_flight_recorder_json(data: bytes, source: str) -> Rows:
 
     Args:
         data: the file's content.
-        source: the file's name, for messages and for :attr:`~commlens.formats.rows.Rows.source`.
+        source: the file's name, for messages and for :attr:`~commlens.formats.columns.Rows.source`.
 
     Raises:
         FormatError: it cannot be read; the message names the file.

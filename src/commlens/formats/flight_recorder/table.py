@@ -1,7 +1,7 @@
 """The entries of one Flight Recorder dump, column by column, as the file has them.
 
 Two readers make this table, one in Python (:mod:`~commlens.formats.flight_recorder.entries`) and one in C; what the columns
-mean is worked out once, in :mod:`~commlens.formats.flight_recorder.meaning`.
+mean is worked out once, in :mod:`~commlens.formats.flight_recorder.to_columns`.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from __future__ import annotations
 import io
 from typing import BinaryIO, Final
 
-from commlens.formats.rows import Rows
+from commlens.formats.columns import Rows
 from commlens.formats.torch_log.lines import INTERESTING
-from commlens.formats.torch_log.tell import Teller
+from commlens.formats.torch_log.log_parser import Teller
 
 __all__ = ["read_torch_log"]
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.formats.rows import COMPLETED, RETIRED, STARTED, Rows
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, Rows
 from commlens.model.collective import Asked, Channel, TensorSpec
 from commlens.model.ranks import ranks_phrase
 

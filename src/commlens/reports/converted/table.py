@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 
 from commlens.errors import MissingDependency
-from commlens.formats.rows import Rows
+from commlens.formats.columns import Rows
 from commlens.model.collective import Asked, Channel, Stack, TensorSpec, user_frame
 from commlens.model.ranks import format_ranks
 

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-import commlens
+from commlens.version import __version__
 
 Page = Literal["verdict", "trace"]
 
@@ -54,7 +54,7 @@ def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> 
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta name="generator" content="commlens {commlens.__version__}">
+<meta name="generator" content="commlens {__version__}">
 <meta http-equiv="Content-Security-Policy" content="{policy}">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="referrer" content="no-referrer">

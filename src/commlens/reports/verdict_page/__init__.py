@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import commlens
-from commlens.diagnose.choose import choose
-from commlens.diagnose.world import World, build
+from commlens.diagnosis.index import World, build
+from commlens.diagnosis.select_job import choose
 from commlens.model.collective import Collective
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -20,6 +19,7 @@ from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
 from commlens.reports.verdict_page.timeline import Texts, timeline
 from commlens.reports.verdict_page.waiting import wait_graph
+from commlens.version import __version__
 
 _FILES_NAMED = 3
 
@@ -42,7 +42,7 @@ def verdict_page(verdict: Verdict, logs: Sequence[RankLog], world: World | None 
     scene = Scene(verdict, world if world is not None else build(choose(logs)[0], stalled_after_s))
     merged, stack_of = stacks(scene)
     return VerdictPage(
-        commlens=commlens.__version__,
+        commlens=__version__,
         verdict=verdict,
         text=_ticket(scene),
         facts=_facts(scene),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from commlens.diagnose.graph import Builder, Graph
-from commlens.diagnose.mismatch import Trouble, find_troubles
-from commlens.diagnose.words import duration, place, tensors
-from commlens.diagnose.world import Block, ChannelKey, View, World
+from commlens.diagnosis.alignment import Trouble, find_troubles
+from commlens.diagnosis.index import Block, ChannelKey, View, World
+from commlens.diagnosis.wait_graph import Builder, Graph
+from commlens.diagnosis.wording import duration, place, tensors
 from commlens.model.collective import Collective
 from commlens.model.ranks import format_ranks
 from commlens.model.verdict import Finding, Verdict

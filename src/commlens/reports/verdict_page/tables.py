@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from commlens.compare import Disagree, compare_coalesced
-from commlens.diagnose.words import duration, group_phrase, place, tensors
-from commlens.diagnose.world import ChannelKey, Track
+from commlens.diagnosis.index import ChannelKey, Track
+from commlens.diagnosis.wording import duration, group_phrase, place, tensors
+from commlens.matching import Disagree, compare_coalesced
 from commlens.model.collective import Asked, Collective, State
 from commlens.model.ranks import format_ranks, ranks_phrase
 from commlens.reports.verdict_page.model import Cell, CellState, Role, Table, TableColumn, TableRow

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from commlens.diagnose.words import place, tensors
-from commlens.diagnose.world import ChannelKey, View
+from commlens.diagnosis.index import ChannelKey, View
+from commlens.diagnosis.wording import place, tensors
 from commlens.model.collective import Channel, Collective, State
 from commlens.model.ranks import format_ranks
 from commlens.reports.verdict_page.model import Arrivals, ChannelRef, Lane, Ops, Timeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from commlens.diagnose.graph import Edge, Node
-from commlens.diagnose.words import capital, count, instance
+from commlens.diagnosis.wait_graph import Edge, Node
+from commlens.diagnosis.wording import capital, count, instance
 from commlens.model.ranks import format_ranks
 from commlens.reports.verdict_page.model import GraphEdge, GraphNode, WaitGraph
 from commlens.reports.verdict_page.scene import Scene, phrase

@@ -1,0 +1,182 @@
+"""A black box's side table: groups, what was asked, stacks and texts, as JSON of fixed shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from commlens.blackbox import layout as L
+from commlens.blackbox.header import INT_MAX
+from commlens.model.collective import Asked, Channel, ProcessGroup, TensorSpec
+from commlens.model.ranks import parse_ranks
+
+_Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
+_Line = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
+
+
+class FrameJson(msgspec.Struct, array_like=True, frozen=True):
+    """``["/home/me/train.py", 57, "load_batch"]``."""
+
+    file: str
+    line: _Line | None
+    function: str
+    native: str | None = None  # "n": a C++ frame
+
+
+class TensorJson(msgspec.Struct, array_like=True, frozen=True):
+    """``[[5, 5], "float32", "cpu", "strided", null]``."""
+
+    shape: tuple[_Natural, ...]
+    dtype: str
+    device: str = "cpu"
+    layout: str = "strided"
+    order: tuple[_Natural, ...] | None = None
+
+
+class GroupJson(msgspec.Struct, frozen=True, tag_field="k", tag="group"):
+    """A process group on one device type."""
+
+    name: str
+    ranks: str
+    desc: str | None = None
+    backend: str | None = None
+    device: str | None = None
+    mesh_dim: str | None = None
+    inc: _Natural = 0
+
+
+class AskedJson(msgspec.Struct, frozen=True, tag_field="k", tag="asked"):
+    """What was asked of a collective."""
+
+    op: str
+    dop: str | None = None
+    inputs: tuple[TensorJson, ...] = msgspec.field(default=(), name="in")
+    outputs: tuple[TensorJson, ...] = msgspec.field(default=(), name="out")
+    rop: str | None = None
+    root: _Natural | None = None
+    input_splits: tuple[_Natural, ...] | None = msgspec.field(default=None, name="is")
+    output_splits: tuple[_Natural, ...] | None = msgspec.field(default=None, name="os")
+    asynchronous: bool | None = msgspec.field(default=None, name="async")
+
+
+class StackJson(msgspec.Struct, frozen=True, tag_field="k", tag="stack"):
+    """A stack."""
+
+    f: tuple[FrameJson, ...]
+
+
+class ExceptionJson(msgspec.Struct, frozen=True, tag_field="k", tag="exception"):
+    """An exception and where it was raised."""
+
+    text: str
+    f: tuple[FrameJson, ...] = ()
+
+
+class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
+    """A text: a label, an error."""
+
+    text: str
+
+
+class ThreadJson(msgspec.Struct, frozen=True):
+    """A thread and where it was."""
+
+    tid: _Natural = 0
+    name: str = ""
+    main: bool = False
+    f: tuple[FrameJson, ...] = ()
+
+
+class EvidenceJson(msgspec.Struct, frozen=True):
+    """The payload of an evidence slot."""
+
+    threads: tuple[ThreadJson, ...] = ()
+
+
+BlobJson = GroupJson | AskedJson | StackJson | ExceptionJson | TextJson
+_Kind = TypeVar("_Kind", GroupJson, AskedJson, StackJson, ExceptionJson, TextJson)
+
+_decode_blob: Final = msgspec.json.Decoder(BlobJson).decode
+decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode
+
+
+def decode_blob(payload: bytes) -> BlobJson | None:
+    """A blob's payload, checked; None where it is none of ours."""
+    try:
+        blob: BlobJson = _decode_blob(payload)
+    except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
+        return None
+    return blob
+
+
+def asked_of(blob: AskedJson, reduce_code: int) -> Asked:
+    """What was asked, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
+    return Asked(
+        op=blob.op,
+        dispatcher_op=blob.dop or blob.op,
+        inputs=tuple(_tensor(spec) for spec in blob.inputs),
+        outputs=tuple(_tensor(spec) for spec in blob.outputs),
+        reduce_op=blob.rop or L.reduce_op_of(reduce_code),
+        root=blob.root,
+        input_splits=blob.input_splits or (),
+        output_splits=blob.output_splits or (),
+        asynchronous=blob.asynchronous,
+    )
+
+
+def _tensor(spec: TensorJson) -> TensorSpec:
+    return TensorSpec(spec.shape, spec.dtype, spec.device, spec.layout, spec.order)
+
+
+def channel_of(blob: GroupJson, *, limit: int) -> Channel | None:
+    """The channel that a group blob describes, or None where it has no ranks.
+
+    Raises:
+        ValueError: its ranks are no set of ranks, or more than ``limit``.
+    """
+    ranks = parse_ranks(blob.ranks, limit=limit)
+    group = ProcessGroup(blob.name, ranks, blob.desc or "", blob.backend or "", blob.mesh_dim, blob.inc)
+    return Channel(group, blob.device or "") if ranks else None
+
+
+class SideTable:
+    """One copy of a side table.
+
+    Args:
+        copy: its bytes; fewer than ``size`` when the file is cut off.
+        size: what it should have.
+        head: bytes ever written to it, as of no later than the copy.
+    """
+
+    def __init__(self, copy: bytes, size: int, head: int) -> None:
+        self._copy = memoryview(copy)
+        self._size = size
+        self._head = head
+        self._blobs: dict[int, BlobJson | None] = {}
+        # Blobs do not overlap, so an honest table has no more to check than its size; a hostile one could ask us to check
+        # 64 KiB for each of 65,000 records.
+        self._budget = 2 * size
+
+    def blob(self, position: int, kind: type[_Kind]) -> _Kind | None:
+        """The blob at a position, if it is alive, whole and of this kind."""
+        if position not in self._blobs:
+            self._blobs[position] = self._fetch(position)
+        found = self._blobs[position]
+        return found if isinstance(found, kind) else None
+
+    def _fetch(self, position: int) -> BlobJson | None:
+        if position <= max(0, self._head - self._size) or (position - 1) % L.BLOB_ALIGN:
+            return None  # none, overwritten, or nonsense
+        at = (position - 1) % self._size
+        if at + L.BLOB.size > len(self._copy):
+            return None
+        length, crc, own_position = L.BLOB.unpack_from(self._copy, at)
+        start = at + L.BLOB.size
+        if own_position != position or length > L.BLOB_MAX or start + length > len(self._copy) or length > self._budget:
+            return None  # damaged, or overwritten after the head was copied
+        self._budget -= length
+        payload = bytes(self._copy[start : start + length])
+        if crc != L.blob_crc(position, payload):
+            return None
+        return decode_blob(payload)

@@ -1,0 +1,106 @@
+"""Copies a black box that may be written meanwhile, without taking a torn record for a good one."""
+
+from __future__ import annotations
+
+import struct
+import time
+import zlib
+from collections.abc import Callable
+from typing import Final
+
+import msgspec
+
+from commlens.blackbox import layout as L
+from commlens.blackbox.header import INT_MAX, Identity, read_identity
+
+_PAUSES_S: Final = (0.0, 0.0002, 0.001, 0.004)  # before a torn record is read again: its writer may have lost the CPU in mid-write
+# A slot of the ring: the announced part, its CRC-32, the gap, the life words.
+_SLOT: Final = struct.Struct(f"{L.RECORD.format}I{L.ENTERED - L.RECORD_CRC_AT - 4}x{(L.RECORD_SIZE - L.ENTERED) // 8}Q")
+
+
+class Parts(msgspec.Struct):
+    """One copy of a box, each part read after those that refer to it."""
+
+    identity: Identity
+    header: bytes
+    slots: list[tuple[int, ...]]  # records that are whole, as _SLOT unpacks them
+    ring: bytes
+    side: bytes
+    side_head: int
+    evidence: bytes
+    size: int  # of the file
+
+
+def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live: bool, newest: int | None = None) -> Parts:
+    """Copy a box.
+
+    Args:
+        read: gives the bytes at (offset, length), fewer where the file ends.
+        size: of the file.
+        name: what to call it in errors.
+        live: whether reading again may give something else.
+        newest: check and take only so many of the newest records.
+
+    Raises:
+        FormatError: the header is damaged, or of something else.
+    """
+    header = read(0, L.HEADER_SIZE)
+    identity = read_identity(header, name)
+    ring_size = identity.capacity * L.RECORD_SIZE
+    ring = read(L.HEADER_SIZE, ring_size)
+    slots, torn = whole_records(ring, _numbers(header, identity.capacity, newest), identity.capacity)
+    for pause in _PAUSES_S if live else ():
+        if not torn:
+            break
+        time.sleep(pause)
+        again = read(L.HEADER_SIZE, ring_size)
+        found, torn = whole_records(again, torn, identity.capacity)
+        slots += found
+        patched = bytearray(ring)
+        for record in found:
+            at = (record[0] - 1) % identity.capacity * L.RECORD_SIZE
+            patched[at : at + L.RECORD_SIZE] = again[at : at + L.RECORD_SIZE]
+        ring = bytes(patched)
+    # After the ring, because a blob is written before the record that refers to it.
+    side = read(identity.side_at, identity.side_size)
+    evidence = read(identity.evidence_at, 2 * identity.evidence_slot)
+    for _ in _PAUSES_S if live else ():
+        # The heartbeat is two words: taken only when two looks agree, so that it never is one of each beat.
+        again = read(0, L.HEADER_SIZE)
+        if len(again) < L.HEADER_SIZE:
+            break
+        agreed = again[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8] == header[L.HEARTBEAT_MONO : L.HEARTBEAT_UNIX + 8]
+        header = header[: L.HEARTBEAT_MONO] + again[L.HEARTBEAT_MONO : L.NEXT_INDEX] + header[L.NEXT_INDEX :]
+        if agreed:
+            break
+    (side_head,) = L.LIVE_WORD.unpack_from(header, L.SIDE_HEAD)
+    return Parts(identity, header, slots, ring, side, side_head, evidence, size)
+
+
+def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[int]:
+    """The slots to look at."""
+    (issued,) = L.LIVE_WORD.unpack_from(header, L.NEXT_INDEX)
+    if newest is None or newest >= capacity or issued <= newest:
+        return range(capacity)
+    return sorted((index - 1) % capacity for index in range(issued - newest + 1, issued + 1))
+
+
+def whole_records(ring: bytes, numbers: range | list[int], capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Unpack the slots called for: the records that are whole and in their place, and the numbers of the slots that hold a torn one."""
+    whole: list[tuple[int, ...]] = []
+    torn: list[int] = []
+    present = len(ring) // L.RECORD_SIZE  # fewer than the capacity when the file is cut off
+    crc32, view = zlib.crc32, memoryview(ring)
+    blank = bytes(L.RECORD_CRC_AT + 4)
+    every = list(_SLOT.iter_unpack(view[: present * L.RECORD_SIZE]))
+    for number in numbers:
+        if number >= present:
+            break
+        record = every[number]
+        at = number * L.RECORD_SIZE
+        index = record[0]
+        if 0 < index <= INT_MAX and (index - 1) % capacity == number and record[14] == crc32(view[at : at + L.RECORD_CRC_AT]):
+            whole.append(record)
+        elif view[at : at + L.RECORD_CRC_AT + 4] != blank:
+            torn.append(number)
+    return whole, torn

@@ -1,0 +1,204 @@
+"""A black box's header: who wrote it, and its live words."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Any, Final
+
+import msgspec
+
+from commlens.blackbox import layout as L
+from commlens.errors import FormatError
+
+SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
+"""No box is larger, in bytes; what claims to be is refused."""
+WORLD_MAX: Final = 1 << 20
+"""No job has more ranks; a number beyond it is damage."""
+INT_MAX: Final = (1 << 63) - 1
+"""The largest integer that JSON encoders agree on."""
+
+_LIVE: Final = struct.Struct("<15Q")  # from HEARTBEAT_MONO to TIMEOUT_MS
+
+
+class BoxStatus(msgspec.Struct, frozen=True):
+    """A box's identity and live words: enough to notice a stall without reading its records.
+
+    Times ending in ``_mono_ns`` are CLOCK_MONOTONIC of the box's machine, to be compared with ``time.monotonic_ns()`` there;
+    0 when it has not happened. Blobs are positions: only whether they are 0 matters here.
+    """
+
+    job: str
+    host: str
+    boot_id: str
+    pid_namespace: str
+    rank: int  # -1 when not known yet
+    world_size: int  # 0 when not known yet
+    local_rank: int | None
+    restart: int
+    pid: int
+    start_ticks: int  # start of the process in clock ticks since boot: pid and start together name one process
+    script: str
+    timeout_s: float
+    capacity: int
+    created_mono_ns: int
+    created_ns: int
+    heartbeat_mono_ns: int
+    heartbeat_ns: int
+    issued: int  # records announced so far
+    phase: int  # one of layout.PHASE_*
+    steps: int
+    oldest_index: int  # oldest record in flight as the rank's watchdog thread last saw; 0: none
+    oldest_mono_ns: int
+    lost: int  # records lost to an error of commlens
+    evidence_number: int
+    expecting: int  # blob
+    exception: int  # blob
+    main_stack_since_mono_ns: int
+
+    @property
+    def initialised(self) -> bool:
+        """Whether ``init_process_group`` has returned."""
+        return self.phase >= L.PHASE_INITIALISED
+
+    @property
+    def closed(self) -> bool:
+        """Whether the process said goodbye."""
+        return self.phase in (L.PHASE_CLOSED, L.PHASE_CLOSED_BY_EXCEPTION)
+
+    @property
+    def closed_by_exception(self) -> bool:
+        """Whether it said goodbye after an uncaught exception or a non-zero ``sys.exit``."""
+        return self.phase == L.PHASE_CLOSED_BY_EXCEPTION
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """The static part of a header, checked."""
+
+    raw: bytes
+    capacity: int
+    side_at: int
+    side_size: int
+    evidence_at: int
+    evidence_slot: int
+    total_size: int
+    pid: int
+    rank: int
+    world_size: int
+    local_rank: int
+    start_ticks: int
+    created_mono_ns: int
+    created_ns: int
+    about: dict[str, Any]
+    problems: tuple[str, ...]
+
+
+def read_identity(header: bytes, name: str) -> Identity:
+    """Check and unpack the static part.
+
+    Raises:
+        FormatError: it is no black box of this version, or damaged.
+    """
+    if not header:
+        raise FormatError(f"{name} is empty.")
+    if header[:8] != L.MAGIC[: len(header)]:
+        unwritten = not any(header[: L.STATIC.size])
+        raise FormatError(f"{name} has not been written yet." if unwritten else f"{name} is not a commlens black box.")
+    if len(header) < L.HEADER_SIZE:
+        raise FormatError(f"{name} is cut off within its header: {len(header)} of {L.HEADER_SIZE} bytes are left.")
+    raw = header[: L.STATIC.size]
+    (_, version, header_size, record_size, capacity, side_at, side_size, evidence_at, evidence_slot, total_size, pid, rank, world_size,
+     local_rank, start_ticks, created_mono_ns, created_ns, about_size, about_crc) = L.STATIC.unpack(raw)  # fmt: skip
+    if version != L.VERSION:
+        # Another version may keep its checksum elsewhere, so this comes before it.
+        raise FormatError(
+            f"{name} is a black box of layout version {version}, and this commlens reads version {L.VERSION}: "
+            "read it with the commlens that wrote it, unless it is damaged."
+        )
+    if int.from_bytes(header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little") != zlib.crc32(raw):
+        raise FormatError(f"{name} has a damaged header: its checksum does not match.")
+    fits = (
+        header_size == L.HEADER_SIZE
+        and record_size == L.RECORD_SIZE
+        and 1 <= capacity <= L.CAPACITY_MAX
+        and L.HEADER_SIZE + capacity * L.RECORD_SIZE <= side_at
+        and 0 < side_size <= SIZE_MAX
+        and side_at + side_size <= evidence_at
+        and L.EVIDENCE.size < evidence_slot <= 1 << 20
+        and evidence_at + 2 * evidence_slot <= total_size <= SIZE_MAX
+        and about_size <= L.ABOUT_MAX
+        and world_size <= WORLD_MAX
+    )
+    if not fits:
+        raise FormatError(f"{name} has a header that contradicts itself: its parts do not fit into one another.")
+    problems: list[str] = []
+    about: dict[str, Any] = {}
+    text = header[L.ABOUT_AT : L.ABOUT_AT + about_size]
+    try:
+        if zlib.crc32(text) != about_crc:
+            raise ValueError
+        about = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+    except (ValueError, RecursionError):
+        problems.append("the text about the process (job, host, script) is damaged")
+    return Identity(
+        raw, capacity, side_at, side_size, evidence_at, evidence_slot, total_size, pid, rank, world_size, local_rank, start_ticks,
+        min(created_mono_ns, INT_MAX), min(created_ns, INT_MAX), about, tuple(problems),
+    )  # fmt: skip
+
+
+def about_text(about: dict[str, Any], key: str) -> str:
+    """A text of the JSON about the process; empty where it has none."""
+    value = about.get(key, "")
+    return value if isinstance(value, str) else str(value) if isinstance(value, int) else ""
+
+
+def about_number(about: dict[str, Any], key: str) -> float:
+    """A number of it that is not negative; 0 where it has none."""
+    value = about.get(key, 0)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= INT_MAX else 0
+
+
+def read_live(header: bytes, identity: Identity) -> BoxStatus:
+    """Unpack the live words.
+
+    Raises:
+        FormatError: the header is cut off.
+    """
+    if len(header) < L.HEADER_SIZE:
+        raise FormatError("The black box was cut off while it was read.")
+    words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
+    (heartbeat_mono, heartbeat_unix, issued, _head, phase, steps, oldest, oldest_since, lost, evidence, expecting, exception,
+     main_since, rank_world, timeout_ms) = (min(word, INT_MAX) for word in words)  # fmt: skip
+    rank, world_size = identity.rank, identity.world_size
+    if 0 < rank_world >> 32 <= rank_world & 0xFFFFFFFF <= WORLD_MAX:
+        rank, world_size = (rank_world >> 32) - 1, rank_world & 0xFFFFFFFF
+    about = identity.about
+    return BoxStatus(
+        job=about_text(about, "job"),
+        host=about_text(about, "host"),
+        boot_id=about_text(about, "boot_id"),
+        pid_namespace=about_text(about, "pid_namespace"),
+        rank=rank,
+        world_size=world_size,
+        local_rank=identity.local_rank if identity.local_rank >= 0 else None,
+        restart=int(about_number(about, "restart")),
+        pid=identity.pid,
+        start_ticks=min(identity.start_ticks, INT_MAX),
+        script=about_text(about, "script"),
+        timeout_s=timeout_ms / 1000,
+        capacity=identity.capacity,
+        created_mono_ns=identity.created_mono_ns,
+        created_ns=identity.created_ns,
+        heartbeat_mono_ns=heartbeat_mono,
+        heartbeat_ns=heartbeat_unix,
+        issued=issued,
+        phase=phase,
+        steps=steps,
+        oldest_index=oldest,
+        oldest_mono_ns=oldest_since,
+        lost=lost,
+        evidence_number=evidence,
+        expecting=expecting,
+        exception=exception,
+        main_stack_since_mono_ns=main_since,
+    )

@@ -1,0 +1,383 @@
+"""Turns one copy of a black box into a RankLog."""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from typing import Any, Final
+
+from commlens.blackbox import layout as L
+from commlens.blackbox.blobs import (
+    AskedJson,
+    ExceptionJson,
+    FrameJson,
+    GroupJson,
+    SideTable,
+    StackJson,
+    TextJson,
+    ThreadJson,
+    asked_of,
+    channel_of,
+    decode_evidence,
+)
+from commlens.blackbox.copy import Parts
+from commlens.blackbox.header import INT_MAX, about_text, read_live
+from commlens.model.collective import (
+    Asked,
+    Channel,
+    Collective,
+    Frame,
+    FrameKind,
+    LearnedHow,
+    Stack,
+    State,
+)
+from commlens.model.ranklog import RankLog, ThreadStack
+
+_RANKS_MAX: Final = 500_000  # ranks spelled out over all groups of a box: the text "0-99999999" is cheap, its tuple is not
+_PREFIXES_MAX: Final = 32
+_STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
+_TICKS_MASK: Final = (1 << 48) - 1
+_CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # by how much a wall clock is set while a job runs, at most
+_TEXT_MAX: Final = 4000  # characters of an exception's text that are kept
+
+_HOW: Final = (
+    LearnedHow.NOT_YET,
+    LearnedHow.RETURN,
+    LearnedHow.WAIT,
+    LearnedHow.POLL,
+    LearnedHow.NATIVE_RECORDER,
+    LearnedHow.UNKNOWN,
+)
+_OUTCOME_STATES: Final = {
+    L.OUTCOME_COMPLETED: State.COMPLETED,
+    L.OUTCOME_FAILED: State.FAILED,
+    L.OUTCOME_UNKNOWN: State.UNKNOWN,
+}
+
+
+class BoxReader:
+    """Turns one copy of a box into a RankLog. Everything that several records share is decoded once."""
+
+    def __init__(self, parts: Parts, name: str, captured_ns: int | None) -> None:
+        self.parts = parts
+        self.identity = parts.identity
+        self.name = name
+        self.captured_ns = time.time_ns() if captured_ns is None else captured_ns
+        self.status = read_live(parts.header, parts.identity)
+        self.problems = list(parts.identity.problems)
+        self.side = SideTable(parts.side, parts.identity.side_size, parts.side_head)
+        self.ranks_left = _RANKS_MAX
+        self.channels: dict[int, Channel | None] = {}
+        self.same_channel: dict[Channel, Channel] = {}
+        self.asked: dict[tuple[int, int], Asked | None] = {}
+        self.same_asked: dict[Asked, Asked] = {}
+        self.stacks: dict[int, Stack | None] = {}
+        self.same_stack: dict[Stack, Stack] = {}
+        self.files: dict[str, FrameKind] = {}
+        self.prefixes = prefixes_of(parts.identity.about)
+        self.shift = self._monotonic_to_unix()
+
+    # --- times
+
+    def _monotonic_to_unix(self) -> int:
+        """What to add to CLOCK_MONOTONIC. The latest pair counts: the wall clock may have been set since the creation.
+
+        One offset serves the whole box, so that no span within it is ever stretched.
+        """
+        status = self.status
+        created = status.created_ns - status.created_mono_ns
+        latest = status.heartbeat_ns - status.heartbeat_mono_ns
+        # Live words have no checksum: one that is days off is damaged.
+        return latest if status.heartbeat_mono_ns >= status.created_mono_ns and abs(latest - created) < _CLOCK_SET_MAX_NS else created
+
+    def unix(self, monotonic_ns: int) -> int:
+        """CLOCK_MONOTONIC ns as Unix ns; 0 stays 0."""
+        return min(max(monotonic_ns + self.shift, 1), INT_MAX) if monotonic_ns else 0
+
+    # --- what records share
+
+    def channel(self, position: int) -> Channel | None:
+        """The channel that a group blob describes."""
+        if position not in self.channels:
+            blob = self.side.blob(position, GroupJson)
+            channel = None
+            if blob is not None:
+                try:
+                    channel = channel_of(blob, limit=self.ranks_left)
+                except ValueError:
+                    self.ranks_left //= 2  # trying has cost time, too
+                if channel is not None:
+                    self.ranks_left -= len(channel.group.ranks)
+                    channel = self.same_channel.setdefault(channel, channel)
+            self.channels[position] = channel
+        return self.channels[position]
+
+    def what_was_asked(self, position: int, reduce_code: int) -> Asked | None:
+        """An asked blob, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
+        reduce_code = reduce_code if reduce_code <= len(L.REDUCE_OPS) else 0
+        key = (position, reduce_code)
+        if key not in self.asked:
+            blob = self.side.blob(position, AskedJson)
+            asked = None
+            if blob is not None:
+                asked = asked_of(blob, reduce_code)
+                asked = self.same_asked.setdefault(asked, asked)
+            self.asked[key] = asked
+        return self.asked[key]
+
+    def stack(self, position: int) -> Stack | None:
+        """A stack blob's frames."""
+        if position not in self.stacks:
+            blob = self.side.blob(position, StackJson)
+            stack = self.frames(blob.f) if blob is not None else None
+            self.stacks[position] = stack if stack is None else self.same_stack.setdefault(stack, stack)
+        return self.stacks[position]
+
+    def text(self, position: int) -> str | None:
+        """A text blob's text, or an exception's."""
+        blob = self.side.blob(position, TextJson) or self.side.blob(position, ExceptionJson)
+        return blob.text if blob is not None else None
+
+    # --- frames
+
+    def frames(self, found: tuple[FrameJson, ...]) -> Stack:
+        """Frames with their kinds."""
+        return tuple(Frame(f.file, max(f.line or 0, 0), f.function, FrameKind.NATIVE if f.native else self.kind_of(f.file)) for f in found)
+
+    def kind_of(self, file: str) -> FrameKind:
+        """Whose code a file is; asked once for each file."""
+        kind = self.files.get(file)
+        if kind is None:
+            kind = self.files[file] = kind_of(file, self.prefixes)
+        return kind
+
+    # --- the log
+
+    def log(self, newest: int | None = None) -> RankLog:
+        """Everything in the box, or of its records only the ``newest``."""
+        status, about = self.status, self.identity.about
+        collectives = self._collectives(newest)
+        stacks, stacks_ns = self._evidence()
+        exception, exception_stack = self._exception()
+        expecting = None
+        if status.expecting:
+            expecting = self.text(status.expecting)
+            if expecting is None:
+                expecting = "something slow"
+                self.problems.append("the label of the open expect_slow could not be read")
+        coverage = about.get("coverage", [])
+        if not isinstance(coverage, list):
+            coverage = [coverage]
+        if status.lost:
+            self.problems.append(f"{status.lost} collectives were not recorded because of an error inside commlens")
+        if status.phase > L.PHASE_CLOSED_BY_EXCEPTION:
+            self.problems.append("the word that says how far the process came is damaged")
+        if self.parts.size < self.identity.total_size:
+            self.problems.insert(0, f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are left")
+        return RankLog(
+            rank=status.rank,
+            world_size=max(0, status.world_size),
+            job=status.job,
+            host=status.host,
+            pid=status.pid,
+            local_rank=status.local_rank,
+            restart=status.restart,
+            collectives=collectives,
+            issued=self.issued,
+            stacks=stacks,
+            stacks_ns=stacks_ns,
+            heartbeat_ns=status.heartbeat_ns,
+            captured_ns=self.captured_ns,
+            steps=status.steps,
+            expecting=expecting,
+            closed=status.closed,
+            exception=exception,
+            exception_stack=exception_stack,
+            initialised=status.initialised,
+            timeout_s=status.timeout_s,
+            coverage=[text for text in coverage if isinstance(text, str)],
+            source=self.name,
+            problems=self.problems,
+            script=status.script,
+            versions={key: text for key in ("commlens", "torch", "python") if (text := about_text(about, key))},
+        )
+
+    def _exception(self) -> tuple[str | None, Stack]:
+        status = self.status
+        if not status.exception:
+            return (None, ()) if not status.closed_by_exception else ("a non-zero exit status", ())
+        blob = self.side.blob(status.exception, ExceptionJson)
+        if blob is None:
+            self.problems.append("the text of the uncaught exception could not be read")
+            return "an exception whose text is lost", ()
+        line = next((line.strip() for line in blob.text.splitlines() if line.strip()), "an exception without a text")
+        return line[:_TEXT_MAX], self.frames(blob.f)
+
+    def _evidence(self) -> tuple[list[ThreadStack], int]:
+        """The newest whole evidence slot. The other one may be in the middle of being written."""
+        slot_size = self.identity.evidence_slot
+        best: tuple[int, int, memoryview] | None = None
+        for number in (0, 1):
+            slot = memoryview(self.parts.evidence)[number * slot_size : (number + 1) * slot_size]
+            if len(slot) < L.EVIDENCE.size:
+                continue
+            length, crc, count, taken = L.EVIDENCE.unpack_from(slot)
+            payload = slot[L.EVIDENCE.size : L.EVIDENCE.size + length]
+            if (best is None or count > best[0]) and count % 2 == number and len(payload) == length and count:
+                if crc != zlib.crc32(payload):
+                    continue
+                best = (count, taken, payload)
+        threads: tuple[ThreadJson, ...] | None = None
+        if best is not None:
+            try:
+                threads = decode_evidence(best[2]).threads
+            except (ValueError, RecursionError):
+                threads = None
+        if best is None or threads is None:
+            if self.status.evidence_number:
+                self.problems.append("the threads' stacks could not be read")
+            return [], 0
+        taken_ns = self.unix(best[1])
+        return [ThreadStack(t.tid, t.name, self.frames(t.f), taken_ns, t.main) for t in threads], taken_ns
+
+    def _collectives(self, at_most: int | None) -> list[Collective]:
+        capacity = self.identity.capacity
+        newest = max((record[0] for record in self.parts.slots), default=0)
+        self.issued = max(newest, self.status.issued)
+        if newest and self.issued > newest + capacity:
+            self.problems.append("the count of collectives is damaged")
+            self.issued = newest
+        # While the ring was copied the writer went on: what it overwrote meanwhile is older than the box.
+        oldest = newest - capacity
+        held = {record[0]: record for record in self.parts.slots if record[0] > oldest}
+        result: list[Collective] = []
+        lost_channels = lost_asked = lost_stacks = 0
+        for index in sorted(held)[-(at_most or len(held) or 1) :]:
+            record = held[index]
+            channel = self.channel(record[2])
+            if channel is None:
+                lost_channels += 1
+                continue
+            collective = self._collective(record, channel)
+            if collective is None:
+                lost_channels += 1
+                continue
+            lost_asked += collective.asked.dispatcher_op == "unknown"
+            lost_stacks += record[4] != 0 and self.stack(record[4]) is None
+            result.append(collective)
+        if at_most is not None:
+            return result  # what was left out on purpose is no problem
+        unreadable = min(self.issued, capacity) - sum(index > self.issued - capacity for index in held)
+        self._count(unreadable, "torn or damaged and left out")
+        self._count(lost_channels, "left out because their group was overwritten or is damaged")
+        self._count(lost_asked, "known without what was asked, which was overwritten or is damaged")
+        self._count(lost_stacks, "known without their stacks, which were overwritten or are damaged")
+        return result
+
+    def _count(self, count: int, what: str) -> None:
+        if count > 0:
+            self.problems.append(f"{count} of the last {min(self.issued, self.identity.capacity)} records are {what}")
+
+    def _collective(self, record: tuple[int, ...], channel: Channel) -> Collective | None:
+        (index, announced, _group, asked_at, stack_at, module_at, sequence_number, step, coalescing_id, tag, thread, flags, peer, members,
+         _crc, entered, returned, wait_began, wait_ended, done, outcome, failure, reduce_op, duration) = record  # fmt: skip
+        own = index & L.TAG_MASK
+        ticks = (announced - self.identity.created_mono_ns) // L.TICK_NS
+        announced_ns = self.unix(announced)
+
+        def moment(word: int) -> int:
+            if word & L.TAG_MASK != own or not word >> 16:
+                return 0
+            passed = ((word >> 16) - ticks) & _TICKS_MASK
+            # Before the announcement: left by an older record whose index ends in the same 16 bits.
+            return 0 if passed >> 47 else min(announced_ns + passed * L.TICK_NS, INT_MAX)
+
+        def value(word: int) -> int:
+            return word >> 16 if word & L.TAG_MASK == own else 0
+
+        asked = self.what_was_asked(asked_at, value(reduce_op))
+        if asked is None:
+            if flags & L.FLAG_ANY_SOURCE:
+                asked = Asked("recv", "unknown")
+            elif peer >= 0:
+                return None  # a send or a receive: its sequence number means nothing without the direction
+            else:
+                asked = Asked("unknown", "unknown")
+        entered_ns = announced_ns if flags & L.FLAG_ENTERED else moment(entered)
+        ended = value(outcome)
+        result, how = (ended >> 8) & 0xFF, ended & 0xFF
+        if result == L.OUTCOME_NONE:
+            state = State.ISSUED if entered_ns else State.ANNOUNCED
+        else:
+            state = _OUTCOME_STATES.get(result, State.UNKNOWN)
+        error = None
+        if state is State.FAILED:
+            error = (self.text(value(failure)) or "an error whose text is lost")[:_TEXT_MAX]
+        module = self.text(module_at) if module_at else None
+        device_ticks = value(duration)
+        return Collective(
+            index=index,
+            channel=channel,
+            sequence_number=min(sequence_number, INT_MAX),
+            asked=asked,
+            state=state,
+            announced_ns=announced_ns,
+            entered_ns=entered_ns,
+            returned_ns=moment(returned),
+            wait_began_ns=moment(wait_began),
+            wait_ended_ns=moment(wait_ended),
+            done_ns=moment(done),
+            learned_how=(_HOW[how] if how < len(_HOW) else LearnedHow.UNKNOWN) if result else LearnedHow.NOT_YET,
+            stack=(self.stack(stack_at) or ()) if stack_at else (),
+            issue_thread=thread,
+            wait_thread=ended >> 16,
+            peer=peer if peer >= 0 else None,
+            tag=tag,
+            step=min(step, INT_MAX),
+            coalescing_id=min(coalescing_id, INT_MAX),
+            coalesced_members=members if flags & L.FLAG_COALESCED_END else 0,
+            duration_ns=device_ticks * L.TICK_NS if device_ticks else None,
+            error=error,
+            concurrent=bool(flags & L.FLAG_CONCURRENT),
+            module=module,
+        )
+
+
+def prefixes_of(about: dict[str, Any]) -> list[tuple[str, FrameKind]]:
+    """Which kind each path prefix stands for, the first match counting.
+
+    Packages beside torch in site-packages are libraries: shown where the stack holds no line of the user's own.
+    """
+    named = about.get("prefixes")
+    named = named if isinstance(named, dict) else {}
+
+    def folders(key: str) -> list[str]:
+        value = named.get(key, [])
+        found = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
+        return [text if text.startswith("<") else text.rstrip("/") + "/" for text in found[:_PREFIXES_MAX]]
+
+    commlens, torch, python = folders("commlens"), folders("torch"), folders("python")
+    result = [(f"{folder}scenarios/", FrameKind.USER) for folder in commlens]
+    result += [(folder, FrameKind.COMMLENS) for folder in commlens]
+    result += [(folder, FrameKind.TORCH) for folder in torch]
+    for folder in python:
+        if not folder.startswith("<"):
+            result += [(f"{folder}site-packages/", FrameKind.LIBRARY), (f"{folder}dist-packages/", FrameKind.LIBRARY)]
+    result += [(folder, FrameKind.PYTHON) for folder in python]
+    result += [("<frozen", FrameKind.PYTHON), ("<eval_with_key", FrameKind.TORCH)]
+    return result
+
+
+def kind_of(file: str, prefixes: list[tuple[str, FrameKind]]) -> FrameKind:
+    """Whose code a file is, by the folders that the process named; where it is in none, by how such folders are called."""
+    named = next((kind for prefix, kind in prefixes if file.startswith(prefix)), None)
+    if named is not None:
+        return named
+    for packages in ("/site-packages/", "/dist-packages/"):
+        _, found, inside = file.rpartition(packages)
+        if found:
+            own = FrameKind.USER if inside.startswith("commlens/scenarios/") else FrameKind.COMMLENS
+            return {"torch": FrameKind.TORCH, "commlens": own}.get(inside.split("/")[0], FrameKind.LIBRARY)
+    return FrameKind.PYTHON if _STDLIB.search(file) else FrameKind.USER

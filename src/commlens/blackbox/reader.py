@@ -1,0 +1,183 @@
+"""Reads black boxes: those that a process is writing right now, and copies of them in a dump.
+
+docs/protocol.md, "Reading it", is what this module keeps to. The writer takes no lock, may be killed between any two
+instructions, and the file may come from anywhere, so nothing in it is believed before it has been checked, and no
+damage costs more than bounded time and memory.
+
+Boxes are read with ``pread``, not through a map: a file that is cut short under a map kills its reader with SIGBUS, and
+a checked copy cannot change between the check and the use. A poll copies 4 KiB, a whole box of 2000 records 2.2 MB.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from commlens.blackbox import layout as L
+from commlens.blackbox.copy import Parts, read_parts
+from commlens.blackbox.header import SIZE_MAX, BoxStatus, Identity, read_identity, read_live
+from commlens.blackbox.rank_log import BoxReader, kind_of, prefixes_of
+from commlens.errors import FormatError
+from commlens.model.collective import FrameKind
+from commlens.model.ranklog import RankLog
+
+__all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read_status", "reason"]
+
+
+def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the black box") -> BoxStatus:
+    """Read a box's header: who wrote it, and its live words.
+
+    Args:
+        buffer: the file's first 4096 bytes, or more of it.
+        name: what to call the file in an error.
+
+    Raises:
+        FormatError: it is no black box of this version, or its header is damaged.
+    """
+    header = bytes(buffer[: L.HEADER_SIZE])
+    return read_live(header, read_identity(header, name))
+
+
+def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None) -> RankLog:
+    """Read a whole black box, live or copied.
+
+    What is damaged or was overwritten meanwhile is left out and said in ``RankLog.problems``.
+
+    Args:
+        source: the file, or its contents.
+        name: what to call it in errors and in ``RankLog.source``; by default its path.
+        captured_ns: Unix ns of the moment that the box shows; by default now, which is right for a live one.
+
+    Raises:
+        FormatError: it cannot be opened, is no black box of this version, or its header is damaged.
+    """
+    if isinstance(source, Path):
+        with OpenBox(source, name=name) as box:
+            return box.log(captured_ns=captured_ns)
+    parts = read_parts(lambda offset, length: source[offset : offset + length], len(source), name or "the black box", live=False)
+    return BoxReader(parts, name or "the black box", captured_ns).log()
+
+
+class OpenBox:
+    """A black box kept open for polling.
+
+    The descriptor holds the file: a box that is deleted or replaced under it stays readable, one that is cut short gives a
+    :class:`FormatError` or a partial log.
+
+    Args:
+        path: the file. Only regular files are opened, so that a named pipe cannot block the reader.
+        name: what to call it in errors; by default its path.
+
+    Raises:
+        FormatError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, name: str | None = None) -> None:
+        self.path = path
+        self.name = name or str(path)
+        self._identity: Identity | None = None
+        self._descriptor = -1
+        self._descriptor = open_regular(path, self.name)
+
+    def status(self) -> BoxStatus:
+        """The identity and the live words, from one read of 4 KiB."""
+        header = self.read(0, L.HEADER_SIZE)
+        if self._identity is None or len(header) < L.HEADER_SIZE or header[: L.STATIC.size] != self._identity.raw:
+            self._identity = read_identity(header, self.name)
+        return read_live(header, self._identity)
+
+    @property
+    def identity(self) -> Identity:
+        """The static part of the header, checked."""
+        if self._identity is None:
+            self._identity = read_identity(self.read(0, L.HEADER_SIZE), self.name)
+        return self._identity
+
+    def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
+        """Everything in the box as of now, or of its records only the ``newest``, which is much cheaper."""
+        return BoxReader(self._parts(newest), self.name, captured_ns).log(newest)
+
+    def copy(self) -> bytes:
+        """The box as a dump holds it: verbatim, but with records that were torn while it was copied read again."""
+        parts = self._parts()
+        identity = parts.identity
+        image = bytearray(self.read(0, identity.total_size))
+        for offset, part in (
+            (0, parts.header),
+            (L.HEADER_SIZE, parts.ring),
+            (identity.side_at, parts.side),
+            (identity.evidence_at, parts.evidence),
+        ):
+            end = min(offset + len(part), len(image))
+            image[offset:end] = part[: max(0, end - offset)]
+        return bytes(image)
+
+    def classifier(self) -> Callable[[str], FrameKind]:
+        """Says whose code a file is, by the folders that the process named: for stacks taken of it from outside."""
+        prefixes = prefixes_of(self.identity.about)
+        return lambda file: kind_of(file, prefixes)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> OpenBox:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _parts(self, newest: int | None = None) -> Parts:
+        try:
+            size = os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
+        return read_parts(self.read, size, self.name, live=True, newest=newest)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes there as of now, fewer where the file ends."""
+        pieces: list[bytes] = []
+        try:
+            while length > 0:
+                piece = os.pread(self._descriptor, length, offset)
+                if not piece:
+                    break
+                pieces.append(piece)
+                offset += len(piece)
+                length -= len(piece)
+        except OSError as error:
+            raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def open_regular(path: Path, name: str) -> int:
+    """Open a regular file for reading and return its descriptor.
+
+    Raises:
+        FormatError: it does not exist, may not be read, or is not a regular file (which is then not even opened).
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise FormatError(f"{name} is not a regular file.")
+        # Between the two calls it may have become a named pipe: O_NONBLOCK keeps the open from waiting for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{name} could not be opened: {reason(error)}.") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FormatError(f"{name} is not a regular file.")
+    return descriptor
+
+
+def reason(error: BaseException) -> str:
+    """An OSError's text as the end of a sentence: ``"permission denied"``."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return text[:1].lower() + text[1:] if text else type(error).__name__

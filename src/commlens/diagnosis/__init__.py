@@ -1,0 +1,1 @@
+"""From dumps and black boxes to a verdict. No torch."""

@@ -1,0 +1,1 @@
+"""The findings of a verdict: one module for each kind."""

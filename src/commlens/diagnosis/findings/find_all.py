@@ -1,0 +1,90 @@
+"""From the graph's sinks and cycles, the disagreements and the deaths to findings: what is a cause, and what follows from it."""
+
+from __future__ import annotations
+
+from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.findings.context import Case, Context
+from commlens.diagnosis.findings.cycle import find_cycles
+from commlens.diagnosis.findings.dead import find_deaths
+from commlens.diagnosis.findings.mismatch import find_disagreements
+from commlens.diagnosis.findings.missing import find_absences
+from commlens.diagnosis.findings.startup_and_exit import find_ended, find_left_over, find_starting
+from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
+from commlens.diagnosis.findings.unrecorded import find_unrecorded
+from commlens.diagnosis.index import World
+from commlens.diagnosis.wait_graph import Graph
+from commlens.diagnosis.wording import ranks_phrase
+from commlens.model.verdict import Finding
+
+
+def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Finding]:
+    """All findings, root causes first, by how many ranks they block."""
+    context = Context(world, troubles, graph)
+    sinks = graph.sinks()
+    find_disagreements(context, {node.detail: node for node in sinks if node.kind == "trouble"})
+    find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
+    find_cycles(context)
+    find_absences(context, [node for node in sinks if node.kind == "absent"])
+    stuck = [node for node in sinks if node.kind == "stuck"]
+    if context.cases:  # who waits for what has been overwritten tells nothing where others do
+        stuck = [node for node in stuck if not all(world.views[edge.rank].head_lost for edge in graph.edges_into(node))]
+    for node in find_left_behind(context, stuck) if world.foreign else stuck:
+        find_stuck_inside(context, node)
+    find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
+    find_left_over(context)
+    if not context.cases:
+        find_starting(context)
+    if not any(case.finding.root_cause for case in context.cases):
+        find_ended(context)
+    if world.foreign and not context.cases:
+        from commlens.diagnosis.findings.straggler import find_stragglers
+
+        find_stragglers(context)
+    _tell_causes(context.cases)
+    _tell_refusals(context)
+    context.cases.sort(key=_weight)
+    return [case.finding for case in context.cases]
+
+
+def _tell_refusals(context: Context) -> None:
+    """Strict verification raised: say once, with the cause, that nothing was sent."""
+    refused = [rank for rank, view in sorted(context.world.views.items()) if view.fate.refused]
+    cause = next((case.finding for case in sorted(context.cases, key=_weight) if case.finding.root_cause), None)
+    if not refused or cause is None:
+        return
+    op = cause.collective
+    what = f"{op.op} #{op.sequence_number}" if op is not None and cause.kind.startswith("mismatch/") else "what the others waited in"
+    cause.evidence.append(
+        f"Strict verification refused {what}, before it was issued: {ranks_phrase(refused)} raised DistributedOperationException."
+    )
+
+
+def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
+    finding = case.finding
+    return (not finding.root_cause, finding.kind == "waiting", -case.blocked, case.order, finding.culprits)
+
+
+def _tell_causes(cases: list[Case]) -> None:
+    """Of several findings that blame the same ranks, the earliest disagreement is the cause: the others follow from it."""
+    roots = [case for case in cases if case.finding.root_cause]
+    disagreements = [case for case in roots if case.finding.kind.startswith("mismatch/") or case.finding.why == "skipped"]
+    for case in roots:
+        for other in disagreements:
+            if other is not case and other.finding.root_cause and _follows(case, other, case in disagreements):
+                case.finding.root_cause = False
+                other.blocked = max(other.blocked, case.blocked)
+                victims = {*other.finding.victims, *case.finding.victims} - set(other.finding.culprits)
+                other.finding.victims = sorted(victims)
+                break
+
+
+def _follows(case: Case, other: Case, disagrees: bool) -> bool:
+    """Whether ``case`` is a consequence of the disagreement ``other``."""
+    mine, theirs = case.finding, other.finding
+    if not mine.culprits or not set(mine.culprits) <= set(theirs.culprits):
+        return False
+    if mine.kind == "dead":
+        return mine.why == "exit" and other.blocked > 0
+    if disagrees:
+        return case.order > other.order
+    return other.blocked > 0 or (mine.why == "finished" and theirs.why == "skipped")

@@ -1,0 +1,65 @@
+"""The verdict on what other tools recorded, from the extracts of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlens.diagnosis.conclusion import conclude
+from commlens.diagnosis.dump_index import build_world
+from commlens.diagnosis.extract import Extract
+from commlens.diagnosis.index import World
+from commlens.diagnosis.select_dumps import choose_extracts
+from commlens.model.ranks import ranks_phrase
+from commlens.model.verdict import Finding, Verdict
+
+
+def diagnose_extracts(extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
+    """Say what is wrong with a job, and who did it.
+
+    Args:
+        extracts: one of each file.
+        problems: what could not be read, in sentences.
+        stalled_after_s: a collective in flight for less than this in a job that runs is not stuck.
+    """
+    return examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)[0]
+
+
+def examine_extracts(
+    extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0
+) -> tuple[Verdict, World | None]:
+    """The same, with the ranks as the verdict saw them; None where there are none."""
+    unplaced = sorted(
+        {f"{ranks_phrase([found.rank])}: {text}" if found.rank >= 0 else text for found in extracts for text in found.troubles}
+    )
+    waited = sorted({found.rank for found in extracts if found.troubles and found.rank >= 0})
+    chosen, notes = choose_extracts(extracts)
+    missing = [*problems, *notes]
+    if not chosen and not unplaced:
+        verdict = Verdict(
+            summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's dump could be read."]
+        )
+        return verdict, None
+    world = build_world(chosen, stalled_after_s) if chosen else None
+    verdict = conclude(world, missing) if world is not None else Verdict(missing_evidence=missing)
+    if unplaced and not verdict.is_fault:
+        verdict = Verdict.from_findings([_timed_out(unplaced, waited)], missing_evidence=missing, looked_at=verdict.looked_at)
+    elif unplaced:
+        verdict.missing_evidence += [f"{text}." for text in unplaced]
+    return verdict, world
+
+
+def _timed_out(told: Sequence[str], waited: list[int]) -> Finding:
+    """What logs tell of a hang when they do not tell in which group it was: that there was one, and nothing of who caused it."""
+    return Finding(
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=[],
+        victims=waited,
+        confidence="low",
+        summary=f"{told[0]}; whom it waited for cannot be told from this",
+        next_step="hand over the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
+        "/tmp/nccl_trace_rank_*)",
+        evidence=[f"{text}." for text in told[1:]],
+        would_raise_confidence="What every rank enqueued and completed last in that group would tell who did not come.",
+    )

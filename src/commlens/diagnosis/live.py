@@ -1,0 +1,85 @@
+"""What the records alone say while a job runs: ranks that disagree, or are out of step. Nothing here is about waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlens.diagnosis.alignment import Trouble, find_troubles
+from commlens.diagnosis.findings.context import Context, make_finding
+from commlens.diagnosis.findings.mismatch import find_disagreements
+from commlens.diagnosis.index import World, build
+from commlens.diagnosis.select_job import choose
+from commlens.diagnosis.swap import Swap, find_swaps
+from commlens.diagnosis.wait_graph import Builder
+from commlens.diagnosis.wording import capital, group_phrase, place, ranks_phrase
+from commlens.model.collective import ChannelKey, State
+from commlens.model.ranklog import RankLog
+from commlens.model.verdict import Finding
+
+_NOTHING_STALLS_S = 1e6
+
+
+def disagreements(logs: Sequence[RankLog]) -> list[Finding]:
+    """The ranks that met for different things, in the words of a diagnosis; the first cause first.
+
+    Args:
+        logs: the boxes of a running job, as of now.
+    """
+    world = _world(logs)
+    return [finding for finding, trouble in _found(world) if trouble.answer is not None] if world is not None else []
+
+
+def out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
+    """Ranks that are out of step, or had another order, where ops and shapes agree: told by the lines and steps alone.
+
+    Args:
+        logs: the same.
+        at_least: collectives that must fit a shift.
+    """
+    world = _world(logs)
+    if world is None:
+        return []
+    shifts = [
+        finding
+        for finding, trouble in _found(world)
+        if trouble.answer is None and trouble.shift is not None and trouble.shift.matches >= at_least
+    ]
+    return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swaps(world, key)]
+
+
+def _swapped(world: World, key: ChannelKey, swap: Swap) -> Finding:
+    """Another order, in words."""
+    first, theirs = swap.own[0], swap.others[0]
+    last = swap.number + len(swap.own) - 1
+    group = first.channel.group
+    others = [rank for rank in sorted(world.users[key]) if rank != swap.rank]
+    where = f"{first.op} #{swap.number} to #{last} of {group_phrase(group)}"
+    return make_finding(
+        "mismatch/op", "in-collective", [swap.rank], others, "medium",
+        f"rank {swap.rank} issued {where} in another order than the others: what it means at {place(first.source)} "
+        f"met what they mean at {place(theirs.source)}",
+        f"Rank {swap.rank}: {', '.join(place(op.source) for op in swap.own[:4])}. "
+        f"{capital(ranks_phrase(others))}: {', '.join(place(op.source) for op in swap.others[:4])}. "
+        "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
+        f"find out why rank {swap.rank} comes to {place(first.source)} first here", first, first.source, [], None,
+    )  # fmt: skip
+
+
+def _world(logs: Sequence[RankLog]) -> World | None:
+    chosen, _ = choose(logs)
+    return build(chosen, _NOTHING_STALLS_S) if len(chosen) > 1 else None
+
+
+def _found(world: World) -> list[tuple[Finding, Trouble]]:
+    troubles = [trouble for trouble in find_troubles(world) if not trouble.uncertain and not _held_back(trouble)]
+    if not troubles:
+        return []
+    context = Context(world, troubles, Builder(world, troubles).build())
+    find_disagreements(context, {})
+    found = sorted(zip(context.cases, troubles, strict=True), key=lambda pair: pair[0].order)
+    return [(case.finding, trouble) for case, trouble in found]
+
+
+def _held_back(trouble: Trouble) -> bool:
+    """Whether the strict verifier has it: it holds these back, or has refused them on every rank."""
+    return trouble.refused or any(op.state is State.ANNOUNCED for op in trouble.ops.values())

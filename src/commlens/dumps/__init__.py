@@ -1,0 +1,1 @@
+"""Dumps of any origin: discover, classify, read and save them."""

@@ -1,0 +1,327 @@
+"""Dumps: black boxes copied out of memory, with what was seen of their processes. docs/dumps.md is for users.
+
+Standard library and msgspec only: the watcher saves dumps beside a training job. Only what commlens made is ever deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from commlens.blackbox import job_dirs
+from commlens.blackbox import layout as L
+from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, reason
+from commlens.dumps.read import BOX_NAME, MARKER, OBSERVED_MAX, OBSERVED_SCHEMA, REPORT_NAME, Evidence, read_evidence
+from commlens.errors import DumpError, FormatError
+from commlens.model.ranklog import Observation
+
+__all__ = [
+    "BOX_BYTES_MAX",
+    "DUMP_SCHEMA",
+    "MARKER",
+    "OBSERVED_SCHEMA",
+    "Evidence",
+    "discard_job",
+    "read_evidence",
+    "save_dump",
+    "save_reports",
+]
+
+DUMP_SCHEMA: Final = "commlens.dump/1"
+BOX_BYTES_MAX: Final = SIZE_MAX
+"""Largest box that is saved, in bytes."""
+
+_OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
+_TEMPORARY_NAME: Final = re.compile(
+    r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
+)
+_REPORT_MARKS: Final = (b'"commlens.verdict/', b'name="generator" content="commlens')
+_JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
+_ALARMS: Final = "verify.alarms"  # what verifying ranks posted; theirs too are the boards
+_BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
+_BOARD_MAGIC: Final = b"CMLSBRD1"
+
+
+class _BeforeRank(msgspec.Struct):
+    pid: int = 0
+
+
+class _Before(msgspec.Struct):
+    ranks: dict[str, _BeforeRank] = {}
+    saved: dict[str, int] = {}
+
+
+def save_dump(
+    job_dir: Path, dump_root: Path, observations: Mapping[int, Observation], *, host: str, keep: int, max_bytes: int = BOX_BYTES_MAX
+) -> Path:
+    """Copy a job's black boxes, with what was seen of their processes, to ``<dump_root>/<job>/``.
+
+    Boxes that are being written are copied as they are at that moment. Saving again overwrites the job's files of the same
+    name. Each file appears whole or not at all. Older job folders that commlens made are deleted beyond ``keep``.
+
+    Args:
+        job_dir: folder of the live boxes.
+        dump_root: folder for all dumps; made when missing.
+        observations: by global rank.
+        host: this machine's name; on a shared file system several save into one folder.
+        keep: how many job folders may stay, this one included; at least 1.
+        max_bytes: a larger box is not saved, and the dump says so.
+
+    Returns:
+        The job's folder.
+
+    Raises:
+        DumpError: nothing could be saved, or the folder refused to take more.
+    """
+    target = dump_root / job_dirs.safe_name(job_dir.name)
+    job = ""
+    newest: dict[int, BoxStatus] = {}
+    saved: dict[str, int] = {}
+    notes: list[str] = []
+    boxes = job_dirs.boxes(job_dir)
+    if not boxes and not observations:
+        raise DumpError(f"There are no black boxes in {job_dir} to save.")
+    name = target.name
+    with _folder_to_fill(target) as (folder, made, ours):
+        try:
+            if ours:
+                _write(folder, name := MARKER, _json({"schema": DUMP_SCHEMA, "job": target.name, "saved_ns": time.time_ns()}))
+            for path in boxes:
+                name = path.name
+                size = path.lstat().st_size if path.exists() else 0
+                if size > max_bytes:
+                    notes.append(f"{name} was not saved: it has {size} bytes, more than the {max_bytes} allowed.")
+                    continue
+                try:
+                    with OpenBox(path) as box:
+                        status = box.status()
+                        content = box.copy()
+                except FormatError as error:
+                    notes.append(f"{name} was not saved: {error}")
+                    continue
+                _write(folder, name, content)
+                saved[name] = time.time_ns()
+                job = job or status.job
+                known = newest.get(status.rank)
+                if known is None or known.created_ns < status.created_ns:
+                    newest[status.rank] = status
+            name = f"observed-{job_dirs.safe_name(host)}.json"
+            pids, moments = _saved_before(folder, name)
+            pids |= {rank: status.pid for rank, status in newest.items()}
+            ranks = {str(rank): {"pid": pids.get(rank, 0), **_known(observation)} for rank, observation in sorted(observations.items())}
+            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": moments | saved, "problems": notes}
+            _write(folder, name, _json({**about, "ranks": ranks}))
+        except OSError as error:
+            if made and not saved:
+                _discard(target)
+            raise DumpError(
+                f"The dump in {target} is not complete: {name} could not be written ({reason(error)}); "
+                f"{len(saved)} of {len(boxes)} black boxes were saved. Choose another folder with the setting dump_dir."
+            ) from error
+    if boxes and not saved:
+        raise DumpError(f"None of the {len(boxes)} black boxes in {job_dir} could be saved: {notes[0]}")
+    _prune(dump_root, keep=max(keep, 1), current=target.name)
+    return target
+
+
+def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Path:
+    """Put a verdict and its page beside a dump: ``verdict.json`` and ``index.html``.
+
+    Nodes that share a file system save into one folder, and each has a verdict of its own: then the host is part of the names.
+
+    Args:
+        folder: what :func:`save_dump` returned.
+        host: this machine's name.
+        page: HTML.
+        verdict: JSON.
+
+    Returns:
+        The page's path.
+
+    Raises:
+        DumpError: one of them could not be written.
+    """
+    mine = f"observed-{job_dirs.safe_name(host)}.json"
+    try:
+        with _opened_folder(folder) as opened:
+            shared = any(_OBSERVED_NAME.fullmatch(name) and name != mine for name in _names(opened))
+            suffix = f"-{job_dirs.safe_name(host)}" if shared else ""
+            _write(opened, f"verdict{suffix}.json", verdict)
+            _write(opened, f"index{suffix}.html", page)
+    except OSError as error:
+        raise DumpError(f"The verdict could not be written beside the dump in {folder}: {reason(error)}.") from error
+    return folder / f"index{suffix}.html"
+
+
+def discard_job(job_dir: Path) -> None:
+    """Delete a live job's black boxes and then its folder.
+
+    Only what commlens made is deleted; a folder that holds anything else stays. Others may be doing the same.
+    """
+    _discard(job_dir)
+
+
+def _saved_before(folder: int, name: str) -> tuple[dict[int, int], dict[str, int]]:
+    """What an earlier observed-*.json of this host says of boxes that are still there: pids by rank, moments by file name.
+
+    A job whose boxes lie in several folders (one of them was full) is saved in several calls.
+    """
+    try:
+        before = msgspec.json.decode(_peek(folder, name, OBSERVED_MAX) or b"", type=_Before)
+    except (ValueError, RecursionError):
+        return {}, {}
+    here = set(_names(folder))
+    pids = {
+        int(rank): entry.pid for rank, entry in before.ranks.items() if rank.isdecimal() and job_dirs.box_name(int(rank), entry.pid) in here
+    }
+    return pids, {name: moment for name, moment in before.saved.items() if name in here}
+
+
+def _known(observation: Observation) -> dict[str, Any]:
+    fields: dict[str, Any] = msgspec.to_builtins(observation)
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
+@contextlib.contextmanager
+def _folder_to_fill(target: Path) -> Iterator[tuple[int, bool, bool]]:
+    """A descriptor of the folder, whether it was made just now, and whether it is ours to mark.
+
+    A folder that somebody else made and filled takes the files but is never marked, so never pruned.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.mkdir()
+            made = True
+        except FileExistsError:
+            made = False
+        folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise DumpError(
+            f"No dump could be written to {target}: {reason(error)}. Choose another folder with the setting dump_dir."
+        ) from error
+    try:
+        yield folder, made, made or not _names(folder) or _marked_at(folder) is not None
+    finally:
+        os.close(folder)
+
+
+def _write(folder: int, name: str, content: bytes) -> None:
+    """Write a file whole or not at all."""
+    temporary = f".{name}.{os.getpid()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=folder)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    try:
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(descriptor, view) :]
+        finally:
+            os.close(descriptor)  # some file systems say only here that there was no room
+        os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def _prune(dump_root: Path, *, keep: int, current: str) -> None:
+    """Delete the oldest job folders of ours beyond ``keep``. Whatever cannot be deleted stays."""
+    marked: list[tuple[int, str]] = []
+    try:
+        names = sorted(path.name for path in dump_root.iterdir())
+    except OSError:
+        return
+    for name in names:
+        with contextlib.suppress(OSError), _opened_folder(dump_root / name) as folder:
+            saved_ns = _marked_at(folder)
+            if saved_ns is not None and name != current:
+                marked.append((saved_ns, name))
+    for _, name in sorted(marked, reverse=True)[keep - 1 :]:
+        _discard(dump_root / name)
+
+
+@contextlib.contextmanager
+def _opened_folder(path: Path) -> Iterator[int]:
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _names(folder: int) -> list[str]:
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in entries]
+
+
+def _peek(folder: int, name: str, length: int) -> bytes | None:
+    """The beginning of a regular file in a folder; None for anything else."""
+    try:
+        if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            return None
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except OSError:
+        return None
+    try:
+        return os.pread(descriptor, length, 0)
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)
+
+
+def _marked_at(folder: int) -> int | None:
+    """When we saved into this folder (Unix ns), by our marker; None when it is not ours."""
+    content = _peek(folder, MARKER, 4096)
+    try:
+        marker = msgspec.json.decode(content or b"")
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(marker, dict) or marker.get("schema") != DUMP_SCHEMA:
+        return None
+    saved_ns = marker.get("saved_ns")
+    return saved_ns if isinstance(saved_ns, int) else 0
+
+
+def _discard(path: Path) -> None:
+    """Delete our files in a folder, the marker last, and the folder if that leaves it empty."""
+    with contextlib.suppress(OSError), _opened_folder(path) as folder:
+        for name in sorted(_names(folder), key=lambda name: name == MARKER):
+            if _is_ours(folder, name):
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
+    with contextlib.suppress(OSError):
+        if not path.is_symlink():
+            path.rmdir()
+
+
+def _is_ours(folder: int, name: str) -> bool:
+    """Whether a file is one of ours, by its name and its content."""
+    head = _peek(folder, name, 4096)
+    if head is None:
+        return False
+    if BOX_NAME.fullmatch(name):
+        return head[:8] == L.MAGIC or not any(head)  # all zero: its process died while it made it
+    if _OBSERVED_NAME.fullmatch(name):
+        return OBSERVED_SCHEMA.encode() in head
+    if name == MARKER:
+        return DUMP_SCHEMA.encode() in head
+    if REPORT_NAME.fullmatch(name):
+        return any(mark in head for mark in _REPORT_MARKS)
+    if _BOARD_NAME.fullmatch(name):
+        return head[:8] == _BOARD_MAGIC or not any(head)
+    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == _ALARMS

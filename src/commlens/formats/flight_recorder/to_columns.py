@@ -1,0 +1,277 @@
+"""What a Flight Recorder dump's columns mean: process groups, operations, states, coalesced groups, and whose dump it is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from commlens.formats.columns import COMPLETED, RETIRED, Integers, Rows, StackTable, Status
+from commlens.formats.flight_recorder.names import Named, dtype_of, parse_ranks, read_name
+from commlens.formats.flight_recorder.table import INT64_MAX, Signature, Table
+from commlens.model.collective import Asked, Channel, ProcessGroup, TensorSpec
+
+__all__ = ["KNOWN_VERSIONS", "rows_of"]
+
+KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
+_DEFAULT_GROUP: Final = "default_pg"
+
+
+def rows_of(table: Table, source: str) -> Rows:
+    """The table's entries as columns that can be compared with those of other ranks."""
+    rows = Rows(source=source, version=_text(table.about.get("version")))
+    rows.problems += _problems(table, rows.version)
+    config = _config(table.about.get("pg_config"))
+    named = [read_name(name) for name in table.names]
+    length = len(table)
+
+    group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
+    channel, rows.channels = _channels(table, group, name, named, config)
+    asked, rows.asked = _asked(name, _ints(table.signature, "int32", length), named, table.signatures)
+    rows.stacks = StackTable(table.frames, table.stacks)
+    is_p2p = _ints(table.is_p2p, "bool", length)
+    retired = _ints(table.retired, "bool", length)
+    state = _ints(table.state, "uint8", length).copy()
+    native = np.array([text.startswith("nccl:") for text in table.names] or [False])
+    failed = native[name] if length else retired  # NCCL's own recorder lets go of what is complete, or has timed out
+    state[(state != COMPLETED) & retired & ~failed] = RETIRED
+    sequence = np.where(is_p2p, _ints(table.p2p_seq_id, "int64", length), _ints(table.collective_seq_id, "int64", length))
+    closing = np.array([one.closes for one in named] or [False])
+    closes = closing[name] if length else np.zeros(0, "bool")
+    coalesced = _coalesced(channel, is_p2p, sequence, closes)
+    completed = np.maximum(_ints(table.completed_ns, "int64", length), 0)
+    _end_with_their_group(coalesced, closes, state, retired, completed)
+    duration = _ints(table.duration_ms, "float64", length)
+    rows.set_columns(
+        {
+            "channel": channel,
+            "asked_index": asked,
+            "stack": _ints(table.stack, "int32", length),
+            "sequence": sequence,
+            "record_id": _ints(table.record_id, "int64", length),
+            "op_id": _ints(table.op_id, "int64", length),
+            "state": state,
+            "retired": retired,
+            "p2p": is_p2p,
+            "peer": _peers(channel, name, named, rows.channels),
+            "created_ns": np.maximum(_ints(table.created_ns, "int64", length), 0),
+            "started_ns": np.maximum(_ints(table.started_ns, "int64", length), 0),
+            "completed_ns": completed,
+            "duration_ns": np.where(duration >= 0, duration * 1e6, -1.0).astype("int64"),
+            "timeout_ms": np.maximum(_ints(table.timeout_ms, "int64", length), 0),
+            "coalesced": coalesced,
+            "closes": closes,
+        }
+    )
+    backends = {one.backend for one in named}
+    rows.origin = "gloo-recorder" if backends and backends <= {"gloo"} else "flight-recorder"
+    rows.groups = [_channel(key, "", "", config) for key in config if key[0]]
+    rows.status = _status(table.about.get("pg_status"))
+    rows.status_groups = _status_groups(rows, _ints(table.pg_id, "int64", length), channel)
+    _whose(rows, channel, name, named)
+    return rows
+
+
+def _ints(column: Any, dtype: str, length: int) -> Integers:
+    if isinstance(column, (bytes, bytearray, memoryview)):
+        return np.frombuffer(column, dtype, length)
+    return np.asarray(column, dtype)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) < 64 else ""
+
+
+def _problems(table: Table, version: str) -> list[str]:
+    found = []
+    if table.cut:
+        found.append(
+            f"the file ends in the middle: it was cut off while it was written or copied, and {len(table)} whole entries were read"
+        )
+    if table.left_out:
+        found.append(f"{table.left_out} entries are not as entries are, and were left out")
+    if table.strange_states:
+        found.append(f"{table.strange_states} entries are in a state that is not known, and were taken as not completed")
+    if version not in KNOWN_VERSIONS and (version or not table.cut):
+        found.append(f"the format's version {version or '(none)'} is not known; it was read like 2.10")
+    return found
+
+
+_Key = tuple[str, str]
+
+
+def _config(value: Any) -> dict[_Key, tuple[int, ...]]:
+    """Global ranks by the name and the description of a group. Native gloo has one group, without a name."""
+    found: dict[_Key, tuple[int, ...]] = {}
+    if isinstance(value, dict):
+        for key, about in value.items():
+            if isinstance(key, str) and isinstance(about, dict):
+                ranks = about.get("ranks")
+                found[(key, _description(about.get("desc")))] = parse_ranks(ranks) if isinstance(ranks, str) else ()
+    return found
+
+
+def _description(value: Any) -> str:
+    """Torch says "undefined" of a group that was given none."""
+    return value if isinstance(value, str) and value != "undefined" else ""
+
+
+@lru_cache(maxsize=65536)
+def _made_channel(name: str, description: str, ranks: tuple[int, ...], backend: str, device: str) -> Channel:
+    return Channel(ProcessGroup(name=name, ranks=ranks, description=description, backend=backend), device)
+
+
+def _channel(key: _Key, backend: str, device: str, config: dict[_Key, tuple[int, ...]]) -> Channel:
+    ranks = config.get(key)
+    if ranks is None:  # the description may be missing in one of the two places
+        same = [found for (name, description), found in config.items() if name == key[0] and not (description and key[1])]
+        ranks = same[0] if len(same) == 1 else ()
+    return _made_channel(key[0], key[1], ranks, backend, device)
+
+
+def _channels(
+    table: Table, group: Integers, name: Integers, named: list[Named], config: dict[_Key, tuple[int, ...]]
+) -> tuple[Integers, list[Channel]]:
+    """A channel for each group and kind of backend."""
+    if not len(group):
+        return np.zeros(0, "int32"), []
+    kinds: dict[tuple[str, str], int] = {}
+    kind = np.array([kinds.setdefault((one.backend, one.device), len(kinds)) for one in named])
+    codes, index = _distinct(group.astype("int64") * len(kinds) + kind[name])
+    by_number = list(kinds)
+    channels = []
+    for code in codes.tolist():
+        backend, device = by_number[code % len(kinds)]
+        group_name, description = table.groups[code // len(kinds)]
+        channels.append(_channel((group_name, _description(description)), backend, device, config))
+    return index, channels
+
+
+def _asked(name: Integers, signature: Integers, named: list[Named], signatures: list[Signature]) -> tuple[Integers, list[Asked]]:
+    if not len(name):
+        return np.zeros(0, "int32"), []
+    ops: dict[tuple[str, str, str], int] = {}
+    op = np.array([ops.setdefault((one.op, one.raw, one.device), len(ops)) for one in named])
+    codes, index = _distinct(signature.astype("int64") * len(ops) + op[name])
+    by_number = list(ops)
+    return index, [_made_asked(*by_number[code % len(ops)], signatures[code // len(ops)]) for code in codes.tolist()]
+
+
+@lru_cache(maxsize=16384)
+def _made_asked(op: str, raw: str, device: str, signature: Signature) -> Asked:
+    input_sizes, input_dtypes, output_sizes, output_dtypes = signature
+    return Asked(op, raw, _specs(input_sizes, input_dtypes, device), _specs(output_sizes, output_dtypes, device))
+
+
+def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: str) -> tuple[TensorSpec, ...]:
+    names = [dtype_of(dtype) for dtype in dtypes] + ["unknown"] * (len(sizes) - len(dtypes))
+    return tuple(TensorSpec(shape, dtype, device or "unknown") for shape, dtype in zip(sizes, names, strict=False))
+
+
+def _peers(channel: Integers, name: Integers, named: list[Named], channels: list[Channel]) -> Integers:
+    """The other's global rank of a send or a receive: its name has the rank in the group."""
+    if not any(one.peer is not None for one in named):
+        return np.full(len(name), -1, "int32")
+    codes, index = _distinct(channel.astype("int64") * len(named) + name)
+    peers = []
+    for code in codes.tolist():
+        peer, ranks = named[code % len(named)].peer, channels[code // len(named)].group.ranks
+        peers.append(ranks[peer] if peer is not None and peer < len(ranks) else -1)
+    return np.array(peers, "int32")[index]
+
+
+def _distinct(codes: Integers) -> tuple[Integers, Integers]:
+    """The different values of a column, sorted, and which of them each is: ``np.unique``, faster where the values are small."""
+    top = int(codes.max())
+    if top >= 1 << 16:
+        return np.unique(codes, return_inverse=True)
+    there = np.zeros(top + 1, "bool")
+    there[codes] = True
+    return np.flatnonzero(there), (np.cumsum(there, dtype="int32") - 1)[codes]
+
+
+def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: Integers) -> Integers:
+    """Number the coalesced groups: neighbours on a channel that share a sequence, with the entry that closes them."""
+    numbers = np.zeros(len(channel), "int32")
+    if len(channel) < 2:
+        return numbers
+    lane = channel.astype("int64") * 2 + is_p2p
+    order = np.argsort(lane.astype("int16") if lane.max() < 1 << 15 else lane, kind="stable")
+    lane, sequence, closes = lane[order], sequence[order], closes[order]
+    same = (lane[1:] == lane[:-1]) & (sequence[1:] == sequence[:-1]) & (sequence[1:] >= 0) & ~closes[:-1]
+    if not same.any():
+        return numbers
+    runs = np.cumsum(np.concatenate(([True], ~same)))
+    several = np.bincount(runs)[runs] > 1
+    firsts = np.unique(runs[several])
+    numbers[order[several]] = np.searchsorted(firsts, runs[several]) + 1
+    return numbers
+
+
+def _end_with_their_group(coalesced: Integers, closes: Integers, state: Integers, retired: Integers, completed: Integers) -> None:
+    """Members stay "scheduled" for ever; what became of them, the entry that closes their group says."""
+    ends = np.flatnonzero(closes & (coalesced > 0))
+    if not len(ends):
+        return
+    end_of = np.full(int(coalesced.max()) + 1, -1)
+    end_of[coalesced[ends]] = ends
+    end = end_of[coalesced]
+    members = np.flatnonzero((end >= 0) & ~closes & (state != COMPLETED))
+    for column in (state, completed):
+        column[members] = column[end[members]]
+
+
+def _status(value: Any) -> dict[str, Status]:
+    found: dict[str, Status] = {}
+    if isinstance(value, dict):
+        for key, status in value.items():
+            if isinstance(key, str) and isinstance(status, dict):
+                last = [_number(status.get(f"last_{what}_collective")) for what in ("enqueued", "started", "completed")]
+                found[key] = (last[0], last[1], last[2])
+    return found
+
+
+def _number(value: Any) -> int:
+    """An integer; in JSON it is a text."""
+    if isinstance(value, str) and len(value) < 20 and value.lstrip("-").isdecimal():
+        value = int(value)
+    return value if type(value) is int and -1 <= value <= INT64_MAX else -1
+
+
+def _status_groups(rows: Rows, pg_id: Integers, channel: Integers) -> dict[str, str]:
+    """Which group a status speaks of: that of the entries with the same id.
+
+    Ids and names are both given in the order in which groups are made, so where there are as many statuses as groups they
+    correspond one by one, also in a dump without entries. This holds only where the entries do not say otherwise.
+    """
+    known: dict[str, str] = {}
+    if len(pg_id) and pg_id.min() >= 0 and pg_id.max() < 1 << 16:
+        codes, _ = _distinct(pg_id * len(rows.channels) + channel)
+        for code in codes.tolist():
+            known.setdefault(str(code // len(rows.channels)), rows.channels[code % len(rows.channels)].group.name)
+    names = [one.group.name for one in rows.groups]
+    if len(rows.status) == len(names) and all(text.isdecimal() for text in [*rows.status, *names]):
+        in_order = dict(zip(sorted(rows.status, key=int), sorted(names, key=int), strict=True))
+        if all(in_order.get(key) == name for key, name in known.items()):
+            return in_order
+    return known
+
+
+def _whose(rows: Rows, channel: Integers, name: Integers, named: list[Named]) -> None:
+    """Find the rank that wrote it: a member of every group, and the one that point-to-point operations speak of."""
+    members: set[int] | None = None
+    for group in [*rows.groups, *rows.channels]:
+        if group.group.ranks:
+            members = set(group.group.ranks) if members is None else members & set(group.group.ranks)
+        if group.group.description == _DEFAULT_GROUP:
+            rows.world_size = max(rows.world_size, len(group.group.ranks))
+    for index, one in enumerate(named):
+        if one.me is not None:
+            at = int(np.argmax(name == index))
+            ranks = rows.channels[int(channel[at])].group.ranks
+            if one.me < len(ranks):
+                members = {ranks[one.me]} & (members if members is not None else {ranks[one.me]})
+    rows.possible_ranks = tuple(sorted(members or ()))
+    if len(rows.possible_ranks) == 1:
+        rows.rank = rows.possible_ranks[0]

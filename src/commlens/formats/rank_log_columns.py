@@ -1,0 +1,84 @@
+"""A black box's log as columns, so that what is written for other tools has one source."""
+
+from __future__ import annotations
+
+import numpy as np
+from msgspec.structs import replace
+
+from commlens.formats.columns import COMPLETED, RETIRED, SCHEDULED, Rows
+from commlens.model.collective import Asked, Channel, Stack, State
+from commlens.model.ranklog import RankLog
+
+_STATES = {
+    State.ANNOUNCED: SCHEDULED,
+    State.ISSUED: SCHEDULED,
+    State.COMPLETED: COMPLETED,
+    State.FAILED: RETIRED,
+    State.UNKNOWN: RETIRED,
+}
+
+
+def rows_of_log(log: RankLog) -> Rows:
+    """The log's collectives as columns. What only a black box holds (waits, threads, the step, errors) is not in them.
+
+    A group that was made after the default group had been destroyed and made again has ``@1``, ``@2``, ... after its name,
+    since names begin anew then.
+    """
+    channels: dict[tuple[object, ...], int] = {}
+    asked: dict[Asked, int] = {}
+    stacks: dict[Stack, int] = {}
+    rows = Rows(
+        rank=log.rank,
+        world_size=log.world_size,
+        host=log.host,
+        job=log.job,
+        source=log.source,
+        origin="commlens",
+        version=log.versions.get("commlens", ""),
+        captured_ns=log.captured_ns,
+        problems=list(log.problems),
+    )
+    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    point_to_point = {one.coalescing_id for one in log.collectives if one.coalescing_id and one.is_point_to_point}
+    for one in log.collectives:
+        key = (*one.channel.key, one.channel.group.description)
+        if key not in channels:
+            channels[key] = len(channels)
+            rows.channels.append(_plain_channel(one.channel))
+        values = (
+            channels[key],
+            asked.setdefault(one.asked, len(asked)),
+            stacks.setdefault(one.stack, len(stacks)) if one.stack else -1,
+            one.sequence_number,
+            one.index - 1,
+            one.index,
+            _STATES[one.state],
+            one.state in (State.COMPLETED, State.FAILED, State.UNKNOWN),
+            one.is_point_to_point or one.coalescing_id in point_to_point,
+            -1 if one.peer is None else one.peer,
+            one.announced_ns,
+            one.entered_ns,
+            one.done_ns,
+            -1 if one.duration_ns is None else one.duration_ns,
+            int(log.timeout_s * 1000),
+            one.coalescing_id,
+            one.coalesced_members > 0,
+        )
+        for name, value in zip(_COLUMNS, values, strict=True):
+            columns[name].append(value)
+    rows.asked, rows.stacks = list(asked), list(stacks)
+    if log.collectives:
+        rows.set_columns({name: np.array(values) for name, values in columns.items()})
+    rows.groups = list(rows.channels)
+    return rows
+
+
+_COLUMNS = (
+    "channel", "asked_index", "stack", "sequence", "record_id", "op_id", "state", "retired", "p2p", "peer", "created_ns", "started_ns",
+    "completed_ns", "duration_ns", "timeout_ms", "coalesced", "closes",
+)  # fmt: skip
+
+
+def _plain_channel(channel: Channel) -> Channel:
+    group = channel.group
+    return replace(channel, group=replace(group, name=f"{group.name}@{group.incarnation}")) if group.incarnation else channel

@@ -1,0 +1,1 @@
+"""The one function that every collective of the process passes, and the data that its subscribers get."""

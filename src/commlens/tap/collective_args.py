@@ -1,0 +1,184 @@
+"""What collectives asked for, interned: most programs repeat a few."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from commlens.blackbox import layout as L
+from commlens.model.ops import POINT_TO_POINT, wire_op
+from commlens.tap import tap
+from commlens.tap.groups import Channel, Group
+from commlens.tap.rejections import will_be_refused
+
+_ASKED_LIMIT = 10_000
+_Tensor = torch.Tensor
+_strided = torch.strided
+
+
+noted_reduce_ops: dict[int, Any] = {}
+"""By native thread id: the reduce op of the call under way, where torch's box of it cannot be read (hooks.tap_reduce_ops)."""
+
+
+class Asked:
+    """What a collective asked for, and of which channel, interned: most programs repeat a few."""
+
+    __slots__ = (
+        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "stray", "synchronous", "tag",
+        "too_large", "wait_tells",
+    )  # fmt: skip
+
+    def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = 0) -> None:
+        self.content = content
+        self.channel = channel
+        self.peer = peer  # global rank, -1 where there is none
+        self.tag = tag
+        self.flags = flags
+        self.blob = 0
+        self.too_large = False  # for a blob: not encoded again each time
+        self.op: str = content["op"]
+        self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
+        self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
+        # gloo matches messages by tag, others by order alone: what meets what is counted accordingly.
+        self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.polls else None
+        self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
+        # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
+        self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
+        self.stray = False  # the backend will refuse it on this rank: it meets no other's
+
+
+def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
+    return (math.prod(tensor[0]), tensor[1]) if tensor is not None else None
+
+
+class AskedTable:
+    """All that have been asked for, by what tells them apart. No tensor is kept."""
+
+    def __init__(self) -> None:
+        self._asked: dict[Any, Asked] = {}
+
+    def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
+        """What a call of the op with these arguments on this group asks for."""
+        given = len(arguments)
+        asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else spec.asynchronous_default
+        if spec.takes_one_list and len(arguments[0]) == 1:
+            # By far the most common: one dense tensor in a list. The rest is for shapes that differ.
+            tensor = arguments[0][0]
+            try:
+                signature: Any = (tensor.shape, tensor.dtype, tensor.get_device(), tensor.is_contiguous() or tensor.stride())
+            except RuntimeError:  # sparse tensors are neither contiguous nor not
+                signature = _signature(tensor)
+        else:
+            signature = tuple([_signature(arguments[i]) for i in spec.tensors])
+        if spec.root >= 0:
+            key: Any = (spec.name, group, signature, asynchronous, arguments[spec.root])
+        elif spec.tag >= 0:
+            key = (spec.name, group, signature, arguments[spec.peer] if spec.peer >= 0 else -1, arguments[spec.tag])
+        elif spec.splits[0] >= 0:
+            key = (spec.name, group, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
+        else:
+            key = (spec.name, group, signature, asynchronous)
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = describe(spec, arguments, group)
+            if len(self._asked) >= _ASKED_LIMIT:
+                self._asked = {}
+            self._asked[key] = asked
+        return asked
+
+
+def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
+    """What a call of the op with these arguments on this group asks for, at length."""
+    asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < len(arguments) else spec.asynchronous_default
+    root = arguments[spec.root] if spec.root >= 0 else None
+    inputs: list[Any] = []
+    outputs: list[Any] = []
+    devices: list[str] = []
+    for i in spec.tensors:
+        _describe(arguments[i], outputs if i in spec.writes else inputs, devices)
+    content = {
+        "k": "asked",
+        "op": wire_op(spec.name),
+        "dop": spec.name,
+        "in": inputs,
+        "out": outputs,
+        "rop": None,
+        "root": None if root is None else group.global_rank(int(root)),
+        "is": list(arguments[spec.splits[0]]) if spec.splits[0] >= 0 else [],
+        "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
+        "async": asynchronous if isinstance(asynchronous, bool) else None,
+    }
+    asked = Asked(
+        content,
+        group.channel(devices[0] if devices else "cpu"),
+        group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
+        int(arguments[spec.tag]) if spec.tag >= 0 else 0,
+        L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
+    )
+    named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
+    asked.stray = any(not 0 <= rank < len(group.ranks) for rank in named) or (
+        asked.channel.polls and will_be_refused(content, len(group.ranks))
+    )
+    return asked
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, _Tensor):
+        layout = value.layout
+        if layout is _strided:
+            return (value.shape, value.dtype, value.get_device(), value.is_contiguous() or value.stride())
+        return (value.shape, value.dtype, value.get_device(), layout)
+    return tuple([_signature(item) for item in value]) if value is not None else None
+
+
+def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
+    if isinstance(value, _Tensor):
+        order = None
+        if value.layout is _strided and not value.is_contiguous():
+            strides = value.stride()
+            order = sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim))
+            order = None if order == list(range(value.dim())) else order
+        devices.append(value.device.type)
+        dtype, layout = str(value.dtype).removeprefix("torch."), str(value.layout).removeprefix("torch.")
+        into.append([list(value.shape), dtype, value.device.type, layout, order])
+    elif value is not None:
+        for item in value:
+            _describe(item, into, devices)
+
+
+def output_pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Addresses of what a call writes: by them a functional collective's wait is recognised."""
+    where = spec.writes or spec.tensors
+    if not where:
+        return ()
+    found: list[int] = []
+    _collect_pointers(arguments[where[0]], found)
+    return tuple(found)
+
+
+def _collect_pointers(value: Any, into: list[int]) -> None:
+    if isinstance(value, _Tensor):
+        if value.layout is _strided and value.numel():
+            into.append(value.data_ptr())
+    elif value is not None:
+        for item in value:
+            _collect_pointers(item, into)
+
+
+def reduce_op_code(reduce_op: Any) -> int | None:
+    """The value of a ReduceOp, boxed or not; None where torch gives no way to read it (boxed, 2.6 to 2.9)."""
+    op = getattr(reduce_op, "op", None)
+    if op is None:
+        return None
+    try:
+        return int(op() if callable(op) else op)
+    except Exception:
+        return None
+
+
+def reduce_op_name(reduce_op: Any) -> str | None:
+    """Its name, "SUM"; None where there is none or it cannot be read."""
+    code = reduce_op_code(reduce_op)
+    return L.reduce_op_of(code + 1) if code is not None else None

@@ -1,0 +1,300 @@
+"""The few places, beside the tap, where torch is patched; none does anything while nobody listens.
+
+``Work.wait`` (which thread is blocked in which op, and when it is done), ``ProcessGroup._start_coalescing`` and
+``_end_coalescing`` (they are no ops), ``DeviceMesh`` (names of dimensions), and the optimizers' global post-hook (steps).
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import threading
+from typing import Any, Protocol
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from commlens.blackbox import layout as L
+from commlens.capture.recorder import Recorder
+from commlens.tap import tap
+from commlens.tap.collective_args import noted_reduce_ops
+
+log = logging.getLogger("commlens")
+
+_FIRST_READABLE_REDUCE_OP = (2, 10)
+"""Not readable on 2.6.0 and 2.9.1, readable on 2.13.0. Should one in between not be, the recorder asks for the tap when it finds out."""
+
+
+class WaitListener(Protocol):
+    """What a tracer hears of waits. Tokens are its own; None means that the wait is none of its business."""
+
+    def wait_begins(self, work: Any) -> Any:
+        """A thread is about to block in ``work.wait()``."""
+
+    def tensor_wait_begins(self, tensor: Any) -> Any:
+        """A thread is about to block in a functional collective's ``wait_tensor(tensor)``."""
+
+    def wait_ended(self, token: Any) -> None:
+        """That wait is over."""
+
+
+_recorder: Recorder | None = None
+_tracers: tuple[WaitListener, ...] = ()
+_installed = False
+
+
+def set_recorder(recorder: Recorder | None) -> None:
+    """Hand what the hooks see to ``recorder``; None makes them pass-through."""
+    global _recorder
+    _recorder = recorder
+    if recorder is not None:
+        _untap_work_wait()  # a tracer's, which knows nothing of a native recorder
+    listen()
+
+
+def add_tracer(tracer: WaitListener) -> None:
+    """Tell ``tracer`` of waits, too."""
+    global _tracers
+    _tracers = (*_tracers, tracer)
+    listen()
+
+
+def remove_tracer(tracer: WaitListener) -> None:
+    """Tell it no more."""
+    global _tracers
+    _tracers = tuple(other for other in _tracers if other is not tracer)
+    listen()
+
+
+def listen() -> None:
+    """Have waits told to whoever listens now: to be called again when a recorder begins to verify."""
+    if _tracers:
+        tap.listen_to_waits(_tensor_wait_begins, _tensor_wait_ended)
+    elif _recorder is not None:
+        listens = _recorder.listens_to_waits
+        tap.listen_to_waits(_recorder.tensor_wait_begins if listens else None, _recorder.tensor_wait_ended if listens else None)
+    else:
+        tap.listen_to_waits(None, None)
+        _untap_work_wait()
+        return
+    _install_all()
+
+
+def _install_all() -> None:
+    global _installed
+    installs: list[Any] = [_tap_work_wait]
+    if not python_reads_reduce_ops() and (_tracers or _recorder is None or not _recorder.reads_reduce_ops):
+        installs.append(tap_reduce_ops)
+    if _recorder is not None and not _installed:
+        _installed = True
+        installs += [_tap_coalescing, _tap_meshes, _tap_optimizers]
+    for install in installs:
+        try:
+            install()
+        except Exception as error:
+            log.warning("commlens: %s does not work with this torch: %s: %s", install.__name__, type(error).__name__, error)
+
+
+def python_reads_reduce_ops() -> bool:
+    """Whether this torch lets Python read the reduce op of every call; where not, only those that Python hands over are known."""
+    return torch_version() >= _FIRST_READABLE_REDUCE_OP
+
+
+def torch_version() -> tuple[int, int]:
+    """This torch's major and minor number."""
+    numbers = re.findall(r"\d+", torch.__version__)
+    return int(numbers[0]), int(numbers[1])
+
+
+_waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with what it was
+
+
+def _tap_work_wait() -> None:
+    if _waits:
+        return
+    # Classes of C++ works that bring a wait of their own (the fake backend's) do not pass through Work's.
+    for kind in (Work, *Work.__subclasses__()):
+        if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
+            original = kind.__dict__["wait"]
+            _waits.append((kind, original))
+            slow = _tapped_wait(original)
+            tapped = slow if _recorder is None else _recorder.tapped_wait(original, slow)
+            setattr(kind, "wait", tapped)  # noqa: B010 - a plain assignment is what type checkers refuse
+
+
+def _untap_work_wait() -> None:
+    for kind, original in _waits:
+        setattr(kind, "wait", original)  # noqa: B010
+    _waits.clear()
+
+
+def _tapped_wait(original: Any) -> Any:
+    @functools.wraps(original)
+    def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        if _tracers:
+            return _traced_wait(original, self, args, kwargs)
+        if recorder is None:
+            return original(self, *args, **kwargs)
+        token = recorder.wait_begins(self)
+        if token is None:
+            return original(self, *args, **kwargs)
+        try:
+            result = original(self, *args, **kwargs)
+        except BaseException as error:
+            recorder.wait_ended(self, token, error)
+            if recorder.verifier is not None:
+                raise recorder.rather(error)  # noqa: B904 - it names its cause itself
+            raise
+        recorder.wait_ended(self, token, None)
+        return result
+
+    return wait
+
+
+def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
+    recorder = _recorder
+    held = [(tracer, token) for tracer in _tracers if (token := tracer.wait_begins(work)) is not None]
+    token = recorder.wait_begins(work) if recorder is not None else None
+    error: BaseException | None = None
+    try:
+        return original(work, *args, **kwargs)
+    except BaseException as raised:
+        error = raised
+        if recorder is not None and recorder.verifier is not None:
+            raise recorder.rather(raised)  # noqa: B904
+        raise
+    finally:
+        if recorder is not None and token is not None:
+            recorder.wait_ended(work, token, error)
+        for tracer, token in held:
+            tracer.wait_ended(token)
+
+
+def _tensor_wait_begins(tensor: Any) -> Any:
+    recorder = _recorder
+    held = [(tracer, token) for tracer in _tracers if (token := tracer.tensor_wait_begins(tensor)) is not None]
+    token = recorder.tensor_wait_begins(tensor) if recorder is not None else None
+    return (recorder, token, held) if held or token is not None else None
+
+
+def _tensor_wait_ended(told: Any, error: BaseException | None) -> None:
+    recorder, token, held = told
+    if token is not None:
+        recorder.tensor_wait_ended(token, error)
+    for tracer, mark in held:
+        tracer.wait_ended(mark)
+
+
+def _tap_coalescing() -> None:
+    start, end = ProcessGroup.__dict__["_start_coalescing"], ProcessGroup.__dict__["_end_coalescing"]
+
+    @functools.wraps(start)
+    def _start_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = start(self, *args, **kwargs)
+        if _recorder is not None:
+            _recorder.coalescing_starts()
+        return result
+
+    @functools.wraps(end)
+    def _end_coalescing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder = _recorder
+        token = recorder.coalescing_ends() if recorder is not None else None
+        if recorder is None or token is None:
+            return end(self, *args, **kwargs)
+        try:
+            work = end(self, *args, **kwargs)
+        except BaseException as error:
+            recorder.raised(token, error)
+            raise
+        recorder.group_returned(token, work)
+        return work
+
+    for function in (_start_coalescing, _end_coalescing):
+        setattr(ProcessGroup, function.__name__, function)
+
+
+def _tap_meshes() -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    original = DeviceMesh.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if _recorder is not None:
+            _learn_mesh(self, _recorder)
+
+    setattr(DeviceMesh, "__init__", __init__)  # noqa: B010
+
+
+def _learn_mesh(mesh: Any, recorder: Recorder) -> None:
+    """A dimension that spans the world uses the default group, whose own description does not name it."""
+    try:
+        names = mesh.mesh_dim_names
+        if not names or mesh.mesh.dim() != len(names) or mesh.get_coordinate() is None:
+            return
+        for dim, name in enumerate(names):
+            recorder.groups.name_mesh_dim(str(mesh.get_group(dim).group_name), str(name))
+    except Exception as error:
+        # Sub-meshes without groups of their own end here: their groups were named with their parent.
+        log.debug("commlens: a DeviceMesh's groups could not be read: %s: %s", type(error).__name__, error)
+
+
+def _tap_optimizers() -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    def commlens_step(*_: Any) -> None:
+        recorder = _recorder
+        if recorder is not None:
+            recorder.steps += 1
+            recorder.writer.word(L.STEPS, recorder.steps)
+
+    register_optimizer_step_post_hook(commlens_step)
+
+
+_REDUCING_METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "reduce",
+    "reduce_scatter",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+)
+
+
+def tap_reduce_ops() -> None:
+    """For a torch whose boxed ReduceOp cannot be read (2.6 to 2.9): note it where Python hands it over.
+
+    There C++ callers' reduce ops (DDP's, which are sums) stay unknown.
+    """
+    global _reduce_ops_tapped
+    if _reduce_ops_tapped:
+        return
+    _reduce_ops_tapped = True
+    for name in _REDUCING_METHODS:
+        if name in ProcessGroup.__dict__:
+            setattr(ProcessGroup, name, _noting_reduce_op(ProcessGroup.__dict__[name]))
+
+
+_reduce_ops_tapped = False
+
+
+def _noting_reduce_op(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _recorder is None and not _tracers:
+            return original(self, *args, **kwargs)
+        reduce_op = getattr(args[-1], "reduceOp", None) if args else None
+        if reduce_op is None:
+            reduce_op = next((a.reduceOp for a in (*args, *kwargs.values()) if hasattr(a, "reduceOp")), None)
+        thread = threading.get_native_id()
+        noted_reduce_ops[thread] = reduce_op
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            noted_reduce_ops.pop(thread, None)
+
+    return method

@@ -1,0 +1,1 @@
+"""Work with finished traces: read, filter, summarise, compare, and assert on them in tests. No torch."""

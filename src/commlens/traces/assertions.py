@@ -1,0 +1,247 @@
+"""Holding a test to what a model communicates: :func:`assert_comms` and :func:`assert_matches_golden`."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from commlens.errors import SelectionError
+from commlens.model.trace import Coverage, Depth, TraceData, TraceEvent
+from commlens.traces import fields, wording
+from commlens.traces.trace import Trace
+
+UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
+"""Set to 1, golden files are written instead of compared."""
+
+_MOST_SHOWN = 5
+
+
+def as_trace(source: Any) -> Trace:
+    """A trace of whatever holds one: a ``Trace``, ``TraceData``, a path, an object with ``trace()`` (CommDebugMode) or ``data``.
+
+    Raises:
+        SelectionError: it holds none.
+        FormatError: it is a path, and no trace is there.
+    """
+    if isinstance(source, Trace):
+        return source
+    if isinstance(source, TraceData):
+        return Trace(source)
+    if isinstance(source, (str, os.PathLike)):
+        return Trace.load(source)
+    made = getattr(source, "trace", None)
+    if callable(made):
+        return as_trace(made())
+    data = getattr(source, "data", None)
+    if isinstance(data, TraceData):
+        return Trace(data)
+    raise SelectionError(f"A trace, a path of one or a CommDebugMode was expected, not {type(source).__name__}.")
+
+
+def assert_comms(
+    trace: Any,
+    counts: Mapping[Any, int] | int | None = None,
+    *,
+    by: str | Sequence[str] = "op",
+    none_on: str | Iterable[str] | None = None,
+    max_bytes: int | None = None,
+    **only: Any,
+) -> None:
+    """Assert what was communicated.
+
+    ``assert_comms(trace, {"all_reduce": 1})`` holds when there is one all_reduce and nothing else;
+    ``assert_comms(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"), phase="backward")`` looks at the backward only.
+
+    Args:
+        trace: a :class:`commlens.Trace`, a path of one, or a ``commlens.CommDebugMode``.
+        counts: value of ``by`` -> number of collectives: all there may be among those looked at. A number alone is that of all.
+        by: the field, or fields, that ``counts`` goes by.
+        none_on: mesh dimensions or groups on which nothing may be.
+        max_bytes: the most bytes on the wire.
+        **only: look only at collectives with these values; fields as in :meth:`commlens.Trace.filter`.
+
+    Raises:
+        AssertionError: something is different. The message says what, with the lines of code that issued it.
+        SelectionError: there is no such field.
+    """
+    __tracebackhide__ = True  # pytest shows the test's own line
+    whole = as_trace(trace)
+    part = Trace(whole.data).filter(**only)
+    data = part.data
+    problems: list[str] = []
+    if isinstance(counts, Mapping):
+        problems += _wrong_counts(part, counts, by)
+    elif counts is not None and part.calls != counts:
+        problems.append(f"{wording.count(counts, 'collective')} expected, and there {_are(part.calls)}:" + _shown(data, data.events))
+    unwanted = [none_on] if isinstance(none_on, str) else list(none_on or [])
+    for name in unwanted:
+        found = part.filter(group=name).events
+        if found:
+            number = sum(event.count for event in found)
+            problems.append(f"nothing may be on {name}, and there {_are(number)}:" + _shown(data, found))
+    if max_bytes is not None and part.wire_bytes > max_bytes:
+        costliest = sorted(data.events, key=lambda event: -event.wire_bytes * event.count)
+        over = part.wire_bytes - max_bytes
+        problems.append(
+            f"{wording.size(part.wire_bytes)} on the wire, and at most {wording.size(max_bytes)} is allowed "
+            f"({wording.number(over)} bytes too many). The costliest:" + _shown(data, costliest)
+        )
+    lost = data.coverage.dispatched - data.coverage.recorded
+    if lost > 0:
+        problems.append(f"the trace is not complete: {wording.count(lost, 'collective')} that passed the dispatcher are not in it")
+    if problems:
+        raise AssertionError(_message(problems, only))
+
+
+def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: bool | None = None) -> None:
+    """Assert that a trace is what a golden file says.
+
+    The file holds how many collectives of which kind are issued where: no times, lines of code, versions or absolute paths, so
+    that it changes only when the communication does. It is a trace file: ``commlens view`` and ``commlens compare`` read it.
+
+    Args:
+        trace: a :class:`commlens.Trace`, a path of one, or a ``commlens.CommDebugMode``.
+        path: the golden file; compressed where it ends with ``.gz``.
+        update: write it instead of comparing. By default where the variable COMMLENS_UPDATE_GOLDEN is set (and not to 0).
+
+    Raises:
+        AssertionError: the trace differs; the message says in what, and how to accept it. Or there is no golden file yet.
+        FormatError: the golden file is damaged.
+    """
+    __tracebackhide__ = True
+    from commlens.formats.trace_json import read_trace, write_trace
+    from commlens.traces.diff import compare
+
+    golden, data = Path(path), as_trace(trace).data
+    if update is None:
+        update = os.environ.get(UPDATE_VARIABLE, "0") not in ("", "0")
+    if update:
+        write_trace(condense(data), golden)
+        return
+    how = f"Run the test once with {UPDATE_VARIABLE}=1 to write it, look at it, and commit it."
+    if not golden.exists():
+        raise AssertionError(f"There is no golden file {golden} yet. {how}")
+    comparison = compare(read_trace(golden), condense(data))
+    if comparison:
+        changes = "\n".join(f"  - {change.sentence}" for change in comparison.changes)
+        raise AssertionError(
+            f"The communication is not what {golden} says. {comparison.answer}\n{changes}\n"
+            f"Where that is as it should be: {UPDATE_VARIABLE}=1 writes the file anew."
+        )
+
+
+def condense(data: TraceData) -> TraceData:
+    """The trace without what changes from run to run, alike collectives counted together, in an order that does not change."""
+    groups: dict[tuple[str, tuple[int, ...]], int] = {}
+    kept: dict[tuple[Any, ...], TraceEvent] = {}
+    condensed = TraceData(rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES)
+    for event in data.events:
+        group = data.group_of(event)
+        if (wording.label(group), group.ranks) not in groups:
+            groups[wording.label(group), group.ranks] = len(groups)
+            # torch's own names are numbers that count up, whatever else the process does.
+            condensed.groups.append(type(group)(name="", ranks=group.ranks, description=wording.label(group), mesh_dim=group.mesh_dim))
+        plain = TraceEvent(
+            sequence=0,
+            op=event.op,
+            api=event.api,
+            phase=event.phase,
+            group=groups[wording.label(group), group.ranks],
+            site=event.site,
+            owner=None if event.owner is None else type(event.owner)(event.owner.library, event.owner.name),
+            cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # torch prints it as it likes
+            dtype=event.dtype,
+            input_bytes=event.input_bytes,
+            output_bytes=event.output_bytes,
+            wire_bytes=event.wire_bytes,
+            reduce_op=event.reduce_op,
+            root=event.root,
+            peer=event.peer,
+            asynchronous=event.asynchronous,
+            members=event.members,
+        )
+        key = tuple(getattr(plain, name) for name in plain.__struct_fields__)
+        if key in kept:
+            kept[key].count += event.count
+        else:
+            plain.count = event.count
+            kept[key] = plain
+    order = sorted(kept.values(), key=lambda event: (wording.natural(event.site or ""), str(event.phase), event.op, repr(event)))
+    for number, event in enumerate(order, start=1):
+        event.sequence = number
+    condensed.events = order
+    total = sum(event.count for event in order)
+    condensed.coverage = Coverage(
+        dispatched=total, recorded=total, unclassified=sum(event.count for event in order if not event.classified)
+    )
+    return condensed
+
+
+def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str]) -> list[str]:
+    actual = part.counts(by=by)
+    wanted = {_key(key): number for key, number in counts.items()}
+    data = part.data
+    getters = [fields.field(name).get for name in ([by] if isinstance(by, str) else by)]
+    problems = []
+    for key in [*wanted, *(key for key in actual if key not in wanted)]:
+        expected, found = wanted.get(key, 0), actual.get(key, 0)
+        if expected == found:
+            continue
+        values = (key,) if isinstance(by, str) else key
+        events = [event for event in data.events if tuple(get(data.group_of(event), event) for get in getters) == values]
+        name = " ".join(map(str, values))
+        if not found:
+            problems.append(f"{name}: {wording.number(expected)} expected, and there is none{_similar(key, actual)}")
+        else:
+            asked = f"{wording.number(expected)} expected" if key in wanted else "none expected"
+            problems.append(f"{name}: {asked}, and there {_are(found)}:" + _shown(data, events))
+    return problems
+
+
+def _key(key: Any) -> Any:
+    plain = [getattr(item, "value", item) for item in (key if isinstance(key, tuple) else (key,))]
+    return tuple(plain) if isinstance(key, tuple) else plain[0]
+
+
+def _similar(key: Any, actual: Mapping[Any, int]) -> str:
+    names = {str(name).replace("_", ""): name for name in actual} if isinstance(key, str) else {}
+    close = difflib.get_close_matches(str(key).replace("_", ""), names, n=1, cutoff=0.8)
+    return f" (did you mean {names[close[0]]!r}?)" if close else ""
+
+
+def _are(number: int) -> str:
+    return "is 1" if number == 1 else f"are {wording.number(number)}" if number else "is none"
+
+
+def _shown(data: TraceData, events: Sequence[TraceEvent]) -> str:
+    lines = [f"\n    {event_words(data, event)}" for event in events[:_MOST_SHOWN]]
+    if len(events) > _MOST_SHOWN:
+        lines.append(f"\n    ... and {len(events) - _MOST_SHOWN} more")
+    return "".join(lines)
+
+
+def event_words(data: TraceData, event: TraceEvent) -> str:
+    """One collective in a line: ``"#3 all_reduce on tp [0-3], forward of MLP.net2, float32 4.1 kB, at train.py:57"``."""
+    number = f"#{event.sequence}" if event.count == 1 else f"{wording.number(event.count)} x"
+    parts = [
+        f"{number} {event.op} on {wording.on_group(data.group_of(event))}",
+        wording.place(event.phase, event.site),
+        wording.payload(event),
+    ]
+    if event.owner is not None:
+        parts.append(f"{event.owner.library} {event.owner.name}")
+    if event.cause is not None:
+        parts.append(wording.cause_words(event.cause))
+    where = wording.source_words(event.source, event.through)
+    return ", ".join([*(part for part in parts if part), *([f"at {where}"] if where else [])])
+
+
+def _message(problems: Sequence[str], only: Mapping[str, Any]) -> str:
+    asked = ", ".join(f"{name}={getattr(value, 'value', value)!s}" for name, value in only.items())
+    of = f" ({asked})" if asked else ""
+    return f"The collectives{of} are not as expected:" + "".join(f"\n- {problem}" for problem in problems)

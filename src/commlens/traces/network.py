@@ -1,0 +1,215 @@
+"""How long collectives would take on a network, as an estimate from bytes, group and a stated model of the network.
+
+The model. Ranks are numbered node by node. A group that stays on a node moves its bytes at ``intra_bandwidth``, the rate of one
+rank's links in one direction. One that crosses nodes moves them at the rate of its network adapters: every rank has one, a ring
+through k ranks of a node uses those of all k, and no ring is faster than a node is inside. All-to-alls send straight to each
+peer, within the node and across it at the same time. Point-to-point uses one adapter. To this comes the latency of every hop:
+once around the ring for gathers and scatters, twice a tree's depth for all-reduces, a tree's depth for broadcasts and reduces, one for
+point-to-point. Bandwidths are line rates and nobody else uses the network: reality is slower. Overlap with computation, congestion,
+in-network reduction and the skew between ranks are not in it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from commlens.errors import CommandError
+from commlens.model.network import US, Estimate, Network, Part
+from commlens.model.trace import TraceData
+from commlens.traces.wording import label
+
+GB: Final = 1e9
+
+_LATENCY = "latencies: NCCL's tuning table, LL128"
+
+PRESETS: Final[dict[str, Network]] = {
+    preset.name: preset
+    for preset in (
+        Network(
+            name="h100-ib", intra_bandwidth=450 * GB, inter_bandwidth=50 * GB,
+            source=f"DGX H100: NVLink 4, 900 GB/s both ways; one 400 Gb/s InfiniBand adapter per GPU; {_LATENCY}",
+        ),
+        Network(
+            name="h200-ib", intra_bandwidth=450 * GB, inter_bandwidth=50 * GB,
+            source=f"DGX H200: the links of DGX H100; {_LATENCY}",
+        ),
+        Network(
+            name="h100-efa", intra_bandwidth=450 * GB, inter_bandwidth=50 * GB, inter_latency=15 * US,
+            source="AWS p5.48xlarge: NVLink 4; EFA 3200 Gb/s per node of 8; latency of a hop assumed 15 us",
+        ),
+        Network(
+            name="a100-ib", intra_bandwidth=300 * GB, inter_bandwidth=25 * GB,
+            source=f"DGX A100: NVLink 3, 600 GB/s both ways; one 200 Gb/s InfiniBand adapter per GPU; {_LATENCY}",
+        ),
+        Network(
+            name="a100-efa", intra_bandwidth=300 * GB, inter_bandwidth=6.25 * GB, inter_latency=15 * US,
+            source="AWS p4d.24xlarge: NVLink 3; EFA 400 Gb/s per node of 8; latency of a hop assumed 15 us",
+        ),
+        Network(
+            name="b200-ib", intra_bandwidth=900 * GB, inter_bandwidth=50 * GB,
+            source=f"DGX B200: NVLink 5, 1.8 TB/s both ways; one 400 Gb/s InfiniBand adapter per GPU; {_LATENCY}",
+        ),
+        Network(
+            name="gb200-nvl72", intra_bandwidth=900 * GB, inter_bandwidth=50 * GB, ranks_per_node=72,
+            source=f"GB200 NVL72: NVLink 5 between the 72 GPUs of a rack; one 400 Gb/s InfiniBand adapter per GPU; {_LATENCY}",
+        ),
+        Network(
+            name="pcie-ethernet", intra_bandwidth=25 * GB, inter_bandwidth=12.5 * GB / 8, intra_latency=2.5 * US, inter_latency=30 * US,
+            source="8 GPUs on PCIe 4.0 x16, about 25 GB/s; one 100 Gb/s Ethernet adapter per node; latency of a hop assumed 30 us",
+        ),
+    )
+}  # fmt: skip
+"""Networks by name. docs/preview.md repeats the figures."""
+
+
+def estimate(data: TraceData, network: Network | str, *, step_time: float | None = None) -> Estimate:
+    """Estimate the time of every collective of a trace.
+
+    Args:
+        data: the trace.
+        network: the network, or a preset's name.
+        step_time: seconds that a step takes, for the share.
+
+    Raises:
+        CommandError: there is no such preset.
+    """
+    net = preset(network) if isinstance(network, str) else network
+    parts: dict[tuple[str, int, int], Part] = {}
+    for event in data.events:
+        group = data.group_of(event)
+        nodes = nodes_of(group.ranks, net)
+        key = (label(group), len(group.ranks), nodes)
+        part = parts.setdefault(key, Part(*key))
+        seconds = collective_seconds(event.op, group.ranks, event.wire_bytes, net, rank=data.rank, peer=event.peer)
+        part.calls += event.count
+        part.wire_bytes += event.wire_bytes * event.count
+        part.seconds += seconds * event.count
+    ordered = sorted(parts.values(), key=lambda part: -part.seconds)
+    return Estimate(
+        network=net, parts=ordered, steps=max(1, data.steps), seconds=sum(part.seconds for part in ordered), step_time=step_time
+    )
+
+
+def collective_seconds(
+    op: str, ranks: Sequence[int], wire_bytes: int, network: Network, *, rank: int = 0, peer: int | None = None
+) -> float:
+    """Seconds that one collective would take by the model at the top of this module.
+
+    Args:
+        op: the wire op, "all_reduce".
+        ranks: global ranks of the group.
+        wire_bytes: bytes through one rank's link (model/wire_bytes.py).
+        network: the network.
+        rank: this rank, for point-to-point.
+        peer: the other one.
+    """
+    size = len(ranks)
+    if size <= 1:
+        return 0.0
+    if op in ("send", "recv"):
+        far = peer is None or peer // network.ranks_per_node != rank // network.ranks_per_node
+        if peer is None:
+            far = nodes_of(ranks, network) > 1
+        return wire_bytes / (network.inter_bandwidth if far else network.intra_bandwidth) + _latency(network, far)
+    nodes = nodes_of(ranks, network)
+    per_node = max(1, size // nodes)
+    crosses = nodes > 1
+    if op == "all_to_all":
+        outside = (size - per_node) / (size - 1) if crosses else 0.0  # of what goes to other ranks
+        moving = max(wire_bytes * (1 - outside) / network.intra_bandwidth, wire_bytes * outside / network.inter_bandwidth)
+        return moving + _latency(network, crosses)
+    bandwidth = min(network.intra_bandwidth, network.inter_bandwidth * per_node) if crosses else network.intra_bandwidth
+    return wire_bytes / bandwidth + _hops(op, size, nodes, network)
+
+
+def nodes_of(ranks: Sequence[int], network: Network) -> int:
+    """How many nodes a group spans."""
+    return len({rank // network.ranks_per_node for rank in ranks})
+
+
+def _latency(network: Network, far: bool) -> float:
+    return network.inter_latency if far else network.intra_latency
+
+
+def _hops(op: str, size: int, nodes: int, network: Network) -> float:
+    far = nodes if nodes > 1 else 0
+    ring = far * network.inter_latency + (size - 1 - max(0, far - 1)) * network.intra_latency
+    per_node = max(1, size // nodes)
+    tree = math.ceil(math.log2(nodes)) * network.inter_latency + math.ceil(math.log2(per_node)) * network.intra_latency
+    if op in ("all_reduce", "barrier", "monitored_barrier"):
+        return 2 * min(ring, tree)
+    if op in ("broadcast", "reduce"):
+        return tree
+    return ring
+
+
+# --- as given on a command line
+
+
+def preset(name: str) -> Network:
+    """A preset by its name.
+
+    Raises:
+        CommandError: there is none.
+    """
+    found = PRESETS.get(name.lower())
+    if found is None:
+        close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
+        hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(PRESETS)}."
+        raise CommandError(f"There is no network preset {name!r}. {hint} Or give --intra-bandwidth and --inter-bandwidth.")
+    return found
+
+
+def network_from(name: str | None, given: Mapping[str, Any]) -> Network | None:
+    """A network from a preset's name and figures that replace the preset's; None where neither was given.
+
+    Args:
+        name: the preset.
+        given: fields of :class:`Network`, None where not given.
+
+    Raises:
+        CommandError: no such preset, or too few figures without one.
+    """
+    figures = {field: value for field, value in given.items() if value is not None}
+    if name is not None:
+        base = preset(name)
+        return msgspec.structs.replace(base, **figures, name=f"{base.name}, changed") if figures else base
+    if not figures.keys() - {"ranks_per_node"}:
+        return None
+    missing = [f"--{field.replace('_', '-')}" for field in ("intra_bandwidth", "inter_bandwidth") if field not in figures]
+    if missing:
+        raise CommandError(f"For an estimate give {' and '.join(missing)}, too, or a preset: --network {next(iter(PRESETS))}.")
+    return Network(**figures)
+
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_bandwidth(text: str) -> float:
+    """``"450GB/s"`` or ``"400Gb/s"`` (small b: bits) as bytes per second.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([kKmMgGtT]?)(B|b|bit)(?:/s|ps)\s*", text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no bandwidth, such as 450GB/s or 400Gb/s")
+    return float(match[1]) * _UNITS[match[2].lower()] / (1 if match[3] == "B" else 8)
+
+
+def parse_duration(text: str) -> float:
+    """``"1.2s"``, ``"350ms"`` or ``"5us"`` as seconds.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us|ns|min)\s*", text)
+    if match is None or float(match[1]) <= 0:
+        raise ValueError(f"{text!r} is no time, such as 1.2s, 350ms or 5us")
+    return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}[match[2]]

@@ -1,0 +1,73 @@
+"""A trace as a table: one flat dict for each event."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from commlens.model.ranks import format_ranks
+from commlens.model.trace import TraceData, TraceEvent
+from commlens.traces import wording
+
+COLUMNS: Final = (
+    "rank", "sequence", "step", "last_step", "count", "phase", "op", "api", "mesh_dim", "group", "group_name", "group_description",
+    "group_ranks", "group_size", "backend", "module", "call", "owner_library", "owner", "owner_parameters", "cause_op", "cause_before",
+    "cause_after", "cause_implicit", "cause_mesh", "source", "function", "through", "dtype", "input_bytes", "output_bytes",
+    "wire_bytes", "reduce_op", "root", "peer", "tag", "asynchronous", "members", "thread", "started_ns", "returned_ns",
+    "wait_began_ns", "wait_ended_ns",
+)  # fmt: skip
+"""The keys of a row, in their order."""
+
+
+def rows(data: TraceData) -> list[dict[str, Any]]:
+    """Flat dicts of strings, numbers, booleans and None, one for each event, all with the same keys."""
+    return [row(data, event) for event in data.events]
+
+
+def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
+    """One event as a flat dict."""
+    group, owner, cause, source = data.group_of(event), event.owner, event.cause, event.source
+    return {
+        "rank": data.rank,
+        "sequence": event.sequence,
+        "step": event.step,
+        "last_step": event.step if event.last_step is None else event.last_step,
+        "count": event.count,
+        "phase": wording.phase_name(event.phase),
+        "op": event.op,
+        "api": event.api,
+        "mesh_dim": group.mesh_dim,
+        "group": wording.label(group),
+        "group_name": group.name,
+        "group_description": group.description,
+        "group_ranks": format_ranks(group.ranks),
+        "group_size": len(group.ranks),
+        "backend": group.backend,
+        "module": event.site,
+        "call": event.call,
+        "owner_library": owner.library if owner else None,
+        "owner": owner.name if owner else None,
+        "owner_parameters": ", ".join(owner.parameters) if owner else None,
+        "cause_op": cause.op if cause else None,
+        "cause_before": cause.before if cause else None,
+        "cause_after": cause.after if cause else None,
+        "cause_implicit": cause.implicit if cause else None,
+        "cause_mesh": cause.mesh if cause else None,
+        "source": f"{source.file}:{source.line}" if source else None,
+        "function": source.function if source else None,
+        "through": event.through,
+        "dtype": event.dtype or None,
+        "input_bytes": event.input_bytes,
+        "output_bytes": event.output_bytes,
+        "wire_bytes": event.wire_bytes,
+        "reduce_op": event.reduce_op,
+        "root": event.root,
+        "peer": event.peer,
+        "tag": event.tag,
+        "asynchronous": event.asynchronous,
+        "members": event.members,
+        "thread": event.thread,
+        "started_ns": event.started_ns or None,
+        "returned_ns": event.returned_ns or None,
+        "wait_began_ns": event.wait_began_ns or None,
+        "wait_ended_ns": event.wait_ended_ns or None,
+    }

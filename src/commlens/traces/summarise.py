@@ -1,0 +1,296 @@
+"""From a trace to its summary: breakdowns, the modules' tree, the costliest reasons, the self-check in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from commlens.model.collective import ProcessGroup
+from commlens.model.trace import Phase, TraceData, TraceEvent
+from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
+from commlens.traces import wording
+
+MOST_WHY = 10
+_FOLD_FROM = 3  # so many modules that differ only in a number become one row
+_ORDER = [phase.value for phase in Phase]
+
+
+def summarise(data: TraceData, *, kept_of: int | None = None) -> Summary:
+    """Sum up a trace.
+
+    Args:
+        data: the trace.
+        kept_of: number of collectives before filtering, where the trace is a part of one.
+    """
+    calls, total, known = _amount(data)
+    coverage, complete = _coverage(data)
+    return Summary(
+        answer=_answer(data, calls, total, known, kept_of),
+        rank=data.rank,
+        world_size=data.world_size,
+        steps=data.steps,
+        calls=calls,
+        wire_bytes=total,
+        bytes_known=known,
+        by_mesh_dim=_by(data, lambda group, event: wording.label(group), sizes=True) if _groups_known(data) else [],
+        by_phase=sorted(
+            _by(data, lambda group, event: wording.phase_name(event.phase)),
+            key=lambda row: _ORDER.index(row.name) if row.name in _ORDER else len(_ORDER),
+        ),
+        by_op=_by(data, lambda group, event: event.op),
+        by_module=modules(data),
+        why=reasons(data)[:MOST_WHY],
+        coverage=coverage,
+        complete=complete,
+        blind=list(data.coverage.blind),
+    )
+
+
+def answer(data: TraceData) -> str:
+    """The summary's first sentence alone, which takes no time."""
+    return _answer(data, *_amount(data), None)
+
+
+def _amount(data: TraceData) -> tuple[int, int, bool]:
+    """Collectives, bytes on the wire, and whether bytes are known."""
+    calls = sum(event.count for event in data.events)
+    total = sum(event.wire_bytes * event.count for event in data.events)
+    return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op.endswith("barrier") for event in data.events)
+
+
+def _answer(data: TraceData, calls: int, total: int, known: bool, kept_of: int | None) -> str:
+    who = f"rank {data.rank} of {data.world_size}"
+    if data.preview:
+        who += ", a preview"
+    some = (
+        f"{wording.number(calls)} of {wording.count(kept_of, 'collective')}" if kept_of is not None else wording.count(calls, "collective")
+    )
+    if not calls and kept_of is None:
+        return f"No collective was issued by {who}{_over(data)}."
+    carried = f", {wording.size(total)} on the wire" if known else ""
+    if not _groups_known(data):
+        return f"{some}, by CommDebugMode's count."
+    over = "" if kept_of is not None else _over(data)
+    return f"{some}{carried}{over}, {who}."
+
+
+def _groups_known(data: TraceData) -> bool:
+    """Not so in what was read from CommDebugMode's JSON."""
+    return not data.events or any(group.ranks for group in data.groups)
+
+
+def _over(data: TraceData) -> str:
+    """Over how many steps, and what each issued where all issued as much."""
+    if not data.steps:
+        return ""
+    text = f", over {wording.count(data.steps, 'optimizer step')}"
+    each: dict[int, list[int]] = {}
+    for event in data.events:
+        if event.last_step is not None and event.last_step != event.step:
+            return text
+        calls_bytes = each.setdefault(event.step, [0, 0])
+        calls_bytes[0] += event.count
+        calls_bytes[1] += event.wire_bytes * event.count
+    if data.steps < 2 or len(each) != data.steps or any(amount != each[min(each)] for amount in each.values()):
+        return text
+    calls, size = each[min(each)]
+    return f"{text} ({wording.number(calls)} and {wording.size(size)} each)"
+
+
+def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False) -> list[Total]:
+    rows: dict[str, Total] = {}
+    for event in data.events:
+        group = data.group_of(event)
+        name = key(group, event)
+        if name not in rows:
+            rows[name] = Total(name, group_size=len(group.ranks) if sizes else 0)
+        row = rows[name]
+        row.calls += event.count
+        row.wire_bytes += event.wire_bytes * event.count
+        if row.group_size != len(group.ranks):
+            row.group_size = 0
+    return sorted(rows.values(), key=lambda row: (-row.wire_bytes, -row.calls, row.name))
+
+
+def folded(paths: Iterable[str]) -> dict[str, str]:
+    """Path -> the name of its row. From three on, paths that differ only in their numbers share one."""
+    by_pattern: dict[str, list[str]] = {}
+    for path in dict.fromkeys(paths):
+        by_pattern.setdefault(wording.pattern(path), []).append(path)
+    names = {}
+    for pattern, members in by_pattern.items():
+        together = len(members) >= _FOLD_FROM and "#" in pattern
+        shared = wording.fold(sorted(members, key=wording.natural)) if together else ""
+        names.update({path: shared or path for path in members})
+    return names
+
+
+def modules(data: TraceData) -> list[ModuleTotal]:
+    """Own and inclusive totals of each module that issued something, or whose children did."""
+    own: dict[str, list[int]] = {}
+    for event in data.events:
+        if event.site is not None:
+            calls_bytes = own.setdefault(event.site, [0, 0])
+            calls_bytes[0] += event.count
+            calls_bytes[1] += event.wire_bytes * event.count
+    called = {module.path for module in data.modules}
+    places = _places(data)
+    inclusive: dict[str, list[int]] = {}
+    for site, (calls, size) in own.items():
+        parts = site.split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            if path in called or path == site or end == 1:
+                both = inclusive.setdefault(path, [0, 0])
+                both[0] += calls
+                both[1] += size
+    names = folded(inclusive)
+    rows: dict[str, ModuleTotal] = {}
+    members: dict[str, list[str]] = {}
+    for path in sorted(inclusive, key=lambda path: _key(path, places)):
+        name = names[path]
+        row = rows.setdefault(name, ModuleTotal(name, modules=0))
+        members.setdefault(name, []).append(path)
+        row.modules += 1
+        own_calls, own_bytes = own.get(path, (0, 0))
+        row.own_calls += own_calls
+        row.own_bytes += own_bytes
+        row.calls += inclusive[path][0]
+        row.wire_bytes += inclusive[path][1]
+    return _in_tree(rows, {name: paths[0] for name, paths in members.items()}, names)
+
+
+def _places(data: TraceData) -> dict[str, int]:
+    """Where each path stands in the model: as it, or the first module below it, was first called."""
+    places: dict[str, int] = {}
+    for place, module in enumerate(data.modules):
+        parts = module.path.split(".")
+        for end in range(1, len(parts) + 1):
+            places.setdefault(".".join(parts[:end]), place)
+    return places
+
+
+def _key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
+    """Sorts as the modules were first called, each before its children; what was never called by its name, at the end."""
+    parts = path.split(".")
+    key: list[tuple[int, object]] = []
+    for end in range(1, len(parts) + 1):
+        place = places.get(".".join(parts[:end]))
+        key.append((0, place) if place is not None else (1, wording.natural(parts[end - 1])))
+    return key
+
+
+def _in_tree(rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[str, str]) -> list[ModuleTotal]:
+    """The rows, each below the row of its nearest ancestor."""
+    children: dict[str | None, list[str]] = {}
+    for name, path in first.items():
+        parts = path.split(".")
+        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
+        parent = next((names[path] for path in above if path in names and names[path] != name), None)
+        children.setdefault(parent, []).append(name)
+    ordered: list[ModuleTotal] = []
+    waiting = [(name, 0) for name in reversed(children.get(None, []))]
+    while waiting:
+        name, depth = waiting.pop()
+        rows[name].depth = depth
+        ordered.append(rows[name])
+        waiting += [(child, depth + 1) for child in reversed(children.get(name, []))]
+    return ordered
+
+
+def reasons(data: TraceData) -> list[Why]:
+    """All collectives by place, cause, owner and line; the costliest first. Modules that differ in a number are put together."""
+    groups: dict[Hashable, list[TraceEvent]] = {}
+    for event in data.events:
+        # The place alone decides which rows are one; what is said of them must be the same but for numbers, too.
+        key = (
+            event.op,
+            event.phase,
+            wording.pattern(event.site) if event.site is not None else None,
+            event.cause,
+            None if event.owner is None else (event.owner.library, wording.pattern(event.owner.name)),
+            event.source,
+            event.through,
+            wording.label(data.group_of(event)),
+        )
+        groups.setdefault(key, []).append(event)
+    found = []
+    for events in groups.values():
+        calls = sum(event.count for event in events)
+        size = sum(event.wire_bytes * event.count for event in events)
+        found.append(Why(_reason(data, events, calls), calls, size))
+    return sorted(found, key=lambda why: (-why.wire_bytes, -why.calls))
+
+
+def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
+    first = events[0]
+    group = data.group_of(first)
+    # The rank's own group of that name: its ranks matter only where the label does not say it all.
+    sizes = {len(data.group_of(event).ranks) for event in events}
+    of_ranks = f" ({wording.count(next(iter(sizes)), 'rank')})" if len(sizes) == 1 and group.ranks else ""
+    sites = sorted({event.site for event in events if event.site is not None}, key=wording.natural)
+    text = (
+        f"{wording.number(calls)} {first.op} on {wording.label(group)}{of_ranks}: {wording.place(first.phase, wording.fold(sites) or None)}"
+    )
+    if first.owner is not None:
+        text += f", {owner_words(events)}"
+    if first.cause is not None:
+        text += f", {wording.cause_words(first.cause)}"
+    if first.op in ("send", "recv"):
+        peers = sorted({event.peer for event in events if event.peer is not None})
+        if peers:
+            text += f", {'to' if first.op == 'send' else 'from'} {wording.ranks_phrase(peers)}"
+    where = wording.source_words(first.source, first.through)
+    return f"{text}, at {where}" if where else text
+
+
+def owner_words(events: Sequence[TraceEvent]) -> str:
+    """``"for FSDP2's parameters of layers.0-31"``; the model's class is left out where the place has said it."""
+    owner = events[0].owner
+    assert owner is not None
+    names = sorted({event.owner.name for event in events if event.owner is not None}, key=wording.natural)
+    if owner.library == "DDP":
+        shown = names[0] if len(names) == 1 else f"{len(names)} buckets"
+        if len(names) == 1 and owner.parameters:
+            most = ", ".join(owner.parameters[:2]) + (f" and {len(owner.parameters) - 2} more" if len(owner.parameters) > 2 else "")
+            return f"for DDP's {shown} ({most})"
+        return f"for DDP's {shown}"
+    sites = {event.site for event in events}
+    if sites == set(names):
+        return f"for {'its' if len(names) == 1 else 'their'} own {owner.library} parameters"
+    roots = {site.split(".")[0] for site in sites if site is not None}
+    if len(roots) == 1:
+        root = roots.pop()
+        names = [name.removeprefix(f"{root}.") for name in names]
+    return f"for {owner.library}'s parameters of {wording.fold(names)}"
+
+
+def why(event: TraceEvent) -> str:
+    """Why one collective was issued, in a few words; empty where the program just called it."""
+    parts = [owner_words([event])] if event.owner is not None else []
+    if event.cause is not None:
+        parts.append(wording.cause_words(event.cause))
+    return ", ".join(parts)
+
+
+def _coverage(data: TraceData) -> tuple[str, bool]:
+    if not _groups_known(data):
+        return "CommDebugMode makes no self-check.", False
+    seen, kept, unclassified = data.coverage.dispatched, data.coverage.recorded, data.coverage.unclassified
+    if seen == kept:
+        text = "None was dispatched and none is missing" if not seen else f"All {wording.count(seen, 'collective')} that were dispatched"
+        text = text if not seen else text.replace("All 1 collective that were", "The one collective that was")
+        text += "" if not seen else " are recorded" if seen > 1 else " is recorded"
+    else:
+        text = f"{wording.number(kept)} of {wording.count(seen, 'collective')} that passed the dispatcher are recorded"
+    if not unclassified:
+        return f"{text}; {'none is unclassified' if seen else 'nothing is unclassified'}.", seen == kept
+    places: dict[str, int] = {}
+    for event in data.events:
+        if not event.classified:
+            where = wording.source_words(event.source, event.through)
+            place = f"{event.op} at {where}" if where else f"{event.op} of {wording.label(data.group_of(event))}"
+            places[place] = places.get(place, 0) + event.count
+    most = sorted(places.items(), key=lambda item: -item[1])
+    listed = wording.joined(f"{place} ({wording.number(number)})" for place, number in most[:3])
+    more = f" and {len(most) - 3} other places" if len(most) > 3 else ""
+    return f"{text}; {wording.number(unclassified)} unclassified" + (f": {listed}{more}." if listed else "."), False

@@ -1,0 +1,41 @@
+"""``commlens.trace()``. Imports torch only when it is called."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Literal
+
+from commlens.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from commlens.tracing.session import LiveTrace
+
+__all__ = ["trace"]
+
+
+def trace(
+    *,
+    depth: Literal["collectives", "ops"] = "collectives",
+    steps: str | range | tuple[int, int | None] | None = None,
+    whole_steps: int | None = None,
+) -> LiveTrace:
+    """Trace the collectives of a block of code: ``with commlens.trace() as trace: ...``, then ``trace.summary()``.
+
+    Args:
+        depth: ``"collectives"`` costs next to nothing and leaves torch.compile alone; ``"ops"`` lists tensor ops, too, with a
+            dispatch mode.
+        steps: trace only these optimizer steps, counted from 0: ``"2:4"``, ``range(2, 4)``. None traces all.
+        whole_steps: so many steps are kept event by event, later ones are summarised (10 unless given), so that memory is bounded.
+
+    Returns:
+        A context manager that is a :class:`commlens.Trace` of what it saw, during the block and after it.
+
+    Raises:
+        MissingDependency: torch is not installed.
+        CommandError: ``steps`` is not a range of steps.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency.torch("commlens.trace()")
+    from commlens.tracing.session import LiveTrace
+
+    return LiveTrace(depth=depth, steps=steps, whole_steps=whole_steps)

@@ -1,0 +1,43 @@
+"""The DTensor op and the redistribution that a collective carries out, read from the frames that issue it."""
+
+from __future__ import annotations
+
+from types import FrameType
+from typing import Any
+
+from commlens.model.trace import Cause
+from commlens.tracing.stacks import StackInfo, local_values
+
+_CACHE_LIMIT = 10_000
+
+
+class Causes:
+    """Interned: a program repeats a few."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Cause] = {}
+
+    def find(self, info: StackInfo, frame: FrameType | None) -> Cause | None:
+        """The cause of a collective whose stack begins with ``frame``; None where no DTensor is involved."""
+        op: str | None = None
+        if info.dispatch_depth >= 0:
+            (op_call,) = local_values(frame, info.dispatch_depth, "op_call")
+            op = str(op_call) if op_call is not None else None
+        if info.redistribute_depth < 0:
+            return self._intern((op, None, None, False, ""), op, "", "", True, None) if op is not None else None
+        before, after, explicit = local_values(frame, info.redistribute_depth, "current_spec", "target_spec", "is_explicit")
+        if before is None or after is None:
+            return None
+        mesh = before.mesh
+        implicit = op is not None and not (explicit or info.explicit)  # without an op somebody asked: to_local's backward, too
+        return self._intern(
+            (op, before.placements, after.placements, implicit, id(mesh)), op, before.placements, after.placements, implicit, mesh
+        )
+
+    def _intern(self, key: Any, op: str | None, before: Any, after: Any, implicit: bool, mesh: Any) -> Cause:
+        cause = self._known.get(key)
+        if cause is None:
+            if len(self._known) >= _CACHE_LIMIT:
+                self._known = {}
+            cause = self._known[key] = Cause(op, str(before), str(after), implicit, str(mesh) if mesh is not None else "")
+        return cause

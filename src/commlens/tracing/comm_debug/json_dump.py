@@ -1,0 +1,73 @@
+"""The JSON of CommDebugMode, as its browser page reads it: a tree of modules, each of them in it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlens.tracing.comm_debug.sections import Section, shown
+from commlens.tracing.ops import OpRecord
+
+_OURS = ("checkpointing", "optimizer", "unclassified")
+"""Passes of which PyTorch's format knows no collectives, or nothing at all: their keys are there only when they hold something."""
+
+
+def document(root: Section, noise_level: int) -> dict[str, Any]:
+    """The whole tree."""
+    documents: dict[int, dict[str, Any]] = {id(root): _section(root, noise_level)}
+    todo = [root]
+    while todo:
+        section = todo.pop()
+        for child in section.children:
+            documents[id(child)] = _section(child, noise_level)
+            documents[id(section)]["children"].append(documents[id(child)])
+            todo.append(child)
+    return documents[id(root)]
+
+
+def _section(section: Section, noise_level: int) -> dict[str, Any]:
+    with_modules = noise_level > 0
+
+    def collectives(which: str) -> list[list[Any]]:
+        return [[str(packet), count] for packet, count in section.collectives.get(which, {}).items()]
+
+    def operations(which: str) -> list[dict[str, Any]]:
+        return [_operation(record) for record in shown(section.operations.get(which, []), noise_level)]
+
+    entry = {
+        "fqn": section.path,
+        "module_type": section.module_type if with_modules else "",
+        "parameters": [[name, str(placements)] for name, placements in section.parameters.items()] if with_modules else [],
+        "children": [],
+        "collectives_forward": collectives("forward"),
+        "collectives_backward": collectives("backward"),
+        "operations_forward": operations("forward"),
+        "operations_backward": operations("backward"),
+        "operations_checkpointing": operations("checkpointing"),
+    }
+    for which in _OURS:
+        for kind, found in (("collectives", collectives(which)), ("operations", operations(which))):
+            if found:
+                entry[f"{kind}_{which}"] = found
+    return entry
+
+
+def _operation(record: OpRecord) -> dict[str, Any]:
+    entry = described(record)
+    entry["name"] = str(entry["name"])
+    for key in ("input_shape", "input_sharding"):
+        entry[key] = [str(value) for value in entry[key]]
+    return entry
+
+
+def described(record: OpRecord) -> dict[str, Any]:
+    """An op as ``comm_module_operation_counts`` holds it."""
+    layout = record.layout
+    which = record.phase.value if record.phase is not None else ""
+    return {
+        "name": record.op,
+        "input_shape": list(layout.shapes) if layout is not None else [],
+        "input_sharding": list(layout.placements) if layout is not None else [],
+        "device_mesh": layout.mesh if layout is not None else "",
+        "is_bw": which in ("backward", "recomputation"),
+        "is_activation_checkpointing": which == "recomputation",
+    }

@@ -1,0 +1,189 @@
+"""``commlens.CommDebugMode``: PyTorch's context manager of that name, with the same members, on the tracer.
+
+Only what it counts differs, where PyTorch's is wrong or blind: docs/comm_debug_mode.md lists it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections import defaultdict
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from commlens.errors import MissingDependency
+from commlens.model.trace import Phase, TraceData
+from commlens.traces.trace import Trace
+
+if importlib.util.find_spec("torch") is None:
+    raise MissingDependency.torch("commlens.CommDebugMode")
+
+from commlens.tracing.comm_debug import json_dump, table
+from commlens.tracing.comm_debug.modules import GLOBAL, ModuleView, SeenModules
+from commlens.tracing.comm_debug.sections import PASSES, Section, sections
+from commlens.tracing.ops import OpRecord, OpsMode
+from commlens.tracing.packets import key_of, registry
+from commlens.tracing.tracer import RawEvent, Tracer
+
+Counts = dict[Any, int]
+
+
+class CommDebugMode:
+    """Counts the collectives of a block of code by op, module and pass, and lists its tensor ops.
+
+    A drop-in for ``torch.distributed.tensor.debug.CommDebugMode``::
+
+        comm_mode = commlens.CommDebugMode()
+        with comm_mode:
+            model(batch).sum().backward()
+        assert comm_mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
+        print(comm_mode.generate_comm_debug_tracing_table(noise_level=1))
+
+    Everything is cleared when the block is entered, again too; what was seen can be read during the block and after it. No
+    module, parameter or tensor is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self.comm_counts: Counts = defaultdict(int)
+        self.comm_module_counts: dict[str, dict[str, Counts]] = {}
+        self.comm_registry: set[Any] = set(registry())
+        self.advanced_module_tracker = ModuleView()
+        self._modules = SeenModules()
+        self._tracer: Tracer | None = None
+        self._ops: OpsMode | None = None
+        self._entered = 0
+
+    def __enter__(self) -> Self:
+        self._clear()
+        self._entered += 1
+        if self._entered == 1:
+            self._tracer = tracer = Tracer()
+            self._ops = OpsMode(tracer, shapes=False)
+            self._ops.on_unissued.append(self._count)
+            tracer.on_collective.append(self._issued)
+            tracer.modules.on_enter.append(lambda call, module: self._modules.entered(call, module))
+            tracer.start()
+            self._ops.__enter__()
+        elif self._ops is not None:
+            self._ops.clear()
+        if self._tracer is not None:
+            self.advanced_module_tracker.follow(self._tracer, self._modules)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._entered -= 1
+        if self._entered == 0 and self._tracer is not None and self._ops is not None:
+            self._ops.__exit__(kind, error, traceback)
+            self._tracer.stop()
+
+    def __repr__(self) -> str:
+        return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
+
+    # --- what was counted
+
+    def get_total_counts(self) -> int:
+        """How many collectives there were."""
+        return sum(self.comm_counts.values())
+
+    def get_comm_counts(self) -> Counts:
+        """How many by op, as a ``defaultdict`` that goes on counting. Keys are ``torch.ops.c10d_functional.*`` and ``torch.ops.c10d.*``."""
+        return self.comm_counts
+
+    def get_parameter_info(self) -> dict[str, dict[str, Any]]:
+        """The parameters' data by module and name, of modules that were called and still exist."""
+        return self.advanced_module_tracker.module_parameters_dict
+
+    def get_sharding_info(self) -> dict[str, Any]:
+        """The placements of parameters that are DTensors: ``{"MLPModule.net1.weight": (Shard(dim=0),)}``."""
+        return self.advanced_module_tracker.sharding_dict
+
+    @property
+    def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
+        """By module, ``"operations_list"``: each of its own ops with input shapes and placements."""
+        found: dict[str, dict[str, list[dict[str, Any]]]] = {}
+        for record in self._records():
+            path = self._modules.nearest(record.site).path
+            found.setdefault(path, {"operations_list": []})["operations_list"].append(json_dump.described(record))
+        return found
+
+    # --- what it says
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
+        """A table of modules with their collectives and ops, with ANSI colours.
+
+        Args:
+            noise_level: 0 counts of collectives; 1 also module types, parameters and DTensor ops; 2 also other ops; 3 also
+                trivial ones, such as views.
+        """
+        return table.table(self._sections(), noise_level)
+
+    def log_comm_debug_tracing_table_to_file(self, file_name: str = "comm_mode_log.txt", noise_level: int = 3) -> None:
+        """Write the table to a file, without colours."""
+        text = table.without_colours(self.generate_comm_debug_tracing_table(noise_level))
+        Path(file_name).write_text(text, encoding="utf-8")
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
+        """Write the same as JSON, in the format that PyTorch's browser page reads."""
+        with Path(file_name).open("w", encoding="utf-8") as file:
+            json.dump(json_dump.document(self._sections(), noise_level), file, indent=4)
+
+    def trace(self) -> Trace:
+        """The same collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes and lines of code."""
+        return Trace(TraceData() if self._tracer is None else self._tracer.data())
+
+    # --- how it comes about
+
+    def _clear(self) -> None:
+        self.comm_counts.clear()
+        self.comm_module_counts.clear()
+        self.comm_module_counts[GLOBAL] = _no_counts()
+        self._modules = SeenModules()
+
+    def _issued(self, event: RawEvent) -> None:
+        if event.call is not None:
+            self._modules.of_row(event.call.row)
+        self._count(key_of(event), event.phase, self._owner(event) or event.path)
+
+    def _owner(self, event: RawEvent) -> str | None:
+        """The block whose parameters a collective carries: FSDP2 gathers one while it is inside another."""
+        owner = event.owner
+        if owner is None or not owner.library.startswith("FSDP"):
+            return None
+        return owner.name if owner.name.partition(".")[0] in self._modules.by_path else None
+
+    def _count(self, packet: Any, phase: Phase | None, path: str | None) -> None:
+        self.comm_counts[packet] += 1
+        which = PASSES[phase]
+        module = self._modules.nearest(path)
+        if path is not None and path != module.path:
+            self._add(path, which, packet)  # its call is still to come
+        while True:
+            self._add(module.path, which, packet)
+            if module.parent is None:
+                return
+            module = module.parent
+
+    def _add(self, path: str, which: str, packet: Any) -> None:
+        counts = self.comm_module_counts.get(path)
+        if counts is None:
+            counts = self.comm_module_counts[path] = _no_counts()
+        if which not in counts:
+            counts[which] = defaultdict(int)
+        counts[which][packet] += 1
+
+    def _sections(self) -> Section:
+        return sections(self._modules, self.comm_module_counts, self._records())
+
+    def _records(self) -> list[OpRecord]:
+        if self._ops is None:
+            return []
+        for row in list(self._ops.rows.values()):
+            self._modules.of_row(row)
+        return self._ops.records()
+
+
+def _no_counts() -> dict[str, Counts]:
+    return {"forward": defaultdict(int), "backward": defaultdict(int)}

@@ -1,0 +1,1 @@
+"""Preview: one process acts as any rank of a world of any size, without GPUs or a network."""

@@ -1,0 +1,232 @@
+"""A preview of a program for GPUs on a machine without: its ``cuda`` is the CPU, and it is told what it asks about GPUs.
+
+Only the program is told; torch's own code sees the machine as it is. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from commlens.tracing.patches import Patches, called_by_torch
+
+_CPU = torch.device("cpu")
+_MEMORY = 80 << 30
+_PROPERTIES = types.SimpleNamespace(
+    name="a GPU that commlens preview pretends", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132, is_integrated=0
+)
+
+
+def _on_cpu(value: Any) -> Any:
+    """``cuda`` in any of its forms becomes ``cpu``."""
+    if isinstance(value, torch.device):
+        return _CPU if value.type == "cuda" else value
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    return value
+
+
+def _device_on_cpu(value: Any) -> Any:
+    """The same where a number, too, names a GPU."""
+    return "cpu" if isinstance(value, int) and not isinstance(value, bool) else _on_cpu(value)
+
+
+_TORCH_KNOWS = ("is_available", "device_count", "is_initialized", "is_bf16_supported", "init")
+_TO = (torch.Tensor.to, torch._C._nn._parse_to)
+
+
+class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
+    """Maps the devices that torch's functions are given."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs = kwargs or {}
+        if func is torch.device:  # the program may look at it: it is mapped where it is used
+            return func(*args, **kwargs)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": _device_on_cpu(kwargs["device"])}
+        if args and any(isinstance(each, (torch.device, str)) for each in args):
+            args = tuple([_on_cpu(each) for each in args])
+        elif func in _TO and any(type(each) is int for each in args):
+            args = tuple(["cpu" if type(each) is int else each for each in args])
+        return func(*args, **kwargs)
+
+
+class FakeCuda:
+    """The pretence, while it lasts."""
+
+    def __init__(self, local_rank: int, local_world_size: int) -> None:
+        self._local_rank = local_rank
+        self._local_world_size = local_world_size
+        self._mode = _CudaIsCpu()
+
+    @staticmethod
+    def wanted() -> bool:
+        """Whether there is no GPU."""
+        return not torch.cuda.is_available()
+
+    def install(self, patches: Patches) -> None:
+        """Replace what asks for GPUs."""
+        self._answer_the_program(patches)
+        _map_constructors(patches)
+        self._mode.__enter__()
+
+    def remove(self) -> None:
+        """Leave the mode."""
+        self._mode.__exit__(None, None, None)
+
+    def _answer_the_program(self, patches: Patches) -> None:
+        cuda, accelerator = torch.cuda, getattr(torch, "accelerator", None)
+        rank, count = self._local_rank, self._local_world_size
+        nothing: Any = None
+        answers: dict[str, Any] = {
+            "is_available": True, "device_count": count, "current_device": rank, "is_initialized": True, "init": nothing,
+            "set_device": nothing, "synchronize": nothing, "empty_cache": nothing, "ipc_collect": nothing, "is_bf16_supported": True,
+            "get_device_name": _PROPERTIES.name, "get_device_properties": _PROPERTIES, "get_device_capability": (9, 0),
+            "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "utilization": 0,
+            "reset_peak_memory_stats": nothing, "reset_max_memory_allocated": nothing, "mem_get_info": (_MEMORY, _MEMORY),
+            "memory_stats": defaultdict(int), "memory_summary": "", "set_per_process_memory_fraction": nothing, "set_rng_state": nothing,
+            "current_stream": _Idle(), "default_stream": _Idle(), "set_stream": nothing,
+        }  # fmt: skip
+        for name, answer in answers.items():
+            # What can only raise without a GPU is answered to torch, too: it asks because it was given a device.
+            patches.wrap(cuda, name, _answering(answer, torch_too=name not in _TORCH_KNOWS))
+        patches.wrap(cuda, "get_rng_state", lambda original: lambda *args, **kwargs: torch.get_rng_state())
+        for name in ("Stream", "Event", "device", "stream"):
+            patches.wrap(cuda, name, lambda original: _Idle if isinstance(original, type) else _answering(_Idle())(original))
+        for name in ("range_push", "range_pop", "mark"):
+            patches.wrap(cuda.nvtx, name, _answering(nothing))
+        if accelerator is not None:
+            device = torch.device("cuda", rank)
+            for name, answer in (
+                ("is_available", True), ("device_count", count), ("current_accelerator", torch.device("cuda")),
+                ("set_device_index", nothing),
+                ("set_device_idx", nothing), ("current_device_index", rank), ("current_device_idx", rank), ("synchronize", nothing),
+                ("current_device", device), ("empty_cache", nothing), ("memory_allocated", 0), ("max_memory_allocated", 0),
+                ("reset_peak_memory_stats", nothing), ("current_stream", _Idle()),
+            ):  # fmt: skip
+                patches.wrap(accelerator, name, _answering(answer))
+        import torch.distributed as dist
+
+        for name in ("is_nccl_available", "is_backend_available"):
+            patches.wrap(dist.distributed_c10d, name, _answering(True))
+
+
+class _Idle:
+    """A stream, an event, a context: nothing happens in it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Idle:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else True if name == "query" else None
+
+
+def _answering(answer: Any, *, torch_too: bool = False) -> Any:
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if not torch_too and called_by_torch() else answer
+
+        return wrapper
+
+    return wrap
+
+
+def _map_constructors(patches: Patches) -> None:
+    """What takes a device and is no function that the mode sees."""
+    import torch.distributed.device_mesh as device_mesh
+    import torch.utils._device
+    from torch.nn.parallel import DistributedDataParallel
+
+    def first_argument(original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+            return original(self, _device_on_cpu(device), *args, **kwargs)
+
+        return wrapper
+
+    def keyword(name: str) -> Any:
+        def wrap(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+                if name in kwargs:
+                    kwargs[name] = _on_cpu(kwargs[name])
+                elif args:
+                    args = (_on_cpu(args[0]), *args[1:])
+                return original(self, *args, **kwargs)
+
+            return wrapper
+
+        return wrap
+
+    def no_devices(*names: str) -> Any:
+        def wrap(original: Any) -> Any:
+            @functools.wraps(original)
+            def wrapper(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+                args = () if "device_ids" in names else args  # DDP: device_ids, output_device
+                return original(self, module, *args, **{name: value for name, value in kwargs.items() if name not in names})
+
+            return wrapper
+
+        return wrap
+
+    patches.wrap(torch.utils._device.DeviceContext, "__init__", first_argument)
+    patches.wrap(device_mesh.DeviceMesh, "__init__", keyword("device_type"))
+    patches.wrap(torch.amp.autocast_mode.autocast, "__init__", keyword("device_type"))
+    patches.wrap(DistributedDataParallel, "__init__", no_devices("device_ids", "output_device"))
+    patches.wrap(torch.nn.Module, "cuda", lambda original: lambda self, device=None: self)
+    patches.wrap(torch, "load", _mapping_load)
+    with contextlib.suppress(ImportError):
+        from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
+
+        patches.wrap(_init_utils, "_init_device_handle", _init_device_handle_on_cpu)
+        patches.wrap(FullyShardedDataParallel, "__init__", no_devices("device_id"))
+    with contextlib.suppress(ImportError, AttributeError):
+        from torch.distributed.tensor import _collective_utils
+
+        patches.wrap(_collective_utils, "shard_dim_alltoall", _as_on_gpus)
+
+
+def _init_device_handle_on_cpu(original: Any) -> Any:
+    """FSDP of the first generation refuses to run without an accelerator (2.13.0)."""
+
+    @functools.wraps(original)
+    def _init_device_handle(state: Any, module: Any, ignored_params: Any, device_id: Any) -> Any:
+        return original(state, module, ignored_params, _CPU)
+
+    return _init_device_handle
+
+
+def _mapping_load(original: Any) -> Any:
+    @functools.wraps(original)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{**kwargs, "map_location": "cpu"})
+
+    return load
+
+
+def _as_on_gpus(original: Any) -> Any:
+    """On a CPU mesh DTensor gathers where it exchanges on GPUs."""
+
+    @functools.wraps(original)
+    def shard_dim_alltoall(input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
+        group_name = mesh.get_group(mesh_dim).group_name
+        return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, group_name)
+
+    return shard_dim_alltoall

@@ -1,0 +1,304 @@
+"""Object collectives of a fake world, where no other rank exists to send an object.
+
+What this rank itself sends is right as it is. What another rank would send is found out by running the program as that rank,
+too, up to there (see ``preview.py``). The tensors that carry it are filled in at the tap, so that torch's own functions run
+as they are. Gathered objects are taken to be this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from commlens.tap import tap
+from commlens.tracing.patches import Patches
+
+Key = tuple[str, int, int | None, tuple[int, ...], int]
+"""Function, global rank of the source, that of the destination where there is one, ranks of the group, and the how many-th such call."""
+
+Message = list[bytes]
+"""Pickled objects."""
+
+
+class Unknown(BaseException):
+    """This rank needs an object of another rank's. Passes through ``except Exception``."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(f"rank {key[1]} sends an object")
+        self.key = key
+
+
+class Learned(BaseException):
+    """The run got as far as was asked for."""
+
+
+class Objects:
+    """The object collectives of one run."""
+
+    sees_fake_tensors = False
+
+    def __init__(self, rank: int, known: dict[Key, Message | None], until: Key | None) -> None:
+        """Prepare.
+
+        Args:
+            rank: the rank that this process plays.
+            known: what other ranks send; None where that could not be found out.
+            until: stop with ``Learned`` when this message is sent, and keep it in ``known``.
+        """
+        self.rank = rank
+        self.known = known
+        self.until = until
+        self.unknowable: list[str] = []
+        self._counts: Counter[tuple[Any, ...]] = Counter()
+        self._deliveries = _Deliveries()
+
+    def install(self, patches: Patches) -> None:
+        """Wrap torch's functions."""
+        for name in ("all_gather_object", "gather_object"):
+            patches.wrap(c10d, name, self._loops_back)
+        patches.wrap(c10d, "broadcast_object_list", self._broadcast)
+        patches.wrap(c10d, "scatter_object_list", self._scatter)
+        patches.wrap(c10d, "send_object_list", self._send)
+        patches.wrap(c10d, "recv_object_list", self._receive)
+        tap.attach(self)
+
+    def remove(self) -> None:
+        """Listen no more."""
+        tap.detach(self)
+
+    def delivering(self, *contents: torch.Tensor | bytes) -> _Delivery:
+        """A context in which the next collectives that receive something receive this."""
+        return _Delivery(
+            self._deliveries, [torch.frombuffer(bytearray(c), dtype=torch.uint8) if isinstance(c, bytes) else c for c in contents]
+        )
+
+    # --- the tap's calls
+
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
+        """What is delivered by this op, if anything."""
+        deliveries = self._deliveries
+        if deliveries.gathers and spec.name == "gather_":
+            return lambda: _loop_back(arguments)
+        if deliveries.pending and spec.name in ("broadcast_", "scatter_", "recv_", "recv_any_source_"):
+            content = deliveries.pending.pop(0)
+            return None if content is None else lambda: _fill(arguments[0], content)
+        return None
+
+    def returned(self, token: Any, result: Any) -> None:
+        """The tensors are there to be filled."""
+        if token is not None:
+            token()
+
+    def raised(self, token: Any, error: BaseException) -> None:
+        """Nothing to deliver to."""
+
+    # --- the wrappers
+
+    def _loops_back(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with unset_fake_temporarily(), self._deliveries.gathering():
+                return original(*args, **kwargs)
+
+        return wrapper
+
+    def _broadcast(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def broadcast_object_list(
+            object_list: list[Any],
+            src: int | None = None,
+            group: Any = None,
+            device: Any = None,
+            group_src: int | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            given = {"group": group, "device": device, **_only_given(src=src, group_src=group_src), **kwargs}
+            ranks, source = _ranks(group), _global(group, src, group_src)
+            if self.rank not in ranks:
+                return original(object_list, **given)
+            key = self._key("broadcast", source, None, ranks)
+            with unset_fake_temporarily():
+                if source == self.rank:
+                    self._sent(key, object_list, kwargs)
+                    return original(object_list, **given)
+                message = self._wanted(key)
+                if message is None or len(message) != len(object_list):
+                    message = _pickled(object_list, kwargs)
+                with self.delivering(_sizes(message), b"".join(message)):
+                    return original(object_list, **given)
+
+        return broadcast_object_list
+
+    def _scatter(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def scatter_object_list(
+            scatter_object_output_list: list[Any],
+            scatter_object_input_list: list[Any] | None = None,
+            src: int | None = None,
+            group: Any = None,
+            group_src: int | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            given = {"group": group, **_only_given(src=src, group_src=group_src), **kwargs}
+            ranks, source = _ranks(group), _global(group, src, group_src)
+            if self.rank not in ranks:
+                return original(scatter_object_output_list, scatter_object_input_list, **given)
+            with unset_fake_temporarily():
+                if source == self.rank and scatter_object_input_list and len(scatter_object_input_list) == len(ranks):
+                    messages = _pickled(scatter_object_input_list, kwargs)
+                    largest = len(max(messages, key=len))
+                    for rank, message in zip(ranks, messages, strict=True):
+                        self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
+                    mine = messages[ranks.index(self.rank)]
+                else:
+                    known = self._wanted(self._key("scatter", source, self.rank, ranks))
+                    mine = known[0] if known else _pickled([None], kwargs)[0]
+                    largest = len(known[1]) if known else len(mine)
+                with self.delivering(_number(largest), mine.ljust(largest, b"\0"), _number(len(mine))):
+                    return original(scatter_object_output_list, scatter_object_input_list, **given)
+
+        return scatter_object_list
+
+    def _send(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def send_object_list(
+            object_list: list[Any],
+            dst: int | None = None,
+            group: Any = None,
+            device: Any = None,
+            group_dst: int | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            with unset_fake_temporarily():
+                ranks = _ranks(group)
+                if self.rank in ranks:
+                    key = self._key("send", self.rank, _global(group, dst, group_dst), ranks)
+                    self._sent(key, object_list, kwargs)
+                return original(object_list, group=group, device=device, **_only_given(dst=dst, group_dst=group_dst), **kwargs)
+
+        return send_object_list
+
+    def _receive(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def recv_object_list(
+            object_list: list[Any],
+            src: int | None = None,
+            group: Any = None,
+            device: Any = None,
+            group_src: int | None = None,
+            **kwargs: Any,
+        ) -> Any:
+            given = {"group": group, "device": device, **_only_given(src=src, group_src=group_src), **kwargs}
+            ranks = _ranks(group)
+            if self.rank not in ranks:
+                return original(object_list, **given)
+            with unset_fake_temporarily():
+                # From anybody: taken to be the rank before this one.
+                source = ranks[ranks.index(self.rank) - 1] if src is None and group_src is None else _global(group, src, group_src)
+                message = self._wanted(self._key("send", source, self.rank, ranks))
+                if message is None or len(message) != len(object_list):
+                    message = _pickled(object_list, kwargs)
+                with self.delivering(_sizes(message), b"".join(message)):
+                    return original(object_list, **given)
+
+        return recv_object_list
+
+    # --- messages
+
+    def _key(self, kind: str, source: int, destination: int | None, ranks: tuple[int, ...]) -> Key:
+        call = (kind, source, destination, ranks)
+        self._counts[call] += 1
+        return (*call, self._counts[call])
+
+    def _sent(self, key: Key, objects: list[Any], kwargs: dict[str, Any]) -> None:
+        self._keep(key, _pickled(objects, kwargs))
+
+    def _keep(self, key: Key, message: Message) -> None:
+        if key == self.until:
+            self.known[key] = message
+            raise Learned
+
+    def _wanted(self, key: Key) -> Message | None:
+        if key not in self.known:
+            raise Unknown(key)
+        message = self.known[key]
+        if message is None:
+            what = {"broadcast": "broadcast", "scatter": "scattered", "send": "sent"}[key[0]]
+            self.unknowable.append(f"What rank {key[1]} {what} as an object could not be found out: this rank's own stood in for it.")
+        return message
+
+
+class _Deliveries(threading.local):
+    """What the tensors of the object collective that this thread is in will be filled with, one after another; None leaves one alone."""
+
+    def __init__(self) -> None:
+        self.pending: list[torch.Tensor | None] = []
+        self.gathers = False
+
+    def gathering(self) -> _Delivery:
+        return _Delivery(self, [], gathers=True)
+
+
+class _Delivery:
+    def __init__(self, deliveries: _Deliveries, contents: list[torch.Tensor | None], *, gathers: bool = False) -> None:
+        self._deliveries = deliveries
+        self._contents = contents
+        self._gathers = gathers
+
+    def __enter__(self) -> None:
+        self._deliveries.pending = self._contents
+        self._deliveries.gathers = self._gathers
+
+    def __exit__(self, *_: Any) -> None:
+        self._deliveries.pending = []
+        self._deliveries.gathers = False
+
+
+def _only_given(**ranks: int | None) -> dict[str, int]:
+    return {name: rank for name, rank in ranks.items() if rank is not None}  # torch 2.5 has no group_src
+
+
+def _ranks(group: Any) -> tuple[int, ...]:
+    if group is c10d.GroupMember.NON_GROUP_MEMBER:
+        return ()
+    return tuple(c10d.get_process_group_ranks(group if group is not None else c10d._get_default_group()))
+
+
+def _global(group: Any, rank: int | None, group_rank: int | None) -> int:
+    if group_rank is not None:
+        ranks = _ranks(group)
+        return ranks[group_rank] if 0 <= group_rank < len(ranks) else group_rank
+    return rank if rank is not None else 0
+
+
+def _pickled(objects: list[Any], kwargs: dict[str, Any]) -> Message:
+    how = {"weights_only": kwargs["weights_only"]} if kwargs.get("weights_only") else {}
+    group = c10d._get_default_group()
+    return [c10d._object_to_tensor(each, torch.device("cpu"), group, **how)[0].numpy().tobytes() for each in objects]
+
+
+def _sizes(message: Message) -> torch.Tensor:
+    return torch.tensor([len(each) for each in message], dtype=torch.long)
+
+
+def _number(value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.long)
+
+
+def _fill(target: Any, content: torch.Tensor) -> None:
+    tensor = target[0] if isinstance(target, (list, tuple)) else target
+    flat = tensor.view(-1)
+    amount = min(flat.numel(), content.numel())
+    flat[:amount].copy_(content[:amount])
+
+
+def _loop_back(arguments: tuple[Any, ...]) -> None:
+    outputs, inputs = arguments[0], arguments[1]
+    for output in outputs[0] if outputs else []:
+        output.copy_(inputs[0])

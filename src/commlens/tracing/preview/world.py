@@ -1,0 +1,356 @@
+"""One process that is any rank of a world of any size, on torch's fake backend.
+
+Programs run unchanged: whatever backend, store or launcher they ask for, they get the fake backend and this world. The backend's
+holes are filled here and in ``fake_objects.py``; ``fake_cuda.py`` and ``fake_tensors.py`` do the rest.
+
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. Filled are: futures of collectives (DDP's hooks assert on their value), objects from other
+ranks, ``monitored_barrier``, ``recv`` from anybody, ``split_group``, stores and barriers on them, ``mp.spawn``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import weakref
+from collections import deque
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from commlens.errors import CommandError
+from commlens.tap import tap
+from commlens.tracing.patches import Patches, called_by_torch
+from commlens.tracing.preview.cuda import FakeCuda
+from commlens.tracing.preview.objects import Key, Message, Objects
+from commlens.tracing.preview.store import FakeStore, store_class
+from commlens.tracing.preview.tensors import FakeTensors
+
+FAKE = "fake"
+
+
+class FakeWorld:
+    """A context: inside it this process is one rank of the world; after it the process is as it was."""
+
+    def __init__(
+        self,
+        world_size: int,
+        rank: int,
+        *,
+        ranks_per_node: int = 8,
+        fake_tensors: bool = False,
+        known: dict[Key, Message | None] | None = None,
+        until: Key | None = None,
+    ) -> None:
+        """Describe the world.
+
+        Args:
+            world_size: number of ranks.
+            rank: which one this process plays.
+            ranks_per_node: what ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` follow from.
+            fake_tensors: run on tensors without memory.
+            known: objects that other ranks send, as earlier runs found out.
+            until: stop when this object is sent.
+        """
+        self.world_size = world_size
+        self.rank = rank
+        self.local_world_size = min(ranks_per_node, world_size)
+        self.local_rank = rank % ranks_per_node
+        self.objects = Objects(rank, {} if known is None else known, until)
+        self.tensors = FakeTensors() if fake_tensors else None
+        self.before_destroy: Any = None  # called while the groups are still there
+        self._cuda = FakeCuda(self.local_rank, self.local_world_size) if FakeCuda.wanted() else None
+        self._futures = _Futures()
+        self._patches = Patches()
+        self._cleanup = contextlib.ExitStack()
+        self._store = FakeStore(world_size)
+        self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._pipelining_patched = False
+        self._node = rank // ranks_per_node
+
+    def __enter__(self) -> FakeWorld:
+        if dist.is_initialized():
+            raise CommandError(
+                "A process group exists already in this process, and a preview makes its own: call preview() before init_process_group, "
+                "after destroy_process_group, or in a process of its own."
+            )
+        import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
+
+        try:
+            self._install()
+        except BaseException:
+            self._cleanup.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._cleanup.close()
+
+    @property
+    def blind(self) -> list[str]:
+        """What this run could not know, in sentences."""
+        said = list(dict.fromkeys(self.objects.unknowable))
+        if self.tensors is not None and self.tensors.mode.made_up:
+            lines = list(self.tensors.mode.made_up)
+            more = f" and {len(lines) - 5} more lines" if len(lines) > 5 else ""
+            said.append(f"Values of fake tensors were made up where the program asked for them: {', '.join(lines[:5])}{more}.")
+        return said
+
+    def _install(self) -> None:
+        later = self._cleanup.callback
+        later(_restore_environment, dict(os.environ))
+        later(setattr, sys, "excepthook", sys.excepthook)
+        later(torch.set_rng_state, torch.get_rng_state())
+        os.environ.update(self._environment())
+        later(self._patches.restore)
+        self._patch_groups()
+        self._patch_the_rest()
+        self.objects.install(self._patches)
+        later(self.objects.remove)
+        tap.attach(self._futures)
+        later(tap.detach, self._futures)
+        if hasattr(torch.compiler, "set_stance"):  # compiled code issues what eager code does, and takes minutes to compile
+            later(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
+        if self._cuda is not None:
+            self._cuda.install(self._patches)
+            later(self._cuda.remove)
+        later(self._destroy_groups)
+        if self.tensors is not None:
+            self.tensors.install(self._patches)
+            later(self.tensors.remove)
+        self._patches.replace_aliases()
+        if self.tensors is not None:
+            self._cleanup.enter_context(self.tensors.mode)
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            "RANK": str(self.rank), "WORLD_SIZE": str(self.world_size), "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size), "GROUP_RANK": str(self._node), "ROLE_RANK": str(self.rank),
+            "ROLE_WORLD_SIZE": str(self.world_size), "GROUP_WORLD_SIZE": str(-(-self.world_size // self.local_world_size)),
+            "NODE_RANK": str(self._node), "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "preview",
+            "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0",
+        }  # fmt: skip
+
+    def _destroy_groups(self) -> None:
+        if dist.is_initialized():
+            c10d.destroy_process_group()
+
+    # --- groups
+
+    def _patch_groups(self) -> None:
+        wrap = self._patches.wrap
+        wrap(c10d, "init_process_group", self._init)
+        wrap(c10d, "_new_process_group_helper", self._new_group)
+        wrap(c10d, "destroy_process_group", self._destroy)
+        wrap(c10d, "get_backend", self._get_backend)
+        wrap(c10d, "split_group", self._split_group)
+        for name in ("TCPStore", "FileStore", "HashStore"):
+            stand_in = store_class(self.world_size, name)
+            for module in (dist, c10d):
+                if name in module.__dict__:
+                    self._patches.set(module, name, stand_in)
+
+    def _init(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def init_process_group(backend: Any = None, *args: Any, timeout: Any = None, **kwargs: Any) -> None:
+            timeout = args[1] if len(args) > 1 else timeout
+            given = {"timeout": timeout} if timeout is not None else {}
+            self._patch_pipelining()
+            original(FAKE, store=self._store, rank=self.rank, world_size=self.world_size, **given)
+            self._asked[c10d._get_default_group()] = _name_of(backend)
+
+        return init_process_group
+
+    def _new_group(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def _new_process_group_helper(
+            group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            kwargs.pop("device_id", None)
+            for name in ("backend_options", "pg_options"):
+                if name in kwargs:
+                    kwargs[name] = None
+            default = c10d._world.default_pg
+            asked = self._asked.get(default, "") if default is not None and _name_of(backend) == FAKE else _name_of(backend)
+            self._patch_pipelining()
+            made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
+            if isinstance(made[0], dist.ProcessGroup):
+                self._asked[made[0]] = asked
+            return made
+
+        return _new_process_group_helper
+
+    def _destroy(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def destroy_process_group(group: Any = None) -> None:
+            if self.before_destroy is not None and (group is None or group is c10d._world.default_pg):
+                self.before_destroy()
+            original(group)
+
+        return destroy_process_group
+
+    def _get_backend(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def get_backend(group: Any = None) -> Any:
+            found = original(group)
+            asked = self._asked.get(group if group is not None else c10d._get_default_group())
+            return asked if asked and (called_by_torch("torch.distributed.pipelining") or not called_by_torch()) else found
+
+        return get_backend
+
+    def _split_group(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
+            # The fake backend cannot split. A group of the same ranks is the same group.
+            parent = dist.get_process_group_ranks(parent_pg if parent_pg is not None else c10d._get_default_group())
+            for each in split_ranks or []:
+                ranks = [parent[rank] for rank in each]
+                if self.rank in ranks:
+                    return dist.new_group(ranks, group_desc=group_desc)
+            return None
+
+        return split_group
+
+    # --- holes of the backend
+
+    def _patch_the_rest(self) -> None:
+        wrap = self._patches.wrap
+        wrap(c10d, "monitored_barrier", lambda original: lambda group=None, timeout=None, wait_all_ranks=False: dist.barrier(group))
+        wrap(c10d, "recv", self._recv)
+        wrap(c10d, "_store_based_barrier", lambda original: lambda *args, **kwargs: None)
+        for kind in (dist.Work, *dist.Work.__subclasses__()):
+            if "get_future" in kind.__dict__:
+                wrap(kind, "get_future", self._futures.wrap)
+        import torch.multiprocessing as multiprocessing
+        import torch.multiprocessing.spawn as spawn
+
+        wrap(spawn, "spawn", self._spawn)
+        wrap(multiprocessing, "start_processes", self._spawn)
+        for name in ("record_event", "wait_event", "wait_stream", "synchronize"):  # FSDP2 on a CPU asks 2.6.0's streams for them
+            if not hasattr(torch.cpu.Stream, name):
+                self._patches.set(torch.cpu.Stream, name, lambda stream, *args: stream)
+        if not hasattr(torch.cpu, "Event"):
+            self._patches.set(torch.cpu, "Event", torch.cpu.Stream)
+        self._patch_ddp()
+
+    def _recv(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def recv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, **kwargs: Any) -> Any:
+            try:
+                return original(tensor, src, group, tag, **kwargs)
+            except RuntimeError as error:
+                if "sourceRank" not in str(error):
+                    raise
+                return (self.rank - 1) % self.world_size  # from anybody: it has been issued, and nobody has sent it
+
+        return recv
+
+    def _spawn(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+            fn(self.rank if nprocs > self.local_world_size else self.local_rank, *args)
+
+        return spawn
+
+    def _patch_pipelining(self) -> None:
+        """Once the program has imported it, which takes a second."""
+        if "torch.distributed.pipelining" in sys.modules and not self._pipelining_patched:
+            from commlens.tracing.preview import pipelining
+
+            self._pipelining_patched = True
+            pipelining.install(self._patches, self.objects)
+
+    def _patch_ddp(self) -> None:
+        """DDP's reducer asserts on the value of the fake backend's future. torch's own hook in Python issues the same all-reduce."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+        from torch.nn.parallel import DistributedDataParallel
+
+        hooked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+        def before_forward(original: Any) -> Any:
+            @functools.wraps(original)
+            def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+                if module not in hooked:
+                    hooked.add(module)
+                    register(module, None, default_hooks.allreduce_hook)
+                return original(module, *args, **kwargs)
+
+            return forward
+
+        def registering(original: Any) -> Any:
+            @functools.wraps(original)
+            def register_comm_hook(module: Any, state: object, hook: Any) -> None:
+                hooked.add(module)
+                original(module, state, hook)
+
+            return register_comm_hook
+
+        def built_in(original: Any) -> Any:
+            @functools.wraps(original)
+            def _register_builtin_comm_hook(module: Any, hook: Any) -> None:
+                hooked.add(module)
+                half = "FP16" in str(hook)
+                register(module, None, default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook)
+
+            return _register_builtin_comm_hook
+
+        register = DistributedDataParallel.register_comm_hook
+        self._patches.wrap(DistributedDataParallel, "forward", before_forward)
+        self._patches.wrap(DistributedDataParallel, "register_comm_hook", registering)
+        self._patches.wrap(DistributedDataParallel, "_register_builtin_comm_hook", built_in)
+
+
+class _Futures:
+    """Gives the futures of the last works a value: their op's tensors, as on a real backend."""
+
+    sees_fake_tensors = True
+
+    def __init__(self) -> None:
+        self._last: deque[tuple[Any, list[torch.Tensor]]] = deque(maxlen=8)
+        self._lock = threading.Lock()
+
+    def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
+        """The tensors that the op will have written."""
+        if spec.name == "barrier" or not spec.tensors:
+            return None
+        written = arguments[spec.writes[0]] if spec.writes else arguments[spec.tensors[0]]
+        return written if isinstance(written, (list, tuple)) else [written]
+
+    def returned(self, token: Any, result: Any) -> None:
+        """The work is there: remember its tensors."""
+        boxed = result[-1] if type(result) is tuple else result
+        if token is not None and boxed is not None:
+            with self._lock:
+                self._last.append((tap.unbox_work(boxed), list(token)))
+
+    def raised(self, token: Any, error: BaseException) -> None:
+        """No work."""
+
+    def wrap(self, original: Any) -> Any:
+        """``Work.get_future`` with a value."""
+
+        @functools.wraps(original)
+        def get_future(work: Any) -> Any:
+            with self._lock:
+                tensors = next((tensors for other, tensors in reversed(self._last) if other is work), None)
+            if tensors is None:
+                return original(work)
+            future: Any = torch.futures.Future()
+            future.set_result(tensors)
+            return future
+
+        return get_future
+
+
+def _name_of(backend: Any) -> str:
+    return str(backend).lower() if backend is not None else ""
+
+
+def _restore_environment(before: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(before)

@@ -1,0 +1,201 @@
+"""``commlens trace``: this process is traced from its start, and the trace is saved whatever becomes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from commlens.model.trace import TraceData
+from commlens.traces.trace import Trace
+from commlens.tracing.patches import Patches
+from commlens.tracing.session import LiveTrace
+
+log = logging.getLogger("commlens")
+
+
+def file_name(rank: int | None) -> str:
+    """``trace-rank3.json``; ``trace.json`` for a process that is no rank."""
+    return "trace.json" if rank is None else f"trace-rank{rank}.json"
+
+
+class TracedProcess:
+    """Traces this process and saves the trace once: at its end, or when SIGTERM ends it.
+
+    Nothing here raises into the program: what fails is logged in one line.
+    """
+
+    def __init__(self, directory: str, *, steps: str | None, depth: str, script: str) -> None:
+        """Prepare.
+
+        Args:
+            directory: where the file goes. It is made when there is something to save.
+            steps: which optimizer steps to trace, ``"2:4"``; None for all.
+            depth: as in ``commlens.trace``.
+            script: what the trace says was run.
+
+        Raises:
+            CommandError: ``steps`` is none.
+        """
+        self.live = LiveTrace(steps=steps, depth=depth)
+        self.saved: Path | None = None
+        self._directory = Path(directory).absolute()  # the program may change its working directory
+        self._script = script
+        self._pid = os.getpid()
+        self._rank: int | None = None
+        self._world_size = 1
+        self._taken: tuple[int, TraceData] | None = None  # at a destroy_process_group, with the number of collectives then
+        self._patches = Patches()
+        self._saving = threading.Lock()
+        self._finishing = False  # the main thread is about to save
+        self._told_to_die = False
+
+    def start(self) -> None:
+        """Trace from now on."""
+        try:
+            for name in ("_new_process_group_helper", "destroy_process_group"):
+                self._patches.wrap(c10d, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
+            self._patches.replace_aliases()
+            self._save_on_sigterm()
+            self.live.start()
+        except Exception as error:
+            self._fail("is not traced", error)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether it is for this process to print a summary."""
+        return not self._rank
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that this process had or has; None without a process group."""
+        return self._rank
+
+    def finish(self) -> Trace | None:
+        """Stop, save and give the trace; None where there is none, or in a forked child."""
+        if os.getpid() != self._pid:
+            return None
+        self._finishing = True
+        try:
+            self.live.stop()
+            return self._save()
+        except Exception as error:
+            self._fail("could not save its trace", error)
+            return None
+        finally:
+            if self._told_to_die:
+                _die_of_sigterm()
+
+    # --- the file
+
+    def _save(self) -> Trace | None:
+        with self._saving:
+            if self.saved is not None:
+                return None
+            trace = Trace(self._data())
+            path = self._directory / file_name(self._rank)
+            self._directory.mkdir(parents=True, exist_ok=True)
+            trace.save(path)
+            self.saved = path
+            return trace
+
+    def _data(self) -> TraceData:
+        """As it is now; or as it was when the last groups were destroyed, if nothing was issued since."""
+        self._note_rank()
+        if self._taken is not None and self._taken[0] == self.live.tracer.dispatched:
+            data = self._taken[1]
+            data.steps = self.live.tracer.traced_steps()
+        else:
+            data = self.live.tracer.data()
+        if self._rank is not None:
+            data.rank, data.world_size = self._rank, self._world_size
+        data.script = self._script
+        return data
+
+    def _note_rank(self) -> None:
+        if dist.is_initialized():
+            self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+
+    # --- groups: a trace names them, and they must still be there
+
+    def _around_new_process_group_helper(self, original: Any) -> Any:
+        def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
+            made = original(*args, **kwargs)
+            if self._rank is None and isinstance(made[0], dist.ProcessGroup):
+                self._rank, self._world_size = made[0].rank(), made[0].size()
+            return made
+
+        return _new_process_group_helper
+
+    def _around_destroy_process_group(self, original: Any) -> Any:
+        def destroy_process_group(group: Any = None) -> Any:
+            if os.getpid() == self._pid and (group is None or group is c10d._world.default_pg):
+                try:
+                    self._note_rank()
+                    self._taken = self.live.tracer.dispatched, self.live.tracer.data()
+                except Exception as error:
+                    self._fail("could not note its groups", error)
+            return original(group)
+
+        return destroy_process_group
+
+    # --- SIGTERM, by which torchrun ends the other workers when one has died
+
+    def _save_on_sigterm(self) -> None:
+        """Save and die of it. Only where nobody else handles it; a program that installs its own handler later has its way.
+
+        A thread does it, told through the wake-up descriptor: the main thread may sit in a collective for ever.
+        """
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+        reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        os.set_blocking(reading, True)
+        former = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+        if former != -1:
+            signal.set_wakeup_fd(former)
+            os.close(reading)
+            os.close(writing)
+            return
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        threading.Thread(target=self._await_sigterm, args=(reading,), name="commlens-trace", daemon=True).start()
+
+    def _await_sigterm(self, reading: int) -> None:
+        while data := os.read(reading, 64):
+            if signal.SIGTERM in data and signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+                self._die()
+
+    def _on_sigterm(self, number: int, frame: Any) -> None:
+        """In the main thread, where it is free: wait for the other thread's end of us. In a forked child there is no such thread."""
+        if os.getpid() != self._pid:
+            _die_of_sigterm()
+        if self._finishing and self.saved is None:
+            self._told_to_die = True
+            return
+        threading.Event().wait(10)
+        _die_of_sigterm()
+
+    def _die(self) -> None:
+        if self._finishing and self.saved is None:
+            return  # the main thread will
+        with contextlib.suppress(Exception):
+            self._save()
+        _die_of_sigterm()
+
+    def _fail(self, what: str, error: Exception) -> None:
+        log.warning("commlens: process %d %s: %s: %s", self._pid, what, type(error).__name__, error)
+
+
+def _die_of_sigterm() -> None:
+    """As if nobody had handled it. Python lets only the main thread say so; libc lets any."""
+    sys.stdout.flush()
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+    os.kill(os.getpid(), signal.SIGTERM)

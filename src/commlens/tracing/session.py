@@ -1,0 +1,64 @@
+"""``with commlens.trace() as trace:`` - tracing a block of code."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from commlens.model.trace import Depth, TraceData
+from commlens.traces.trace import Trace
+from commlens.tracing.steps import parse_steps
+from commlens.tracing.tracer import Tracer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class LiveTrace(Trace):
+    """A trace that is being made: a :class:`commlens.Trace` of what has been traced until it is looked at.
+
+    A context manager. Entered again, it goes on where it was; several may be open at once.
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: str | Depth = Depth.COLLECTIVES,
+        steps: str | range | tuple[int, int | None] | None = None,
+        whole_steps: int | None = None,
+        preview: bool = False,
+    ) -> None:
+        self.tracer = Tracer(Depth(depth), steps=parse_steps(steps), whole_steps=whole_steps, preview=preview)
+        self._open = 0
+        self._finished: TraceData | None = None
+        super().__init__(TraceData())
+
+    @property
+    def data(self) -> TraceData:
+        """What has been traced until now."""
+        if self._finished is not None:
+            return self._finished
+        data = self.tracer.data()
+        if not self._open:
+            self._finished = data
+        return data
+
+    def start(self) -> None:
+        """Trace from now on: what ``with`` does."""
+        self._open += 1
+        if self._open == 1:
+            self._finished = None
+            self.tracer.start()
+
+    def stop(self) -> None:
+        """Stop. What was traced stays."""
+        self._open -= 1
+        if self._open == 0:
+            self.tracer.stop()
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.stop()

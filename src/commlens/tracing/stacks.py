@@ -1,0 +1,245 @@
+"""What a collective's Python stack tells, looked up once for each place in the program.
+
+The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack that shows none of them still gives the
+user's line.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import sysconfig
+import tempfile
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from commlens.blackbox.rank_log import kind_of, prefixes_of
+from commlens.model.collective import Frame, FrameKind
+
+_CACHE_LIMIT = 20_000
+_LOCALS_ARE_A_COPY = sys.version_info < (3, 13)
+
+ENGINE = "engine"
+RECOMPUTE = "recompute"
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
+_OWN = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120
+_GRAPH = "autograd/graph.py"
+_CHECKPOINT = "utils/checkpoint.py"
+_OPTIMIZER = "optim/optimizer.py"
+_REDISTRIBUTE = "distributed/tensor/_redistribute.py"
+_DISPATCH = "distributed/tensor/_dispatch.py"
+_FSDP = ("distributed/fsdp/_fully_shard/_fsdp_param_group.py", "distributed/_composable/fsdp/_fsdp_param_group.py")
+_FSDP_STATE = ("distributed/fsdp/_fully_shard/_fsdp_state.py", "distributed/_composable/fsdp/_fsdp_state.py")
+_FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
+_DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
+_OPS = "_ops.py"
+_DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # what a dispatch mode of ours puts below the issuer
+_MODULE = "nn/modules/module.py"
+_WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py")
+_NOT_CALLED_BY_NAME = (
+    "autograd/", "_tensor.py", "_library/", "_ops.py", "distributed/tensor/_dispatch.py", "distributed/distributed_c10d.py",
+    "distributed/_functional_collectives.py", "_functorch/", "_dynamo/", "_inductor/", "fx/",
+)  # fmt: skip
+
+
+class StackInfo:
+    """What one stack tells. Depths count frames outwards from the caller of the tap's kernel."""
+
+    __slots__ = (
+        "codes",
+        "dispatch_depth",
+        "engine_calls",
+        "explicit",
+        "fsdp1_depth",
+        "fsdp_depth",
+        "fsdp_state_depth",
+        "hook_depth",
+        "in_optimizer",
+        "in_pass",
+        "index",
+        "packet",
+        "redistribute_depth",
+        "source",
+        "through",
+    )  # fmt: skip
+
+    def __init__(self, index: int, codes: list[CodeType]) -> None:
+        self.index = index
+        self.codes = codes  # kept, since an id is only good as long as its object lives
+        self.source: Frame | None = None
+        self.through: str | None = None
+        self.in_pass: str | None = None  # which of the autograd engine and a recomputation is innermost
+        self.in_optimizer = False
+        self.engine_calls = False  # C++ inside the engine issued it: DDP's reducer
+        self.packet: str | None = None  # "_c10d_functional.all_reduce", where Python called such an op
+        self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
+        self.explicit = False
+
+
+class StackInfos:
+    """All stacks that have been seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], StackInfo] = {}
+        self._count = 0
+
+    def find(self, frame: FrameType | None, op: str) -> StackInfo:
+        """What the stack that ends with ``frame`` tells of a call of dispatcher op ``op``."""
+        key: list[Any] = [op]
+        add = key.append
+        walk = frame
+        while walk is not None:
+            add(id(walk.f_code))
+            add(walk.f_lasti)
+            walk = walk.f_back
+        packed = tuple(key)
+        known = self._known.get(packed)
+        if known is None:
+            if len(self._known) >= _CACHE_LIMIT:
+                self._known = {}
+            known = self._known[packed] = self._read(frame)
+        return known
+
+    def forget_codes(self) -> None:
+        """Let go of the program's code: dynamo hangs what it compiled on it."""
+        for info in self._known.values():
+            info.codes = []
+        self._known = {}
+
+    def _read(self, frame: FrameType | None) -> StackInfo:
+        info = StackInfo(self._count, [])
+        self._count += 1
+        library: Frame | None = None
+        outer_torch: FrameType | None = None  # the outermost frame of torch's that was seen so far
+        depth = 0
+        issued_by_python = False
+        while frame is not None:
+            info.codes.append(frame.f_code)
+            file = frame.f_code.co_filename
+            if file.startswith(_TORCH):
+                inside = file[len(_TORCH) :]
+                if info.source is None and library is None:
+                    if inside == _MODULE:
+                        outer_torch = None  # a module was called: what it calls in turn is its own affair
+                    elif inside not in _WRAPPERS and frame.f_code.co_name != "_no_grad_wrapper" and not _wraps_step(inside, frame):
+                        outer_torch = frame
+                info.engine_calls = info.engine_calls or (not issued_by_python and _runs_engine(inside, frame))
+                issued_by_python = issued_by_python or inside not in _DISPATCHING
+                self._torch_frame(info, inside, frame, depth)
+            else:
+                issued_by_python = issued_by_python or not file.startswith(_OWN)
+            if info.source is None and not file.startswith(_TORCH):
+                kind = _kind_of(file)
+                if kind is FrameKind.USER:
+                    info.source = Frame(file, frame.f_lineno or 0, frame.f_code.co_name, kind)
+                elif kind is FrameKind.LIBRARY and library is None:
+                    library = Frame(file, frame.f_lineno or 0, frame.f_code.co_name, kind)
+            frame = frame.f_back
+            depth += 1
+        info.source = info.source or library
+        info.through = _through(outer_torch)
+        return info
+
+    def _torch_frame(self, info: StackInfo, file: str, frame: FrameType, depth: int) -> None:
+        function = frame.f_code.co_name
+        if file == _OPS:
+            if info.packet is None and len(info.codes) <= 6 and function == "__call__":
+                info.packet = _packet_name(frame)
+        elif file == _GRAPH:
+            if _runs_engine(file, frame):
+                info.in_pass = info.in_pass or ENGINE
+        elif file == _CHECKPOINT:
+            if info.in_pass is None and function in ("recompute_fn", "backward", "unpack_hook"):
+                info.in_pass = RECOMPUTE
+        elif file == _OPTIMIZER:
+            info.in_optimizer = info.in_optimizer or _wraps_step(file, frame)
+        elif file == _REDISTRIBUTE:
+            if function == "redistribute_local_tensor" and info.redistribute_depth < 0:
+                info.redistribute_depth = depth
+            elif function in ("forward", "backward") and info.redistribute_depth >= 0 and info.dispatch_depth < 0:
+                info.explicit = True
+        elif file == _DISPATCH:
+            if info.dispatch_depth < 0 and "op_call" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+                info.dispatch_depth = depth
+        elif file in _FSDP:
+            if info.fsdp_depth < 0 and "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+                info.fsdp_depth = depth
+        elif file in _FSDP_STATE:
+            if info.fsdp_state_depth < 0 and function == "_pre_backward":
+                info.fsdp_state_depth = depth
+        elif file in _FSDP1:
+            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            if info.fsdp1_depth < 0 and ("handle" in names or (file == _FSDP1[0] and "self" in names)):
+                info.fsdp1_depth = depth
+        elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+            info.hook_depth = depth
+
+
+def _runs_engine(file: str, frame: FrameType) -> bool:
+    return file == _GRAPH and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _wraps_step(file: str, frame: FrameType) -> bool:
+    return file == _OPTIMIZER and frame.f_code.co_name == "wrapper"
+
+
+def steps_under_way(frame: FrameType | None) -> int:
+    """How many optimizers' ``step`` a stack is inside of: one that wraps another (ZeRO), or that calls its base class's, makes two."""
+    count = 0
+    while frame is not None:
+        file = frame.f_code.co_filename
+        count += file.startswith(_TORCH) and _wraps_step(file[len(_TORCH) :], frame)
+        frame = frame.f_back
+    return count
+
+
+def local_values(frame: FrameType | None, depth: int, *names: str) -> tuple[Any, ...]:
+    """Values of local variables, None each where it is not there.
+
+    Before Python 3.13 reading a frame's locals leaves a copy with the frame, which would keep tensors alive until the function
+    returns: it is emptied again. (Debuggers refresh it before they use it.)
+    """
+    for _ in range(depth):
+        frame = frame.f_back if frame is not None else None
+    if frame is None:
+        return (None,) * len(names)
+    values = frame.f_locals
+    found = tuple([values.get(name) for name in names])
+    if _LOCALS_ARE_A_COPY:
+        values.clear()
+    return found
+
+
+def _packet_name(frame: FrameType) -> str | None:
+    (operator,) = local_values(frame, 0, "self")
+    name = str(getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")).replace("::", ".")
+    return name if name.startswith(("_c10d_functional.", "c10d_functional.", "_dtensor.")) else None
+
+
+def _through(frame: FrameType | None) -> str | None:
+    """The name of the torch function that the user's line called; None where it is torch.distributed's own for this very op."""
+    if frame is None:
+        return None
+    file = frame.f_code.co_filename[len(_TORCH) :]
+    name: str = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
+    if file.startswith(_NOT_CALLED_BY_NAME):
+        return None
+    return name.replace(".<locals>", "").removesuffix(".__init__")
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind_of(file: str) -> FrameKind:
+    return kind_of(file, _prefixes())
+
+
+@functools.lru_cache(maxsize=1)
+def _prefixes() -> list[tuple[str, FrameKind]]:
+    paths = sysconfig.get_paths()
+    commlens = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
+    named = prefixes_of({"prefixes": {"commlens": commlens, "torch": _TORCH, "python": [paths["stdlib"], paths["platstdlib"]]}})
+    return [(generated, FrameKind.TORCH), *named]

@@ -1,0 +1,192 @@
+"""What to call an operation: the library function that the user's line called, and that line.
+
+Knows the parts of torch and Accelerate that communicate by the files they live in (torch 2.6 to 2.15, Accelerate 1.15); of another
+version it may name a function less well known, never a wrong line.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from types import FrameType
+from typing import Any, NamedTuple
+
+from commlens.blackbox.rank_log import kind_of, prefixes_of
+from commlens.model.collective import FrameKind
+
+_DEEPEST = 400  # frames; a deeper recursion keeps its inner part
+_WRAPPERS = frozenset(
+    {"wrapper", "wrapped", "inner", "_fn", "<lambda>", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl",
+     "_no_grad_wrapper", "__enter__", "__exit__", "compile_wrapper", "apply"}
+)  # fmt: skip
+_DDP = "torch.nn.parallel.distributed"
+_FSDP1 = (
+    "torch.distributed.fsdp.fully_sharded_data_parallel",
+    "torch.distributed.fsdp._runtime_utils",
+    "torch.distributed.fsdp._flat_param",
+)
+_ACCELERATE = "accelerate.utils.operations"
+
+
+class _Step(NamedTuple):
+    """A frame of a library's."""
+
+    kind: FrameKind
+    module: str
+    function: str  # with its class, where there is one: "Accelerator.gather"
+    frame: FrameType
+
+    @property
+    def plain(self) -> str:
+        return self.function.rpartition(".")[2]
+
+
+def users_operation(frame: FrameType | None, op: str) -> tuple[str, str]:
+    """``("accelerate.utils.operations.broadcast", "train.py:21 in main")`` of the stack that ends (innermost) with ``frame``.
+
+    The name is ``torch.distributed.<op>`` where the user's line issued it directly; the line is empty where no frame is the user's.
+    """
+    if frame is None and op == "all_reduce":
+        # A thread of C++'s own (autograd's, on an accelerator): what communicates there is DDP's reducer.
+        return "torch.nn.parallel.DistributedDataParallel (backward)", ""
+    steps: list[_Step] = []
+    for _ in range(_DEEPEST):
+        if frame is None:
+            break
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        kind = _kind(file)
+        if kind is FrameKind.USER and not file.startswith("<"):
+            return _name(steps, op), f"{os.path.basename(file)}:{frame.f_lineno} in {function}"  # noqa: PTH119
+        if kind in (FrameKind.TORCH, FrameKind.LIBRARY) and (module := _module(file)):
+            steps.append(_Step(kind, module, function, frame))
+        frame = frame.f_back
+    return _name(steps, op), ""
+
+
+def _name(steps: list[_Step], op: str) -> str:
+    """The part of torch that communicates, else the library nearest to torch, else the outermost public function of torch.distributed.
+
+    Args:
+        steps: innermost first.
+        op: the wire op.
+    """
+    for found in (_sharding(steps), _library(steps)) if steps else ():
+        if found:
+            return found
+    for step in reversed(steps):
+        if step.kind is FrameKind.TORCH and _is_public(step) and step.module.startswith(("torch.distributed", "torch.nn.utils")):
+            return _full_name(step)
+    return f"torch.distributed.{op}"
+
+
+def _sharding(steps: list[_Step]) -> str:
+    """DDP, FSDP, DTensor and tensor parallelism."""
+    modules = {step.module for step in steps}
+    if any(module.startswith("torch.distributed.fsdp._fully_shard") for module in modules):
+        names = [step.plain for step in steps if step.module.startswith("torch.distributed.fsdp._fully_shard")]
+        return f"torch.distributed.fsdp.fully_shard{_phase(names)}"
+    if modules & set(_FSDP1):
+        return f"torch.distributed.fsdp.FullyShardedDataParallel{_phase([step.plain for step in steps if step.module in _FSDP1])}"
+    if _DDP in modules:
+        phase = next((step.plain for step in steps if step.module == _DDP), "")
+        return f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
+    if steps[0].module == "torch.autograd.graph":
+        return "torch.nn.parallel.DistributedDataParallel (backward)"  # from C++, below autograd: its reducer
+    if any(module.startswith("torch.distributed.tensor") for module in modules):
+        return _dtensor(steps)
+    return ""
+
+
+def _phase(names: list[str]) -> str:
+    """Of the innermost function that says it."""
+    phase = next((word for name in names for word in ("backward", "forward") if word in name), "")
+    return f" ({phase})" if phase else ""
+
+
+def _dtensor(steps: list[_Step]) -> str:
+    for step in steps:
+        if step.module == "torch.distributed.tensor._dispatch":
+            op = step.frame.f_locals.get("op_call")
+            if op is not None:
+                return f"{op} of DTensors"
+    inside = [step for step in steps if step.module.startswith("torch.distributed.tensor")]
+    outermost = next((step for step in reversed(inside) if _is_public(step)), inside[0])
+    if outermost.module == "torch.distributed.tensor.parallel.style":
+        outermost = next((step for step in inside if _is_public(step)), outermost)
+    return _full_name(outermost)
+
+
+def _library(steps: list[_Step]) -> str:
+    """The outermost function of the package nearest to torch: of Accelerate under a trainer that uses it."""
+    nearest = next((step for step in steps if step.kind is FrameKind.LIBRARY), None)
+    if nearest is None:
+        return ""
+    package = nearest.module.partition(".")[0]
+    name = ""
+    for step in steps[steps.index(nearest) :]:
+        if step.kind is FrameKind.LIBRARY and step.module.partition(".")[0] != package:
+            break
+        wrapped = step.frame.f_locals.get("function") if step.module == _ACCELERATE and step.plain == "wrapper" else None
+        if wrapped is not None:  # its decorators, below which its own check may communicate for the function
+            name = f"{wrapped.__module__}.{wrapped.__qualname__}"
+        elif step.kind is FrameKind.LIBRARY and _is_public(step):
+            name = _full_name(step)
+    return name
+
+
+def _is_public(step: _Step) -> bool:
+    name = step.plain
+    return name not in _WRAPPERS and not name.startswith("<") and (not name.startswith("_") or name == "__init__")
+
+
+def _full_name(step: _Step) -> str:
+    """As one would import it, as far as the file tells."""
+    function = _with_class(step)
+    module = step.module
+    if module == "torch.distributed.distributed_c10d":
+        return f"torch.distributed.{function}"
+    parts = module.split(".")
+    owner = function.split(".")[0]
+    while len(parts) > 1 and (parts[-1] in ("_api", "api", "clip_grad") or parts[-1].replace("_", "") == owner.lower()):
+        parts.pop()
+    return ".".join([*parts, function.removesuffix(".__init__")])
+
+
+def _with_class(step: _Step) -> str:
+    """Python 3.11 knows a function's class; before, the object tells."""
+    qualified: str = getattr(step.frame.f_code, "co_qualname", "")
+    if qualified:
+        return qualified.replace(".<locals>", "")
+    if step.frame.f_code.co_varnames[:1] == ("self",) and "self" in step.frame.f_locals:
+        return f"{type(step.frame.f_locals['self']).__name__}.{step.function}"
+    return step.function
+
+
+def _module(file: str) -> str:
+    for marker in ("/site-packages/", "/dist-packages/"):
+        _, found, inside = file.rpartition(marker)
+        if found:
+            return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    _, found, inside = file.rpartition("/torch/")  # built in place
+    return f"torch.{inside.removesuffix('.py').replace('/', '.')}" if found and _kind(file) is FrameKind.TORCH else ""
+
+
+@functools.lru_cache(maxsize=4096)
+def _kind(file: str) -> FrameKind:
+    return kind_of(file, _prefixes())
+
+
+@functools.lru_cache(maxsize=1)
+def _prefixes() -> list[tuple[str, FrameKind]]:
+    import torch
+
+    paths = sysconfig.get_paths()
+    about: dict[str, Any] = {
+        "prefixes": {
+            "commlens": os.path.dirname(os.path.dirname(__file__)),  # noqa: PTH120
+            "torch": os.path.dirname(torch.__file__),  # noqa: PTH120
+            "python": [paths["stdlib"], paths["platstdlib"]],
+        }
+    }
+    return prefixes_of(about)
