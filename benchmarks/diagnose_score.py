@@ -174,7 +174,7 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
     measured = f"{ours['right']} of {sum(ours.values())} right, {ours['wrong']} wrong"
     if theirs:
         measured += f"; torchfrtrace {theirs['right']} right, {theirs['wrong']} wrong"
-    return [Goal("Every injected fault's culprits are named, and nobody else", measured, ours["right"] == sum(ours.values()))]
+    return [Goal("Every verdict on an injected fault names exactly the culprits", measured, ours["right"] == sum(ours.values()))]
 
 
 def _one(case: Case, rival_up_to: int) -> dict[str, Any]:

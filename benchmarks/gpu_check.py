@@ -125,8 +125,8 @@ def main() -> None:
     import torch
 
     report.about = (
-        f"One rank of NCCL on {torch.cuda.get_device_name(0)}, a process for each way, one after the other: microseconds for one "
-        f"all_reduce until the call returns, and until the device is done, medians of {rounds} blocks of {ops}."
+        f"One rank of NCCL on {torch.cuda.get_device_name(0)}, one process per configuration, one after the other: microseconds for one "
+        f"all_reduce until the call returns, and until the device is done; medians of {rounds} blocks of {ops}."
     )
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="commlens-gpu-") as folder:
@@ -152,7 +152,7 @@ def main() -> None:
         for way, one in found.items():
             if way in ("python", "native"):
                 report.goals.append(
-                    Goal(f"CUDA graphs are captured and replayed with the {way} engine on, and nothing queries an event meanwhile",
+                    Goal(f"CUDA graphs are captured and replayed with the {way} engine on, and no event is queried meanwhile",
                          one["graph"] or "yes", not one["graph"])
                 )  # fmt: skip
         if "python" in found:

@@ -64,8 +64,8 @@ def main() -> None:
     modes, left_out = _modes.available([_modes.OFF, _modes.PYTHON, _modes.NATIVE])
     report = Report(
         "Memory of a recorded process",
-        f"A process of its own for each way, {steps:,} steps of {OPS} collectives on the fake backend: anonymous resident memory at ten "
-        "moments of its life, and the size of the black box, which is shared memory and allocated whole at the start.",
+        f"One process per configuration, {steps:,} steps of {OPS} collectives on the fake backend: anonymous resident memory, sampled ten "
+        "times, and the size of the black box, which is in shared memory and fully allocated at the start.",
         command(), left_out=left_out,
     )  # fmt: skip
     context, rows, grown = multiprocessing.get_context("spawn"), [], {}
@@ -85,7 +85,7 @@ def main() -> None:
         rows.append(
             [mode.name, f"{held[0] / 1024:.1f} MB", f"{middle / 1024:.1f} MB", f"{held[-1] / 1024:.1f} MB", f"{end - middle:+.0f} KB", box]
         )
-    report.table("", ["", f"after {steps // POINTS:,} steps", "in the middle", "at the end", "grown since the middle", "black box"], rows)
+    report.table("", ["", f"after {steps // POINTS:,} steps", "in the middle", "at the end", "growth since the middle", "black box"], rows)
     recorded = {name: kb for name, kb in grown.items() if name != "off"}
     report.goals.append(
         Goal(

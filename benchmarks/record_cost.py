@@ -79,13 +79,13 @@ def goals(found: dict[tuple[str, str, str], Measured]) -> list[Goal]:
     for backend in ("gloo x1", "gloo x2", "gloo x4"):
         native, theirs = found.get((backend, "all_reduce", "native engine")), found.get((backend, "all_reduce", "torch's recorder"))
         if native is not None and theirs is not None:
-            goal = f"... and with the native engine at most what torch's own recorder adds ({backend})"
+            goal = f"Recording with the native engine adds at most as much as torch's own recorder ({backend})"
             result.append(Goal(goal, f"{cpu(native)} us, torch's {cpu(theirs)} us", native.adds_at_most(*theirs.added_cpu_us_interval)))
     add = [one for (_, case, mode), one in found.items() if case == "torch.add" and mode in ("Python engine", "native engine")]
     if add:
         shown = ", ".join(f"{one.mode} {cpu(one)} us" for one in add)
         met = all(one.added_cpu_us_quartiles[0] <= 0 or one.added_cpu_us < 0.05 for one in add)
-        result.append(Goal("No cost for ops that are no collectives", f"{shown} (torch.add)", met))
+        result.append(Goal("Recording adds nothing to ops that are not collectives", f"{shown} (torch.add)", met))
     return result
 
 
@@ -100,10 +100,10 @@ def main() -> None:
     seconds = 1.5 if given.quick else given.seconds
     report = Report(
         "What recording adds to a collective",
-        "One set of ranks for each way, all running the same loop in turns, in short blocks. Microseconds of CPU time for one op, of the "
-        "rank that used most: the median of what a block adds to the bare one of the same round, with quartiles. *Least* is what the "
-        "shortest block took more than the shortest bare one, where nobody disturbed either. Last comes the median of the wall's time. A "
-        "case has as many rounds as there was time for.",
+        "One set of ranks per configuration; all run the same loop in turns, in short blocks. Figures are microseconds of CPU time "
+        "per op, on the rank that used most: the median, with quartiles, of what a block adds to the bare block of the same round. "
+        "*Least* is the shortest block minus the shortest bare block, which other load disturbed least. The last figure is the median "
+        "of the wall-clock time. Each case runs as many rounds as its time allows.",
         command(),
     )  # fmt: skip
     found: dict[tuple[str, str, str], Measured] = {}

@@ -29,8 +29,9 @@ PAGE = HERE.parent / "docs" / "performance.md"
 FIGURES = PAGE.with_suffix(".json")
 
 ABOUT = (
-    "Written by `make bench` (`python benchmarks/run_all.py --write`). Each table says on which machine and by which command it was "
-    "measured. Ratios and differences are of neighbours in time; absolute times are that machine's."
+    "What commlens costs and how often it is right. `make bench` (`python benchmarks/run_all.py --write`) measures this and writes "
+    "the page. Each section gives its command and machine. Ratios and differences compare neighbouring runs; absolute times hold for "
+    "that machine."
 )
 
 
@@ -60,7 +61,7 @@ BENCHMARKS = (
     Benchmark("verify_cost"),
     Benchmark("step_time", quick=("--quick", "--only", "DDP", "TP")),
     Benchmark("memory_cost", limit_s=300),
-    Benchmark("comm_debug_cost", "What tracing costs beside CommDebugMode", ("--rounds", "20"), quick=("--rounds", "5"), reports=False),
+    Benchmark("comm_debug_cost", "Tracing compared with CommDebugMode", ("--rounds", "20"), quick=("--rounds", "5"), reports=False),
     Benchmark("watch_cost", "What the watcher costs", quick=("--seconds", "5", "--rounds", "1"), reports=False),
     Benchmark("diagnose_cost", "What a diagnosis costs",
               ("--sizes", "8", "64", "256", "1024", "--faults", "stuck-before-tp", "--rival-up-to", "256", "--runs", "2"),
@@ -87,9 +88,9 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
             try:
                 printed, _ = process.communicate(timeout=benchmark.limit_s)
-                failed = "" if process.returncode == 0 else f"it ended with status {process.returncode}"
+                failed = "" if process.returncode == 0 else f"it exited with status {process.returncode}"
             except subprocess.TimeoutExpired:
-                failed = f"it was not done within {benchmark.limit_s} s"
+                failed = f"it did not finish within {benchmark.limit_s} s"
                 os.killpg(process.pid, signal.SIGKILL)  # its ranks, too
                 printed, _ = process.communicate()
         report: dict[str, Any] = {"title": benchmark.title, "about": "", "markdown": "", "rows": [], "goals": [], "left_out": []}

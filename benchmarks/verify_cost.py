@@ -59,7 +59,7 @@ def goals(found: dict[tuple[int, str, str], Measured], ranks: list[int]) -> list
                 theirs = found.get((count, case, _modes.DETAIL.name))
                 beside = f"; DETAIL {theirs.ratio:.2f}" if theirs is not None else ""
                 measured = f"{best.ratio:.2f} ({between(best.ratio_quartiles)}; {best.mode.removeprefix('verified, ')}{beside})"
-                goal = f"A verified {case} takes at most {limit} of the bare one, {count} ranks"
+                goal = f"A verified {case} takes at most {limit} times as long as a bare one, {count} ranks"
                 result.append(Goal(goal, measured, best.takes_at_most(limit)))
     return result
 
@@ -76,8 +76,8 @@ def main() -> None:
     others, more = _modes.available(ACCELERATED)
     report = Report(
         "What strict verification costs",
-        "One set of ranks for each way, all issuing the same operation in turns: medians of the ratio to the "
-        "bare operation in the same round, with quartiles. An operation has as many rounds as there was time for.",
+        "One set of ranks per configuration; all issue the same operation in turns. Figures are medians, with quartiles, of the ratio "
+        "to the bare operation of the same round. Each operation runs as many rounds as its time allows.",
         command(), left_out=list(dict.fromkeys([*left_out, *more])),
     )  # fmt: skip
     found: dict[tuple[int, str, str], Measured] = {}

@@ -116,16 +116,16 @@ def main() -> None:
     mine = here(given.quick)
     rows = sorted([mine, *(row for row in kept() if environment(row) != environment(mine))], key=environment)
     report = Report(
-        "The versions that it was tried with",
-        "Each row is of an environment of its own. The tests are those of the last run there whose report was kept (`make test` and "
-        "`make compat` keep that of all tests; a smaller number is that of the tests closest to torch), and among them those that run "
-        "once under each engine; skipped are those that this torch or this machine cannot run, each with a sentence. The last column "
-        "is what recording adds to an `all_reduce` on the fake backend (`record_cost.py`), which is only to be compared within a row.",
+        "Tested versions",
+        "Each row is one environment. Its tests are those of the last run with a saved report: `make test` and `make compat` save all "
+        "tests; a smaller number means only the tests closest to torch. The next columns count the tests that run once under each "
+        "engine. Skipped tests cannot run with this torch or on this machine, and give the reason. The last column is what recording "
+        "adds to an `all_reduce` on the fake backend (`record_cost.py`); compare it within a row only.",
         command(), rows=rows,
     )  # fmt: skip
     report.table(
         "",
-        ["torch", "Python", "compiler", "tests", *(f"those under the {name}" for name in ENGINES), "Python, native engine add"],
+        ["torch", "Python", "compiler", "tests", *(f"under the {name}" for name in ENGINES), "added by the Python, native engine"],
         [
             [row["torch"], row["python"], row["compiler"], counted(row, "all"), *(counted(row, name) for name in ENGINES),
              ", ".join(f"{us(row['added_us'][name])} us" if name in row["added_us"] else "-" for name in ENGINES)]
@@ -137,7 +137,7 @@ def main() -> None:
     tried = [row for row in rows if row["tests"]]
     report.goals.append(
         Goal(
-            "Both engines pass their tests on every torch and Python",
+            "Both engines pass their tests on every tested torch and Python",
             f"{len(tried)} environments, {len(failed)} failures",
             bool(tried) and not failed and all(row["tests"]["counts"]["native engine"]["passed"] for row in tried),
         )
