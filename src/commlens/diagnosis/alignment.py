@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from commlens.diagnosis.heads import is_behind, meets
-from commlens.diagnosis.index import Track, View, World
+from commlens.diagnosis.index import Track, World
 from commlens.diagnosis.out_of_step import Shift, find_shifts, skips_by_habit
-from commlens.diagnosis.process_exit import is_refusal
 from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, token
-from commlens.matching import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair
+from commlens.matching import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair, pair_messages
 from commlens.matching.answer import Answer
+from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import Asked, Channel, ChannelKey, Collective, State
 
 UNEVEN = frozenset({"all_to_all", "gather", "scatter"})
@@ -266,7 +266,9 @@ def _pairs(world: World) -> list[Trouble]:
             if (key, -1, "recv") in world.views[peer].pairs:
                 continue  # it received from whoever sent first: nobody knows which message met which receive
             first = True
-            for send, recv in match_pairs(sends, world.views[peer].pairs.get((key, rank, "recv"), []), view, world.views[peer]):
+            other = world.views[peer]
+            complete = not (view.wrapped or other.wrapped)
+            for send, recv in pair_messages(sends, other.pairs.get((key, rank, "recv"), []), complete=complete):
                 if send is None or recv is None or send.asked == recv.asked:
                     continue
                 answer = compare_pair(rank, send.asked, peer, recv.asked)
@@ -306,28 +308,3 @@ def _pair_trouble(
     blocked = any(b.op.index in (send.index, recv.index) for r in (sender, receiver) for b in world.views[r].blocks.values())
     trouble.silent = not blocked
     return trouble
-
-
-def match_pairs(
-    sends: Sequence[Collective], recvs: Sequence[Collective], sender: View, receiver: View
-) -> list[tuple[Collective | None, Collective | None]]:
-    """Which send met which receive: by tag on gloo, first in, first out on NCCL (where the tag is ignored).
-
-    Numbers count from the first op of the pair, so they align even if older records were overwritten, as long as the tag is
-    always the same. With several tags and records missing nothing is claimed.
-    """
-    tags = {op.tag for op in sends} | {op.tag for op in recvs}
-    backend = (sends or recvs)[0].channel.group.backend if (sends or recvs) else ""
-    if len(tags) < 2 or "nccl" in backend:
-        by_number = {op.sequence_number: op for op in recvs}
-        met: list[tuple[Collective | None, Collective | None]] = [(op, by_number.pop(op.sequence_number, None)) for op in sends]
-        return met + [(None, op) for op in by_number.values()]
-    if sender.wrapped or receiver.wrapped:
-        return []
-    met = []
-    for tag in sorted(tags):
-        out = [op for op in sends if op.tag == tag]
-        into = [op for op in recvs if op.tag == tag]
-        for i in range(max(len(out), len(into))):
-            met.append((out[i] if i < len(out) else None, into[i] if i < len(into) else None))
-    return met

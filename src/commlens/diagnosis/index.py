@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from commlens.diagnosis import activity
-from commlens.diagnosis.process_exit import Fate, fate_of, is_peer_error, is_refusal, sort_out
+from commlens.diagnosis.process_exit import Fate, fate_of, sort_out
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
+from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import Asked, Channel, Collective, State
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog

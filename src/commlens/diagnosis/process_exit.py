@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_refusal
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Why
@@ -15,22 +16,6 @@ Kind = Literal["alive", "leaving", "clean", "own", "peer", "told", "gone"]
 """``own``: of its own cause. ``peer``: because a peer ended or a wait timed out. ``told``: stopped by the launcher or a user.
 ``gone``: ended, and nobody knows how. ``leaving``: it said goodbye and its process still exists, so its exit status is not known yet."""
 
-# What gloo, NCCL and torch's store say when the other side is the one that failed (torch 2.6 to 2.15).
-_PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted)|socket (closed|timeout)|"
-    r"timed? ?out|timeout|remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
-    r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut ?down|destroyed|aborted)|"
-    r"communicator was aborted|pair closure|rank \d+ .* (left|failed)|SignalException",
-    re.IGNORECASE,
-)
-# What they say when the two sides do not fit: the records tell who it was.
-_DISAGREEMENT = re.compile(
-    r"EnforceNotMet|enforce fail|preamble|op\.nbytes|gloo/transport|mismatch between collectives|CollectiveFingerPrint|"
-    r"invalid (tensor|collective)|unexpected (size|length)|size mismatch",
-    re.IGNORECASE,
-)
-# What commlens's strict verification raises, on every rank that it refuses a collective to.
-_REFUSED = re.compile(r"\bDistributedOperationException\b")
 _TOLD = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TOLD_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _LATE_KILL_NS = 5_000_000_000
@@ -56,16 +41,6 @@ class Fate(msgspec.Struct):
     def failed(self) -> bool:
         """Whether it ended badly."""
         return self.kind not in ("alive", "leaving", "clean")
-
-
-def is_peer_error(text: str | None) -> bool:
-    """Whether an error says that somebody else failed, or that a wait took too long."""
-    return bool(text) and _PEER.search(text or "") is not None
-
-
-def is_refusal(text: str | None) -> bool:
-    """Whether an error is strict verification's: it never is the cause, the records say what is."""
-    return bool(text) and _REFUSED.search((text or "").split(":", 1)[0]) is not None
 
 
 def fate_of(log: RankLog) -> Fate:
@@ -98,7 +73,7 @@ def fate_of(log: RankLog) -> Fate:
         return Fate("told", "killed", at, text)
     if is_peer_error(failure):
         return Fate("peer", "exception", at, f"{text} after {_short(failure)}")
-    return Fate("own", "exit", at, text, says_disagreement=_DISAGREEMENT.search(failure or "") is not None)
+    return Fate("own", "exit", at, text, says_disagreement=is_mismatch_error(failure))
 
 
 def _by_exception(log: RankLog, exception: str, at: int) -> Fate:
@@ -113,7 +88,7 @@ def _by_exception(log: RankLog, exception: str, at: int) -> Fate:
     if is_refusal(exception):
         return Fate("peer", "exception", at, "raised DistributedOperationException", frame, refused=True)
     peer = is_peer_error(exception) and (_in_torch(log) or is_peer_error(_last_failure(log)) or name.startswith("Dist"))
-    says = _DISAGREEMENT.search(exception) is not None
+    says = is_mismatch_error(exception)
     return Fate("peer" if peer else "own", "exception", at, f"raised {_short(exception)}", frame, says_disagreement=says)
 
 

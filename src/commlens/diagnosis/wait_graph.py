@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnosis.alignment import Trouble, match_pairs
+from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.heads import has_issued, is_behind, meets
 from commlens.diagnosis.index import Block, View, World
-from commlens.diagnosis.process_exit import is_peer_error, is_refusal
+from commlens.matching import pair_messages
+from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import ChannelKey, Collective, State
 
 _STARTS = 64  # threads from which a shortest cycle is looked for
@@ -371,12 +372,13 @@ class Builder:
     def _match(self, view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
         mine = view.pairs.get((key, other.rank, op.op), [])
         theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
+        complete = not (view.wrapped or other.wrapped)
         if op.op == "send":
-            pairs = match_pairs(mine, theirs, view, other)
+            pairs = pair_messages(mine, theirs, complete=complete)
             met = next((recv for send, recv in pairs if send is op), None)
             any_source = other.pairs.get((key, -1, "recv"), [])
             return met or (any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None)
-        pairs = match_pairs(theirs, mine, other, view)
+        pairs = pair_messages(theirs, mine, complete=complete)
         return next((send for send, recv in pairs if recv is op), None)
 
     def _any_source(self, view: View, node: Node, op: Collective) -> None:

@@ -1,16 +1,59 @@
-"""Compare a send with the receive that it meets."""
+"""Pair sends with receives, and compare the two of a pair."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import zip_longest
+
 from commlens.matching.answer import Agree, Answer, Disagree, Party, Severity, Unknown
 from commlens.matching.tensors import show_tensors, total, wire_dtype
-from commlens.model.collective import Asked
+from commlens.model.collective import Asked, Collective
+
+Pair = tuple[Collective | None, Collective | None]
+"""A send and its receive; None for the side that is missing."""
+
+
+def matches_by_tag(backend: str) -> bool:
+    """Return whether a backend pairs messages by tag, in any order, as gloo does.
+
+    NCCL and its relatives (RCCL, XCCL, HCCL, ...) ignore tags: the first send meets the first receive.
+    """
+    return "ccl" not in backend
+
+
+def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *, complete: bool) -> list[Pair]:
+    """Pair the messages from one rank to another.
+
+    Sequence numbers count from the first message, so with a single tag they align even if older records were overwritten. With
+    several tags they only align if no record is missing.
+
+    Args:
+        sends: the sender's records, in order of issue.
+        receives: the receiver's records, in order of issue.
+        complete: whether both ranks still have all their records.
+
+    Returns:
+        All pairs, with those of one side only; none if they cannot be determined.
+    """
+    tags = {op.tag for op in (*sends, *receives)}
+    if len(tags) < 2 or not matches_by_tag((*sends, *receives)[0].channel.group.backend):
+        by_number = {op.sequence_number: op for op in receives}
+        pairs: list[Pair] = [(op, by_number.pop(op.sequence_number, None)) for op in sends]
+        return pairs + [(None, op) for op in by_number.values()]
+    if not complete:
+        return []
+    pairs = []
+    for tag in sorted(tags):
+        sent = [op for op in sends if op.tag == tag]
+        received = [op for op in receives if op.tag == tag]
+        pairs += zip_longest(sent, received)
+    return pairs
 
 
 def compare_pair(sender: int, sent: Asked, receiver: int, received: Asked) -> Answer:
-    """Whether a send and its receive carry the same. Of two, neither is the odd one: ``minority`` is empty.
+    """Compare a send with its receive. ``minority`` is empty: of two ranks, neither is the odd one.
 
-    Tags are not compared here: they decide which send meets which receive (gloo), or nothing (NCCL).
+    Tags are not compared: they decide which send meets which receive (gloo), or are ignored (NCCL).
     """
     out = sent.inputs or sent.outputs
     into = received.outputs or received.inputs
@@ -18,6 +61,6 @@ def compare_pair(sender: int, sent: Asked, receiver: int, received: Asked) -> An
         return Unknown(("shape", "dtype"))
     parties = (Party((sender,), f"sends {show_tensors(out)}"), Party((receiver,), f"receives {show_tensors(into)}"))
     detail = "; ".join(f"rank {party.ranks[0]} {party.what}" for party in parties)
-    if total(out) != total(into) or {wire_dtype(s) for s in out} != {wire_dtype(s) for s in into}:
+    if total(out) != total(into) or {wire_dtype(spec) for spec in out} != {wire_dtype(spec) for spec in into}:
         return Disagree("p2p", Severity.ILLEGAL, (), parties, detail)
     return Agree()

@@ -15,7 +15,7 @@ from typing import Final, Literal
 from commlens.blackbox import layout as L
 from commlens.blackbox.blobs import AskedJson, GroupJson, asked_of, channel_of, decode_blob
 from commlens.blackbox.tail import BoxTail, Raw, reduce_code
-from commlens.matching import Answer, Aspect, Disagree, compare_coalesced, compare_collectives, compare_pair
+from commlens.matching import Answer, Aspect, Disagree, compare_coalesced, compare_collectives, compare_pair, matches_by_tag
 from commlens.model.collective import Asked, Channel
 from commlens.model.ops import POINT_TO_POINT, REDUCING
 
@@ -314,11 +314,11 @@ class Agreement:
     # --- point to point
 
     def message(self, end: _End, rank: int, code: Code, number: int, tag: int) -> None:
-        """A send or a receive: matched by tag on gloo, first in first out on NCCL, where tags mean nothing."""
+        """Compare a send or a receive with its other half, if that has been seen."""
         pair = end.pair
         if pair.lost:
             return
-        if "nccl" in pair.channel.group.backend:
+        if not matches_by_tag(pair.channel.group.backend):
             tag = 0
         if number == end.last + 1:
             place = end.places.get(tag, 0) + 1

@@ -9,9 +9,9 @@ from commlens.diagnosis.activity import Doing
 from commlens.diagnosis.findings.context import Context, make_finding, most_waited, op_at
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
-from commlens.diagnosis.process_exit import is_refusal
 from commlens.diagnosis.wait_graph import Edge, Node
 from commlens.diagnosis.wording import capital, duration, instance, place, ranks_phrase, verb
+from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State
 from commlens.model.verdict import Confidence
 

@@ -1,0 +1,44 @@
+"""Recognise errors by their text: a peer's failure, a mismatch between ranks, a refusal by strict verification."""
+
+from __future__ import annotations
+
+import re
+
+# Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6 to 2.15).
+_PEER = re.compile(
+    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted)|socket (closed|timeout)|"
+    r"timed? ?out|timeout|remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
+    r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut ?down|destroyed|aborted)|"
+    r"communicator was aborted|pair closure|rank \d+ .* (left|failed)|SignalException",
+    re.IGNORECASE,
+)
+# Wider: may be about a peer.
+_PERHAPS_PEER = re.compile(r"by peer|reset|time[d ]*out|connect|remote|abort|shut ?down", re.IGNORECASE)
+# Raised by the backend when two ranks' tensors do not match; the records say which rank is at fault.
+_MISMATCH = re.compile(
+    r"EnforceNotMet|enforce fail|preamble|op\.nbytes|gloo/transport|mismatch between collectives|CollectiveFingerPrint|"
+    r"invalid (tensor|collective)|unexpected (size|length)|size mismatch",
+    re.IGNORECASE,
+)
+# Raised by commlens's strict verification on every rank that it refuses a collective.
+_REFUSAL = re.compile(r"\bDistributedOperationException\b")
+
+
+def is_peer_error(text: str | None) -> bool:
+    """Return whether an error says that another rank failed, or that a wait took too long."""
+    return _PEER.search(text or "") is not None
+
+
+def may_be_peer_error(text: str) -> bool:
+    """Return whether an error could be about a peer: unless it surely is not, peers may still meet the collective that raised it."""
+    return is_peer_error(text) or _PERHAPS_PEER.search(text) is not None
+
+
+def is_mismatch_error(text: str | None) -> bool:
+    """Return whether an error is one that a backend raises for mismatched collectives."""
+    return _MISMATCH.search(text or "") is not None
+
+
+def is_refusal(text: str | None) -> bool:
+    """Return whether an error is strict verification's. It is never the cause itself: the records show the cause."""
+    return _REFUSAL.search((text or "").split(":", 1)[0]) is not None
