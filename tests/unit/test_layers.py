@@ -31,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tap": {"blackbox", "capture", "model"},
     "capture": {"blackbox", "config", "errors", "model", "native", "tap", "verification", "version", "watch"},
     "verification": {"blackbox", "capture", "errors", "matching", "model", "tap"},
-    "tracing": {"blackbox", "errors", "model", "tap", "traces", "version"},
+    "tracing": {"errors", "model", "tap", "traces", "version"},
     "launch": {"blackbox", "capture", "config", "errors", "native", "reports", "traces", "tracing", "version", "watch"},
     "scenarios": {"errors", "model"},
     "commands": {

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
 import zlib
-from typing import Any, Final
+from typing import Final
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.blobs import (
@@ -33,11 +32,10 @@ from commlens.model.collective import (
     Stack,
     State,
 )
+from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog, ThreadStack
 
 _RANKS_MAX: Final = 500_000  # ranks spelled out over all groups of a box: the text "0-99999999" is cheap, its tuple is not
-_PREFIXES_MAX: Final = 32
-_STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
 _TICKS_MASK: Final = (1 << 48) - 1
 _CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # by how much a wall clock is set while a job runs, at most
 _TEXT_MAX: Final = 4000  # characters of an exception's text that are kept
@@ -76,7 +74,7 @@ class BoxReader:
         self.stacks: dict[int, Stack | None] = {}
         self.same_stack: dict[Stack, Stack] = {}
         self.files: dict[str, FrameKind] = {}
-        self.prefixes = prefixes_of(parts.identity.about)
+        self.prefixes = kind_prefixes(parts.identity.about)
         self.shift = self._monotonic_to_unix()
 
     # --- times
@@ -150,7 +148,7 @@ class BoxReader:
         """Whose code a file is; asked once for each file."""
         kind = self.files.get(file)
         if kind is None:
-            kind = self.files[file] = kind_of(file, self.prefixes)
+            kind = self.files[file] = frame_kind(file, self.prefixes)
         return kind
 
     # --- the log
@@ -343,41 +341,3 @@ class BoxReader:
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=module,
         )
-
-
-def prefixes_of(about: dict[str, Any]) -> list[tuple[str, FrameKind]]:
-    """Which kind each path prefix stands for, the first match counting.
-
-    Packages beside torch in site-packages are libraries: shown where the stack holds no line of the user's own.
-    """
-    named = about.get("prefixes")
-    named = named if isinstance(named, dict) else {}
-
-    def folders(key: str) -> list[str]:
-        value = named.get(key, [])
-        found = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
-        return [text if text.startswith("<") else text.rstrip("/") + "/" for text in found[:_PREFIXES_MAX]]
-
-    commlens, torch, python = folders("commlens"), folders("torch"), folders("python")
-    result = [(f"{folder}scenarios/", FrameKind.USER) for folder in commlens]
-    result += [(folder, FrameKind.COMMLENS) for folder in commlens]
-    result += [(folder, FrameKind.TORCH) for folder in torch]
-    for folder in python:
-        if not folder.startswith("<"):
-            result += [(f"{folder}site-packages/", FrameKind.LIBRARY), (f"{folder}dist-packages/", FrameKind.LIBRARY)]
-    result += [(folder, FrameKind.PYTHON) for folder in python]
-    result += [("<frozen", FrameKind.PYTHON), ("<eval_with_key", FrameKind.TORCH)]
-    return result
-
-
-def kind_of(file: str, prefixes: list[tuple[str, FrameKind]]) -> FrameKind:
-    """Whose code a file is, by the folders that the process named; where it is in none, by how such folders are called."""
-    named = next((kind for prefix, kind in prefixes if file.startswith(prefix)), None)
-    if named is not None:
-        return named
-    for packages in ("/site-packages/", "/dist-packages/"):
-        _, found, inside = file.rpartition(packages)
-        if found:
-            own = FrameKind.USER if inside.startswith("commlens/scenarios/") else FrameKind.COMMLENS
-            return {"torch": FrameKind.TORCH, "commlens": own}.get(inside.split("/")[0], FrameKind.LIBRARY)
-    return FrameKind.PYTHON if _STDLIB.search(file) else FrameKind.USER

@@ -19,9 +19,10 @@ from types import TracebackType
 from commlens.blackbox import layout as L
 from commlens.blackbox.copy import Parts, read_parts
 from commlens.blackbox.header import SIZE_MAX, BoxStatus, Identity, read_identity, read_live
-from commlens.blackbox.rank_log import BoxReader, kind_of, prefixes_of
+from commlens.blackbox.rank_log import BoxReader
 from commlens.errors import FormatError
 from commlens.model.collective import FrameKind
+from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog
 
 __all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read_status", "reason"]
@@ -117,8 +118,8 @@ class OpenBox:
 
     def classifier(self) -> Callable[[str], FrameKind]:
         """Says whose code a file is, by the folders that the process named: for stacks taken of it from outside."""
-        prefixes = prefixes_of(self.identity.about)
-        return lambda file: kind_of(file, prefixes)
+        prefixes = kind_prefixes(self.identity.about)
+        return lambda file: frame_kind(file, prefixes)
 
     def close(self) -> None:
         """Let go of the file."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from commlens.model.collective import Asked, Channel, Collective, Frame, FrameKind, LearnedHow, Stack, State
+from commlens.model.frames import frame_kind
 from commlens.model.ranklog import Observation, RankLog
 
 __all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "Rows", "StackTable", "Status", "stack_of"]
@@ -78,8 +79,6 @@ def _made_frame(file: str, line: int, function: str) -> Frame:
 
 @lru_cache(maxsize=4096)
 def _kind_of(file: str) -> FrameKind:
-    from commlens.blackbox.rank_log import kind_of
-
     if file in ("", "??") or file.endswith((".cpp", ".cc", ".h", ".hpp", ".cu", ".so")) or ".so." in file:
         return FrameKind.NATIVE
     if file.startswith("<frozen"):
@@ -88,7 +87,7 @@ def _kind_of(file: str) -> FrameKind:
         part in file for part in ("/torch/distributed/", "/torch/nn/", "/torch/utils/", "/torch/_", "/torch/optim/")
     ):
         return FrameKind.TORCH  # a torch built in its own source tree is in no site-packages
-    return kind_of(file, [])
+    return frame_kind(file, [])
 
 
 DTYPES: Final = {

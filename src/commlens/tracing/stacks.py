@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import sysconfig
 import tempfile
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 
-from commlens.blackbox.rank_log import kind_of, prefixes_of
 from commlens.model.collective import Frame, FrameKind
+from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
 
 _CACHE_LIMIT = 20_000
 _LOCALS_ARE_A_COPY = sys.version_info < (3, 13)
@@ -233,13 +232,11 @@ def _through(frame: FrameType | None) -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _kind_of(file: str) -> FrameKind:
-    return kind_of(file, _prefixes())
+    return frame_kind(file, _prefixes())
 
 
 @functools.lru_cache(maxsize=1)
-def _prefixes() -> list[tuple[str, FrameKind]]:
-    paths = sysconfig.get_paths()
+def _prefixes() -> KindPrefixes:
     commlens = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
     generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
-    named = prefixes_of({"prefixes": {"commlens": commlens, "torch": _TORCH, "python": [paths["stdlib"], paths["platstdlib"]]}})
-    return [(generated, FrameKind.TORCH), *named]
+    return [(generated, FrameKind.TORCH), *process_prefixes(_TORCH, commlens)]

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
-import sysconfig
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from commlens.blackbox.rank_log import kind_of, prefixes_of
 from commlens.model.collective import FrameKind
+from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
 
 _DEEPEST = 400  # frames; a deeper recursion keeps its inner part
 _WRAPPERS = frozenset(
@@ -174,19 +173,11 @@ def _module(file: str) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def _kind(file: str) -> FrameKind:
-    return kind_of(file, _prefixes())
+    return frame_kind(file, _prefixes())
 
 
 @functools.lru_cache(maxsize=1)
-def _prefixes() -> list[tuple[str, FrameKind]]:
+def _prefixes() -> KindPrefixes:
     import torch
 
-    paths = sysconfig.get_paths()
-    about: dict[str, Any] = {
-        "prefixes": {
-            "commlens": os.path.dirname(os.path.dirname(__file__)),  # noqa: PTH120
-            "torch": os.path.dirname(torch.__file__),  # noqa: PTH120
-            "python": [paths["stdlib"], paths["platstdlib"]],
-        }
-    }
-    return prefixes_of(about)
+    return process_prefixes(os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120

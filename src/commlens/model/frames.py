@@ -1,0 +1,63 @@
+"""Which code a source file belongs to: the user's, an installed library, torch, commlens or Python."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from typing import Any, Final
+
+from commlens.model.collective import FrameKind
+
+KindPrefixes = list[tuple[str, FrameKind]]
+"""Path prefixes and the kind that each stands for; the first match counts."""
+
+_MOST_FOLDERS: Final = 32
+_STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
+
+
+def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:
+    """Return the prefixes by which to classify this process's own files."""
+    paths = sysconfig.get_paths()
+    python = [paths["stdlib"], paths["platstdlib"]]
+    return kind_prefixes({"prefixes": {"commlens": commlens_folder, "torch": torch_folder, "python": python}})
+
+
+def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
+    """Return the prefixes by which to classify a process's files.
+
+    Packages beside torch in site-packages are libraries: shown where the stack holds no line of the user's own.
+
+    Args:
+        about: what the process says about itself; its folders are under ``"prefixes"``.
+    """
+    named = about.get("prefixes")
+    named = named if isinstance(named, dict) else {}
+
+    def folders(key: str) -> list[str]:
+        value = named.get(key, [])
+        found = [text for text in (value if isinstance(value, list) else [value]) if isinstance(text, str) and text]
+        return [text if text.startswith("<") else text.rstrip("/") + "/" for text in found[:_MOST_FOLDERS]]
+
+    commlens, torch, python = folders("commlens"), folders("torch"), folders("python")
+    result = [(f"{folder}scenarios/", FrameKind.USER) for folder in commlens]
+    result += [(folder, FrameKind.COMMLENS) for folder in commlens]
+    result += [(folder, FrameKind.TORCH) for folder in torch]
+    for folder in python:
+        if not folder.startswith("<"):
+            result += [(f"{folder}site-packages/", FrameKind.LIBRARY), (f"{folder}dist-packages/", FrameKind.LIBRARY)]
+    result += [(folder, FrameKind.PYTHON) for folder in python]
+    result += [("<frozen", FrameKind.PYTHON), ("<eval_with_key", FrameKind.TORCH)]
+    return result
+
+
+def frame_kind(file: str, prefixes: KindPrefixes) -> FrameKind:
+    """Classify a file by its prefix; where none matches, by the usual names of such folders."""
+    named = next((kind for prefix, kind in prefixes if file.startswith(prefix)), None)
+    if named is not None:
+        return named
+    for packages in ("/site-packages/", "/dist-packages/"):
+        _, found, inside = file.rpartition(packages)
+        if found:
+            own = FrameKind.USER if inside.startswith("commlens/scenarios/") else FrameKind.COMMLENS
+            return {"torch": FrameKind.TORCH, "commlens": own}.get(inside.split("/")[0], FrameKind.LIBRARY)
+    return FrameKind.PYTHON if _STDLIB.search(file) else FrameKind.USER
