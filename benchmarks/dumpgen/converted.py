@@ -74,8 +74,8 @@ def pickled(log: RankLog, *, timing: bool, version: str = "2.10") -> bytes:
                 pg_id=ids[group.name],
                 group=(group.name, group.description),
                 name=f"nccl:{name}",
-                inputs=() if closing else tuple(spec.shape for spec in op.asked.inputs),
-                outputs=() if closing else tuple(spec.shape for spec in op.asked.outputs or op.asked.inputs),
+                inputs=() if closing else tuple(spec.shape for spec in op.args.inputs),
+                outputs=() if closing else tuple(spec.shape for spec in op.args.outputs or op.args.inputs),
                 dtype=_dtype(op),
                 state=state,
                 timed_start=began,
@@ -134,7 +134,7 @@ def _groups(log: RankLog) -> Iterator[ProcessGroup]:
 def _name(op: Collective, rank: int) -> str:
     ranks = op.channel.group.ranks
     if not op.is_point_to_point:
-        return NAMES.get(op.asked.dispatcher_op, op.asked.op)
+        return NAMES.get(op.args.dispatcher_op, op.args.op)
     if op.peer is None:
         return "recvAnySource"
     me, peer = ranks.index(rank), ranks.index(op.peer)
@@ -142,7 +142,7 @@ def _name(op: Collective, rank: int) -> str:
 
 
 def _dtype(op: Collective) -> str:
-    specs = op.asked.inputs or op.asked.outputs
+    specs = op.args.inputs or op.args.outputs
     return DTYPES.get(specs[0].dtype, specs[0].dtype) if specs else "Float"
 
 

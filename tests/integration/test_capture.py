@@ -139,15 +139,15 @@ def test_ranks_agree_on_channels_and_sequence_numbers(every_kind: list[RankLog])
 def test_what_was_asked(every_kind: list[RankLog]) -> None:
     log = every_kind[0]
     first, second = of(log, "all_reduce")[:2]
-    assert (first.asked.reduce_op, second.asked.reduce_op) == ("MAX", "SUM")
-    if first.asked.asynchronous is not None:  # torch 2.6 does not say
-        assert (first.asked.asynchronous, second.asked.asynchronous) == (False, True)
+    assert (first.args.reduce_op, second.args.reduce_op) == ("MAX", "SUM")
+    if first.args.asynchronous is not None:  # torch 2.6 does not say
+        assert (first.args.asynchronous, second.args.asynchronous) == (False, True)
     broadcast = of(log, "broadcast")[0]
-    assert broadcast.asked.root == 1
-    assert broadcast.asked.inputs[0].memory_order == (1, 0)
-    assert of(log, "all_to_all")[0].asked.input_splits == (1, 3)
-    assert of(log, "reduce")[0].asked.root == 1
-    gathered = of(log, "all_gather")[0].asked
+    assert broadcast.args.root == 1
+    assert broadcast.args.inputs[0].memory_order == (1, 0)
+    assert of(log, "all_to_all")[0].args.input_splits == (1, 3)
+    assert of(log, "reduce")[0].args.root == 1
+    gathered = of(log, "all_gather")[0].args
     assert [spec.shape for spec in gathered.inputs] == [(4,)]
     assert [spec.shape for spec in gathered.outputs] == [(4,), (4,)]
 
@@ -440,7 +440,7 @@ def test_the_ring_wraps(tmp_path: Path) -> None:
     log = logs(tmp_path)[0]
     assert log.issued == 59
     assert [c.index for c in log.collectives] == list(range(44, 60))
-    assert [c.asked.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
+    assert [c.args.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
 
 
 def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(tmp_path: Path) -> None:

@@ -58,12 +58,12 @@ def test_both_forms_say_the_same(folder):
     text = read_flight_recorder_json((folder / "dump_0.json").read_bytes(), "json")
     assert pickled.origin == "gloo-recorder" and pickled.problems == text.problems == []
     assert len(pickled) == len(text) == 61 and set(pickled.state.tolist()) == {RETIRED}
-    for name in ("channel", "asked_index", "sequence", "record_id", "created_ns", "timeout_ms", "retired"):
+    for name in ("channel", "args_index", "sequence", "record_id", "created_ns", "timeout_ms", "retired"):
         assert getattr(pickled, name).tolist() == getattr(text, name).tolist(), name
-    assert pickled.asked == text.asked and pickled.channels == text.channels and pickled.status == text.status
+    assert pickled.args == text.args and pickled.channels == text.channels and pickled.status == text.status
     assert [channel.group.description for channel in pickled.channels] == ["default_pg", "second"]
     first = pickled.log([1]).collectives[0]
-    assert (first.op, first.asked.inputs[0].dtype, first.asked.inputs[0].shape) == ("broadcast", "bfloat16", (3,))
+    assert (first.op, first.args.inputs[0].dtype, first.args.inputs[0].shape) == ("broadcast", "bfloat16", (3,))
     assert any(frame.function == "broadcast" for frame in first.stack)
 
 

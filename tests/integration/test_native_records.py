@@ -141,6 +141,6 @@ def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: P
         ours, native_log = torch_patches.__file__, read_box(native_path)
         for one, other in zip(log.collectives, native_log.collectives, strict=True):
             assert [frame for frame in one.stack if frame.file != ours] == list(other.stack)
-            assert msgspec.structs.replace(one.asked, reduce_op=None) == msgspec.structs.replace(other.asked, reduce_op=None)
-            assert one.asked.reduce_op in (other.asked.reduce_op, None)
+            assert msgspec.structs.replace(one.args, reduce_op=None) == msgspec.structs.replace(other.args, reduce_op=None)
+            assert one.args.reduce_op in (other.args.reduce_op, None)
             assert [getattr(one, name) for name in TIMELESS] == [getattr(other, name) for name in TIMELESS]

@@ -230,8 +230,8 @@ def fields(collective: Collective) -> dict[str, Any]:
         **{name: getattr(collective, name) for name in names},
         "group": collective.channel.group.name,
         "op": collective.op,
-        "shape": collective.asked.inputs[0].shape if collective.asked.inputs else (),
-        "reduce_op": collective.asked.reduce_op,
+        "shape": collective.args.inputs[0].shape if collective.args.inputs else (),
+        "reduce_op": collective.args.reduce_op,
         "lines": tuple(frame.line for frame in collective.stack),
     }
 
@@ -298,7 +298,7 @@ def check_written(log: RankLog, image: bytes, capacity: int) -> None:
         assert got.announced_ns == start + index * 1000
         assert (got.step, got.coalescing_id, got.tag, got.issue_thread) == (index * 7, index * 11, -index, index & 0x7FFFFFFF)
         assert got.peer == (index % 5 - 1 if index % 5 else None)
-        assert got.op == "unknown" or (got.op == str(n) and got.asked.inputs[0].shape == (n, n))
+        assert got.op == "unknown" or (got.op == str(n) and got.args.inputs[0].shape == (n, n))
         assert [frame.line for frame in got.stack] in ([], [n % 1_000_000] * (n % 10 + 1))
         assert got.channel.group.ranks == tuple(range(int(got.channel.group.name) % 1000 + 2))
         began, ended = ((tag * 16 + life + 1) * L.TICK_NS + start for life in (0, 1))

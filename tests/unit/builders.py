@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from commlens.model.collective import (
-    Asked,
     Channel,
     Collective,
+    CollectiveArgs,
     Frame,
     FrameKind,
     LearnedHow,
@@ -45,7 +45,7 @@ class Op:
     """Issue a collective, or a point-to-point op; wait for it unless asynchronous."""
 
     group: ProcessGroup
-    asked: Asked
+    asked: CollectiveArgs
     line: int
     function: str = "step"
     peer: int | None = None
@@ -102,7 +102,7 @@ def collective(
     reduce_op: str | None = None, root: int | None = None, is_async: bool = False, cpp: bool = False, handle: str = "", thread: int = 0,
 ) -> Op:  # fmt: skip
     tensor = spec(shape, dtype)
-    asked = Asked(op, DISPATCHER.get(op, op), () if op == "barrier" else (tensor,), (), reduce_op, root, asynchronous=is_async)
+    asked = CollectiveArgs(op, DISPATCHER.get(op, op), () if op == "barrier" else (tensor,), (), reduce_op, root, asynchronous=is_async)
     return Op(group, asked, line, function, is_async=is_async or cpp, cpp=cpp, handle=handle, thread=thread)
 
 
@@ -111,11 +111,11 @@ def all_reduce(group: ProcessGroup, shape: int | tuple[int, ...] = 8, *, line: i
 
 
 def send(group: ProcessGroup, peer: int, shape: int = 8, *, line: int, tag: int = 0, dtype: str = "float32") -> Op:
-    return Op(group, Asked("send", "send", (spec(shape, dtype),)), line, peer=peer, tag=tag)
+    return Op(group, CollectiveArgs("send", "send", (spec(shape, dtype),)), line, peer=peer, tag=tag)
 
 
 def recv(group: ProcessGroup, peer: int, shape: int = 8, *, line: int, tag: int = 0, dtype: str = "float32") -> Op:
-    return Op(group, Asked("recv", "recv_", (), (spec(shape, dtype),)), line, peer=peer, tag=tag)
+    return Op(group, CollectiveArgs("recv", "recv_", (), (spec(shape, dtype),)), line, peer=peer, tag=tag)
 
 
 @dataclass
@@ -246,12 +246,12 @@ class Job:
             mine = self.sent[(key, op.peer, rank, op.tag, "recv")]
             return len(self.sent[(key, op.peer, rank, op.tag, "send")]) > next(i for i, o in enumerate(mine) if o is op)
         met = self.met[(key, op.sequence_number)]
-        root = op.asked.root
-        if op.op == "broadcast" and root in met and met[root].asked.root == root:  # type: ignore[index]
-            return met[root].asked.inputs == op.asked.inputs  # type: ignore[index]
+        root = op.args.root
+        if op.op == "broadcast" and root in met and met[root].args.root == root:  # type: ignore[index]
+            return met[root].args.inputs == op.args.inputs  # type: ignore[index]
         if set(met) != set(op.channel.group.ranks):
             return False
-        sizes = {(o.op, o.asked.root, tuple((s.numel, s.dtype) for s in o.asked.inputs)) for o in met.values()}
+        sizes = {(o.op, o.args.root, tuple((s.numel, s.dtype) for s in o.args.inputs)) for o in met.values()}
         return len(sizes) == 1
 
     # --- what is recorded

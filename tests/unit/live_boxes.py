@@ -11,7 +11,7 @@ from commlens.blackbox.copy import read_parts
 from commlens.blackbox.header import Identity, read_identity
 from commlens.blackbox.layout import REDUCE_OPS
 from commlens.blackbox.rank_log import BoxReader
-from commlens.model.collective import Asked, Collective, TensorSpec
+from commlens.model.collective import Collective, CollectiveArgs, TensorSpec
 from commlens.model.ranklog import RankLog
 from commlens.model.ranks import format_ranks
 from commlens.model.verdict import Verdict
@@ -54,7 +54,7 @@ class Rank:
         return self.blobs[key]
 
     def issue(
-        self, asked: Asked, *, ranks: Sequence[int] = (0, 1, 2, 3), group: str = "0", inc: int = 0, backend: str = "gloo",
+        self, asked: CollectiveArgs, *, ranks: Sequence[int] = (0, 1, 2, 3), group: str = "0", inc: int = 0, backend: str = "gloo",
         device: str = "cpu", line: int = 81, step: int = 0, peer: int = -1, tag: int = 0, flags: int = ENTERED, number: int | None = None,
         coalescing: int = 0, members: int = 0, stack: bool = True,
     ) -> int:  # fmt: skip
@@ -83,18 +83,18 @@ class Rank:
         """Issue what another recorder recorded."""
         group = op.channel.group
         index = self.issue(
-            op.asked, ranks=group.ranks, group=group.name, inc=group.incarnation, backend=group.backend, device=op.channel.device,
+            op.args, ranks=group.ranks, group=group.name, inc=group.incarnation, backend=group.backend, device=op.channel.device,
             line=op.source.line if op.source else 0, step=op.step, peer=-1 if op.peer is None else op.peer, tag=op.tag,
             number=op.sequence_number,
         )  # fmt: skip
         if op.state.value == "completed":
             self.box.complete(index)
 
-    def coalesce(self, *members: Asked, number: int, coalescing: int) -> None:
+    def coalesce(self, *members: CollectiveArgs, number: int, coalescing: int) -> None:
         """A coalesced group: its members, and the record that closes it."""
         for asked in members:
             self.issue(asked, number=number, coalescing=coalescing, flags=ENTERED | COALESCED)
-        closing = Asked("coalesced", "coalesced")
+        closing = CollectiveArgs("coalesced", "coalesced")
         self.issue(closing, number=number, coalescing=coalescing, flags=ENTERED | CLOSES, members=len(members))
 
     def beat(self) -> None:
@@ -130,7 +130,7 @@ class Node:
         self.said += said
         return [verdict for verdict, _ in said]
 
-    def all(self, asked: Asked, **more: object) -> None:
+    def all(self, asked: CollectiveArgs, **more: object) -> None:
         for rank in self.ranks:
             rank.issue(asked, **more)  # type: ignore[arg-type]
 
@@ -148,16 +148,16 @@ def tensor(*shape: int, dtype: str = "float32") -> TensorSpec:
     return TensorSpec(shape, dtype)
 
 
-def all_reduce(*shape: int, op: str = "SUM", dtype: str = "float32") -> Asked:
-    return Asked("all_reduce", "allreduce_", (tensor(*(shape or (8,)), dtype=dtype),), reduce_op=op)
+def all_reduce(*shape: int, op: str = "SUM", dtype: str = "float32") -> CollectiveArgs:
+    return CollectiveArgs("all_reduce", "allreduce_", (tensor(*(shape or (8,)), dtype=dtype),), reduce_op=op)
 
 
-def send(*shape: int) -> Asked:
-    return Asked("send", "send", (tensor(*shape),))
+def send(*shape: int) -> CollectiveArgs:
+    return CollectiveArgs("send", "send", (tensor(*shape),))
 
 
-def recv(*shape: int) -> Asked:
-    return Asked("recv", "recv_", (), (tensor(*shape),))
+def recv(*shape: int) -> CollectiveArgs:
+    return CollectiveArgs("recv", "recv_", (), (tensor(*shape),))
 
 
 def _tensors(specs: Sequence[TensorSpec]) -> list[object]:

@@ -107,13 +107,13 @@ class TestRecords:
         assert (got.tag, got.peer, got.issue_thread, got.wait_thread, got.concurrent) == (-3, None, 77, 78, True)
         assert got.channel.key == (2, "7", (0, 1, 2, 8), "cuda")
         assert (got.channel.group.label, got.channel.group.description, got.channel.group.backend) == ("tp", "tp_group", "nccl")
-        assert (got.asked.op, got.asked.dispatcher_op, got.asked.reduce_op, got.asked.root) == (
+        assert (got.args.op, got.args.dispatcher_op, got.args.reduce_op, got.args.root) == (
             "reduce_scatter", "_reduce_scatter_base_", "AVG", 8,
         )  # fmt: skip
-        assert (got.asked.input_splits, got.asked.output_splits, got.asked.asynchronous) == ((1, 2), (3,), True)
-        assert got.asked.inputs[0].shape == (4, 5)
-        assert got.asked.inputs[0].memory_order == (1, 0)
-        assert got.asked.outputs[0].shape == (20,)
+        assert (got.args.input_splits, got.args.output_splits, got.args.asynchronous) == ((1, 2), (3,), True)
+        assert got.args.inputs[0].shape == (4, 5)
+        assert got.args.inputs[0].memory_order == (1, 0)
+        assert got.args.outputs[0].shape == (20,)
         assert got.source is not None
         assert got.source.where == "train.py:57"
         assert (got.module, got.duration_ns, got.state, got.learned_how) == (
@@ -182,7 +182,7 @@ class TestRecords:
         group, asked = box.group(), box.asked()
         for code in range(12):
             box.value(box.record(group=group, asked=asked, seq=code + 1), boxes.REDUCE_OP, code)
-        ops = [got.asked.reduce_op for got in read_box(box.bytes()).collectives]
+        ops = [got.args.reduce_op for got in read_box(box.bytes()).collectives]
         assert ops == [None, "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED", None]
 
     def test_point_to_point(self) -> None:
@@ -199,7 +199,7 @@ class TestRecords:
         stored_again = box.record(group=box.group(), asked=box.asked(), seq=99)
         log = read_box(box.bytes())
         assert log.collectives[-1].index == stored_again
-        assert len({id(got.asked) for got in log.collectives}) == 1
+        assert len({id(got.args) for got in log.collectives}) == 1
         assert len({id(got.channel) for got in log.collectives}) == 1
 
     @pytest.mark.parametrize("word", [*range(120, 192, 8)])
@@ -213,7 +213,7 @@ class TestRecords:
                 box.value(index, word, stale)
         got = read_box(box.bytes()).collectives[-1]
         fresh = Collective(
-            5, got.channel, 5, got.asked, State.ANNOUNCED, UNIX + 5_000_000, issue_thread=4121
+            5, got.channel, 5, got.args, State.ANNOUNCED, UNIX + 5_000_000, issue_thread=4121
         )  # fmt: skip
         assert got == fresh
 

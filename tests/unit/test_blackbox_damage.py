@@ -51,7 +51,7 @@ def test_cut_off_at_any_byte(size: int) -> None:
     if log is not None:
         assert any("cut off" in problem for problem in log.problems)
         known = {collective.index: collective for collective in GOOD_LOG.collectives}
-        assert all(collective.asked in (known[collective.index].asked,) for collective in log.collectives if collective.op != "unknown")
+        assert all(collective.args in (known[collective.index].args,) for collective in log.collectives if collective.op != "unknown")
 
 
 @relaxed
@@ -69,7 +69,7 @@ def test_bit_flips(flips: list[tuple[int, int]]) -> None:
         # Nothing that carries a checksum is ever wrong: it is right or it is absent.
         true = known[collective.index]
         assert (collective.sequence_number, collective.channel, collective.step) == (true.sequence_number, true.channel, true.step)
-        assert collective.asked.inputs in (true.asked.inputs, ())
+        assert collective.args.inputs in (true.args.inputs, ())
         assert collective.stack in (true.stack, ())
 
 

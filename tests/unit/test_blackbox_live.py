@@ -93,7 +93,7 @@ def check(log: RankLog) -> None:
         assert got.sequence_number == (got.index - 1) // 5 + 1
         if got.op != "unknown":
             assert got.op == f"op{got.sequence_number}"
-            assert got.asked.inputs[0].shape == (got.sequence_number, got.sequence_number * 2)
+            assert got.args.inputs[0].shape == (got.sequence_number, got.sequence_number * 2)
         assert {frame.line for frame in got.stack} <= {got.sequence_number}
     indices = [got.index for got in log.collectives]
     assert indices == sorted(set(indices))
@@ -239,7 +239,7 @@ class TestTheRealWriter:
         written.mark_value(slot, L.REDUCE_OP, index, 1)
         written.mark_outcome(slot, index, L.OUTCOME_COMPLETED, L.HOW_WAIT, 123)
         got = self.read(written)
-        assert (got.state, got.learned_how, got.asked.reduce_op) == (State.COMPLETED, LearnedHow.WAIT, "SUM")
+        assert (got.state, got.learned_how, got.args.reduce_op) == (State.COMPLETED, LearnedHow.WAIT, "SUM")
         spans = [moment - got.announced_ns for moment in (got.returned_ns, got.wait_began_ns, got.wait_ended_ns, got.done_ns)]
         assert all(abs(span - true) <= 100 for span, true in zip(spans, (1_000, 2_000, 3_000, 3_000), strict=True))
 

@@ -8,18 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commlens.matching import Agree, Disagree, Severity, Unknown, compare_coalesced, compare_collectives, compare_pair
-from commlens.model.collective import Asked, TensorSpec
+from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import WIRE_OPS
 
 
-def asked(op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object) -> Asked:
-    return Asked(op, op, inputs, outputs, **more)  # type: ignore[arg-type]
+def asked(op: str, *inputs: TensorSpec, outputs: tuple[TensorSpec, ...] = (), **more: object) -> CollectiveArgs:
+    return CollectiveArgs(op, op, inputs, outputs, **more)  # type: ignore[arg-type]
 
 
 A = asked("all_reduce", spec((4, 5)), reduce_op="SUM")
 
 
-def odd_one(usual: Asked, odd: Asked, size: int = 4) -> object:
+def odd_one(usual: CollectiveArgs, odd: CollectiveArgs, size: int = 4) -> object:
     return compare_collectives({r: odd if r == 2 else usual for r in range(size)}, range(size))
 
 
@@ -40,7 +40,7 @@ def odd_one(usual: Asked, odd: Asked, size: int = 4) -> object:
         (asked("all_gather", spec(3), outputs=(spec(12),)), asked("all_gather", spec(2), outputs=(spec(8),)), "shape", Severity.ILLEGAL),
     ],
 )
-def test_the_odd_one_is_named(usual: Asked, odd: Asked, aspect: str, severity: Severity) -> None:
+def test_the_odd_one_is_named(usual: CollectiveArgs, odd: CollectiveArgs, aspect: str, severity: Severity) -> None:
     answer = odd_one(usual, odd)
     assert isinstance(answer, Disagree)
     assert (answer.aspect, answer.severity, answer.minority, answer.tie) == (aspect, severity, (2,), False)
@@ -64,7 +64,7 @@ def test_the_odd_one_is_named(usual: Asked, odd: Asked, aspect: str, severity: S
         (asked("reduce", spec(3), root=2, asynchronous=True), asked("reduce", spec(3), root=2, asynchronous=None)),
     ],
 )
-def test_what_corresponds_agrees(usual: Asked, other: Asked) -> None:
+def test_what_corresponds_agrees(usual: CollectiveArgs, other: CollectiveArgs) -> None:
     assert not isinstance(odd_one(usual, other), Disagree)
 
 
@@ -100,7 +100,7 @@ def test_a_tie_has_no_minority() -> None:
     assert answer.minority == ()
 
 
-def exchange(rows: list[list[int]], wrong: tuple[int, int] | None = None) -> dict[int, Asked]:
+def exchange(rows: list[list[int]], wrong: tuple[int, int] | None = None) -> dict[int, CollectiveArgs]:
     """all_to_all: ``rows[i][j]`` rows of 3 go from i to j."""
     everybody = range(len(rows))
     result = {}
@@ -167,14 +167,14 @@ tensors = st.builds(
     TensorSpec, st.lists(st.integers(0, 4), max_size=3).map(tuple), st.sampled_from(["float32", "int64"]), st.sampled_from(["cpu", "cuda"])
 )
 asks = st.builds(
-    Asked, st.sampled_from(sorted(set(WIRE_OPS.values()))), st.just("x"), st.lists(tensors, max_size=3).map(tuple),
+    CollectiveArgs, st.sampled_from(sorted(set(WIRE_OPS.values()))), st.just("x"), st.lists(tensors, max_size=3).map(tuple),
     st.lists(tensors, max_size=3).map(tuple), st.sampled_from([None, "SUM", "MAX"]), st.sampled_from([None, 0, 1]),
     st.lists(st.integers(0, 3), max_size=3).map(tuple), st.lists(st.integers(0, 3), max_size=3).map(tuple),
 )  # fmt: skip
 
 
 @given(st.dictionaries(st.integers(0, 3), asks, max_size=4))
-def test_any_evidence_gets_an_answer_that_does_not_depend_on_its_order(evidence: dict[int, Asked]) -> None:
+def test_any_evidence_gets_an_answer_that_does_not_depend_on_its_order(evidence: dict[int, CollectiveArgs]) -> None:
     answer = compare_collectives(evidence, range(4))
     assert answer == compare_collectives(dict(reversed(evidence.items())), range(4))
     if isinstance(answer, Disagree):
@@ -182,6 +182,6 @@ def test_any_evidence_gets_an_answer_that_does_not_depend_on_its_order(evidence:
 
 
 @given(asks, st.integers(2, 4))
-def test_what_is_equal_never_disagrees_unless_its_own_splits_do(one: Asked, size: int) -> None:
+def test_what_is_equal_never_disagrees_unless_its_own_splits_do(one: CollectiveArgs, size: int) -> None:
     answer = compare_collectives(dict.fromkeys(range(size), one), range(size))
     assert not isinstance(answer, Disagree) or answer.aspect == "splits"

@@ -15,7 +15,7 @@ import pytest
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at
 
-from commlens.formats.columns import Rows
+from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder import read_flight_recorder_pickle
 from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
@@ -34,7 +34,7 @@ def mixed(fault: Callable[[Job, int, int], Iterator[object] | None]) -> Callable
     return program
 
 
-def written(folder: Path, job: Job, **options: float) -> list[Rows]:
+def written(folder: Path, job: Job, **options: float) -> list[RankColumns]:
     several = [rows_of_log(log) for log in job.logs(**options)]
     for rows in several:
         problems: list[str] = []
@@ -87,9 +87,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
         assert np.array_equal(after.sequence[collective], before.sequence[collective])
         for column in ("record_id", "state", "created_ns", "completed_ns", "p2p", "peer", "retired"):
             assert np.array_equal(getattr(after, column), getattr(before, column)), column
-        assert [after.asked[index].op for index in after.asked_index] == [before.asked[index].op for index in before.asked_index]
+        assert [after.args[index].op for index in after.args_index] == [before.args[index].op for index in before.args_index]
         shapes = [
-            [[tensor.shape for tensor in rows.asked[index].inputs or rows.asked[index].outputs] for index in rows.asked_index]
+            [[tensor.shape for tensor in rows.args[index].inputs or rows.args[index].outputs] for index in rows.args_index]
             for rows in (after, before)
         ]
         assert shapes[0] == shapes[1]

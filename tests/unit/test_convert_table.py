@@ -15,19 +15,19 @@ from test_convert_flight_recorder import mixed
 from test_diagnose_findings import at
 
 from commlens.errors import MissingDependency
-from commlens.formats.columns import Rows
+from commlens.formats.columns import RankColumns
 from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.perfetto import to_perfetto
 from commlens.reports.converted.table import COLUMNS, to_csv, write_parquet
 
 
 @pytest.fixture(scope="module")
-def stuck() -> list[Rows]:
+def stuck() -> list[RankColumns]:
     """Rank 2 stays away from the fourth all_reduce."""
     return [rows_of_log(log) for log in Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))).logs()]
 
 
-def test_csv_has_a_line_for_each_operation(stuck: list[Rows]) -> None:
+def test_csv_has_a_line_for_each_operation(stuck: list[RankColumns]) -> None:
     lines = list(csv.DictReader(io.StringIO(b"".join(to_csv(stuck)).decode())))
     assert len(lines) == sum(map(len, stuck))
     last = [line for line in lines if line["rank"] == "0"][-1]
@@ -41,7 +41,7 @@ def test_csv_has_a_line_for_each_operation(stuck: list[Rows]) -> None:
     }  # fmt: skip
 
 
-def test_parquet_is_the_same_table(stuck: list[Rows], tmp_path: Path) -> None:
+def test_parquet_is_the_same_table(stuck: list[RankColumns], tmp_path: Path) -> None:
     write_parquet(stuck, tmp_path / "joined.parquet")
     table = pyarrow.parquet.read_table(tmp_path / "joined.parquet")
     lines = list(csv.DictReader(io.StringIO(b"".join(to_csv(stuck)).decode())))
@@ -52,13 +52,13 @@ def test_parquet_is_the_same_table(stuck: list[Rows], tmp_path: Path) -> None:
         assert values == [line[name] for line in lines], name
 
 
-def test_parquet_without_pyarrow(stuck: list[Rows], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow(stuck: list[RankColumns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(MissingDependency, match=r"commlens\[parquet\]"):
         write_parquet(stuck, tmp_path / "joined.parquet")
 
 
-def test_the_timeline_has_a_track_for_each_rank_and_group_and_open_slices_for_what_is_stuck(stuck: list[Rows]) -> None:
+def test_the_timeline_has_a_track_for_each_rank_and_group_and_open_slices_for_what_is_stuck(stuck: list[RankColumns]) -> None:
     events = json.loads(b"".join(to_perfetto(stuck)))["traceEvents"]
     processes = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert [name.split(" (")[0] for name in processes] == [f"rank {rank}" for rank in range(4)]

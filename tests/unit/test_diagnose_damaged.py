@@ -31,7 +31,7 @@ def damage_op(dice: random.Random, op: Collective) -> None:
         op.sequence_number = dice.choice([0, 1, op.sequence_number + dice.randint(-2, 2), 1 << 40])
         op.sequence_number = max(0, op.sequence_number)
     elif change == 4:
-        op.asked = msgspec.structs.replace(op.asked, inputs=(), outputs=())
+        op.args = msgspec.structs.replace(op.args, inputs=(), outputs=())
     elif change == 5:
         op.wait_began_ns, op.wait_ended_ns = dice.choice([(0, 0), (op.announced_ns, 0), (0, op.announced_ns)])
     elif change == 6:
@@ -46,7 +46,7 @@ def damage_op(dice: random.Random, op: Collective) -> None:
     elif change == 10:
         op.error, op.state = dice.choice(["", "\n", "Connection closed by peer", "boom"]), State.FAILED
     else:
-        op.asked = msgspec.structs.replace(op.asked, op=dice.choice(["send", "recv", "coalesced", "all_to_all", "barrier", "?"]))
+        op.args = msgspec.structs.replace(op.args, op=dice.choice(["send", "recv", "coalesced", "all_to_all", "barrier", "?"]))
 
 
 def damage_log(dice: random.Random, log: RankLog) -> None:

@@ -14,12 +14,12 @@ from test_diagnose_findings import training
 
 from commlens.dumps.discover import Gathered, gather
 from commlens.dumps.parallel import read_foreign
-from commlens.formats.columns import Rows
+from commlens.formats.columns import RankColumns
 from commlens.formats.rank_log_columns import rows_of_log
 from commlens.reports.converted.flight_recorder import to_pickle
 
 
-def count(several: Iterable[Rows]) -> list[tuple[int, int]]:
+def count(several: Iterable[RankColumns]) -> list[tuple[int, int]]:
     return [(rows.rank, len(rows)) for rows in several]
 
 

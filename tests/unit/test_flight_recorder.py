@@ -32,10 +32,10 @@ def test_entries_become_columns_and_objects_only_when_asked_for():
     assert rows.possible_ranks == (0, 1, 2, 3) and rows.rank == -1
     assert rows.sequence.tolist() == [1, 2, 3] and rows.duration_ns.tolist() == [-1, 1_500_000, -1]
     assert rows.status == {"0": (3, -1, 2)} and rows.status_groups == {"0": "0"}
-    assert len(rows.asked) == 2, "equal operations share what they asked for"
+    assert len(rows.args) == 2, "equal operations share what they asked for"
     last = rows.log([2]).collectives[0]
-    assert (last.op, last.asked.dispatcher_op, last.state, last.sequence_number) == ("all_gather", "_all_gather_base", State.ISSUED, 3)
-    assert last.asked.inputs[0].dtype == "float32" and last.channel.device == "cuda" and last.channel.group.ranks == (0, 1, 2, 3)
+    assert (last.op, last.args.dispatcher_op, last.state, last.sequence_number) == ("all_gather", "_all_gather_base", State.ISSUED, 3)
+    assert last.args.inputs[0].dtype == "float32" and last.channel.device == "cuda" and last.channel.group.ranks == (0, 1, 2, 3)
     assert last.source is not None and last.source.where == "train.py:81"
 
 
@@ -47,7 +47,7 @@ def test_point_to_point_names_the_peer_and_the_rank_itself():
         )
     )
     assert rows.peer.tolist() == [4, 4] and rows.rank == 6 and rows.p2p.all()
-    assert [rows.asked[index].op for index in rows.asked_index] == ["send", "recv"]
+    assert [rows.args[index].op for index in rows.args_index] == ["send", "recv"]
 
 
 def test_a_batch_ends_as_the_entry_that_closes_it():
@@ -152,7 +152,7 @@ def test_old_and_future_versions_are_read():
     assert rows.sequence.tolist() == [5] and rows.problems == [] and rows.channels[0].group.name == "3"
     rows = rows_of(dump([entry(0, "newlib:shuffle", something_new=[1])], version="3.1", more={"a": 1}))
     assert rows.problems == ["the format's version 3.1 is not known; it was read like 2.10"]
-    assert rows.asked[0].op == "shuffle" and rows.channels[0].group.backend == "newlib" and rows.channels[0].device == ""
+    assert rows.args[0].op == "shuffle" and rows.channels[0].group.backend == "newlib" and rows.channels[0].device == ""
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_who_timed_out_in_what_and_who_had_not_come():
     assert sorted(found) == [0, 1, 2]
     stuck = found[1].log([0]).collectives[0]
     assert (stuck.op, stuck.sequence_number, stuck.in_flight) == ("all_reduce", 808, True)
-    assert stuck.asked.inputs[0].numel == 9801523 and stuck.channel.group.description == "default_pg"
+    assert stuck.args.inputs[0].numel == 9801523 and stuck.channel.group.description == "default_pg"
     assert found[1].created_ns[0] - found[0].created_ns[0] == 1_000_000_000
     assert {rank: rows.status["0"] for rank, rows in found.items()} == {0: (811, -1, 807), 1: (811, -1, 807), 2: (807, -1, 807)}
     assert len(found[2]) == 0 and all(rows.origin == "torch-log" and not rows.troubles for rows in found.values())

@@ -7,14 +7,14 @@ import zlib
 import pytest
 from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, send, tensor
 
-from commlens.model.collective import Asked
+from commlens.model.collective import CollectiveArgs
 from commlens.model.verdict import Verdict
 from commlens.watch import agreement
 from commlens.watch.agreement import KEPT
 
 
-def gather(*shape: int) -> Asked:
-    return Asked("all_gather", "_allgather_base_", (tensor(*shape),), (tensor(99),))
+def gather(*shape: int) -> CollectiveArgs:
+    return CollectiveArgs("all_gather", "_allgather_base_", (tensor(*shape),), (tensor(99),))
 
 
 def test_ranks_that_agree() -> None:
@@ -76,7 +76,7 @@ def test_what_the_backend_refused_on_one_rank_meets_nobody() -> None:
     node.all(all_reduce(8))
     for rank in node.ranks:
         rank.beat()
-    index = node.ranks[0].issue(Asked("broadcast", "broadcast_", (tensor(8),), root=99))
+    index = node.ranks[0].issue(CollectiveArgs("broadcast", "broadcast_", (tensor(8),), root=99))
     node.ranks[1].issue(all_reduce(8))
     node.look()  # it is seen before the backend has refused it
     fail(node, 0, index, number=0)
@@ -202,7 +202,7 @@ def test_a_rank_that_laps_its_ring_leaves_a_gap_and_no_alarm() -> None:
 
 def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
     node = Node(2, capacity=512)
-    root = Asked("broadcast", "broadcast_", (tensor(8),), root=0)
+    root = CollectiveArgs("broadcast", "broadcast_", (tensor(8),), root=0)
     for _ in range(40):
         for _ in range(256):
             node.ranks[0].issue(root, ranks=(0, 1))
@@ -321,9 +321,9 @@ def test_reduce_ops_inside_coalesced_groups() -> None:
 
 
 def test_splits_of_any_two_ranks_must_fit() -> None:
-    def exchange(sends: tuple[int, ...], receives: tuple[int, ...]) -> Asked:
+    def exchange(sends: tuple[int, ...], receives: tuple[int, ...]) -> CollectiveArgs:
         total = (sum(sends),), (sum(receives),)
-        return Asked("all_to_all", "alltoall_base_", (tensor(*total[0]),), (tensor(*total[1]),), None, None, sends, receives)
+        return CollectiveArgs("all_to_all", "alltoall_base_", (tensor(*total[0]),), (tensor(*total[1]),), None, None, sends, receives)
 
     node = Node(3)
     right = [exchange((1, 2, 3), (1, 4, 7)), exchange((4, 5, 6), (2, 5, 8)), exchange((7, 8, 9), (3, 6, 9))]

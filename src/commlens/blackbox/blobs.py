@@ -8,7 +8,7 @@ import msgspec
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX
-from commlens.model.collective import Asked, Channel, ProcessGroup, TensorSpec
+from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.ranks import parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
@@ -110,9 +110,9 @@ def decode_blob(payload: bytes) -> BlobJson | None:
     return blob
 
 
-def asked_of(blob: AskedJson, reduce_code: int) -> Asked:
+def asked_of(blob: AskedJson, reduce_code: int) -> CollectiveArgs:
     """What was asked, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
-    return Asked(
+    return CollectiveArgs(
         op=blob.op,
         dispatcher_op=blob.dop or blob.op,
         inputs=tuple(_tensor(spec) for spec in blob.inputs),

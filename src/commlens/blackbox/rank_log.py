@@ -23,9 +23,9 @@ from commlens.blackbox.blobs import (
 from commlens.blackbox.copy import Parts
 from commlens.blackbox.header import INT_MAX, about_text, read_live
 from commlens.model.collective import (
-    Asked,
     Channel,
     Collective,
+    CollectiveArgs,
     Frame,
     FrameKind,
     LearnedHow,
@@ -69,8 +69,8 @@ class BoxReader:
         self.ranks_left = _RANKS_MAX
         self.channels: dict[int, Channel | None] = {}
         self.same_channel: dict[Channel, Channel] = {}
-        self.asked: dict[tuple[int, int], Asked | None] = {}
-        self.same_asked: dict[Asked, Asked] = {}
+        self.asked: dict[tuple[int, int], CollectiveArgs | None] = {}
+        self.same_asked: dict[CollectiveArgs, CollectiveArgs] = {}
         self.stacks: dict[int, Stack | None] = {}
         self.same_stack: dict[Stack, Stack] = {}
         self.files: dict[str, FrameKind] = {}
@@ -112,7 +112,7 @@ class BoxReader:
             self.channels[position] = channel
         return self.channels[position]
 
-    def what_was_asked(self, position: int, reduce_code: int) -> Asked | None:
+    def what_was_asked(self, position: int, reduce_code: int) -> CollectiveArgs | None:
         """An asked blob, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
         reduce_code = reduce_code if reduce_code <= len(L.REDUCE_OPS) else 0
         key = (position, reduce_code)
@@ -262,7 +262,7 @@ class BoxReader:
             if collective is None:
                 lost_channels += 1
                 continue
-            lost_asked += collective.asked.dispatcher_op == "unknown"
+            lost_asked += collective.args.dispatcher_op == "unknown"
             lost_stacks += record[4] != 0 and self.stack(record[4]) is None
             result.append(collective)
         if at_most is not None:
@@ -298,11 +298,11 @@ class BoxReader:
         asked = self.what_was_asked(asked_at, value(reduce_op))
         if asked is None:
             if flags & L.FLAG_ANY_SOURCE:
-                asked = Asked("recv", "unknown")
+                asked = CollectiveArgs("recv", "unknown")
             elif peer >= 0:
                 return None  # a send or a receive: its sequence number means nothing without the direction
             else:
-                asked = Asked("unknown", "unknown")
+                asked = CollectiveArgs("unknown", "unknown")
         entered_ns = announced_ns if flags & L.FLAG_ENTERED else moment(entered)
         ended = value(outcome)
         result, how = (ended >> 8) & 0xFF, ended & 0xFF
@@ -319,7 +319,7 @@ class BoxReader:
             index=index,
             channel=channel,
             sequence_number=min(sequence_number, INT_MAX),
-            asked=asked,
+            args=asked,
             state=state,
             announced_ns=announced_ns,
             entered_ns=entered_ns,

@@ -12,7 +12,7 @@ from commlens.commands.selecting import add_selection, group_names
 from commlens.errors import CommandError, EvidenceError, OutputError
 
 if TYPE_CHECKING:
-    from commlens.formats.columns import Rows
+    from commlens.formats.columns import RankColumns
 
 FORMATS = ("fr-pickle", "fr-json", "perfetto", "parquet", "csv")
 
@@ -47,7 +47,7 @@ class ConvertCommand:
         problems = list(gathered.problems)
         count = [0, 0]
 
-        def several() -> Iterator[Rows]:
+        def several() -> Iterator[RankColumns]:
             for rows in every_rank(gathered, problems, ranks=arguments.ranks):
                 chosen = narrowed(rows, arguments.group) if arguments.group else rows
                 count[0] += 1
@@ -90,7 +90,7 @@ def _check_target(target: Path, in_folder: bool, force: bool) -> None:
         raise OutputError(f"File already exists, will not overwrite without --force: {target}")
 
 
-def _write_folder(several: Iterator[Rows], target: Path, to: str, problems: list[str]) -> None:
+def _write_folder(several: Iterator[RankColumns], target: Path, to: str, problems: list[str]) -> None:
     from commlens.atomic_write import write_whole
     from commlens.reports.converted import flight_recorder
 
@@ -101,7 +101,7 @@ def _write_folder(several: Iterator[Rows], target: Path, to: str, problems: list
             write_whole(target / f"nccl_trace_rank_{rows.rank}.json", flight_recorder.to_json(rows, problems))
 
 
-def _write_file(several: Iterator[Rows], target: Path, to: str) -> None:
+def _write_file(several: Iterator[RankColumns], target: Path, to: str) -> None:
     """Piece by piece into a file beside it, which takes its place when all is well and something was written."""
     from commlens.atomic_write import replacing
 
@@ -114,7 +114,7 @@ def _write_file(several: Iterator[Rows], target: Path, to: str) -> None:
         from commlens.reports.converted.perfetto import to_perfetto
         from commlens.reports.converted.table import to_csv
 
-        make: Callable[[Iterator[Rows]], Iterator[bytes]] = to_perfetto if to == "perfetto" else to_csv
+        make: Callable[[Iterator[RankColumns]], Iterator[bytes]] = to_perfetto if to == "perfetto" else to_csv
         with temporary.open("wb") as file:
             for piece in make(several):
                 file.write(piece)

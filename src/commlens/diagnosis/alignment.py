@@ -14,7 +14,7 @@ from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token
 from commlens.matching import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair, pair_messages
 from commlens.matching.answer import Answer
 from commlens.matching.error_texts import is_refusal
-from commlens.model.collective import Asked, Channel, ChannelKey, Collective, State
+from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
 
 UNEVEN = frozenset({"all_to_all", "gather", "scatter"})
 """Ops whose ranks may have tensors of other sizes by right."""
@@ -92,8 +92,8 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
     troubles: list[Trouble] = []
     known: dict[tuple[tuple[int, int], ...], Answer] = {}
     ids: dict[int, int] = {}
-    asks: dict[Asked, int] = {}
-    kept: list[Asked] = []  # so that an id stays that of one object
+    asks: dict[CollectiveArgs, int] = {}
+    kept: list[CollectiveArgs] = []  # so that an id stays that of one object
     numbers = _numbers(world, tracks)
     for number in numbers:
         if shift is not None and number > shift.number and not _is_at(shifts, number):
@@ -104,10 +104,10 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
         signature = []
         coalesced = False
         for rank, op in met.items():
-            ident = ids.get(id(op.asked))
+            ident = ids.get(id(op.args))
             if ident is None:
-                ident = ids[id(op.asked)] = asks.setdefault(op.asked, len(asks))
-                kept.append(op.asked)
+                ident = ids[id(op.args)] = asks.setdefault(op.args, len(asks))
+                kept.append(op.args)
             signature.append((rank, ident))
             coalesced = coalesced or bool(op.coalescing_id)
         if coalesced:
@@ -118,7 +118,7 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
             code = tuple(signature)
             found = known.get(code)
             if found is None:
-                asked = {rank: _comparable(op.asked) if world.foreign else op.asked for rank, op in met.items()}
+                asked = {rank: _comparable(op.args) if world.foreign else op.args for rank, op in met.items()}
                 found = known[code] = compare_collectives(asked, group_ranks)
             answer = found
         if not isinstance(answer, Disagree):
@@ -138,7 +138,7 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
     return troubles
 
 
-def _comparable(asked: Asked) -> Asked:
+def _comparable(asked: CollectiveArgs) -> CollectiveArgs:
     """Other recorders do not tell the splits, without which the sizes of these may differ by right."""
     return msgspec.structs.replace(asked, inputs=(), outputs=()) if asked.op in UNEVEN else asked
 
@@ -269,9 +269,9 @@ def _pairs(world: World) -> list[Trouble]:
             other = world.views[peer]
             complete = not (view.wrapped or other.wrapped)
             for send, recv in pair_messages(sends, other.pairs.get((key, rank, "recv"), []), complete=complete):
-                if send is None or recv is None or send.asked == recv.asked:
+                if send is None or recv is None or send.args == recv.args:
                     continue
-                answer = compare_pair(rank, send.asked, peer, recv.asked)
+                answer = compare_pair(rank, send.args, peer, recv.args)
                 if isinstance(answer, Disagree) and first:
                     troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
                     first = False
@@ -291,7 +291,7 @@ def _open_pairs(world: World) -> list[Trouble]:
             recv = meets(view, other, key, send)
             if recv is None or recv is send or is_behind(view, send) or is_behind(other, recv):
                 continue
-            answer = compare_pair(rank, send.asked, peer, recv.asked)
+            answer = compare_pair(rank, send.args, peer, recv.args)
             if isinstance(answer, Disagree):
                 troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
     return troubles

@@ -21,7 +21,7 @@ def joined(several: Sequence[Extract]) -> Extract | None:
         return None
     order = np.argsort(np.concatenate([found.created_ns for found in several]), kind="stable")
     values: dict[str, Any] = {name: np.concatenate([getattr(found, name) for found in several])[order] for name in _COLUMNS}
-    for name, tables in (("channel", "channels"), ("asked_index", "asked"), ("site", "sites")):
+    for name, tables in (("channel", "channels"), ("args_index", "args"), ("site", "sites")):
         parts, offset = [], 0
         for found in several:
             column = getattr(found, name)
@@ -37,7 +37,7 @@ def joined(several: Sequence[Extract]) -> Extract | None:
         **values,
         channels=[channel for found in several for channel in found.channels],
         groups=[group for found in several for group in found.groups],
-        asked=[asked for found in several for asked in found.asked],
+        args=[args for found in several for args in found.args],
         sites=[site for found in several for site in found.sites],
         status={name: status for found in several for name, status in found.status.items()},
         problems=[text for found in several for text in found.problems],

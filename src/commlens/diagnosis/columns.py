@@ -9,7 +9,7 @@ import numpy as np
 
 from commlens.diagnosis.extract import DONE, Extract, Integers
 from commlens.diagnosis.routine import letters
-from commlens.model.collective import Asked, Channel, Collective, LearnedHow, State
+from commlens.model.collective import Channel, Collective, CollectiveArgs, LearnedHow, State
 from commlens.model.ops import POINT_TO_POINT
 
 
@@ -19,10 +19,10 @@ class Catalogue:
     def __init__(self) -> None:
         self._signatures: dict[Hashable, int] = {}
         self._tokens: dict[Hashable, int] = {}
-        self._by_asked: dict[int, tuple[Sequence[Asked], Integers]] = {}
+        self._by_asked: dict[int, tuple[Sequence[CollectiveArgs], Integers]] = {}
         self._by_site: dict[int, tuple[object, Integers]] = {}
 
-    def signatures(self, table: Sequence[Asked]) -> Integers:
+    def signatures(self, table: Sequence[CollectiveArgs]) -> Integers:
         """For each entry of a table the number of what must be equal between ranks."""
         known = self._by_asked.get(id(table))
         if known is None:
@@ -39,7 +39,7 @@ class Catalogue:
         return known[1]
 
 
-def signature(asked: Asked) -> Hashable:
+def signature(asked: CollectiveArgs) -> Hashable:
     """What ranks that meet must have in common, as far as a recorder of another tool tells. all_to_all's splits it does not tell."""
     specs = asked.inputs or asked.outputs
     if asked.op == "scatter":
@@ -74,7 +74,7 @@ class RankColumns:
             index=int(e.record[row]) + 1,
             channel=self.channels[int(e.channel[row])],
             sequence_number=int(e.number[row]),
-            asked=e.asked[int(e.asked_index[row])],
+            args=e.args[int(e.args_index[row])],
             state=State.COMPLETED if ended else State.ISSUED,
             announced_ns=created,
             entered_ns=created,
@@ -121,7 +121,7 @@ class ColumnOps(Mapping[int, Collective]):
     def signatures(self) -> Integers:
         """What must be equal between ranks, of each number."""
         e = self.columns.extract
-        numbers: Integers = self.columns.catalogue.signatures(e.asked)[e.asked_index[self.rows]]
+        numbers: Integers = self.columns.catalogue.signatures(e.args)[e.args_index[self.rows]]
         return numbers
 
     def tokens(self) -> Integers:
@@ -156,10 +156,10 @@ class ColumnHistory(Sequence[Collective]):
     def texts(self) -> tuple[str, str]:
         """The rank's routine as two texts, one letter for each operation: with its line and sizes, and without."""
         e = self.columns.extract
-        asked = e.asked_index.astype("int64")
+        asked = e.args_index.astype("int64")
         sites = self.columns.catalogue.sites(e.sites)[e.site]
         ops: dict[str, int] = {}
-        op = np.array([ops.setdefault(one.op, len(ops)) for one in e.asked] or [0])[asked] if len(e) else asked
+        op = np.array([ops.setdefault(one.op, len(ops)) for one in e.args] or [0])[asked] if len(e) else asked
         where = e.channel.astype("int64") * (1 << 20) + (e.peer.astype("int64") + 1)
         return letters(where, op, self.catalogue_sizes(asked), sites), letters(where, op)
 
@@ -168,11 +168,11 @@ class ColumnHistory(Sequence[Collective]):
         e = self.columns.extract
         if not len(e):
             return asked
-        vary = np.array([one.op == "all_to_all" for one in e.asked])
+        vary = np.array([one.op == "all_to_all" for one in e.args])
         return np.where(vary[asked], -1, asked)
 
 
-def is_message(asked: Sequence[Asked], index: Integers) -> Integers:
+def is_message(asked: Sequence[CollectiveArgs], index: Integers) -> Integers:
     """Which operations are sends or receives."""
     table = np.array([one.op in POINT_TO_POINT for one in asked] or [False])
     found: Integers = table[index] if len(index) else np.zeros(0, "bool")

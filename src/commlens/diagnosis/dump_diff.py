@@ -14,7 +14,7 @@ from commlens.model.movement import Moved, Movement, Place
 from commlens.model.ranks import ranks_phrase
 
 if TYPE_CHECKING:
-    from commlens.formats.columns import Rows
+    from commlens.formats.columns import RankColumns
 
 __all__ = ["Standing", "compare_standings", "standing_of"]
 
@@ -31,7 +31,7 @@ class Standing(msgspec.Struct, frozen=True):
     job: str = ""
 
 
-def standing_of(rows: Rows) -> Standing:
+def standing_of(rows: RankColumns) -> Standing:
     """Of one rank's operations, the oldest that has not ended."""
     import numpy as np
 
@@ -40,7 +40,7 @@ def standing_of(rows: Rows) -> Standing:
     if not len(flying):
         return Standing(rows.rank, Place(rows.issued), newest_ns=newest, job=rows.job)
     at = int(flying[0])
-    asked, channel = rows.asked[int(rows.asked_index[at])], rows.channels[int(rows.channel[at])]
+    asked, channel = rows.args[int(rows.args_index[at])], rows.channels[int(rows.channel[at])]
     sequence, peer = int(rows.sequence[at]), int(rows.peer[at])
     towards = "" if peer < 0 else f" to rank {peer}" if asked.op == "send" else f" from rank {peer}"
     frame = user_frame(rows.stacks[int(rows.stack[at])]) if rows.stack[at] >= 0 else None

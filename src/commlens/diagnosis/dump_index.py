@@ -159,7 +159,7 @@ def _channels(extracts: Iterable[Extract]) -> dict[tuple[str, str, tuple[int, ..
 def _index(view: View, found: Extract, columns: RankColumns, limit: int) -> dict[object, Channel]:
     """Fill in the rank's tracks, messages and head. Returns its channels by key."""
     known: dict[object, Channel] = {}
-    message = is_message(found.asked, found.asked_index)
+    message = is_message(found.args, found.args_index)
     ended = found.state == DONE
     open_rows = np.flatnonzero(~ended)
     codes = found.channel.astype("int64")
@@ -175,7 +175,7 @@ def _index(view: View, found: Extract, columns: RankColumns, limit: int) -> dict
     seen: set[object] = set()
     for row in open_rows.tolist():
         if message[row]:
-            place: object = (int(codes[row]), int(found.peer[row]), found.asked[int(found.asked_index[row])].op)
+            place: object = (int(codes[row]), int(found.peer[row]), found.args[int(found.args_index[row])].op)
         else:
             place = int(codes[row])
         if place not in seen:
@@ -216,10 +216,10 @@ def _messages(view: View, found: Extract, columns: RankColumns, message: Integer
         return
 
     def pair(row: int) -> tuple[ChannelKey, int, str]:
-        return (columns.channels[int(found.channel[row])].key, int(found.peer[row]), found.asked[int(found.asked_index[row])].op)
+        return (columns.channels[int(found.channel[row])].key, int(found.peer[row]), found.args[int(found.args_index[row])].op)
 
     over = np.flatnonzero(message & ended)
-    sends = np.array([one.op == "send" for one in found.asked])[found.asked_index[over]]
+    sends = np.array([one.op == "send" for one in found.args])[found.args_index[over]]
     code = (found.channel[over].astype("int64") * (1 << 32) + found.peer[over] + 1) * 2 + sends
     _, first, counts = np.unique(code, return_index=True, return_counts=True)
     view.sent = {pair(int(over[at])): int(many) for at, many in zip(first, counts, strict=True)}

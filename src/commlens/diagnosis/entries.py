@@ -20,12 +20,12 @@ from commlens.dumps.discover import gather
 from commlens.dumps.parallel import every_rank, read_foreign
 from commlens.dumps.sources import Paths
 from commlens.matching.tensors import payload, show_tensors
-from commlens.model.collective import Asked, Channel, Stack, user_frame
+from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
 from commlens.model.verdict import Verdict
 
 if TYPE_CHECKING:
-    from commlens.formats.columns import Integers, Rows
+    from commlens.formats.columns import Integers, RankColumns
 
 __all__ = ["RankEntries", "Wanted", "entries_in", "entries_of", "lay_out", "wanted_by"]
 
@@ -75,7 +75,7 @@ def wanted_by(verdict: Verdict, groups: Sequence[str] = (), only: Collection[int
     )
 
 
-def entries_of(rows: Rows, wanted: Wanted) -> RankEntries | None:
+def entries_of(rows: RankColumns, wanted: Wanted) -> RankEntries | None:
     """A rank's entries on the group; None when it has none there and is no member of it."""
     import numpy as np
 
@@ -125,7 +125,7 @@ def entries_in(
     return list(found.values())
 
 
-def reduce_entries(several: Iterable[Rows], wanted: Wanted) -> list[RankEntries]:
+def reduce_entries(several: Iterable[RankColumns], wanted: Wanted) -> list[RankEntries]:
     """What :func:`entries_of` makes of each."""
     return [found for rows in several if (found := entries_of(rows, wanted)) is not None]
 
@@ -197,7 +197,7 @@ def _column(members: Sequence[RankEntries], numbers: Sequence[int], blamed: bool
     )
 
 
-def _channel(rows: Rows, wanted: Wanted) -> int | None:
+def _channel(rows: RankColumns, wanted: Wanted) -> int | None:
     """The place of the wanted group among the rank's channels: of several incarnations the last."""
     import numpy as np
 
@@ -221,23 +221,23 @@ def _fits(channel: Channel, wanted: Wanted) -> bool:
     return called and (not wanted.ranks or not group.ranks or set(group.ranks) == set(wanted.ranks))
 
 
-def _cell(rows: Rows, ats: Sequence[int]) -> Cell:
+def _cell(rows: RankColumns, ats: Sequence[int]) -> Cell:
     """One collective, or the members of a coalesced group as one."""
     members = [at for at in ats if not rows.closes[at]] or list(ats)
-    ops = Counter(_op(rows.asked[int(rows.asked_index[at])], int(rows.peer[at])) for at in members)
+    ops = Counter(_op(rows.args[int(rows.args_index[at])], int(rows.peer[at])) for at in members)
     op = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in ops.items())
-    tensors = " ".join(dict.fromkeys(_tensors(rows.asked[int(rows.asked_index[at])]) for at in members))
+    tensors = " ".join(dict.fromkeys(_tensors(rows.args[int(rows.args_index[at])]) for at in members))
     last = ats[-1]
     stack: Stack = rows.stacks[int(rows.stack[last])] if rows.stack[last] >= 0 else ()
     frame = user_frame(stack)
     return Cell(op, tensors, _ENDS[int(rows.state[last])], f"{frame.where} {frame.function}" if frame is not None else "", stack)
 
 
-def _op(asked: Asked, peer: int) -> str:
+def _op(asked: CollectiveArgs, peer: int) -> str:
     return asked.op + ("" if peer < 0 else f" to {peer}" if asked.op == "send" else f" from {peer}")
 
 
-def _tensors(asked: Asked) -> str:
+def _tensors(asked: CollectiveArgs) -> str:
     specs = payload(asked)
     if not specs or "barrier" in asked.op:
         return ""
@@ -246,7 +246,7 @@ def _tensors(asked: Asked) -> str:
     return show_tensors(specs) + (f" {asked.reduce_op}" if asked.reduce_op else "")
 
 
-def _elsewhere(rows: Rows, number: int, messages: bool = False) -> str:
+def _elsewhere(rows: RankColumns, number: int, messages: bool = False) -> str:
     """The first operation in flight that is not among those shown."""
     import numpy as np
 
@@ -256,6 +256,6 @@ def _elsewhere(rows: Rows, number: int, messages: bool = False) -> str:
     if not len(flying):
         return ""
     at = int(flying[0])
-    asked = rows.asked[int(rows.asked_index[at])]
+    asked = rows.args[int(rows.args_index[at])]
     group = rows.channels[int(rows.channel[at])].group
     return f"{asked.op} #{int(rows.sequence[at])} of {group_phrase(group)}"

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from commlens.formats.columns import COMPLETED, RETIRED, STARTED, Rows, Status
-from commlens.model.collective import Asked, Channel, Frame, FrameKind, Stack, user_frame
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns, Status
+from commlens.model.collective import Channel, CollectiveArgs, Frame, FrameKind, Stack, user_frame
 from commlens.model.ops import POINT_TO_POINT
 from commlens.model.ranklog import Observation
 
@@ -52,11 +52,11 @@ class Extract:
     exception_stack: Stack = ()
     observation: Observation = field(default_factory=Observation)
     status: dict[str, Status] = field(default_factory=dict)  # by group name: last enqueued, started and completed
-    asked: list[Asked] = field(default_factory=list)
+    args: list[CollectiveArgs] = field(default_factory=list)
     sites: list[Stack] = field(default_factory=list)
 
     channel: Integers = field(default_factory=lambda: np.zeros(0, "int32"))
-    asked_index: Integers = field(default_factory=lambda: np.zeros(0, "int32"))
+    args_index: Integers = field(default_factory=lambda: np.zeros(0, "int32"))
     site: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # -1: no stack
     number: Integers = field(default_factory=lambda: np.zeros(0, "int64"))
     state: Integers = field(default_factory=lambda: np.zeros(0, "uint8"))
@@ -79,13 +79,13 @@ class Shared:
     """Keeps one object of what many ranks have in common, so that it is stored and sent once."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[Asked, ...], list[Asked]] = {}
+        self._asked: dict[tuple[CollectiveArgs, ...], list[CollectiveArgs]] = {}
         self._sites: dict[tuple[Stack, ...], list[Stack]] = {}
         self._channels: dict[Channel, Channel] = {}
 
     def adopt(self, found: Extract) -> Extract:
         """An extract of another process, with the objects of this one."""
-        found.asked, found.sites = self.asked(found.asked), self.sites(found.sites)
+        found.args, found.sites = self.asked(found.args), self.sites(found.sites)
         found.channels = [self.channel(one) for one in found.channels]
         found.groups = [self.channel(one) for one in found.groups]
         return found
@@ -94,7 +94,7 @@ class Shared:
         """The same channel, the same object."""
         return self._channels.setdefault(channel, channel)
 
-    def asked(self, table: Sequence[Asked]) -> list[Asked]:
+    def asked(self, table: Sequence[CollectiveArgs]) -> list[CollectiveArgs]:
         """The same table, the same object."""
         return self._asked.setdefault(tuple(table), list(table))
 
@@ -103,10 +103,10 @@ class Shared:
         return self._sites.setdefault(tuple(table), list(table))
 
 
-def extract(rows: Rows, shared: Shared | None = None) -> Extract:
+def extract(rows: RankColumns, shared: Shared | None = None) -> Extract:
     """Reduce one rank's columns."""
     shared = shared or Shared()
-    asked, asked_index, keep = _merged(rows)
+    asked, args_index, keep = _merged(rows)
     p2p_asked = np.array([one.op in POINT_TO_POINT for one in asked] or [False])
     sites, site = _sites(rows, keep)
     found = Extract(
@@ -131,17 +131,17 @@ def extract(rows: Rows, shared: Shared | None = None) -> Extract:
         exception_stack=rows.exception_stack,
         observation=rows.observation,
         status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
-        asked=shared.asked(asked),
+        args=shared.asked(asked),
         sites=shared.sites(sites),
     )
     state = rows.state[keep]
     found.channel = rows.channel[keep].astype("int32")
-    found.asked_index = asked_index[keep].astype("int32")
+    found.args_index = args_index[keep].astype("int32")
     found.site = site.astype("int32")
     found.number = rows.sequence[keep].astype("int64")
     found.state = np.where((state == COMPLETED) | (state == RETIRED), DONE, np.where(state == STARTED, RUNNING, IN_FLIGHT)).astype("uint8")
     found.record = rows.record_id[keep].astype("int64")
-    p2p = p2p_asked[found.asked_index] if len(keep) else np.zeros(0, "bool")
+    p2p = p2p_asked[found.args_index] if len(keep) else np.zeros(0, "bool")
     found.peer = np.where(p2p, rows.peer[keep], -1).astype("int32")
     found.batch = np.where(p2p, rows.coalesced[keep], 0).astype("int32")
     found.created_ns = rows.created_ns[keep].astype("int64")
@@ -149,10 +149,10 @@ def extract(rows: Rows, shared: Shared | None = None) -> Extract:
     return found
 
 
-def _merged(rows: Rows) -> tuple[list[Asked], Integers, Integers]:
+def _merged(rows: RankColumns) -> tuple[list[CollectiveArgs], Integers, Integers]:
     """What was asked, an index into it for each row, and the rows that stand for an operation."""
-    asked = list(rows.asked)
-    index = rows.asked_index.astype("int64").copy()
+    asked = list(rows.args)
+    index = rows.args_index.astype("int64").copy()
     length = len(rows)
     if not length or not (rows.coalesced > 0).any():
         lone = np.flatnonzero(~(rows.closes & rows.p2p)) if length else np.zeros(0, "int64")
@@ -174,12 +174,12 @@ def _merged(rows: Rows) -> tuple[list[Asked], Integers, Integers]:
             place = merged.get(key)
             if place is None:
                 place = merged[key] = len(asked)
-                asked.append(_together([rows.asked[i] for i in key]))
+                asked.append(_together([rows.args[i] for i in key]))
             index[last] = place
     return asked, index, np.flatnonzero(keep)
 
 
-def _together(members: Sequence[Asked]) -> Asked:
+def _together(members: Sequence[CollectiveArgs]) -> CollectiveArgs:
     """A coalesced group as one operation with all of its tensors."""
     ops = {one.op for one in members}
     return msgspec.structs.replace(
@@ -191,7 +191,7 @@ def _together(members: Sequence[Asked]) -> Asked:
     )
 
 
-def _sites(rows: Rows, keep: Integers) -> tuple[list[Stack], Integers]:
+def _sites(rows: RankColumns, keep: Integers) -> tuple[list[Stack], Integers]:
     """The user's lines of each stack, and for each operation an index into them."""
     stack = rows.stack[keep]
     used = np.unique(stack)
@@ -213,7 +213,7 @@ def lines_of(stack: Stack) -> Stack:
     return lines
 
 
-def extract_all(several: Iterable[Rows]) -> list[Extract]:
+def extract_all(several: Iterable[RankColumns]) -> list[Extract]:
     """Reduce several files' ranks; what they share is one object."""
     shared = Shared()
     return [extract(rows, shared) for rows in several]

@@ -11,7 +11,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.process_exit import Fate, fate_of, sort_out
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import Asked, Channel, Collective, State
+from commlens.model.collective import Channel, Collective, CollectiveArgs, State
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
@@ -27,16 +27,16 @@ class Track:
     """What one rank issued on one channel."""
 
     ops: Mapping[int, Collective] = field(default_factory=dict)  # by sequence number; a coalesced group is its closing record
-    members: dict[int, list[Asked]] = field(default_factory=dict)  # of coalesced groups
+    members: dict[int, list[CollectiveArgs]] = field(default_factory=dict)  # of coalesced groups
     first: int = 0
     last: int = 0
     completed: int = 0  # the highest sequence number known to be completed
     open: list[int] = field(default_factory=list)  # in flight, ascending
     thread: int = 0  # that issued last
 
-    def asked(self, number: int) -> Sequence[Asked]:
+    def asked(self, number: int) -> Sequence[CollectiveArgs]:
         """What was asked under this number: one collective, or a coalesced group's members."""
-        return self.members.get(number) or (self.ops[number].asked,)
+        return self.members.get(number) or (self.ops[number].args,)
 
 
 @dataclass(slots=True)
@@ -183,7 +183,7 @@ def _put(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> N
     number = op.sequence_number
     track.ops[number] = op  # type: ignore[index]
     if op.coalescing_id:
-        track.members[number] = [member.asked for member in groups.get(op.coalescing_id, []) if not member.is_point_to_point]
+        track.members[number] = [member.args for member in groups.get(op.coalescing_id, []) if not member.is_point_to_point]
     track.first = min(track.first or number, number)
     if number >= track.last:
         track.last, track.thread = number, op.issue_thread

@@ -66,7 +66,7 @@ def _core(op: Collective) -> _Core:
 
 
 def _sizes(op: Collective) -> tuple[int, ...]:
-    return tuple(spec.numel for spec in op.asked.inputs)
+    return tuple(spec.numel for spec in op.args.inputs)
 
 
 def _site(op: Collective) -> Hashable:
@@ -82,13 +82,13 @@ def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
     sites: dict[int, Hashable] = {}
 
     def token_of(op: Collective) -> Hashable:
-        sizes = asks.get(id(op.asked))
+        sizes = asks.get(id(op.args))
         if sizes is None:
-            sizes = asks[id(op.asked)] = _sizes(op)
+            sizes = asks[id(op.args)] = _sizes(op)
         stack = id(op.stack)
         if stack not in sites:
             sites[stack] = _site(op)
-        return (op.asked.op, op.step, sizes, sites[stack])
+        return (op.args.op, op.step, sizes, sites[stack])
 
     for number in numbers:
         met = {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}

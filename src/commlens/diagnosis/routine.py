@@ -19,8 +19,8 @@ def token(op: Collective) -> Hashable:
     """What one op is in a rank's routine: the op, where it goes, the line that issues it, and how much it carries."""
     source = op.source
     line = (source.file, source.line) if source is not None else None
-    sizes = tuple((spec.shape, spec.dtype) for spec in op.asked.inputs[:4])
-    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.asked.root, line, sizes)
+    sizes = tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
+    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.args.root, line, sizes)
 
 
 def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
@@ -31,11 +31,11 @@ def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
     known: dict[Hashable, str] = {}
     found: list[Hashable] = []
     for op in ops:
-        here = (token(op), tuple(spec.dtype for spec in (op.asked.inputs or op.asked.outputs)[:4]))
-        if op.asked.reduce_op is not None:
-            known.setdefault(here, op.asked.reduce_op)
+        here = (token(op), tuple(spec.dtype for spec in (op.args.inputs or op.args.outputs)[:4]))
+        if op.args.reduce_op is not None:
+            known.setdefault(here, op.args.reduce_op)
         found.append(here)
-    return [(here, op.asked.reduce_op or known.get(here)) for here, op in zip(found, ops, strict=True)]
+    return [(here, op.args.reduce_op or known.get(here)) for here, op in zip(found, ops, strict=True)]
 
 
 def loose_token(op: Collective) -> Hashable:

@@ -58,7 +58,7 @@ def _line(op: Collective) -> Hashable:
 
 
 def _alike(mine: Collective, theirs: Collective) -> bool:
-    return (mine.op, mine.step, mine.asked.inputs) == (theirs.op, theirs.step, theirs.asked.inputs)
+    return (mine.op, mine.step, mine.args.inputs) == (theirs.op, theirs.step, theirs.args.inputs)
 
 
 def _compare(rank: int, track: Track, reference: Mapping[int, Collective]) -> Swap | None:

@@ -48,7 +48,7 @@ def instance(op: Collective, *, group: bool = True) -> str:
 
 def tensors(op: Collective) -> str:
     """``"float32[1048576] SUM"``; empty where there is nothing to say."""
-    asked = op.asked
+    asked = op.args
     specs = payload(asked)
     if not specs or op.op in ("barrier", "monitored_barrier"):
         return ""

@@ -12,7 +12,7 @@ from commlens.dumps.read import OBSERVED_SCHEMA
 
 if TYPE_CHECKING:
     from commlens.dumps.sources import Source
-    from commlens.formats.columns import Rows
+    from commlens.formats.columns import RankColumns
 
 __all__ = [
     "BLACK_BOX",
@@ -41,22 +41,22 @@ class Kind:
     """
 
     name: str
-    read: Callable[[Source], list[Rows]] | None = None
+    read: Callable[[Source], list[RankColumns]] | None = None
 
 
-def _read_pickle(source: Source) -> list[Rows]:
+def _read_pickle(source: Source) -> list[RankColumns]:
     from commlens.formats.flight_recorder import read_flight_recorder_pickle
 
     return [read_flight_recorder_pickle(source.read(), source.name)]
 
 
-def _read_json(source: Source) -> list[Rows]:
+def _read_json(source: Source) -> list[RankColumns]:
     from commlens.formats.flight_recorder import read_flight_recorder_json
 
     return [read_flight_recorder_json(source.read(), source.name)]
 
 
-def _read_text(source: Source) -> list[Rows]:
+def _read_text(source: Source) -> list[RankColumns]:
     from commlens.formats.torch_log import read_torch_log
 
     with source.open() as stream:

@@ -23,12 +23,12 @@ from commlens.errors import CommlensError
 from commlens.model.ranks import ranks_phrase
 
 if TYPE_CHECKING:
-    from commlens.formats.columns import Rows
+    from commlens.formats.columns import RankColumns
 
 __all__ = ["every_rank", "narrowed", "read_foreign"]
 
 T = TypeVar("T")
-Reduce = Callable[[Iterable["Rows"]], list[T]]
+Reduce = Callable[[Iterable["RankColumns"]], list[T]]
 
 _BATCH_BYTES: Final = 32 << 20  # of stored files: enough that sending a batch to another process costs little
 _BATCH_FILES: Final = 32
@@ -131,7 +131,7 @@ def _read_batch(batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None, 
             gc.enable()
 
 
-def _rows_of(batch: Batch, problems: list[str], ranks: Collection[int] | None, nameless: bool = False) -> Iterator[Rows]:
+def _rows_of(batch: Batch, problems: list[str], ranks: Collection[int] | None, nameless: bool = False) -> Iterator[RankColumns]:
     """What each file says of each rank that it speaks of, with the rank and host that its name tells."""
     for source, kind, named in batch:
         read = _KINDS[kind].read
@@ -154,7 +154,7 @@ def _rows_of(batch: Batch, problems: list[str], ranks: Collection[int] | None, n
 
 def every_rank(
     gathered: Gathered, problems: list[str], *, ranks: Collection[int] | None = None, seen: Callable[[], None] | None = None
-) -> Iterator[Rows]:
+) -> Iterator[RankColumns]:
     """Read everything once, each rank once. Only one rank's operations are in memory at a time, but for black boxes.
 
     Text logs hold hardly any operations: they are read only where there is nothing else.
@@ -192,7 +192,7 @@ def every_rank(
             yield rows
 
 
-def narrowed(rows: Rows, groups: Collection[str]) -> Rows:
+def narrowed(rows: RankColumns, groups: Collection[str]) -> RankColumns:
     """Only the operations of some process groups, called by name, description or mesh dimension."""
     import numpy as np
 

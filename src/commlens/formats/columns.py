@@ -1,7 +1,7 @@
 """One rank's operations as columns: what every reader of other tools' dumps makes, and what diagnosis works on.
 
 A dump of 2,000 operations becomes a handful of arrays and a few dozen interned objects, so that thousands of ranks can be
-aligned without an object for each operation. :meth:`Rows.log` makes objects of the few around a fault.
+aligned without an object for each operation. :meth:`RankColumns.log` makes objects of the few around a fault.
 
 Imports numpy, so it is imported only where dumps are read.
 """
@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from commlens.model.collective import Asked, Channel, Collective, Frame, FrameKind, LearnedHow, Stack, State
+from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import Observation, RankLog
 
-__all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "Rows", "StackTable", "Status", "stack_of"]
+__all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "RankColumns", "StackTable", "Status", "stack_of"]
 
 SCHEDULED: Final = 0
 """``state``: enqueued; nothing says that it started. With timing switched off nothing ever says so."""
@@ -91,11 +91,11 @@ def _kind_of(file: str) -> FrameKind:
 
 
 DTYPES: Final = {
-    "channel": "int32", "asked_index": "int32", "stack": "int32", "sequence": "int64", "record_id": "int64", "op_id": "int64",
+    "channel": "int32", "args_index": "int32", "stack": "int32", "sequence": "int64", "record_id": "int64", "op_id": "int64",
     "state": "uint8", "retired": "bool", "p2p": "bool", "peer": "int32", "created_ns": "int64", "started_ns": "int64",
     "completed_ns": "int64", "duration_ns": "int64", "timeout_ms": "int64", "coalesced": "int32", "closes": "bool",
 }  # fmt: skip
-"""The columns of :class:`Rows`, and their types."""
+"""The columns of :class:`RankColumns`, and their types."""
 
 
 _INT32 = partial(np.zeros, 0, "int32")
@@ -105,7 +105,7 @@ _BOOL = partial(np.zeros, 0, np.bool_)
 
 
 @dataclass(slots=True)
-class Rows:
+class RankColumns:
     """What one file tells of one rank, oldest operation first. Columns have one value for each operation.
 
     Sequences are those of the file: of the process group for a collective, of its point-to-point operations for those; on
@@ -123,7 +123,7 @@ class Rows:
     problems: list[str] = field(default_factory=list)  # what could not be read, in sentences
     possible_ranks: tuple[int, ...] = ()  # members of every group in the file: one of them wrote it; empty when not known
     channels: list[Channel] = field(default_factory=list)
-    asked: list[Asked] = field(default_factory=list)
+    args: list[CollectiveArgs] = field(default_factory=list)
     stacks: Sequence[Stack] = field(default_factory=StackTable)
     status: dict[str, Status] = field(default_factory=dict)  # by the file's own group id, which other ranks do not share
     status_groups: dict[str, str] = field(default_factory=dict)  # that id: the group's name, where it is known
@@ -134,7 +134,7 @@ class Rows:
     observation: Observation = field(default_factory=Observation)  # what a log says of the process's end
 
     channel: Integers = field(default_factory=_INT32)  # index into channels
-    asked_index: Integers = field(default_factory=_INT32)  # index into asked
+    args_index: Integers = field(default_factory=_INT32)  # index into args
     stack: Integers = field(default_factory=_INT32)  # index into stacks, -1 none
     sequence: Integers = field(default_factory=_INT64)
     record_id: Integers = field(default_factory=_INT64)
@@ -196,7 +196,7 @@ class Rows:
             index=int(self.record_id[index]) + 1,
             channel=self.channels[int(self.channel[index])],
             sequence_number=int(self.sequence[index]),
-            asked=self.asked[int(self.asked_index[index])],
+            args=self.args[int(self.args_index[index])],
             state=state,
             announced_ns=created,
             entered_ns=created,

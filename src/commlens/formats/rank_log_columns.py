@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from commlens.formats.columns import COMPLETED, RETIRED, SCHEDULED, Rows
-from commlens.model.collective import Asked, Channel, Stack, State
+from commlens.formats.columns import COMPLETED, RETIRED, SCHEDULED, RankColumns
+from commlens.model.collective import Channel, CollectiveArgs, Stack, State
 from commlens.model.ranklog import RankLog
 
 _STATES = {
@@ -18,16 +18,16 @@ _STATES = {
 }
 
 
-def rows_of_log(log: RankLog) -> Rows:
+def rows_of_log(log: RankLog) -> RankColumns:
     """The log's collectives as columns. What only a black box holds (waits, threads, the step, errors) is not in them.
 
     A group that was made after the default group had been destroyed and made again has ``@1``, ``@2``, ... after its name,
     since names begin anew then.
     """
     channels: dict[tuple[object, ...], int] = {}
-    asked: dict[Asked, int] = {}
+    asked: dict[CollectiveArgs, int] = {}
     stacks: dict[Stack, int] = {}
-    rows = Rows(
+    rows = RankColumns(
         rank=log.rank,
         world_size=log.world_size,
         host=log.host,
@@ -47,7 +47,7 @@ def rows_of_log(log: RankLog) -> Rows:
             rows.channels.append(_plain_channel(one.channel))
         values = (
             channels[key],
-            asked.setdefault(one.asked, len(asked)),
+            asked.setdefault(one.args, len(asked)),
             stacks.setdefault(one.stack, len(stacks)) if one.stack else -1,
             one.sequence_number,
             one.index - 1,
@@ -66,7 +66,7 @@ def rows_of_log(log: RankLog) -> Rows:
         )
         for name, value in zip(_COLUMNS, values, strict=True):
             columns[name].append(value)
-    rows.asked, rows.stacks = list(asked), list(stacks)
+    rows.args, rows.stacks = list(asked), list(stacks)
     if log.collectives:
         rows.set_columns({name: np.array(values) for name, values in columns.items()})
     rows.groups = list(rows.channels)
@@ -74,7 +74,7 @@ def rows_of_log(log: RankLog) -> Rows:
 
 
 _COLUMNS = (
-    "channel", "asked_index", "stack", "sequence", "record_id", "op_id", "state", "retired", "p2p", "peer", "created_ns", "started_ns",
+    "channel", "args_index", "stack", "sequence", "record_id", "op_id", "state", "retired", "p2p", "peer", "created_ns", "started_ns",
     "completed_ns", "duration_ns", "timeout_ms", "coalesced", "closes",
 )  # fmt: skip
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from commlens.matching.answer import Agree, Answer, Aspect, Disagree, Party, Severity, Unknown
 from commlens.matching.splits import compare_splits
 from commlens.matching.tensors import is_sparse, payload, show_tensors, squeezed, total, wire_dtype, wire_numel
-from commlens.model.collective import Asked, TensorSpec
+from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import REDUCING, ROOTED
 from commlens.model.ranks import ranks_phrase
 
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 
-def compare_collectives(asked: Mapping[int, Asked], group_ranks: Sequence[int] = ()) -> Answer:
+def compare_collectives(asked: Mapping[int, CollectiveArgs], group_ranks: Sequence[int] = ()) -> Answer:
     """Compare one collective's records, one for each rank that has one.
 
     Args:
@@ -48,7 +48,7 @@ def compare_collectives(asked: Mapping[int, Asked], group_ranks: Sequence[int] =
     return Unknown(tuple(unknown)) if unknown else Agree()
 
 
-def compare_coalesced(members: Mapping[int, Sequence[Asked]], group_ranks: Sequence[int] = ()) -> Answer:
+def compare_coalesced(members: Mapping[int, Sequence[CollectiveArgs]], group_ranks: Sequence[int] = ()) -> Answer:
     """Compare coalesced groups: their members must agree one by one, in order. A plain collective is a group of one."""
     lengths = {rank: len(group) for rank, group in members.items()}
     ops = {rank: tuple(asked.op for asked in group) for rank, group in members.items()}
@@ -67,19 +67,19 @@ def compare_coalesced(members: Mapping[int, Sequence[Asked]], group_ranks: Seque
 # --- the aspects -------------------------------------------------------------------------------------------------
 
 
-def _root(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _root(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     if op not in ROOTED:
         return None
     return _vote("root", asked, lambda a: a.root, lambda a: f"{op} with root {a.root}")
 
 
-def _reduce_op(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _reduce_op(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     if op not in REDUCING:
         return None
     return _vote("reduce-op", asked, lambda a: a.reduce_op, lambda a: str(a.reduce_op), Severity.SUSPICIOUS)
 
 
-def _elements(op: str, asked: Mapping[int, Asked], group_ranks: Sequence[int]) -> Answer | None:
+def _elements(op: str, asked: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Answer | None:
     """How many elements each rank puts on the wire."""
     if op == "all_to_all":
         return compare_splits(asked, group_ranks)
@@ -88,7 +88,7 @@ def _elements(op: str, asked: Mapping[int, Asked], group_ranks: Sequence[int]) -
     return _vote("shape", asked, lambda a: _wire_sizes(op, a), lambda a: show_tensors(payload(a)))
 
 
-def _wire_sizes(op: str, asked: Asked) -> Hashable | None:
+def _wire_sizes(op: str, asked: CollectiveArgs) -> Hashable | None:
     specs = payload(asked)
     if not specs:
         return None
@@ -99,7 +99,7 @@ def _wire_sizes(op: str, asked: Asked) -> Hashable | None:
     return total(specs)
 
 
-def _uneven_lists_match(asked: Mapping[int, Asked], group_ranks: Sequence[int]) -> bool:
+def _uneven_lists_match(asked: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> bool:
     """all_gather of uneven tensors into lists is legal (NCCL) where everybody's list says so: output i is rank i's input."""
     position = {rank: i for i, rank in enumerate(group_ranks)}
     sent = {position[rank]: total(a.inputs) for rank, a in asked.items() if rank in position and a.inputs}
@@ -113,19 +113,19 @@ def _uneven_lists_match(asked: Mapping[int, Asked], group_ranks: Sequence[int]) 
     return True
 
 
-def _dtype(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _dtype(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     return _vote("dtype", asked, lambda a: _over_tensors(a, wire_dtype), lambda a: show_tensors(payload(a)))
 
 
-def _device(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _device(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     return _vote("device", asked, lambda a: _over_tensors(a, lambda spec: spec.device), lambda a: f"a tensor on {payload(a)[0].device}")
 
 
-def _sparsity(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _sparsity(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     return _vote("layout", asked, lambda a: _over_tensors(a, lambda spec: spec.layout), lambda a: show_tensors(payload(a)))
 
 
-def _shape(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _shape(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     """Equal numbers of elements in other shapes run, and mix up the elements' meaning. Flat views and dimensions of 1 do not."""
     members = {rank: tuple(wire_numel(spec) for spec in payload(a)) for rank, a in asked.items()}
     counts = {len(sizes) for sizes in members.values()}
@@ -150,10 +150,10 @@ def _shape(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | No
     )  # fmt: skip
 
 
-def _memory_order(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answer | None:
+def _memory_order(op: str, asked: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     """The wire carries memory as it lies: equal shapes in another order of dimensions are silently mixed up."""
 
-    def order(a: Asked) -> Hashable | None:
+    def order(a: CollectiveArgs) -> Hashable | None:
         specs = payload(a)
         return tuple((spec.shape, spec.memory_order) for spec in specs if not is_sparse(spec)) if specs else None
 
@@ -162,12 +162,12 @@ def _memory_order(op: str, asked: Mapping[int, Asked], _: Sequence[int]) -> Answ
     return _vote("layout", asked, order, lambda a: show_tensors(payload(a)), Severity.SUSPICIOUS)
 
 
-def squeezed_shapes(asked: Asked) -> tuple[tuple[int, ...], ...]:
+def squeezed_shapes(asked: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
     """The shapes of a rank's tensors, as they are."""
     return tuple(spec.shape for spec in payload(asked))
 
 
-_Compare = Callable[[str, Mapping[int, Asked], Sequence[int]], Answer | None]
+_Compare = Callable[[str, Mapping[int, CollectiveArgs], Sequence[int]], Answer | None]
 _ASPECTS: tuple[tuple[str, _Compare], ...] = (
     ("root", _root),
     ("layout", _sparsity),
@@ -183,7 +183,7 @@ _ASPECTS: tuple[tuple[str, _Compare], ...] = (
 # --- voting ------------------------------------------------------------------------------------------------------
 
 
-def _over_tensors(asked: Asked, read: Callable[[TensorSpec], str]) -> Hashable | None:
+def _over_tensors(asked: CollectiveArgs, read: Callable[[TensorSpec], str]) -> Hashable | None:
     """What all of a rank's tensors share, as a set: a list of them and one tensor meet on the wire."""
     specs = payload(asked)
     return frozenset(read(spec) for spec in specs) if specs else None
@@ -191,9 +191,9 @@ def _over_tensors(asked: Asked, read: Callable[[TensorSpec], str]) -> Hashable |
 
 def _vote(
     aspect: Aspect,
-    asked: Mapping[int, Asked],
-    read: Callable[[Asked], Hashable | None],
-    show: Callable[[Asked], str],
+    asked: Mapping[int, CollectiveArgs],
+    read: Callable[[CollectiveArgs], Hashable | None],
+    show: Callable[[CollectiveArgs], str],
     severity: Severity = Severity.ILLEGAL,
 ) -> Disagree | Unknown | None:
     """Whether all who say something say the same."""

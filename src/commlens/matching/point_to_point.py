@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from commlens.matching.answer import Agree, Answer, Disagree, Party, Severity, Unknown
 from commlens.matching.tensors import show_tensors, total, wire_dtype
-from commlens.model.collective import Asked, Collective
+from commlens.model.collective import Collective, CollectiveArgs
 
 Pair = tuple[Collective | None, Collective | None]
 """A send and its receive; None for the side that is missing."""
@@ -50,7 +50,7 @@ def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *
     return pairs
 
 
-def compare_pair(sender: int, sent: Asked, receiver: int, received: Asked) -> Answer:
+def compare_pair(sender: int, sent: CollectiveArgs, receiver: int, received: CollectiveArgs) -> Answer:
     """Compare a send with its receive. ``minority`` is empty: of two ranks, neither is the odd one.
 
     Tags are not compared: they decide which send meets which receive (gloo), or are ignored (NCCL).

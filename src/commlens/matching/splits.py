@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from commlens.matching.answer import Disagree, Party, Severity, Unknown
 from commlens.matching.tensors import show_tensors, wire_numel
-from commlens.model.collective import Asked, TensorSpec
+from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ranks import ranks_phrase
 
 
-def compare_splits(asked: Mapping[int, Asked], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
+def compare_splits(asked: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
     """Compare the elements of every pair of ranks. Blamed is who is in most of the pairs that do not fit."""
     size = len(group_ranks)
     sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in asked.items()}
@@ -62,6 +62,6 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
     return [elements // rows * split for split in splits]
 
 
-def _show(asked: Asked) -> str:
+def _show(asked: CollectiveArgs) -> str:
     text = show_tensors(asked.inputs)
     return f"{text} in splits {list(asked.input_splits)}" if asked.input_splits else f"{text} in even splits"

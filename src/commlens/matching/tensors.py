@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.model.collective import Asked, TensorSpec
+from commlens.model.collective import CollectiveArgs, TensorSpec
 
 _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
 
@@ -57,7 +57,7 @@ def show_tensors(specs: Sequence[TensorSpec]) -> str:
     return f"{first} and {len(specs) - 1} more"
 
 
-def payload(asked: Asked) -> tuple[TensorSpec, ...]:
+def payload(asked: CollectiveArgs) -> tuple[TensorSpec, ...]:
     """The tensors that every rank of the collective has: its own contribution, or what it gets where only the root contributes."""
     if asked.op == "scatter":
         return asked.outputs or asked.inputs[:1]

@@ -84,7 +84,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
         return count
 
 
-class Asked(msgspec.Struct, frozen=True):
+class CollectiveArgs(msgspec.Struct, frozen=True):
     """What the program asked for: all that ranks must agree on, or must correspond in."""
 
     op: str  # the wire op: "all_reduce"
@@ -157,7 +157,7 @@ class Collective(msgspec.Struct):
     index: int  # 1, 2, ... over everything the rank issued
     channel: Channel
     sequence_number: int  # from 1; per channel, and per (channel, peer, direction) for point-to-point
-    asked: Asked
+    args: CollectiveArgs
     state: State
     announced_ns: int
     entered_ns: int = 0
@@ -182,12 +182,12 @@ class Collective(msgspec.Struct):
     @property
     def op(self) -> str:
         """The wire op."""
-        return self.asked.op
+        return self.args.op
 
     @property
     def is_point_to_point(self) -> bool:
         """Whether it is a send or a receive."""
-        return self.asked.op in POINT_TO_POINT
+        return self.args.op in POINT_TO_POINT
 
     @property
     def in_flight(self) -> bool:

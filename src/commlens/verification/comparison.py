@@ -8,7 +8,7 @@ from typing import Any, Final
 from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
 from commlens.matching import Disagree, compare_collectives, compare_pair
-from commlens.model.collective import Asked, TensorSpec
+from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
 from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpacked
 from commlens.verification.channels import Call, Pending, label
@@ -147,14 +147,14 @@ class Comparison:
         self._refusals.post(pending, f"mismatch/{answer.aspect}", text)
 
 
-def _asked(blob: dict[str, Any]) -> Asked:
+def _asked(blob: dict[str, Any]) -> CollectiveArgs:
     def specs(tensors: Any) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(tuple(shape), dtype, device, layout, tuple(order) if order is not None else None)
             for shape, dtype, device, layout, order in tensors or ()
         )
 
-    return Asked(
+    return CollectiveArgs(
         op=str(blob["op"]), dispatcher_op=str(blob["dop"]), inputs=specs(blob["in"]), outputs=specs(blob["out"]), reduce_op=blob.get("rop"),
         root=blob["root"], input_splits=tuple(blob["is"] or ()), output_splits=tuple(blob["os"] or ()), asynchronous=blob.get("async"),
     )  # fmt: skip

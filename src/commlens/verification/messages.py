@@ -8,7 +8,7 @@ import msgspec
 
 from commlens.matching import Disagree
 from commlens.matching.tensors import payload
-from commlens.model.collective import Asked
+from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import POINT_TO_POINT
 from commlens.model.ranks import format_ranks
 from commlens.verification.arguments import LeafDisagreement
@@ -44,7 +44,7 @@ class Row(msgspec.Struct, frozen=True):
     """What one rank asked for, or where it is instead."""
 
     rank: int
-    asked: Asked | None  # None: it has not arrived
+    asked: CollectiveArgs | None  # None: it has not arrived
     where: str  # "train.py:21 in main"
     name: str = ""  # "accelerate.utils.operations.broadcast", "torch.distributed.broadcast"
     peer: int | None = None
@@ -226,7 +226,7 @@ def _cells(aspect: str, row: Row) -> tuple[str, str]:
     return shapes or "no tensor", dtypes
 
 
-def _op_words(asked: Asked) -> str:
+def _op_words(asked: CollectiveArgs) -> str:
     words = f"`{asked.op}`"
     if asked.root is not None:
         words += f" with root {asked.root}"

@@ -16,7 +16,7 @@ from commlens.blackbox import layout as L
 from commlens.blackbox.blobs import AskedJson, GroupJson, asked_of, channel_of, decode_blob
 from commlens.blackbox.tail import BoxTail, Raw, reduce_code
 from commlens.matching import Answer, Aspect, Disagree, compare_coalesced, compare_collectives, compare_pair, matches_by_tag
-from commlens.model.collective import Asked, Channel
+from commlens.model.collective import Channel, CollectiveArgs
 from commlens.model.ops import POINT_TO_POINT, REDUCING
 
 ChannelKey = tuple[int, str, tuple[int, ...], str]
@@ -64,8 +64,8 @@ class _Ask:
     """What some rank asked for."""
 
     blob: AskedJson | None
-    asked: Asked | None
-    parts: tuple[Asked, ...] = ()  # of a coalesced group
+    asked: CollectiveArgs | None
+    parts: tuple[CollectiveArgs, ...] = ()  # of a coalesced group
 
 
 @dataclass(slots=True)
@@ -275,7 +275,7 @@ class Agreement:
         if isinstance(answer, Disagree):
             self._disagree(lane, number, answer, key)
 
-    def _with_reduce_op(self, code: Code, reduce_op: int) -> Asked | None:
+    def _with_reduce_op(self, code: Code, reduce_op: int) -> CollectiveArgs | None:
         ask = self._asks.get(code)
         return asked_of(ask.blob, reduce_op) if ask is not None and ask.blob is not None else None
 

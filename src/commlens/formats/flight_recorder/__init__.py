@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.errors import FormatError
-from commlens.formats.columns import Rows
+from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder.entries import table_of
 from commlens.formats.flight_recorder.json_data import read_json
 from commlens.formats.flight_recorder.native_entries import read_table
@@ -14,12 +14,12 @@ from commlens.formats.flight_recorder.to_columns import rows_of
 __all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
 
 
-def read_flight_recorder_pickle(data: bytes, source: str) -> Rows:
+def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
     """One rank's dump, as torch wrote it or as Python saved it again.
 
     Args:
         data: the file's content.
-        source: the file's name, for messages and for :attr:`~commlens.formats.columns.Rows.source`.
+        source: the file's name, for messages and for :attr:`~commlens.formats.columns.RankColumns.source`.
 
     Raises:
         FormatError: it cannot be read; the message names the file.
@@ -30,12 +30,12 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> Rows:
         raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None
 
 
-def read_flight_recorder_json(data: bytes, source: str) -> Rows:
+def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
     """One rank's dump as JSON: what ``_dump_fr_trace_json`` gives. It has no stacks.
 
     Args:
         data: the file's content.
-        source: the file's name, for messages and for :attr:`~commlens.formats.columns.Rows.source`.
+        source: the file's name, for messages and for :attr:`~commlens.formats.columns.RankColumns.source`.
 
     Raises:
         FormatError: it cannot be read; the message names the file.

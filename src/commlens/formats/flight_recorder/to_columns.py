@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from commlens.formats.columns import COMPLETED, RETIRED, Integers, Rows, StackTable, Status
+from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, StackTable, Status
 from commlens.formats.flight_recorder.names import Named, dtype_of, parse_ranks, read_name
 from commlens.formats.flight_recorder.table import INT64_MAX, Signature, Table
-from commlens.model.collective import Asked, Channel, ProcessGroup, TensorSpec
+from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 
 __all__ = ["KNOWN_VERSIONS", "rows_of"]
 
@@ -18,9 +18,9 @@ KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
 _DEFAULT_GROUP: Final = "default_pg"
 
 
-def rows_of(table: Table, source: str) -> Rows:
+def rows_of(table: Table, source: str) -> RankColumns:
     """The table's entries as columns that can be compared with those of other ranks."""
-    rows = Rows(source=source, version=_text(table.about.get("version")))
+    rows = RankColumns(source=source, version=_text(table.about.get("version")))
     rows.problems += _problems(table, rows.version)
     config = _config(table.about.get("pg_config"))
     named = [read_name(name) for name in table.names]
@@ -28,7 +28,7 @@ def rows_of(table: Table, source: str) -> Rows:
 
     group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
     channel, rows.channels = _channels(table, group, name, named, config)
-    asked, rows.asked = _asked(name, _ints(table.signature, "int32", length), named, table.signatures)
+    asked, rows.args = _asked(name, _ints(table.signature, "int32", length), named, table.signatures)
     rows.stacks = StackTable(table.frames, table.stacks)
     is_p2p = _ints(table.is_p2p, "bool", length)
     retired = _ints(table.retired, "bool", length)
@@ -46,7 +46,7 @@ def rows_of(table: Table, source: str) -> Rows:
     rows.set_columns(
         {
             "channel": channel,
-            "asked_index": asked,
+            "args_index": asked,
             "stack": _ints(table.stack, "int32", length),
             "sequence": sequence,
             "record_id": _ints(table.record_id, "int64", length),
@@ -148,7 +148,7 @@ def _channels(
     return index, channels
 
 
-def _asked(name: Integers, signature: Integers, named: list[Named], signatures: list[Signature]) -> tuple[Integers, list[Asked]]:
+def _asked(name: Integers, signature: Integers, named: list[Named], signatures: list[Signature]) -> tuple[Integers, list[CollectiveArgs]]:
     if not len(name):
         return np.zeros(0, "int32"), []
     ops: dict[tuple[str, str, str], int] = {}
@@ -159,9 +159,9 @@ def _asked(name: Integers, signature: Integers, named: list[Named], signatures: 
 
 
 @lru_cache(maxsize=16384)
-def _made_asked(op: str, raw: str, device: str, signature: Signature) -> Asked:
+def _made_asked(op: str, raw: str, device: str, signature: Signature) -> CollectiveArgs:
     input_sizes, input_dtypes, output_sizes, output_dtypes = signature
-    return Asked(op, raw, _specs(input_sizes, input_dtypes, device), _specs(output_sizes, output_dtypes, device))
+    return CollectiveArgs(op, raw, _specs(input_sizes, input_dtypes, device), _specs(output_sizes, output_dtypes, device))
 
 
 def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: str) -> tuple[TensorSpec, ...]:
@@ -239,7 +239,7 @@ def _number(value: Any) -> int:
     return value if type(value) is int and -1 <= value <= INT64_MAX else -1
 
 
-def _status_groups(rows: Rows, pg_id: Integers, channel: Integers) -> dict[str, str]:
+def _status_groups(rows: RankColumns, pg_id: Integers, channel: Integers) -> dict[str, str]:
     """Which group a status speaks of: that of the entries with the same id.
 
     Ids and names are both given in the order in which groups are made, so where there are as many statuses as groups they
@@ -258,7 +258,7 @@ def _status_groups(rows: Rows, pg_id: Integers, channel: Integers) -> dict[str, 
     return known
 
 
-def _whose(rows: Rows, channel: Integers, name: Integers, named: list[Named]) -> None:
+def _whose(rows: RankColumns, channel: Integers, name: Integers, named: list[Named]) -> None:
     """Find the rank that wrote it: a member of every group, and the one that point-to-point operations speak of."""
     members: set[int] | None = None
     for group in [*rows.groups, *rows.channels]:

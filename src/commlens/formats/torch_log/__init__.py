@@ -1,8 +1,8 @@
 """Text logs of a job: often all that there is. What torch's watchdog, Python and torchrun say of each rank becomes rows.
 
-Few rows: the collectives that timed out. How far each process group had come is in :attr:`Rows.status`, how a process ended in
-:attr:`Rows.exception` and :attr:`Rows.observation`. A collective in a process group that the log does not name is told in
-:attr:`Rows.troubles` only: it can be placed beside no other rank's, so nobody may be blamed by it.
+Few rows: the collectives that timed out. How far each process group had come is in :attr:`RankColumns.status`, how a process ended in
+:attr:`RankColumns.exception` and :attr:`RankColumns.observation`. A collective in a process group that the log does not name is told in
+:attr:`RankColumns.troubles` only: it can be placed beside no other rank's, so nobody may be blamed by it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from typing import BinaryIO, Final
 
-from commlens.formats.columns import Rows
+from commlens.formats.columns import RankColumns
 from commlens.formats.torch_log.lines import INTERESTING
 from commlens.formats.torch_log.log_parser import Teller
 
@@ -19,7 +19,7 @@ __all__ = ["read_torch_log"]
 _LINE_MAX: Final = 1 << 16  # bytes of a line that are looked at
 
 
-def read_torch_log(stream: BinaryIO, source: str) -> list[Rows]:
+def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
     """What a log says of each rank that speaks in it; nothing where it does not speak of collectives or failures.
 
     Args:

@@ -7,9 +7,9 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from commlens.formats.columns import DTYPES, STARTED, Rows, Status, stack_of
+from commlens.formats.columns import DTYPES, STARTED, RankColumns, Status, stack_of
 from commlens.formats.torch_log import lines as L
-from commlens.model.collective import Asked, Channel, ProcessGroup, TensorSpec
+from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.ranklog import End, Observation
 
 _RANKS_MAX: Final = 100_000
@@ -172,7 +172,7 @@ class Teller:
 
     # --- what it all says ---------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[Rows]:
+    def rows(self) -> list[RankColumns]:
         """What was heard, one for each rank that has something to say."""
         found = []
         for rank, about in sorted(self._ranks.items()):
@@ -181,8 +181,8 @@ class Teller:
                 found.append(rows)
         return found
 
-    def _rows(self, rank: int, about: _Rank) -> Rows:
-        rows = Rows(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
+    def _rows(self, rank: int, about: _Rank) -> RankColumns:
+        rows = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
         rows.captured_ns = about.last_ns
         rows.exception = about.exception
         rows.exception_stack = stack_of(about.exception_frames)
@@ -202,7 +202,7 @@ class Teller:
         rows.set_columns(columns)
         return rows
 
-    def _add_group(self, rows: Rows, columns: dict[str, list[Any]], known: _Group, about: _Rank) -> None:
+    def _add_group(self, rows: RankColumns, columns: dict[str, list[Any]], known: _Group, about: _Rank) -> None:
         group, progress = known.group, known.progress
         name = group.name or ("0" if group.is_default else "")
         timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
@@ -221,10 +221,10 @@ class Teller:
                 continue
             if channel not in rows.channels:
                 rows.channels.append(channel)
-            rows.asked.append(_asked(timeout))
+            rows.args.append(_asked(timeout))
             moment = about.moments.get(number, 0)
             values = {
-                "channel": rows.channels.index(channel), "asked_index": len(rows.asked) - 1, "stack": -1, "sequence": number,
+                "channel": rows.channels.index(channel), "args_index": len(rows.args) - 1, "stack": -1, "sequence": number,
                 "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1, "timeout_ms": timeout.timeout_ms,
                 "created_ns": moment - timeout.ran_ms * 1_000_000 if moment and timeout.ran_ms >= 0 else 0,
                 "state": STARTED if progress is not None and progress.started >= number else 0,
@@ -233,9 +233,9 @@ class Teller:
                 content.append(values.get(column, 0))
 
 
-def _asked(timeout: L.Timeout) -> Asked:
+def _asked(timeout: L.Timeout) -> CollectiveArgs:
     """What the watchdog says: the operation and how many elements, but neither shape nor dtype."""
-    return Asked(L.wire_op_of(timeout.op), timeout.op, _elements(timeout.inputs), _elements(timeout.outputs))
+    return CollectiveArgs(L.wire_op_of(timeout.op), timeout.op, _elements(timeout.inputs), _elements(timeout.outputs))
 
 
 def _elements(count: int | None) -> tuple[TensorSpec, ...]:

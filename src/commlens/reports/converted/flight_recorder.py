@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.formats.columns import COMPLETED, RETIRED, STARTED, Rows
-from commlens.model.collective import Asked, Channel, TensorSpec
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
+from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
 from commlens.model.ranks import ranks_phrase
 
 VERSION: Final = "2.10"
@@ -51,7 +51,7 @@ _IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv
 _STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "scheduled"}
 
 
-def to_pickle(rows: Rows, problems: list[str]) -> bytes:
+def to_pickle(rows: RankColumns, problems: list[str]) -> bytes:
     """One rank's dump as a pickle, protocol 2.
 
     Args:
@@ -61,7 +61,7 @@ def to_pickle(rows: Rows, problems: list[str]) -> bytes:
     return pickle.dumps(_dump(rows, problems), protocol=2)
 
 
-def to_json(rows: Rows, problems: list[str]) -> bytes:
+def to_json(rows: RankColumns, problems: list[str]) -> bytes:
     """One rank's dump as JSON."""
     dump = _dump(rows, problems)
     dump["pg_status"] = {key: {name: str(value) for name, value in about.items()} for key, about in dump["pg_status"].items()}
@@ -71,12 +71,12 @@ def to_json(rows: Rows, problems: list[str]) -> bytes:
     return msgspec.json.encode(dump)
 
 
-def _dump(rows: Rows, problems: list[str]) -> dict[str, Any]:
+def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
     names = [_backend(channel) for channel in rows.channels]
     pg_ids = {name: number for number, name in enumerate(dict.fromkeys(channel.group.name for channel in rows.channels))}
     entries: list[dict[str, Any]] = []
     frames: dict[int, list[dict[str, Any]]] = {}
-    sizes = [_sizes(asked) for asked in rows.asked]
+    sizes = [_sizes(asked) for asked in rows.args]
     closing = {(int(number)): int(at) for at, number in enumerate(rows.coalesced) if number and rows.closes[at]}
     last: dict[int, int] = {}  # collectives on each channel so far
     messages: dict[int, tuple[int, int]] = {}  # of each channel, messages so far, and the batch that the last one is of
@@ -84,7 +84,7 @@ def _dump(rows: Rows, problems: list[str]) -> dict[str, Any]:
     unnamed = 0
     for at in range(len(rows)):
         number, p2p, batch = int(rows.channel[at]), bool(rows.p2p[at]), int(rows.coalesced[at])
-        channel, asked = rows.channels[number], rows.asked[int(rows.asked_index[at])]
+        channel, asked = rows.channels[number], rows.args[int(rows.args_index[at])]
         sequence = int(rows.sequence[at])
         count, before = messages.get(number, (_MESSAGES_FROM if rows.origin == "commlens" else 0, -1))
         if p2p:
@@ -98,7 +98,7 @@ def _dump(rows: Rows, problems: list[str]) -> dict[str, Any]:
             unnamed += 1
             continue
         state = int(rows.state[at])
-        inputs, outputs = sizes[int(rows.asked_index[at])]
+        inputs, outputs = sizes[int(rows.args_index[at])]
         stack = int(rows.stack[at])
         if stack >= 0 and stack not in frames:
             frames[stack] = [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in rows.stacks[stack]]
@@ -159,7 +159,7 @@ def _backend(channel: Channel) -> str:
     return backend if backend in _BACKENDS else "nccl" if channel.device == "cuda" else "gloo"
 
 
-def _name(asked: Asked, channel: Channel, rank: int, peer: int) -> str | None:
+def _name(asked: CollectiveArgs, channel: Channel, rank: int, peer: int) -> str | None:
     """``all_reduce``, ``send 0->1`` with ranks of the group; None where the format has no name for it."""
     if asked.op not in ("send", "recv"):
         return _NAMES.get(asked.dispatcher_op, asked.dispatcher_op)
@@ -173,7 +173,7 @@ def _name(asked: Asked, channel: Channel, rank: int, peer: int) -> str | None:
 Sizes = tuple[list[list[int]], list[str]]
 
 
-def _sizes(asked: Asked) -> tuple[Sizes, Sizes]:
+def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
     """Sizes and dtypes of inputs and outputs. A list of one tensor for each rank counts as one tensor, as NCCL's group flattens it."""
     inputs, outputs = asked.inputs, asked.outputs
     if asked.op in _IN_PLACE:

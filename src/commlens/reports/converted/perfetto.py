@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.formats.columns import COMPLETED, RETIRED, STARTED, Rows
-from commlens.model.collective import Asked, user_frame
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
+from commlens.model.collective import CollectiveArgs, user_frame
 from commlens.model.ranks import format_ranks
 from commlens.reports.converted.table import STATES
 
@@ -21,7 +21,7 @@ _LANES: Final = 100
 """Tracks of one group lie so many numbers apart: operations of one group that overlap need several."""
 
 
-def to_perfetto(several: Iterable[Rows]) -> Iterator[bytes]:
+def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
     """The timeline, a piece for each rank."""
     yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
     first = True
@@ -33,7 +33,7 @@ def to_perfetto(several: Iterable[Rows]) -> Iterator[bytes]:
     yield b"\n]}\n"
 
 
-def _events(rows: Rows) -> Iterator[dict[str, Any]]:
+def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
     host = f" ({rows.host})" if rows.host else ""
     rank = rows.rank
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}{host}"}}
@@ -56,7 +56,7 @@ def _events(rows: Rows) -> Iterator[dict[str, Any]]:
             end = began if state in (COMPLETED, RETIRED) else -1
         track = _track(lanes.setdefault(number, []), began, end)
         yield from _named(rows, number, track) if track[1] else ()
-        asked = rows.asked[int(rows.asked_index[at])]
+        asked = rows.args[int(rows.args_index[at])]
         event = {
             "name": f"{asked.op} #{int(rows.sequence[at])}" + (" never ended" if end < 0 else ""),
             "cat": "in flight" if end < 0 else "p2p" if rows.p2p[at] else "collective",
@@ -80,7 +80,7 @@ def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
     return len(free) - 1, True
 
 
-def _named(rows: Rows, number: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
+def _named(rows: RankColumns, number: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
     channel = rows.channels[number]
     group = channel.group
     name = f"{group.label or 'group'} [{format_ranks(group.ranks)}] {group.backend}" + (f" ({track[0] + 1})" if track[0] else "")
@@ -89,7 +89,7 @@ def _named(rows: Rows, number: int, track: tuple[int, bool]) -> Iterator[dict[st
     yield {"ph": "M", "name": "thread_sort_index", "pid": rows.rank, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _about(rows: Rows, at: int, asked: Asked) -> dict[str, Any]:
+def _about(rows: RankColumns, at: int, asked: CollectiveArgs) -> dict[str, Any]:
     tensors = asked.inputs or asked.outputs
     frame = user_frame(rows.stacks[int(rows.stack[at])]) if rows.stack[at] >= 0 else None
     state = int(rows.state[at])

@@ -11,18 +11,18 @@ from typing import Any, Final
 import numpy as np
 
 from commlens.errors import MissingDependency
-from commlens.formats.columns import Rows
-from commlens.model.collective import Asked, Channel, Stack, TensorSpec, user_frame
+from commlens.formats.columns import RankColumns
+from commlens.model.collective import Channel, CollectiveArgs, Stack, TensorSpec, user_frame
 from commlens.model.ranks import format_ranks
 
 STATES: Final = ("scheduled", "started", "completed", "retired")
-"""By the number in ``Rows.state``."""
+"""By the number in ``RankColumns.state``."""
 
 _PLAIN: Final = {
     "sequence": "int64", "peer": "int32", "created_ns": "int64", "started_ns": "int64", "completed_ns": "int64", "duration_ns": "int64",
     "timeout_ms": "int64", "coalesced": "int32",
 }  # fmt: skip
-"""Columns as they are in Rows. -1 and 0 stand for "not known" there, and are left empty here."""
+"""Columns as they are in RankColumns. -1 and 0 stand for "not known" there, and are left empty here."""
 _EMPTY: Final = {"peer": -1, "created_ns": 0, "started_ns": 0, "completed_ns": 0, "duration_ns": -1, "timeout_ms": 0, "coalesced": 0}
 
 _CHANNEL: Final[dict[str, Callable[[Channel], Any]]] = {
@@ -32,7 +32,7 @@ _CHANNEL: Final[dict[str, Callable[[Channel], Any]]] = {
     "backend": lambda one: one.group.backend,
     "device": lambda one: one.device,
 }
-_ASKED: Final[dict[str, Callable[[Asked], Any]]] = {
+_ASKED: Final[dict[str, Callable[[CollectiveArgs], Any]]] = {
     "op": lambda one: one.op,
     "recorded_as": lambda one: one.dispatcher_op,
     "input_shapes": lambda one: _shapes(one.inputs),
@@ -50,7 +50,7 @@ COLUMNS: Final = ("rank", "host", "index", *_CHANNEL, *_ASKED, "p2p", "state", *
 """What the table has, in order; docs/convert.md explains each."""
 
 
-def to_csv(several: Iterable[Rows]) -> Iterator[bytes]:
+def to_csv(several: Iterable[RankColumns]) -> Iterator[bytes]:
     """The table, a piece for each rank."""
     for number, rows in enumerate(several):
         out = io.StringIO()
@@ -62,7 +62,7 @@ def to_csv(several: Iterable[Rows]) -> Iterator[bytes]:
         yield out.getvalue().encode("utf-8", "backslashreplace")
 
 
-def write_parquet(several: Iterable[Rows], path: Path) -> None:
+def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
     """The table, a row group for each rank; texts are dictionary-encoded.
 
     Raises:
@@ -92,7 +92,7 @@ def write_parquet(several: Iterable[Rows], path: Path) -> None:
             writer.write_table(pyarrow.Table.from_arrays(arrays, schema=schema))
 
 
-def _numbers(rows: Rows, name: str) -> tuple[Any, Any]:
+def _numbers(rows: RankColumns, name: str) -> tuple[Any, Any]:
     """The values, and where they are not known."""
     if name == "rank":
         return np.full(len(rows), rows.rank, "int32"), np.zeros(len(rows), "bool")
@@ -100,13 +100,13 @@ def _numbers(rows: Rows, name: str) -> tuple[Any, Any]:
     return values, values == _EMPTY[name] if name in _EMPTY else np.zeros(len(rows), "bool")
 
 
-def _coded(rows: Rows, name: str) -> tuple[Any, list[str]]:
+def _coded(rows: RankColumns, name: str) -> tuple[Any, list[str]]:
     """Each different text once, and which of them each row has; -1 for none."""
     made: list[str]
     if name in _CHANNEL:
         codes, made = rows.channel, [_CHANNEL[name](one) for one in rows.channels]
     elif name in _ASKED:
-        codes, made = rows.asked_index, [_ASKED[name](one) for one in rows.asked]
+        codes, made = rows.args_index, [_ASKED[name](one) for one in rows.args]
     elif name in _STACK:
         codes, made = rows.stack, [_STACK[name](one) for one in rows.stacks]
     elif name == "state":
@@ -116,7 +116,7 @@ def _coded(rows: Rows, name: str) -> tuple[Any, list[str]]:
     return codes, [_clean(text) for text in made]
 
 
-def _texts(rows: Rows, name: str) -> list[str]:
+def _texts(rows: RankColumns, name: str) -> list[str]:
     if name == "p2p":
         return ["true" if one else "false" for one in rows.p2p.tolist()]
     if name in _PLAIN or name in ("rank", "index"):

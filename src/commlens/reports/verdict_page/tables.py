@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from commlens.diagnosis.index import ChannelKey, Track
 from commlens.diagnosis.wording import duration, group_phrase, place, tensors
 from commlens.matching import Disagree, compare_coalesced
-from commlens.model.collective import Asked, Collective, State
+from commlens.model.collective import Collective, CollectiveArgs, State
 from commlens.model.ranks import format_ranks, ranks_phrase
 from commlens.reports.verdict_page.model import Cell, CellState, Role, Table, TableColumn, TableRow
 from commlens.reports.verdict_page.scene import Scene, phrase
@@ -115,7 +115,7 @@ def _odd_ones(
     notes: dict[int, str] = {}
     firsts: dict[int, int] = {}
     for n in numbers:
-        asked: dict[int, Sequence[Asked]] = {}
+        asked: dict[int, Sequence[CollectiveArgs]] = {}
         for rank, track in tracks.items():
             if track is not None and n in track.ops:
                 asked[rank] = track.asked(n)
