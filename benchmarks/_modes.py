@@ -109,9 +109,9 @@ def set_up(mode: Mode, box_dir: str, job: str) -> None:
     dist.set_debug_level_from_env()
     if mode.settings is not None:
         from commlens import config
-        from commlens.capture import session
+        from commlens.launch import recording
 
-        session.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
+        recording.start(config.Settings(box_dir=box_dir, job=job, dump_dir=box_dir, stall_timeout=600.0, **mode.settings))
 
 
 def confirm(mode: Mode, backend: str) -> None:

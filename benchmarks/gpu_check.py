@@ -45,8 +45,9 @@ def rank(way: str, folder: str, rounds: int, ops: int) -> dict[str, Any]:
 
         from commlens import config
         from commlens.capture import session
+        from commlens.launch import recording
 
-        session.start(config.Settings(box_dir=folder, dump_dir=folder, job="gpu", **_modes.recorded(way)))
+        recording.start(config.Settings(box_dir=folder, dump_dir=folder, job="gpu", **_modes.recorded(way)))
         session = session.session()
     torch.cuda.set_device(0)
     dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store-{way}", 1), rank=0, world_size=1)

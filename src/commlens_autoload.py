@@ -16,9 +16,9 @@ def start() -> None:
     if os.environ.get("COMMLENS", "").strip().lower() in ("", "0", "false", "no", "off"):
         return
     try:
-        from commlens.capture import session
+        from commlens.launch import recording
 
-        session.start_from_environment()
+        recording.start_from_environment()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: whatever went wrong in commlens, torch can be imported

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from commlens.version import __version__
 
 if TYPE_CHECKING:
-    from commlens.capture.api import disable, enable, expect_slow
     from commlens.diagnosis.api import diagnose
     from commlens.errors import (
         CommandError,
@@ -26,13 +25,13 @@ if TYPE_CHECKING:
         OutputError,
         SelectionError,
     )
+    from commlens.launch.recording import disable, enable, expect_slow, verify
     from commlens.model.verdict import Verdict
     from commlens.traces.assertions import assert_comms, assert_matches_golden
     from commlens.traces.trace import Trace
     from commlens.tracing.api import trace
     from commlens.tracing.comm_debug.mode import CommDebugMode
     from commlens.tracing.preview.preview import preview
-    from commlens.verification.api import verify
     from commlens.verification.operation import verify_operation
     from commlens.watch.snapshot import dump
 
@@ -82,15 +81,15 @@ _FROM = {
     "Verdict": "commlens.model.verdict",
     "assert_comms": "commlens.traces.assertions",
     "assert_matches_golden": "commlens.traces.assertions",
-    "disable": "commlens.capture.api",
+    "disable": "commlens.launch.recording",
     "dump": "commlens.watch.snapshot",
-    "enable": "commlens.capture.api",
-    "expect_slow": "commlens.capture.api",
+    "enable": "commlens.launch.recording",
+    "expect_slow": "commlens.launch.recording",
     "verify_operation": "commlens.verification.operation",
     "diagnose": "commlens.diagnosis.api",
     "preview": "commlens.tracing.preview.preview",
     "trace": "commlens.tracing.api",
-    "verify": "commlens.verification.api",
+    "verify": "commlens.launch.recording",
 }
 
 

@@ -19,7 +19,8 @@ torch.set_num_threads(1)
 if os.environ.get("RECORD", "1") == "1":
     from commlens import config
     from commlens.capture import session
-    session.start(config.Settings(
+    from commlens.launch import recording
+    recording.start(config.Settings(
         box_dir=os.environ.get("BOX_AT", os.environ["BOX_DIR"]), job="job", watched=True,
         box_entries=int(os.environ.get("ENTRIES", "2000")), cpp_stack=os.environ.get("CPP_STACK") == "1",
         timing=os.environ.get("TIMING") == "1", engine=os.environ.get("COMMLENS_ENGINE", "python"),

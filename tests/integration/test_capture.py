@@ -351,7 +351,7 @@ def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
 
         def child():
             from torch.testing._internal.distributed.fake_pg import FakeStore
-            session.start(config.Settings(box_dir=os.environ["BOX_DIR"], job="job", watched=True))
+            recording.start(config.Settings(box_dir=os.environ["BOX_DIR"], job="job", watched=True))
             if dist.is_initialized():  # forked: the parent's group is there, and must not be used
                 os._exit(0)
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)

@@ -26,9 +26,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from commlens import config
 from commlens.capture import session
+from commlens.launch import recording
 
 engine = os.environ["COMMLENS_ENGINE"]
-session.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=engine, box_entries=200))
+recording.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine=engine, box_entries=200))
 
 def begin():
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)

@@ -11,19 +11,17 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture import stacks
-from commlens.capture.recorder import Recorder, Token, error_of
+from commlens.capture.recorder import Recorder, error_of
 from commlens.tap import tap
 from commlens.tap.collective_args import Asked, describe
 from commlens.tap.groups import Channel, Groups
 from commlens.tap.rejections import was_not_issued
-
-if TYPE_CHECKING:
-    from commlens.verification.verifier import Verifier
+from commlens.tap.token import Token, Verifier
 
 
 class NativeBoxWriter(BoxWriter):

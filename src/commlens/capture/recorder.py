@@ -26,11 +26,10 @@ from commlens.tap import tap
 from commlens.tap.collective_args import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
 from commlens.tap.groups import Channel, Groups, give_back
 from commlens.tap.rejections import was_not_issued
+from commlens.tap.token import Token, Verifier
 
 if TYPE_CHECKING:
     from types import FrameType
-
-    from commlens.verification.verifier import Verifier
 
 log = logging.getLogger("commlens")
 
@@ -49,27 +48,6 @@ class _Here(threading.local):
 
 _here = _Here()
 os.register_at_fork(after_in_child=lambda: setattr(_here, "id", threading.get_native_id()))
-
-
-class Token:
-    """A collective under way in this process. Only what the hot path needs is set at birth."""
-
-    waiting = False  # a thread is blocked on it
-    unknown = False  # nobody holds its Work any more
-    work_ref: Any = None
-    pointers: tuple[int, ...] = ()  # addresses of its outputs
-    coalescing: Any = None
-    tagged_number = 0  # a message's, among those of the same tag
-    announced: tuple[int, int] | None = None  # where the verifier said it on its board
-
-    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int, number: int = 0, stack: int = 0) -> None:
-        self.index = index
-        self.number = number
-        self.stack = stack
-        self.offset = offset
-        self.asked = asked
-        self.since = since
-        self.thread = thread
 
 
 class CoalescedGroup:

@@ -40,8 +40,10 @@ _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_R
 class Session:
     """Recording in this process, from the first ``init_process_group`` to the end."""
 
-    def __init__(self, settings: config.Settings) -> None:
+    def __init__(self, settings: config.Settings, make_verifier: Callable[..., Any], dump: Callable[[str, Path], Path]) -> None:
         self.settings = settings
+        self.make_verifier = make_verifier
+        self.dump = dump
         self.pid = os.getpid()
         self.lock = threading.Lock()
         self.writer: Any = None
@@ -68,24 +70,20 @@ def session() -> Session | None:
     return _session
 
 
-def start_from_environment() -> None:
-    """What the autoload entry point calls when ``COMMLENS`` is set. Bad settings are logged and replaced by defaults."""
-    resolved = config.load_settings(strict=False)
-    for warning in resolved.warnings:
-        log.warning("commlens: %s", warning)
-    start(resolved.settings)
+def is_started() -> bool:
+    """Return whether :func:`start` has been called in this very process (not in the parent that it was forked from)."""
+    return _session is not None and _session.pid == os.getpid()
 
 
-def start_if_stopped() -> None:
-    """Record with the settings that are in force here, unless something has begun to already."""
-    if _session is None or _session.pid != os.getpid():
-        start_from_environment()
-
-
-def start(settings: config.Settings) -> None:
-    """Record from the first ``init_process_group`` on; at once where it has been called already.
+def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump: Callable[[str, Path], Path]) -> None:
+    """Record from the first ``init_process_group`` on; at once if it has already run.
 
     A second call may change the settings of a session that has not begun to record, and may switch verification on in one that has.
+
+    Args:
+        settings: the settings.
+        make_verifier: makes the :class:`commlens.tap.token.Verifier`, with the job's folder, the rank and keyword arguments.
+        dump: dumps into a directory the job whose boxes are in a folder, and returns the dump's folder.
     """
     global _session
     if _session is not None and _session.pid == os.getpid():
@@ -99,7 +97,7 @@ def start(settings: config.Settings) -> None:
 
     if settings.box_entries == 0 or not dist.is_available():
         return
-    _session = Session(settings)
+    _session = Session(settings, make_verifier, dump)
     _hook_init()
     if dist.is_initialized():
         _session.began_late = True
@@ -263,20 +261,19 @@ def _initialised(session: Session) -> None:
 def _verify(session: Session, rank: int, depth: int) -> None:
     """Let every collective be compared with the peers' before it is issued; with depth 0, once that is entered."""
     from commlens.tap import torch_patches
-    from commlens.verification.accelerate import take_over
-    from commlens.verification.verifier import Verifier
 
     settings = session.settings
     assert session.job_dir is not None  # a box was made there
     timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or _timeout_ms() / 1000)
     late = _ranks_of_this_node(rank) if session.began_late else ()
     recorder = session.recorder
-    verifier = Verifier(session.job_dir, rank, timeout_s=timeout_s, active=depth > 0, late=late, make_exchange=recorder.make_exchange)
+    verifier = session.make_verifier(
+        session.job_dir, rank, timeout_s=timeout_s, active=depth > 0, late=late, make_exchange=recorder.make_exchange
+    )
     for _ in range(depth - 1):
         verifier.enter()
     recorder.verifier = verifier
     torch_patches.listen()
-    take_over()
 
 
 def _ranks_of_this_node(rank: int) -> range:
@@ -569,9 +566,7 @@ def dump_now(directory: str | None = None) -> Path | None:
     if _session is None or _session.job_dir is None:
         return None
     try:
-        from commlens.watch import snapshot
-
-        return snapshot.dump(directory or _session.settings.dump_dir, job_dir=_session.job_dir)
+        return _session.dump(directory or _session.settings.dump_dir, _session.job_dir)
     except Exception as error:
         log.warning("commlens: could not dump: %s: %s", type(error).__name__, error)
         return None

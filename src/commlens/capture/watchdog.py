@@ -15,7 +15,8 @@ from pathlib import Path
 
 from commlens.blackbox import layout as L
 from commlens.capture import stacks
-from commlens.capture.recorder import Recorder, Token
+from commlens.capture.recorder import Recorder
+from commlens.tap.token import Token
 
 log = logging.getLogger("commlens")
 

@@ -129,7 +129,7 @@ def _switch_on(reason: str) -> None:
     except ImportError as error:
         raise MissingDependency.torch("commlens run", error) from None
     try:
-        from commlens.capture.api import enable
+        from commlens.launch.recording import enable
 
         enable()
     except Exception as error:  # the job goes on without us

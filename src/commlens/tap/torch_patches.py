@@ -17,9 +17,9 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.blackbox import layout as L
-from commlens.capture.recorder import Recorder
 from commlens.tap import tap
 from commlens.tap.collective_args import noted_reduce_ops
+from commlens.tap.token import Recorder
 
 log = logging.getLogger("commlens")
 
@@ -52,6 +52,11 @@ def set_recorder(recorder: Recorder | None) -> None:
     if recorder is not None:
         _untap_work_wait()  # a tracer's, which knows nothing of a native recorder
     listen()
+
+
+def active_recorder() -> Recorder | None:
+    """Return the recorder of this process; None if nothing is recorded, as in a forked child."""
+    return _recorder
 
 
 def add_tracer(tracer: WaitListener) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
@@ -13,13 +13,11 @@ from commlens.model.ops import POINT_TO_POINT
 from commlens.model.ranks import ranks_phrase
 from commlens.tap.collective_args import Asked
 from commlens.tap.groups import Channel, Group
+from commlens.tap.token import Token
 from commlens.verification.call_site import users_operation
 from commlens.verification.channels import Call, Pending, Watched, label
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
-
-if TYPE_CHECKING:
-    from commlens.capture.recorder import Token
 
 log = logging.getLogger("commlens")
 

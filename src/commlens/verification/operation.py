@@ -131,9 +131,9 @@ def next_call(among: Any) -> Iterator[int]:
 
 def verifier_of(among: Any) -> tuple[Any, Any]:
     """The process's verifier and what the recorder knows of the group; nothing where there is none."""
-    from commlens.capture.session import session as current_session
+    from commlens.tap.torch_patches import active_recorder
 
-    session = current_session()
-    if session is None or not session.is_recording or session.recorder.verifier is None or not hasattr(among, "rank"):
+    recorder = active_recorder()
+    if recorder is None or recorder.verifier is None or not hasattr(among, "rank"):
         return None, None
-    return session.recorder.verifier, session.recorder.groups.find(among)
+    return recorder.verifier, recorder.groups.find(among)

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
@@ -26,6 +26,7 @@ from commlens.blackbox.wakeup import Bells
 from commlens.errors import DistributedOperationException
 from commlens.tap.collective_args import Asked, reduce_op_code
 from commlens.tap.groups import Group
+from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
 from commlens.verification.channels import Pending
 from commlens.verification.comparison import Comparison
@@ -34,9 +35,6 @@ from commlens.verification.planning import Planner
 from commlens.verification.refusals import Refusals
 from commlens.verification.rendezvous import EVERY_MEETING, Meetings
 from commlens.verification.waiting import Waiting
-
-if TYPE_CHECKING:
-    from commlens.capture.recorder import Token
 
 log = logging.getLogger("commlens")
 

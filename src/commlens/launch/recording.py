@@ -1,0 +1,114 @@
+"""Switch recording and verification on and off: ``commlens.enable``, ``disable``, ``verify`` and ``expect_slow``.
+
+This module connects the recorder with the verifier and with dumping, which do not import each other. Importing it does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from commlens import config
+from commlens.capture import session
+from commlens.capture.session import expect_slow
+from commlens.errors import ConfigError, MissingDependency
+
+if TYPE_CHECKING:
+    from commlens.tap.token import Verifier
+
+__all__ = ["disable", "enable", "expect_slow", "start", "start_from_environment", "verify"]
+
+log = logging.getLogger("commlens")
+
+
+def enable(*, verify: bool | None = None, **settings: Any) -> None:
+    """Record this process's collectives from its first ``init_process_group`` on (at once if that has already run).
+
+    This does in one line of code what ``commlens launch`` does. If ``COMMLENS=1`` has already switched recording on,
+    the settings apply as long as nothing is recorded yet; after that, only verification can still be switched on.
+
+    Args:
+        verify: verify every collective before it is issued, as ``commlens launch --debug`` does; another name for ``debug``. All ranks
+            must do this at the same point of the program. If a group exists already, they wait there for each other, for up to 10 s.
+        settings: any of :class:`commlens.config.Settings`, for example ``stall_timeout=30``.
+
+    Raises:
+        ConfigError: a setting is unknown or has a bad value.
+        MissingDependency: torch is not installed.
+    """
+    _require_torch("commlens.enable()")
+    if verify is not None and settings.setdefault("debug", verify) is not verify:
+        raise ConfigError("commlens.enable got both verify and debug, which are two names for one setting: give one of them.")
+    start(config.load_settings(overrides=settings, overrides_from="argument of commlens.enable", strict=True).settings)
+
+
+def disable() -> None:
+    """Stop recording in this process and close the black box as after a clean end."""
+    session.stop()
+
+
+@contextlib.contextmanager
+def verify() -> Iterator[None]:
+    """Verify every collective inside, whatever the setting outside; leaving restores it.
+
+    Use it as ``with commlens.verify(): ...`` or as a decorator, ``@commlens.verify()``. All ranks must enter at the same point of the
+    program: they wait there for each other, for up to 10 s. The log names a rank that does not arrive, and the collectives
+    inside are compared among the ranks that have entered. If nothing is recorded yet, recording starts, and continues afterwards.
+
+    Raises:
+        DistributedOperationException: inside, at a collective that would go wrong.
+        MissingDependency: torch is not installed.
+    """
+    _require_torch("commlens.verify()")
+    if not session.is_started():
+        start_from_environment()
+    session.enter_verification()
+    try:
+        yield
+    finally:
+        session.leave_verification()
+
+
+def start_from_environment() -> None:
+    """Record with the settings in force here, as the autoload entry point does. Bad settings are logged and replaced by defaults."""
+    resolved = config.load_settings(strict=False)
+    for warning in resolved.warnings:
+        log.warning("commlens: %s", warning)
+    start(resolved.settings)
+
+
+def start(settings: config.Settings) -> None:
+    """Record with these settings; :func:`commlens.capture.session.start` has the details."""
+    session.start(settings, make_verifier=_make_verifier, dump=_dump)
+
+
+def _require_torch(caller: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency.torch(caller)
+
+
+def _make_verifier(
+    job_dir: Path,
+    rank: int,
+    *,
+    timeout_s: Callable[[], float],
+    active: bool,
+    late: Iterable[int],
+    make_exchange: Callable[[Any, Any, int], Any] | None,
+) -> Verifier:
+    from commlens.verification.accelerate import take_over
+    from commlens.verification.verifier import Verifier
+
+    verifier = Verifier(job_dir, rank, timeout_s=timeout_s, active=active, late=late, make_exchange=make_exchange)
+    take_over()
+    return verifier
+
+
+def _dump(directory: str, job_dir: Path) -> Path:
+    from commlens.watch import snapshot
+
+    return snapshot.dump(directory, job_dir=job_dir)
