@@ -1,16 +1,17 @@
-"""A rank's announcement board: what it is about to issue, for its peers on the node to read before they issue theirs.
+"""A rank's announcement board: the collectives that it is about to issue, for its peers on the node to read before they issue theirs.
 
-One file per rank beside its black box, allocated whole when it is made. Standard library only. All numbers are little-endian.
+One file per rank beside its black box, allocated in full when it is created. Standard library only. All numbers are little-endian.
 
-    header     4096 bytes: who wrote it, and live words
+    header     4096 bytes: the writer's identity, and live words
     channels   slots of SLOT_SIZE bytes: a key, then a ring of ENTRIES announcements, and the newest number
-    blobs      an append-only ring of JSON objects: what was asked, and where in the program
+    blobs      an append-only ring of JSON objects: a collective's arguments and the line that issues it
 
-A number has its round in the high bits: what was refused on all ranks may be tried again under the same number, and must not be
-compared with the first attempt of a rank that has not raised yet.
+The high bits of an announcement's number hold its round. A collective that all ranks refused may be tried again under the same
+sequence number; the round keeps it from being compared with the first attempt of a rank that has not raised yet.
 
-An announcement is written before it is referred to, and carries a check over its words: a reader that meets one being written
-reads again. x86's order of stores is relied upon, as everywhere that Python shares memory; on other processors the check alone.
+An announcement is written before any word refers to it, and ends with a check word over its other words: a reader that meets one half
+written reads it again. This relies on x86's order of stores, as all memory that Python shares does; on other processors only the
+check word protects the reader.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CHANNELS: Final = 512
 ENTRIES: Final = 16
 ENTRY: Final = struct.Struct("<QQQQQ")  # number, signature, blob position, reduce op's code + 1, check
 SLOT_HEAD: Final = struct.Struct("<QQ")  # key, blob position of the channel's description
-LAST_AT: Final = SLOT_HEAD.size + ENTRIES * ENTRY.size  # u64 in a slot: the newest number
+LAST_AT: Final = SLOT_HEAD.size + ENTRIES * ENTRY.size  # offset in a slot of a u64: the newest number
 SLOT_SIZE: Final = 1024
 BLOBS_AT: Final = HEADER_SIZE + CHANNELS * SLOT_SIZE
 BLOBS_SIZE: Final = 512 * 1024
@@ -44,17 +45,17 @@ NUMBER_MASK: Final = (1 << ROUND_SHIFT) - 1
 STATIC: Final = struct.Struct("<QQqQ")  # magic, pid, rank, start ticks
 WORD_SIZE: Final = 8
 USED: Final = 64  # channel slots in use
-HEAD: Final = 72  # bytes ever written to the blobs
-WAITING: Final = 80  # key of the channel whose members this rank waits for before issue; 0: none
+HEAD: Final = 72  # bytes of blobs written so far
+WAITING: Final = 80  # key of the channel whose members this rank waits for; 0: none
 WAITING_NUMBER: Final = 88
 WAITING_SINCE: Final = 96  # CLOCK_MONOTONIC ns
 THREADS: Final = 104  # threads that have issued collectives
-CLOSED: Final = 112  # 1: the rank has said goodbye
-ACTIVE: Final = 120  # 1: it announces all that it issues; 0: it is outside of its `commlens.verify()`
-PRESENT: Final = 128  # to which meeting, where verification begins for all, it has come: the first, the second ...
-ALONE: Final = 152  # 1: the others did not come to the last one, and it verifies without them
+CLOSED: Final = 112  # 1: the rank has finished
+ACTIVE: Final = 120  # 1: it announces every collective; 0: it is outside its `commlens.verify()`
+PRESENT: Final = 128  # number of the newest rendezvous that it has reached, from 1
+ALONE: Final = 152  # 1: it left the last rendezvous without all others, and verifies without them
 STEADY: Final = 144  # 1: it verifies from its first collective to its last
-COUNTS_FROM: Final = 136  # 0: it counts collectives since its first group was made; 1: since it was switched on, later
+COUNTS_FROM: Final = 136  # 0: it numbers collectives from its first group on; 1: from where it was enabled in mid-job
 BLOB: Final = struct.Struct("<IIQ")  # length, CRC-32, position
 BLOB_MAX: Final = 32 * 1024
 _MASK: Final = (1 << 64) - 1
@@ -64,18 +65,18 @@ _unpack_entry = ENTRY.unpack_from
 
 
 def key_of(*parts: Any) -> int:
-    """A channel's identity as a number that all its ranks compute alike; never 0."""
+    """Return a channel's identity, a number that is the same on all its ranks and never 0."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") or 1
 
 
 class Board:
-    """The board of this rank: written here, read by the others."""
+    """This rank's own board: written here, read by its peers."""
 
     def __init__(self, path: Path, rank: int, start_ticks: int) -> None:
-        """Make the file.
+        """Create the file.
 
         Raises:
-            OSError: no room, no permission, or it exists.
+            OSError: there is no space, no permission, or the file exists.
         """
         self.path = path
         building = path.with_suffix(".making")
@@ -96,11 +97,11 @@ class Board:
         self._head = 0
 
     def word(self, offset: int, value: int) -> None:
-        """Write a live word, in one store."""
+        """Write a live word in one store."""
         self._words[offset // WORD_SIZE] = value
 
     def add_channel(self, key: int, description: dict[str, Any]) -> int:
-        """A slot for a channel: its offset; 0 where there is no room left."""
+        """Allocate a slot for a channel and return its offset; 0 if no slot is left."""
         position = self.add_blob(description)
         with self._lock:
             if self._used >= CHANNELS:
@@ -112,30 +113,30 @@ class Board:
         return offset
 
     def announce(self, slot: int, number: int, signature: int, blob: int, extra: int) -> None:
-        """Say what is about to be issued as ``number`` of a channel."""
+        """Announce the collective that is about to be issued as ``number`` of a channel."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
         _pack_entry(self.map, at, number, signature, blob, extra, (number ^ signature ^ blob ^ extra ^ MAGIC) & _MASK)
         self._words[(slot + LAST_AT) // WORD_SIZE] = number
 
     def withdraw(self, slot: int, number: int) -> None:
-        """Unsay it: it was not issued."""
+        """Remove an announcement: the collective was not issued."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
         if _unpack_entry(self.map, at)[0] == number:
             _pack_entry(self.map, at, 0, 0, 0, 0, 0)
             self._words[(slot + LAST_AT) // WORD_SIZE] = number - 1
 
     def waits(self, key: int, number: int, since: int) -> None:
-        """Say (or, with key 0, unsay) for what this rank waits."""
+        """Publish the collective that this rank waits in; key 0 for none."""
         self.word(WAITING_SINCE, since)
         self.word(WAITING_NUMBER, number)
         self.word(WAITING, key)
 
     def is_alive(self, position: int) -> bool:
-        """Whether a blob may still be referred to: half of the ring has not been written since."""
+        """Return whether a blob is still safe to refer to: less than half of the ring has been written since."""
         return position > self._head - BLOBS_SIZE // 2
 
     def add_blob(self, content: dict[str, Any]) -> int:
-        """Append a JSON object: its position, 0 where it is too large."""
+        """Append a JSON object and return its position; 0 if it is too large."""
         payload = json.dumps(content, separators=(",", ":")).encode()
         if len(payload) > BLOB_MAX:
             return 0
@@ -153,20 +154,20 @@ class Board:
         return position
 
     def close(self) -> None:
-        """Say goodbye, and take the file away: peers that have it mapped still see that."""
+        """Mark the rank as finished and remove the file. Peers that have it mapped still see the mark."""
         self.word(CLOSED, 1)
         with contextlib.suppress(OSError):
             self.path.unlink()
 
 
 class PeerBoard:
-    """Another rank's board, read only. Nothing that it says is trusted further than its checks."""
+    """Another rank's board, read only. Its content is trusted only as far as its checks hold."""
 
     def __init__(self, path: Path) -> None:
-        """Map it.
+        """Map the file.
 
         Raises:
-            OSError, ValueError: it cannot be read, or is no board.
+            OSError, ValueError: it cannot be read, or is not a board.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -184,7 +185,7 @@ class PeerBoard:
         self._blobs: dict[int, dict[str, Any] | None] = {}
 
     def slot(self, key: int) -> int:
-        """The offset of a channel's slot; 0 where this rank has not used it yet."""
+        """Return the offset of a channel's slot; 0 if the rank has not used the channel yet."""
         found = self._slots.get(key, 0)
         if found:
             return found
@@ -196,7 +197,7 @@ class PeerBoard:
         return self._slots.get(key, 0)
 
     def announced(self, slot: int, number: int) -> tuple[int, int, int] | None:
-        """``(signature, blob, extra)`` of an announcement; None while it is not there (or has long been overwritten)."""
+        """Return ``(signature, blob, extra)`` of an announcement; None if it is not there yet or was overwritten long ago."""
         at = slot + SLOT_HEAD.size + number % ENTRIES * ENTRY.size
         own, signature, blob, extra, check = _unpack_entry(self.map, at)
         if own != number or check != (own ^ signature ^ blob ^ extra ^ MAGIC) & _MASK:
@@ -204,30 +205,30 @@ class PeerBoard:
         return signature, blob, extra
 
     def is_past(self, slot: int, number: int) -> bool:
-        """Whether it has announced a later number of the same round, so that this one was announced before."""
+        """Return whether the rank has announced a later number of the same round, and therefore this one before."""
         last = self.last_number(slot)
         return last > number and last >> ROUND_SHIFT == number >> ROUND_SHIFT
 
     def last_number(self, slot: int) -> int:
-        """The newest number that it announced there; 0 for none."""
+        """Return the newest number announced in a slot; 0 for none."""
         return self._words[(slot + LAST_AT) // WORD_SIZE]
 
     def word(self, offset: int) -> int:
-        """A live word."""
+        """Read a live word."""
         return self._words[offset // WORD_SIZE]
 
     def channels(self) -> list[tuple[int, dict[str, Any]]]:
-        """All that it has used: keys and descriptions."""
+        """Return the keys and descriptions of all channels that the rank has used."""
         self.slot(0)
         return [(key, description) for key in self._slots if (description := self.channel(key)) is not None]
 
     def channel(self, key: int) -> dict[str, Any] | None:
-        """The description of a channel."""
+        """Return the description of a channel."""
         slot = self.slot(key)
         return self.blob(SLOT_HEAD.unpack_from(self.map, slot)[1]) if slot else None
 
     def blob(self, position: int) -> dict[str, Any] | None:
-        """A JSON object; None where it is gone or damaged."""
+        """Return a JSON object; None if it was overwritten or is damaged."""
         if position not in self._blobs:
             if len(self._blobs) > 4096:
                 self._blobs.clear()

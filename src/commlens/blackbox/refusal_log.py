@@ -1,7 +1,7 @@
-"""The job's alarms on this node: what somebody found wrong, for everybody to raise in the same words. Standard library only.
+"""The log of refused collectives of a job on one node, so that all ranks raise the same message. Standard library only.
 
-One file beside the boxes, which only grows. Whoever finds a disagreement posts it under a lock; the first to post about a
-collective is quoted by all. A rank looks at one word before each of its collectives.
+One append-only file beside the black boxes. The rank that finds a mismatch posts it under a lock; all ranks quote the first post about a
+collective. Before each of its collectives, a rank checks one word.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 NAME: Final = "verify.alarms"
-_COUNT, _CHANGES, _END = range(3)  # words: how many alarms; how often a board was made; bytes of alarms
+_COUNT, _CHANGES, _END = range(3)  # words: number of refusals; number of boards created; bytes of refusals
 _HEADER_SIZE: Final = 4096
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _SIZE: Final = _HEADER_SIZE + 508 * 1024
@@ -26,13 +26,13 @@ _LONGEST: Final = 32 * 1024  # of a text, in characters
 
 
 class Alarms:
-    """The file, made by whoever comes first."""
+    """The file; the first rank creates it."""
 
     def __init__(self, folder: Path) -> None:
-        """Open it.
+        """Open or create the file.
 
         Raises:
-            OSError: no room, or no permission.
+            OSError: there is no space or no permission.
         """
         self.path = folder / NAME
         self._lock = threading.RLock()
@@ -41,7 +41,7 @@ class Alarms:
             with self._locked():
                 if os.fstat(self._descriptor).st_size < _SIZE:
                     os.posix_fallocate(self._descriptor, 0, _SIZE)
-            self.map = mmap.mmap(self._descriptor, _SIZE)  # of its first page, bells.py uses what is left
+            self.map = mmap.mmap(self._descriptor, _SIZE)  # wakeup.py uses the rest of the first page
             self._words = memoryview(self.map)[:_HEADER_SIZE].cast("Q")
         except BaseException:
             os.close(self._descriptor)
@@ -50,11 +50,11 @@ class Alarms:
         self._read_to = 0
 
     def count(self) -> int:
-        """How many there are."""
+        """Return the number of refusals."""
         return self._words[_COUNT]
 
     def read(self, index: int) -> dict[str, Any]:
-        """One of them, from 0; empty where it is damaged."""
+        """Return a refusal by its index, from 0; an empty one if it is damaged."""
         with self._lock:
             while len(self._read) <= index:
                 at = _HEADER_SIZE + self._read_to
@@ -66,9 +66,9 @@ class Alarms:
             return self._read[index]
 
     def post(self, key: int, number: int, content: dict[str, Any]) -> dict[str, Any]:
-        """Post about collective ``number`` of channel ``key``; what was posted about it before wins, and is returned.
+        """Post a refusal of collective ``number`` of channel ``key``, and return the first one posted about it.
 
-        Where there is no room left, the others do not learn of it, and wait as long as they would without this rank.
+        If the file is full, the other ranks do not learn of it and wait until their own timeout.
         """
         with self._locked():
             count = self.count()
@@ -88,22 +88,22 @@ class Alarms:
         return content
 
     def changes(self) -> int:
-        """How often a rank has made its board: whoever misses some looks again when this has grown."""
+        """Return how many boards were created. A rank that misses peers looks for their boards when this has grown."""
         return self._words[_CHANGES]
 
     def tell_change(self) -> None:
-        """A board was made."""
+        """Count a board that was created."""
         with self._locked():
             self._words[_CHANGES] += 1
 
     def close(self) -> None:
-        """Let go of the file; the last rank's box folder takes it away."""
+        """Close the file. It is removed with the job's folder, by the last rank."""
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 
     @contextlib.contextmanager
     def _locked(self) -> Any:
-        with self._lock:  # for threads, which share the descriptor
+        with self._lock:  # threads share the descriptor, and so the file lock
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:
                 yield

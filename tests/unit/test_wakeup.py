@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from commlens.blackbox.futex import Futexes
-from commlens.blackbox.wakeup import LAST_WORD, Bells, _bell
+from commlens.blackbox.wakeup import LAST_WORD, Bells, Futexes, _bell
 
 PAGE = 4096
 LONG_NS = 20_000_000_000
 OPENED = """
 import mmap, sys
-from commlens.blackbox.wakeup import Bells
-from commlens.blackbox.futex import Futexes
+from commlens.blackbox.wakeup import Bells, Futexes
 with open(sys.argv[1], "r+b") as file:
     page = mmap.mmap(file.fileno(), 4096)
 words = memoryview(page).cast("Q")
