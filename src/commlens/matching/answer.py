@@ -8,45 +8,45 @@ from typing import Literal
 import msgspec
 
 Aspect = Literal["op", "shape", "dtype", "reduce-op", "root", "splits", "p2p", "device", "layout"]
-"""In what ranks disagree: the second half of the verdict's ``mismatch/...``."""
+"""The aspect that ranks disagree in: the second half of a verdict's ``mismatch/...``."""
 
 
 class Severity(str, Enum):
     """How bad a disagreement is."""
 
     ILLEGAL = "illegal"  # the backend will hang, crash or corrupt
-    SUSPICIOUS = "suspicious"  # it runs, and is probably not meant
+    SUSPICIOUS = "suspicious"  # it runs, but is probably not intended
 
 
 class Agree(msgspec.Struct, frozen=True):
-    """All that was compared is equal, or corresponds."""
+    """Everything that was compared agrees."""
 
 
 class Unknown(msgspec.Struct, frozen=True):
-    """Nothing disagrees, but not everything could be compared."""
+    """Nothing disagrees, but some aspects could not be compared."""
 
     aspects: tuple[str, ...]
 
 
 class Party(msgspec.Struct, frozen=True):
-    """Ranks that asked for the same thing."""
+    """Ranks whose collectives agree."""
 
     ranks: tuple[int, ...]
     what: str  # "float32[1048576]"
 
 
 class Disagree(msgspec.Struct, frozen=True):
-    """Ranks met, but not for the same thing."""
+    """Ranks met in one collective with different arguments."""
 
     aspect: Aspect
     severity: Severity
-    minority: tuple[int, ...]  # the odd ones out; empty on a tie
+    minority: tuple[int, ...]  # the ranks that deviate; empty on a tie
     parties: tuple[Party, ...]  # the largest first
-    detail: str  # in words: who asked for what
+    detail: str  # "rank 1: float32[4]; ranks 0,2-3: float32[5]"
 
     @property
     def tie(self) -> bool:
-        """Whether no side has a majority, so that nobody can be called the odd one."""
+        """Whether no party has the majority, so that no rank can be called the odd one."""
         return not self.minority
 
 

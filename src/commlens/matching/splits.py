@@ -1,4 +1,4 @@
-"""all_to_all: what I send to you must be what you expect from me."""
+"""Compare the splits of an all_to_all: each rank must send to each other rank as much as that rank expects."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ranks import ranks_phrase
 
 
-def compare_splits(asked: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
-    """Compare the elements of every pair of ranks. Blamed is who is in most of the pairs that do not fit."""
+def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
+    """Compare the elements sent and expected for every pair of ranks. Blame the ranks involved in the most mismatched pairs."""
     size = len(group_ranks)
-    sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in asked.items()}
-    receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in asked.items()}
+    sends = {rank: _parts(a.inputs, a.input_splits, size) for rank, a in by_rank.items()}
+    receives = {rank: _parts(a.outputs, a.output_splits, size) for rank, a in by_rank.items()}
     position = {rank: i for i, rank in enumerate(group_ranks)}
-    if not size or any(rank not in position for rank in asked):
+    if not size or any(rank not in position for rank in by_rank):
         return Unknown(("splits",))
     incomplete = False
     broken: list[tuple[int, int, int, int]] = []
@@ -32,20 +32,20 @@ def compare_splits(asked: Mapping[int, CollectiveArgs], group_ranks: Sequence[in
     counts = Counter(rank for sender, receiver, _, _ in broken for rank in {sender, receiver})
     most = max(counts.values())
     worst = tuple(sorted(rank for rank, count in counts.items() if count == most))
-    minority = worst if len(worst) < len(asked) and len(worst) * 2 < len(asked) else ()
+    minority = worst if len(worst) < len(by_rank) and len(worst) * 2 < len(by_rank) else ()
     sender, receiver, sent, expected_count = min(broken, key=lambda pair: (not set(pair[:2]) & set(worst), pair))
-    others = tuple(sorted(set(asked) - set(minority)))
-    parties = [Party(others, _show(asked[others[0]]))]
+    others = tuple(sorted(set(by_rank) - set(minority)))
+    parties = [Party(others, _show(by_rank[others[0]]))]
     if minority:
-        parties.append(Party(minority, _show(asked[minority[0]])))
+        parties.append(Party(minority, _show(by_rank[minority[0]])))
     detail = f"rank {sender} sends {sent} elements to rank {receiver}, which expects {expected_count}"
     if len(broken) > 1:
-        detail += f"; {len(broken)} pairs do not fit, {ranks_phrase(worst)} in most of them"
+        detail += f"; {len(broken)} mismatched pairs, {ranks_phrase(worst)} in most of them"
     return Disagree("splits", Severity.ILLEGAL, minority, tuple(parties), detail)
 
 
 def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> list[int] | None:
-    """Elements for each rank of the group; None where it cannot be told. Empty splits are even ones."""
+    """Return the number of elements for each rank of the group; None if unknown. Empty splits mean even splits."""
     if not specs or not size:
         return None
     if len(specs) == size and not splits and size > 1:  # the list form
@@ -62,6 +62,6 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
     return [elements // rows * split for split in splits]
 
 
-def _show(asked: CollectiveArgs) -> str:
-    text = show_tensors(asked.inputs)
-    return f"{text} in splits {list(asked.input_splits)}" if asked.input_splits else f"{text} in even splits"
+def _show(args: CollectiveArgs) -> str:
+    text = show_tensors(args.inputs)
+    return f"{text} with {f'splits {list(args.input_splits)}' if args.input_splits else 'even splits'}"

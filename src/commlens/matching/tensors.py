@@ -1,4 +1,4 @@
-"""Tensors as the wire sees them, and as people read them."""
+"""Tensors as the wire carries them, and as messages show them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ _COMPLEX = {"complex32": "float16", "complex64": "float32", "complex128": "float
 
 
 def wire_dtype(spec: TensorSpec) -> str:
-    """The dtype on the wire: c10d sends complex numbers as pairs of real ones."""
+    """Return the dtype on the wire: c10d sends complex numbers as pairs of real ones."""
     return _COMPLEX.get(spec.dtype, spec.dtype)
 
 
 def wire_numel(spec: TensorSpec) -> int:
-    """Elements on the wire."""
+    """Return the number of elements on the wire."""
     return spec.numel * (2 if spec.dtype in _COMPLEX else 1)
 
 
 def total(specs: Sequence[TensorSpec]) -> int:
-    """Elements on the wire of several tensors."""
+    """Return the number of elements of several tensors on the wire."""
     return sum(wire_numel(spec) for spec in specs)
 
 
 def is_sparse(spec: TensorSpec) -> bool:
-    """Sparse tensors are compared by their dense shape; how many non-zeros they hold may differ."""
+    """Return whether a tensor is sparse: then only its dense shape is compared, and the number of non-zeros may differ."""
     return spec.layout.startswith("sparse")
 
 
 def squeezed(spec: TensorSpec) -> tuple[int, ...]:
-    """The shape without dimensions of size 1, which change no meaning."""
+    """Return the shape without dimensions of size 1, which do not change the order of elements."""
     return tuple(size for size in spec.shape if size != 1)
 
 
 def show_tensor(spec: TensorSpec) -> str:
-    """``"float32[5,5]"``; ``"25 elements"`` where no more was told, as in torch's log lines."""
+    """Return ``"float32[5,5]"``; ``"25 elements"`` if only the number is known, as in torch's log lines."""
     if spec.dtype == "unknown":
         return f"{spec.numel} elements"
     shape = ",".join(map(str, spec.shape))
@@ -46,7 +46,7 @@ def show_tensor(spec: TensorSpec) -> str:
 
 
 def show_tensors(specs: Sequence[TensorSpec]) -> str:
-    """``"float32[5,5]"``, or ``"4 x float32[5]"``, or the first and how many more."""
+    """Return ``"float32[5,5]"``, ``"4 x float32[5]"``, or ``"float32[5] and 3 more"``."""
     if not specs:
         return "no tensor"
     first = show_tensor(specs[0])
@@ -57,8 +57,8 @@ def show_tensors(specs: Sequence[TensorSpec]) -> str:
     return f"{first} and {len(specs) - 1} more"
 
 
-def payload(asked: CollectiveArgs) -> tuple[TensorSpec, ...]:
-    """The tensors that every rank of the collective has: its own contribution, or what it gets where only the root contributes."""
-    if asked.op == "scatter":
-        return asked.outputs or asked.inputs[:1]
-    return asked.inputs or asked.outputs
+def payload(args: CollectiveArgs) -> tuple[TensorSpec, ...]:
+    """Return the tensors that every rank has: its contribution, or its result if only the root contributes."""
+    if args.op == "scatter":
+        return args.outputs or args.inputs[:1]
+    return args.inputs or args.outputs
