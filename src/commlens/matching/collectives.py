@@ -51,7 +51,7 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
 def compare_coalesced(members: Mapping[int, Sequence[CollectiveArgs]], group_ranks: Sequence[int] = ()) -> Answer:
     """Compare coalesced collectives: their members must agree one by one, in order. A plain collective is a group of one."""
     lengths = {rank: len(group) for rank, group in members.items()}
-    ops = {rank: tuple(asked.op for asked in group) for rank, group in members.items()}
+    ops = {rank: tuple(args.op for args in group) for rank, group in members.items()}
     if len(set(lengths.values())) > 1:
         return _split("op", Severity.ILLEGAL, ops, lambda value: " + ".join(value))
     unknown: set[str] = set()
