@@ -1,9 +1,9 @@
-"""Runs all benchmarks, one after the other, and keeps what they measured: ``make bench``.
+"""Run all benchmarks, one after the other, and write the results: ``make bench``.
 
     python benchmarks/run_all.py [--quick] [--only record_cost verify_cost ...] [--write]
 
-One that fails, or takes too long, is named and the others go on. With ``--write`` the page docs/performance.md and the figures beside it,
-docs/performance.json, are written anew; of benchmarks that did not run they keep what they had.
+A benchmark that fails or takes too long is reported, and the others still run. ``--write`` rewrites the page docs/performance.md and
+its data, benchmarks/results/performance.json; both keep the earlier results of benchmarks that did not run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from _report import WORDS, machine
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "performance.md"
-FIGURES = PAGE.with_suffix(".json")
+FIGURES = HERE / "results" / "performance.json"
 
 ABOUT = (
     "What commlens costs and how often it is right. `make bench` (`python benchmarks/run_all.py --write`) measures this and writes "
@@ -133,7 +133,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a look whether they work: some minutes, no figures to quote")
     parser.add_argument("--only", nargs="+", choices=[benchmark.name for benchmark in BENCHMARKS])
-    parser.add_argument("--write", action="store_true", help="write docs/performance.md and docs/performance.json")
+    parser.add_argument("--write", action="store_true", help="write docs/performance.md and benchmarks/results/performance.json")
     given = parser.parse_args()
     before: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8")) if given.write and FIGURES.exists() else {}
     found: dict[str, dict[str, Any]] = {}

@@ -2,7 +2,7 @@
 
 python benchmarks/versions.py [--quick] [--json FILE]
 
-It looks at the environment in which it runs, and keeps the rows of the others from docs/performance.json. To add one:
+It looks at the environment in which it runs, and keeps the rows of the others from benchmarks/results/performance.json. To add one:
 
     make compat TORCH=2.15.0      # runs all tests, whose report stays in the environment
     make bench VENV=.venv-torch-2.15.0 TORCH_VERSION=2.15.0 ARGS="--only versions"
@@ -25,7 +25,7 @@ from typing import Any
 from _report import Goal, Report, arguments, command, finish, us
 
 HERE = Path(__file__).resolve().parent
-FIGURES = HERE.parent / "docs" / "performance.json"
+FIGURES = HERE / "results" / "performance.json"
 TESTS = Path(sys.prefix) / "tests.xml"
 """pytest's report (``--junitxml``) of the last test run in this environment; ``make test`` writes it."""
 ENGINES = ("Python engine", "native engine")
