@@ -1,7 +1,7 @@
-"""Depth ``ops``: every tensor op with where it ran, and of DTensor ops the placements.
+"""Depth ``ops``: a dispatch mode that records every tensor op with its module and phase, and the placements of DTensor ops.
 
-A dispatch mode, since only that sees tensor ops. The hot path keeps references to what is small and shared (an op, a DTensor's
-spec); what has to be worked out or printed waits until somebody reads. Nothing keeps a tensor alive.
+Only a dispatch mode sees tensor ops. The hot path keeps references to small shared objects (an op, a DTensor's spec); everything else
+is computed when the ops are read. No tensor is kept alive.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -12,7 +12,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -22,12 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.tracing.modules import ModuleCall, current_node
-from commlens.tracing.packets import FUNCTIONAL, public_packet, split_name
-
-if TYPE_CHECKING:
-    from commlens.tracing.modules import ModuleRow
-    from commlens.tracing.tracer import RawEvent, Tracer
+from commlens.tracing.modules import ModuleCall, ModuleRow, ModuleTracker, current_node
+from commlens.tracing.packets import FUNCTIONAL, functional_scope, public_packet, split_name
+from commlens.tracing.raw_event import RawEvent
 
 _SETTLE_AT = 50_000  # ten thousand ops
 _CHECKPOINT = "torch/utils/checkpoint.py"
@@ -35,11 +32,11 @@ _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
 _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
 _NOWHERE = -2
-_KEPT = 2**63  # numbers from here on do not tell nodes apart: gradients' accumulation
+_SHARED_NUMBER = 2**63  # nodes that accumulate gradients all have a number from here on
 
 
 class Layout(NamedTuple):
-    """How the DTensor arguments of an op lay on their mesh."""
+    """The shapes, placements and mesh of an op's DTensor arguments."""
 
     shapes: tuple[Any, ...]  # torch.Size each
     placements: tuple[Any, ...]  # a tuple of Placement each
@@ -47,7 +44,7 @@ class Layout(NamedTuple):
 
 
 class OpRecord(NamedTuple):
-    """One op in one place, once its layout has been worked out. The same object for each time that it ran there."""
+    """One op in one place. All its runs there share the object."""
 
     op: Any  # OpOverload
     phase: Phase | None
@@ -57,21 +54,21 @@ class OpRecord(NamedTuple):
 
 
 class _Op:
-    """What is known of an op by its schema."""
+    """What an op's schema says about it."""
 
     __slots__ = ("communicates", "is_tensor_op", "op", "packet")
 
     def __init__(self, op: Any) -> None:
-        self.op = op  # held, since it is looked up by its id
+        self.op = op  # kept alive, since it is looked up by its id
         self.communicates = self.is_tensor_op = False
         self.packet = None
         if isinstance(op, HigherOrderOperator):
             return
         names = {argument.name for argument in op._schema.arguments}
         namespace, _ = split_name(op._overloadpacket)
-        self.is_tensor_op = namespace != "prim"  # a fake tensor asks for its device so
+        self.is_tensor_op = namespace != "prim"  # such as a fake tensor's look-up of its device
         self.communicates = bool(names & {"group_name", "process_group"})
-        # What is issued inside counts under this packet.
+        # Collectives issued inside count under this packet.
         self.packet = public_packet(op._overloadpacket) if self.communicates and namespace in (*FUNCTIONAL, "_dtensor") else None
 
 
@@ -79,17 +76,17 @@ _known: dict[int, _Op] = {}
 
 
 class _Here(threading.local):
-    """A thread's state, and where it was when it was last looked up: consecutive ops mostly run in one place."""
+    """A thread's state and its last known place: consecutive ops mostly run in one place."""
 
-    issued = 0  # collectives that the tap has told of
-    optimizers = 0  # optimizer steps under way
+    issued = 0  # collectives that the tap has reported
+    optimizers = 0  # running optimizer steps
     call: Any = None
     number = _NOWHERE
     place: Any = None
 
 
 def _leave_to_eager(code: Any) -> bool:
-    """Let dynamo pass over a function and all that it calls. False where this torch has no such switch."""
+    """Make dynamo skip a function and everything it calls. Return False if this torch cannot."""
     frames = torch._C._dynamo.eval_frame
     try:
         skip = frames._FrameAction.SKIP
@@ -102,12 +99,12 @@ def _leave_to_eager(code: Any) -> bool:
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
     """The mode's ``__torch_dispatch__``."""
     if DTensor in types:
-        # DTensor runs first; what it issues comes here afterwards.
+        # DTensor runs first; the ops that it issues come here afterwards.
         if not isinstance(func, HigherOrderOperator):
             self._fresh += (func, self._place(), _specs(args), (), self._sequence)
         return NotImplemented
     if AsyncCollectiveTensor in types:
-        return NotImplemented  # which shows the wait, and the op once more
+        return NotImplemented  # the wait comes here next, then the op again
     kind = _known.get(id(func))
     if kind is None:
         kind = _known[id(func)] = _Op(func)
@@ -124,41 +121,41 @@ _SKIPPED = _leave_to_eager(_dispatch.__code__)
 
 
 class OpsMode(TorchDispatchMode):  # type: ignore[misc]
-    """Records ops while it is entered. One object may be entered again, one level at a time."""
+    """Records ops while it is entered. It may be entered again after it was left, but not nested."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, tracer: Tracer, *, shapes: bool = True) -> None:
-        """Make a mode.
+    def __init__(self, modules: ModuleTracker, on_collective: list[Callable[[RawEvent], None]], *, shapes: bool = True) -> None:
+        """Create a mode.
 
         Args:
-            tracer: tells where the thread is, and of collectives.
-            shapes: keep the shapes of plain tensors, too.
+            modules: the tracer's modules, which show where the thread is.
+            on_collective: the tracer's listeners for collectives; the mode adds its own while it is entered.
+            shapes: keep the shapes of plain tensors too.
         """
         super().__init__()
         self.on_unissued: list[Callable[[Any, Phase | None, str | None], None]] = []
-        """Called with packet, phase and path for ops of the communicating kind that issued nothing: on fake tensors, or on a
-        backend that the dispatcher does not know of."""
+        """Called with packet, phase and path for communicating ops that issued nothing: on fake tensors, or on a backend that
+        bypasses the dispatcher."""
         self.rows: dict[str, ModuleRow] = {}
-        """Modules whose backward was seen, by path: their forward may have been before the tracer started."""
-        self._tracer = tracer
-        self._modules = tracer.modules
+        """Modules seen in backward, by path. Their forward may have run before the tracer started."""
+        self._modules = modules
+        self._on_collective = on_collective
         self._shapes = shapes
-        self._fresh: list[Any] = []  # five things for each op in turn: objects of its own would keep the garbage collector busy
+        self._fresh: list[Any] = []  # five items per op: an object per op would keep the garbage collector busy
         self._settled: list[OpRecord] = []
-        self._after = array("q")  # for each of them the sequence number of the last collective before it
+        self._after = array("q")  # per record, the sequence number of the last collective before it
         self._records: dict[Any, OpRecord] = {}
         self._layouts: dict[Any, Layout] = {}
         self._meshes: dict[int, tuple[Any, str]] = {}
         self._sequence = 0
         self._here = _Here()
         self._hooks: list[Any] = []
-        self._scope: Any = None
         self._lock = threading.Lock()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Torch 2.9 and later: leave torch.compile alone."""
+        """Leave torch.compile alone (torch 2.9 and later)."""
         return True
 
     @classmethod
@@ -167,17 +164,14 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Torch before that asks this before it compiles under a mode."""
+        """Leave torch.compile alone (torch before 2.9)."""
         return True
 
     def __enter__(self) -> OpsMode:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        from commlens.tracing.tracer import functional_scope
-
-        self._scope = functional_scope
         self._here = _Here()
-        self._tracer.on_collective.append(self._issued)
+        self._on_collective.append(self._issued)
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
@@ -190,25 +184,25 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._tracer.on_collective.remove(self._issued)
+        self._on_collective.remove(self._issued)
         self._settle()
         self._meshes = {}
         self._here = _Here()
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Discard all records."""
         with self._lock:
             self._settled, self._after, self._records = [], array("q"), {}
             self._fresh.clear()
             self.rows.clear()
 
     def records(self) -> list[OpRecord]:
-        """All ops until now, in order."""
+        """Return all ops so far, in order."""
         self._settle()
         return self._settled
 
     def traced_ops(self) -> Iterator[TracedOp]:
-        """The same as part of a trace."""
+        """Yield the same ops in the form of a trace."""
         placements: dict[int, str] = {}
         for record, after in zip(self.records(), self._after, strict=True):
             layout = record.layout
@@ -227,7 +221,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     __torch_dispatch__ = _dispatch
 
     def _run_collective(self, kind: _Op, args: Any, kwargs: Any) -> Any:
-        scope, here = self._scope, self._here
+        scope, here = functional_scope, self._here
         place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         entry = (kind.op, place, None, shapes, self._sequence)
@@ -253,14 +247,14 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     # --- where an op runs
 
     def _place(self) -> Any:
-        """Where this thread is: a call, or else what ``_phase_and_path`` makes of it."""
+        """Return where this thread is: a module call, a phase, or phase and path. ``_phase_and_path`` reads all three."""
         stack, node = self._modules._here.stack, current_node()
         if node is None:
             return stack[-1] if stack else _OPTIMIZER if self._here.optimizers else _OUTSIDE
         here = self._here
         call = stack[-1] if stack else None
         number = node._sequence_nr()
-        recording = torch.is_grad_enabled()  # in backward: a forward that runs again, or a backward of the backward
+        recording = torch.is_grad_enabled()  # in backward: a recomputed forward, or a double backward
         if number == here.number and call is here.call and not recording:
             return here.place
         phase, located = self._modules.locate()
@@ -270,7 +264,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             self.rows[path] = located.row
         here.number, here.call = number, call
         if phase is _BACKWARD:
-            if number > _KEPT:
+            if number > _SHARED_NUMBER:
                 here.number = _NOWHERE
                 path = path or self._path_of_accumulation(node)
             elif recording:
@@ -281,9 +275,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         return place
 
     def _path_of_accumulation(self, node: Any) -> str | None:
-        """The module whose parameter's gradient is being accumulated."""
+        """Return the path of the module whose parameter's gradient is being accumulated."""
         parameter = getattr(node, "variable", None)
-        path = self._tracer.modules.parameter_path(parameter) if parameter is not None else None
+        path = self._modules.parameter_path(parameter) if parameter is not None else None
         return path.rpartition(".")[0] if path is not None else None
 
     def _optimizer_begins(self, *_: Any) -> None:
@@ -292,7 +286,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     def _optimizer_ended(self, *_: Any) -> None:
         self._here.optimizers = max(0, self._here.optimizers - 1)
 
-    # --- from what the hot path leaves to what can be read
+    # --- turning the hot path's items into records
 
     def _settle(self) -> None:
         with self._lock:
@@ -351,7 +345,7 @@ def _is_fake(result: Any) -> bool:
 
 
 def _in_propagation() -> bool:
-    """Whether DTensor runs an op on fake tensors to learn the shape of its result: once for each new op, and no part of the program."""
+    """Check whether DTensor is running an op on fake tensors to learn its result's shape. It does so once per new op."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_filename.endswith(_PROPAGATION):
@@ -361,7 +355,7 @@ def _in_propagation() -> bool:
 
 
 def _in_checkpoint() -> bool:
-    """Whether a function that activation checkpointing runs again called us, and not a backward inside of it."""
+    """Check whether activation checkpointing is recomputing a function, and no backward runs inside it."""
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code

@@ -1,20 +1,29 @@
-"""Which operator stands for a collective, as CommDebugMode's users name it in their tests."""
+"""The operator under which a collective is counted, as CommDebugMode's users name it in their tests."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import threading
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from commlens.tracing.tracer import RawEvent
+from commlens.tracing.raw_event import RawEvent
 
 FUNCTIONAL = ("_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
 
 
+class _FunctionalScope(threading.local):
+    """The functional op that a dispatch mode is running on this thread."""
+
+    packet: Any = None
+
+
+functional_scope = _FunctionalScope()
+
+
 def key_of(event: RawEvent) -> Any:
-    """The packet under which a collective is counted: its functional op where there is one, else its ``c10d`` op."""
+    """Return the packet under which to count a collective: its functional op if it has one, else its ``c10d`` op."""
     if event.functional is not None:
         return event.functional
     if event.info.packet is not None:
@@ -26,9 +35,9 @@ def key_of(event: RawEvent) -> Any:
 
 
 def public_packet(packet: Any) -> Any:
-    """``c10d_functional.all_reduce`` for ``_c10d_functional.all_reduce``, ``.all_reduce_`` and the autograd form; others as they are.
+    """Map ``_c10d_functional.all_reduce``, ``.all_reduce_`` and the autograd form to ``c10d_functional.all_reduce``.
 
-    In-place and ``out`` forms, which compiled code prefers, are the same collective: they count with it.
+    In-place and ``out`` forms, which compiled code prefers, count as the same collective. Other packets are returned as they are.
     """
     namespace, name = split_name(packet)
     if namespace not in FUNCTIONAL:
@@ -41,14 +50,14 @@ def public_packet(packet: Any) -> Any:
 
 
 def split_name(packet: Any) -> tuple[str, str]:
-    """Namespace and name of an operator."""
+    """Return an operator's namespace and name."""
     namespace, _, name = str(packet).partition(".")
     return namespace, name
 
 
 @functools.cache
 def registry() -> frozenset[Any]:
-    """The functional collectives that this torch has, native and public, and DTensor's own."""
+    """Return this torch's functional collectives, native and public, and DTensor's own."""
     known: set[Any] = set()
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")

@@ -1,47 +1,45 @@
-"""The tracer: the tap's subscriber that keeps each collective with where and why it was issued.
+"""The tracer: the tap's subscriber that records where and why each collective is issued.
 
-The hot path is ``begin``, ``returned`` and the waits; what can be worked out later is. An error of ours is logged once, and the
-collective goes its way.
+The hot path is ``begin``, ``returned`` and the waits; everything else is computed when the trace is read. An error in the tracer is
+logged once, and the collective proceeds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import logging
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from commlens.model.collective import ProcessGroup
-from commlens.model.ops import POINT_TO_POINT
-from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData, TracedModule, TraceEvent
-from commlens.model.wire_bytes import wire_bytes
+from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule
 from commlens.tap import tap, torch_patches
-from commlens.tap.collective_args import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_name
-from commlens.tap.groups import Group, Groups
+from commlens.tap.collective_args import AskedTable, noted_reduce_ops, output_pointers
+from commlens.tap.groups import Groups
 from commlens.tracing.causes import Causes
+from commlens.tracing.mesh_dims import name_mesh_dims
 from commlens.tracing.modules import ModuleCall, ModuleTracker
 from commlens.tracing.owners import Owners
-from commlens.tracing.packets import key_of
+from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters
+from commlens.tracing.raw_event import RawEvent
 from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, steps_under_way
+from commlens.tracing.trace_events import TraceEvents, reduce_op_text
 from commlens.version import __version__
 
 log = logging.getLogger("commlens")
 
 WHOLE_STEPS = 10
-"""Optimizer steps whose collectives are kept one by one, unless said otherwise."""
+"""Default number of optimizer steps whose collectives are kept one by one."""
 WHOLE_EVENTS = 50_000
-"""Where no step ends, or steps are large: from so many on, collectives are summarised."""
+"""Number of collectives after which they are summarised even if no step ends."""
 _FOLD_AT = 2_000
 _WATCHED_LIMIT = 4096
 _HELD_LIMIT = 16
@@ -49,52 +47,8 @@ _NAMED_AT_ONCE = 64
 _now = time.monotonic_ns
 
 
-class _FunctionalScope(threading.local):
-    """The functional op that a dispatch mode is running on this thread."""
-
-    packet: Any = None
-
-
-functional_scope = _FunctionalScope()
-
-
-class RawEvent:
-    """A collective as the hot path leaves it."""
-
-    __slots__ = ("asked", "call", "cause", "functional", "info", "owner", "path", "phase", "reduce_op", "returned_ns", "sequence",
-                 "started_ns", "step", "thread", "wait_began_ns", "wait_ended_ns")  # fmt: skip
-
-    asked: Asked
-    info: StackInfo
-    phase: Phase | None
-    call: ModuleCall | None
-    path: str | None
-    owner: Owner | None
-    cause: Cause | None
-    functional: Any
-    reduce_op: Any
-    sequence: int
-    step: int
-    thread: int
-    started_ns: int
-    returned_ns: int
-    wait_began_ns: int
-    wait_ended_ns: int
-
-    @property
-    def op(self) -> str:
-        """The wire op."""
-        return self.asked.op
-
-    @property
-    def dispatcher_op(self) -> str:
-        """The ``c10d`` op, ``"allreduce_"``."""
-        name: str = self.asked.content["dop"]
-        return name
-
-
 class _Summary:
-    """Events that differ only in when they ran."""
+    """A summary of events that differ only in time."""
 
     __slots__ = ("count", "first", "last_step")
 
@@ -108,7 +62,7 @@ class Tracer:
     """Traces the collectives of this process between ``start()`` and ``stop()``."""
 
     sees_fake_tensors = False
-    """Whether the tap tells of collectives on fake and meta tensors, which communicate nothing."""
+    """Whether the tap reports collectives on fake and meta tensors, which communicate nothing."""
 
     def __init__(
         self,
@@ -118,13 +72,13 @@ class Tracer:
         whole_steps: int | None = None,
         preview: bool = False,
     ) -> None:
-        """Make a tracer that does nothing yet.
+        """Create a tracer; ``start()`` starts it.
 
         Args:
-            depth: collectives alone, or tensor ops too.
+            depth: record only collectives, or tensor ops too.
             steps: record only optimizer steps ``first <= step < last``, counted from 0; None records all.
-            whole_steps: after so many recorded steps, events are summarised. None means ``WHOLE_STEPS``.
-            preview: the process stands for one of a fake world.
+            whole_steps: number of recorded steps after which events are summarised. None means ``WHOLE_STEPS``.
+            preview: the process plays one rank of a fake world.
         """
         self.depth = depth
         self.wanted_steps = steps
@@ -150,9 +104,9 @@ class Tracer:
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
         self._loose_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
-        self._works: dict[Any, RawEvent] = {}  # in flight on a CPU backend; few, and not for longer than until they are done
+        self._works: dict[Any, RawEvent] = {}  # in flight on a CPU backend; few, and dropped once complete
         self._pointers: dict[int, RawEvent] = {}
-        self._stepping: Callable[[], Any] | None = None  # the optimizer whose steps count
+        self._stepping: Callable[[], Any] | None = None  # reference to the optimizer whose steps are counted
         self._step_hook: Any = None
         self._place: tuple[int, int] | None = None  # rank and world size
         self._started_ns = 0
@@ -160,10 +114,10 @@ class Tracer:
         self._running = False
         self._logged = False
 
-    # --- on and off
+    # --- start and stop
 
     def start(self) -> None:
-        """Trace from now on."""
+        """Start tracing."""
         if self._running:
             return
         from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -178,11 +132,11 @@ class Tracer:
         if self.depth is Depth.OPS:
             from commlens.tracing.ops import OpsMode
 
-            self.ops = self.ops or OpsMode(self)
+            self.ops = self.ops or OpsMode(self.modules, self.on_collective)
             self.ops.__enter__()
 
     def stop(self) -> None:
-        """Stop, and let go of everything but what was recorded."""
+        """Stop tracing and release everything except the recorded events."""
         if not self._running:
             return
         self._running = False
@@ -200,13 +154,13 @@ class Tracer:
         self._pointers.clear()
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
-        """Where this thread is: phase and module's call."""
+        """Return the phase and module call that this thread is in."""
         return self.modules.locate()
 
-    # --- the tap's calls
+    # --- called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> RawEvent | None:
-        """A collective is about to be issued."""
+        """Record a collective that is about to be issued."""
         if self.wanted_steps is not None and not self._wanted():
             return None
         self.dispatched += 1
@@ -238,7 +192,7 @@ class Tracer:
             if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
                 event.phase = Phase.BACKWARD
         elif frame is None and event.phase is Phase.OUTSIDE:
-            event.phase = None  # a C++ thread's own: nothing tells
+            event.phase = None  # issued by a C++ thread: the phase is unknown
         thread = threading.get_ident()
         if spec.reduce_op >= 0:
             noted = noted_reduce_ops.get(threading.get_native_id()) if noted_reduce_ops else None
@@ -262,12 +216,12 @@ class Tracer:
         for listener in self.on_collective:
             listener(event)
         if self._place is None:
-            self._place = _rank_and_world()  # asked now: the program may destroy its group before it looks at the trace
+            self._place = _rank_and_world()  # now: the program may destroy its group before it reads the trace
         event.started_ns = _now()
         return event
 
     def _correct_phase(self, event: RawEvent, info: StackInfo) -> None:
-        """The stack knows of passes in which no node is current or no module runs: final callbacks, recomputed functions."""
+        """Take the phase from the stack where no node is current or no module runs: final callbacks, recomputed functions."""
         if info.in_pass == RECOMPUTE and event.phase in (Phase.BACKWARD, Phase.OUTSIDE):
             event.phase = Phase.RECOMPUTATION
         elif info.in_pass == ENGINE and event.phase is Phase.OUTSIDE:
@@ -276,7 +230,7 @@ class Tracer:
             event.phase = Phase.OPTIMIZER
 
     def returned(self, event: RawEvent | None, result: Any) -> None:
-        """The backend has it."""
+        """Record that the backend accepted the collective."""
         if event is None:
             return
         event.returned_ns = _now()
@@ -292,32 +246,32 @@ class Tracer:
             self._fail(error)
 
     def _name_reduce_ops(self) -> None:
-        """A reduce op as the dispatcher hands it over takes 10 KB: its name stays instead."""
+        """Replace recent reduce ops by their names: the dispatcher's object takes 10 KB."""
         for event in self.events[-2 * _NAMED_AT_ONCE :]:
-            event.reduce_op = _reduce_op(event.reduce_op)
+            event.reduce_op = reduce_op_text(event.reduce_op)
 
     def _hold(self, work: Any, event: RawEvent) -> None:
-        """Keep a Work so that its wait is recognised. It keeps tensors alive: away with those that are done, and with the oldest."""
+        """Keep a Work to recognise its wait. Works keep tensors alive, so drop completed and old ones."""
         works = self._works
         if works:
-            # Amortised: each new one looks at the oldest two.
-            loose = [held for held in itertools.islice(works, 2) if len(works) > _HELD_LIMIT or held.is_completed()]
-            for held in loose:
-                done = works.pop(held, None)
-                if done is not None:
-                    self._loose_works[held] = done  # its wait may be yet to come, as long as the program has the Work
+            # Amortised: each new Work checks the oldest two.
+            dropped = [held for held in itertools.islice(works, 2) if len(works) > _HELD_LIMIT or held.is_completed()]
+            for held in dropped:
+                its_event = works.pop(held, None)
+                if its_event is not None:
+                    self._loose_works[held] = its_event  # the program may still wait on it
         works[work] = event
 
     def raised(self, event: RawEvent | None, error: BaseException) -> None:
-        """The backend refused it, or waited in vain."""
+        """Record that the backend rejected the collective or timed out."""
         if event is not None:
             event.returned_ns = _now()
             self._synchronous.pop(threading.get_ident(), None)
 
-    # --- waits, as the hooks see them
+    # --- waits, reported by the hooks
 
     def wait_begins(self, work: Any) -> RawEvent | None:
-        """A thread is about to block in ``work.wait()``."""
+        """Record that a thread is about to block in ``work.wait()``."""
         event = self._synchronous.pop(threading.get_ident(), None) if self._synchronous else None
         if event is None:
             event = self._works.pop(work, None) or (self._loose_works.pop(work, None) if self._loose_works else None)
@@ -326,7 +280,7 @@ class Tracer:
         return event
 
     def tensor_wait_begins(self, tensor: Any) -> RawEvent | None:
-        """A thread is about to block in ``wait_tensor(tensor)``."""
+        """Record that a thread is about to block in ``wait_tensor(tensor)``."""
         if not self._pointers:
             return None
         try:
@@ -338,7 +292,7 @@ class Tracer:
         return event
 
     def wait_ended(self, event: RawEvent) -> None:
-        """That wait is over."""
+        """Record the end of that wait."""
         if not event.wait_ended_ns:
             event.wait_ended_ns = _now()
 
@@ -349,18 +303,18 @@ class Tracer:
         return first <= self.steps and (last is None or self.steps < last)
 
     def traced_steps(self) -> int:
-        """How many of the steps that were to be traced have completed."""
+        """Return how many of the requested steps have completed."""
         first, last = self.wanted_steps or (0, None)
         return max(0, (self.steps if last is None else min(self.steps, last)) - first)
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         try:
             if steps_under_way(sys._getframe(1)) > 1:
-                return  # it is the outer one that counts
+                return  # only the outermost step counts
             if self._stepping is None or self._stepping() is None:
                 self._stepping = weakref.ref(optimizer)
             if self._stepping() is not optimizer:
-                return  # of several optimizers the first one counts
+                return  # of several optimizers, only the first counts
             self.steps += 1
             self.modules.step_ended()
             if self.steps == 1:
@@ -370,7 +324,7 @@ class Tracer:
             self._fail(error)
 
     def _fold_old(self) -> None:
-        """Summarise what lies beyond the whole steps; events of the current step wait for their waits."""
+        """Summarise events after the whole steps. Keep those of the current step, whose waits may still come."""
         first = self.wanted_steps[0] if self.wanted_steps is not None else 0
         too_many = len(self.events) + self._folded > WHOLE_EVENTS
         if self.steps <= first + self.whole_steps and not too_many:
@@ -386,7 +340,7 @@ class Tracer:
                 kept.append(event)
 
     def _fold(self, event: RawEvent) -> None:
-        event.reduce_op = _reduce_op(event.reduce_op)
+        event.reduce_op = reduce_op_text(event.reduce_op)
         key = (id(event.asked), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional)
         summary = self._summaries.get(key)
         if summary is None:
@@ -398,13 +352,13 @@ class Tracer:
     # --- the result
 
     def data(self) -> TraceData:
-        """What has been traced until now."""
+        """Return the trace so far."""
         with contextlib.suppress(Exception):
-            _name_mesh_dims(self._groups)
-        table = _GroupTable()
-        events = [self._event(raw, table) for raw in list(self.events)]
+            name_mesh_dims(self._groups)
+        converter = TraceEvents(self._started_ns)
+        events = [converter.convert(raw) for raw in list(self.events)]
         for summary in list(self._summaries.values()):
-            event = self._event(summary.first, table)
+            event = converter.convert(summary.first)
             event.count, event.last_step = summary.count, summary.last_step
             if summary.count > 1:
                 event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = event.call = 0
@@ -423,7 +377,7 @@ class Tracer:
             started_unix_ns=self._started_unix_ns,
             steps=self.traced_steps(),
             whole_steps=self.whole_steps if self._summaries else None,
-            groups=table.groups,
+            groups=converter.groups,
             modules=[
                 TracedModule(row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self._parameters.of(row))
                 for row in self.modules.rows
@@ -438,135 +392,14 @@ class Tracer:
             ),
         )
 
-    def _event(self, raw: RawEvent, table: _GroupTable) -> TraceEvent:
-        asked, info = raw.asked, raw.info
-        content = asked.content
-        group = asked.channel.group
-        inputs, outputs = content["in"], content["out"]
-        input_bytes, output_bytes = _bytes(inputs), _bytes(outputs or inputs)
-        if not outputs and asked.op == "recv":
-            input_bytes = 0
-        elif asked.op == "send":
-            output_bytes = 0
-        first = (inputs or outputs or [None])[0]
-
-        def since_start(moment: int) -> int:
-            return max(1, moment - self._started_ns) if moment else 0
-
-        return TraceEvent(
-            sequence=raw.sequence,
-            op=asked.op,
-            api=_api(raw),
-            phase=raw.phase,
-            group=table.index(group, asked.channel.device),
-            site=raw.path,
-            call=raw.call.number if raw.call is not None else 0,
-            owner=raw.owner,
-            cause=raw.cause,
-            source=info.source,
-            through=info.through,
-            dtype=first[1] if first else "",
-            input_bytes=input_bytes,
-            output_bytes=output_bytes,
-            wire_bytes=wire_bytes(asked.op, len(group.ranks), input_bytes, output_bytes),
-            reduce_op=_reduce_op(raw.reduce_op),
-            root=content["root"],
-            peer=asked.peer if asked.op in POINT_TO_POINT and asked.peer >= 0 else None,
-            tag=asked.tag,
-            asynchronous=content["async"],
-            members=len(inputs) if "coalesced" in content["dop"] and len(inputs) > 1 else 0,
-            thread=raw.thread,
-            step=raw.step,
-            started_ns=since_start(raw.started_ns),
-            returned_ns=since_start(raw.returned_ns),
-            wait_began_ns=since_start(raw.wait_began_ns),
-            wait_ended_ns=since_start(raw.wait_ended_ns),
-        )
-
     def _fail(self, error: Exception) -> None:
         self.lost += 1
         if not self._logged:
             self._logged = True
-            log.warning("commlens could not trace a collective and goes on without it: %s: %s", type(error).__name__, error)
-
-
-class _GroupTable:
-    """Groups by their place in a trace."""
-
-    def __init__(self) -> None:
-        self.groups: list[ProcessGroup] = []
-        self._places: dict[tuple[Group, str], int] = {}
-
-    def index(self, group: Group, device: str) -> int:
-        place = self._places.get((group, device))
-        if place is None:
-            place = self._places[group, device] = len(self.groups)
-            self.groups.append(
-                ProcessGroup(group.name, group.ranks, group.description, group.backend(device), group.mesh_dim, group.incarnation)
-            )
-        return place
-
-
-def _api(raw: RawEvent) -> str:
-    """The op as CommDebugMode names it."""
-    if raw.functional is not None:
-        name = str(raw.functional).replace("::", ".")
-    elif raw.info.packet is not None:
-        name = str(key_of(raw)).replace("::", ".")
-    else:
-        return f"c10d.{raw.dispatcher_op}"
-    return name.removeprefix("_") if name.startswith("_c10d_functional.") else name
-
-
-def _reduce_op(noted: Any) -> str | None:
-    """The name of a reduce op, which may have been worked out already."""
-    return noted if noted is None or isinstance(noted, str) else reduce_op_name(noted)
-
-
-def _bytes(tensors: list[Any]) -> int:
-    total = 0
-    for shape, dtype, *_ in tensors:
-        size = _element_size(dtype)
-        for extent in shape:
-            size *= int(extent)
-        total += size
-    return total
-
-
-def _element_size(dtype: str) -> int:
-    kind = getattr(torch, dtype, None)
-    return int(kind.itemsize) if isinstance(kind, torch.dtype) else 1
+            log.warning("commlens could not trace a collective and continues without it: %s: %s", type(error).__name__, error)
 
 
 def _rank_and_world() -> tuple[int, int]:
     import torch.distributed as dist
 
     return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-
-
-def _name_mesh_dims(groups: Groups) -> None:
-    """Groups that a DeviceMesh uses without having made them (its dimension spans the world) do not say its dimension's name."""
-    nameless = {name for name, group in groups.by_name.items() if group.mesh_dim is None}
-    if not nameless:
-        return
-    for mesh in _meshes():
-        names = mesh.mesh_dim_names
-        if not names or mesh.mesh.dim() != len(names) or mesh.get_coordinate() is None:
-            continue
-        for dim, name in enumerate(names):
-            with contextlib.suppress(Exception):
-                group_name = str(mesh.get_group(dim).group_name)
-                if group_name in nameless and _is_current(mesh, groups.by_name[group_name]):
-                    nameless.discard(group_name)  # where nothing tells meshes apart, the youngest is meant
-                    groups.name_mesh_dim(group_name, str(name))
-
-
-def _is_current(mesh: Any, group: Group) -> bool:
-    """Whether a mesh was made for this very group, and not for one of an earlier world, whose names come again (not told by torch 2.6)."""
-    registry = getattr(getattr(mesh, "_root_mesh", None) or mesh, "_pg_registry", {})
-    registered = registry.get(group.name)
-    return registered is None or registered is group.ref()
-
-
-def _meshes() -> Iterator[DeviceMesh]:
-    return (thing for thing in gc.get_objects() if type(thing) is DeviceMesh)

@@ -26,7 +26,8 @@ from commlens.tracing.comm_debug.modules import GLOBAL, ModuleView, SeenModules
 from commlens.tracing.comm_debug.sections import PASSES, Section, sections
 from commlens.tracing.ops import OpRecord, OpsMode
 from commlens.tracing.packets import key_of, registry
-from commlens.tracing.tracer import RawEvent, Tracer
+from commlens.tracing.raw_event import RawEvent
+from commlens.tracing.tracer import Tracer
 
 Counts = dict[Any, int]
 
@@ -61,7 +62,7 @@ class CommDebugMode:
         self._entered += 1
         if self._entered == 1:
             self._tracer = tracer = Tracer()
-            self._ops = OpsMode(tracer, shapes=False)
+            self._ops = OpsMode(tracer.modules, tracer.on_collective, shapes=False)
             self._ops.on_unissued.append(self._count)
             tracer.on_collective.append(self._issued)
             tracer.modules.on_enter.append(lambda call, module: self._modules.entered(call, module))

@@ -1,0 +1,115 @@
+"""Conversion of raw events to the events and groups of a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from commlens.model.collective import ProcessGroup
+from commlens.model.ops import POINT_TO_POINT
+from commlens.model.trace import TraceEvent
+from commlens.model.wire_bytes import wire_bytes
+from commlens.tap.collective_args import reduce_op_name
+from commlens.tap.groups import Group
+from commlens.tracing.packets import key_of
+from commlens.tracing.raw_event import RawEvent
+
+
+class TraceEvents:
+    """Converts the events of one trace and collects their groups."""
+
+    def __init__(self, started_ns: int) -> None:
+        """Start without groups.
+
+        Args:
+            started_ns: when the trace began, on the raw events' clock.
+        """
+        self.groups: list[ProcessGroup] = []
+        self._started_ns = started_ns
+        self._indices: dict[tuple[Group, str], int] = {}
+
+    def convert(self, raw: RawEvent) -> TraceEvent:
+        """Return the trace's event for a raw one."""
+        asked, info = raw.asked, raw.info
+        content = asked.content
+        group = asked.channel.group
+        inputs, outputs = content["in"], content["out"]
+        input_bytes, output_bytes = _bytes(inputs), _bytes(outputs or inputs)
+        if not outputs and asked.op == "recv":
+            input_bytes = 0
+        elif asked.op == "send":
+            output_bytes = 0
+        first = (inputs or outputs or [None])[0]
+        return TraceEvent(
+            sequence=raw.sequence,
+            op=asked.op,
+            api=_api(raw),
+            phase=raw.phase,
+            group=self._group_index(group, asked.channel.device),
+            site=raw.path,
+            call=raw.call.number if raw.call is not None else 0,
+            owner=raw.owner,
+            cause=raw.cause,
+            source=info.source,
+            through=info.through,
+            dtype=first[1] if first else "",
+            input_bytes=input_bytes,
+            output_bytes=output_bytes,
+            wire_bytes=wire_bytes(asked.op, len(group.ranks), input_bytes, output_bytes),
+            reduce_op=reduce_op_text(raw.reduce_op),
+            root=content["root"],
+            peer=asked.peer if asked.op in POINT_TO_POINT and asked.peer >= 0 else None,
+            tag=asked.tag,
+            asynchronous=content["async"],
+            members=len(inputs) if "coalesced" in content["dop"] and len(inputs) > 1 else 0,
+            thread=raw.thread,
+            step=raw.step,
+            started_ns=self._since_start(raw.started_ns),
+            returned_ns=self._since_start(raw.returned_ns),
+            wait_began_ns=self._since_start(raw.wait_began_ns),
+            wait_ended_ns=self._since_start(raw.wait_ended_ns),
+        )
+
+    def _since_start(self, moment: int) -> int:
+        return max(1, moment - self._started_ns) if moment else 0
+
+    def _group_index(self, group: Group, device: str) -> int:
+        index = self._indices.get((group, device))
+        if index is None:
+            index = self._indices[group, device] = len(self.groups)
+            self.groups.append(
+                ProcessGroup(group.name, group.ranks, group.description, group.backend(device), group.mesh_dim, group.incarnation)
+            )
+        return index
+
+
+def reduce_op_text(reduce_op: Any) -> str | None:
+    """Return a reduce op's name; a name or None is returned as it is."""
+    return reduce_op if reduce_op is None or isinstance(reduce_op, str) else reduce_op_name(reduce_op)
+
+
+def _api(raw: RawEvent) -> str:
+    """Return the op's name as CommDebugMode prints it."""
+    if raw.functional is not None:
+        name = str(raw.functional).replace("::", ".")
+    elif raw.info.packet is not None:
+        name = str(key_of(raw)).replace("::", ".")
+    else:
+        return f"c10d.{raw.dispatcher_op}"
+    return name.removeprefix("_") if name.startswith("_c10d_functional.") else name
+
+
+def _bytes(tensors: list[Any]) -> int:
+    total = 0
+    for shape, dtype, *_ in tensors:
+        size = _element_size(dtype)
+        for extent in shape:
+            size *= int(extent)
+        total += size
+    return total
+
+
+def _element_size(dtype: str) -> int:
+    kind = getattr(torch, dtype, None)
+    return int(kind.itemsize) if isinstance(kind, torch.dtype) else 1
