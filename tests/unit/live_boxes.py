@@ -13,8 +13,8 @@ from commlens.blackbox.layout import REDUCE_OPS
 from commlens.blackbox.rank_log import BoxReader
 from commlens.model.collective import Collective, CollectiveArgs, TensorSpec
 from commlens.model.ranklog import RankLog
-from commlens.model.ranks import format_ranks
 from commlens.model.verdict import Verdict
+from commlens.text import format_ranks
 from commlens.watch.comparing import Comparing
 from commlens.watch.mismatches import Mismatches
 

@@ -9,7 +9,7 @@ import msgspec
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
-from commlens.model.ranks import parse_ranks
+from commlens.text import parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
 _Line = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]

@@ -30,7 +30,7 @@ from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
 from commlens.errors import DistributedOperationException
-from commlens.model.ranks import format_ranks
+from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
 
@@ -317,7 +317,7 @@ def _meet(session: Session, wait: Callable[[], list[int]]) -> None:
     missing = wait()
     if not missing:
         return
-    who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {format_ranks(missing)}"
+    who = ranks_phrase(missing)
     if session.began_late:
         # Numbers of collectives count from the switching on: they fit those of ranks that did it at the same point.
         session.recorder.verifier.stop()

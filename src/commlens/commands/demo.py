@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from commlens.errors import CommandError, MissingDependency
-from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Verdict
 from commlens.scenarios import DEFAULT, SCENARIOS, Ending, Scenario, Truth, find
+from commlens.text import ranks_phrase
 
 TIMEOUT_S = 180.0
 """No scenario takes longer, or something is wrong with this machine."""

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from commlens.model.ranks import parse_ranks
+from commlens.text import parse_ranks
 
 if TYPE_CHECKING:
     from commlens.model.collective import Channel

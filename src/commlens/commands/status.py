@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.model.ranks import format_ranks
+from commlens.text import count, format_ranks
 
 
 class StatusCommand:
@@ -52,7 +52,7 @@ def job_lines(name: str, logs: Sequence[RankLog]) -> list[str]:
     world = max((log.world_size for log in logs), default=0)
     host = next((log.host for log in logs if log.host), "")
     script = next((log.script for log in logs if log.script), "")
-    seen = f"{len(logs)} of {world} ranks" if world > len(logs) else f"{len(logs)} rank" + "s" * (len(logs) != 1)
+    seen = f"{len(logs)} of {world} ranks" if world > len(logs) else count(len(logs), "rank")
     head = f"{name}: {seen} on {host}" + (f", {script}" if script else "")
     return [head, *_table([HEADINGS, *(rank_cells(log) for log in logs)])]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlens.errors import CommandError
-from commlens.model.sizes import size
+from commlens.text import size
 
 if TYPE_CHECKING:
     from commlens.traces.ranks import RankTraces
@@ -198,7 +198,7 @@ def _say(text: str) -> None:
 
 
 def _listed(ranks: RankTraces) -> str:
-    from commlens.model.ranks import ranks_phrase
+    from commlens.text import ranks_phrase
 
     return ranks_phrase(ranks.ranks)
 

@@ -11,10 +11,10 @@ import msgspec
 
 from commlens.diagnosis.process_exit import Fate
 from commlens.diagnosis.select_job import last_moment
-from commlens.diagnosis.wording import duration, place
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Why
+from commlens.text import duration, frame_phrase
 
 CPU_WORKING = 0.10  # of one core over the window; a rank that waits uses below 0.02, watchdog thread included
 IO_WORKING = 64 * 1024  # bytes within the window
@@ -79,7 +79,7 @@ def doing(log: RankLog, fate: Fate, *, quiet_ns: int = 0, stalled_after_ns: int 
     frames: Stack = stack.frames if stack is not None else ()
     frame = stack.source if stack is not None else None
     seen = log.observation
-    where = place(frame)
+    where = frame_phrase(frame)
     since = f" for {duration(quiet_ns)}" if quiet_ns > stalled_after_ns else ""
     if fate.kind == "clean":
         return Doing("finished", False, "has finished", None, ["its process said goodbye"], True)
@@ -150,7 +150,7 @@ def _by_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
     """The class of the innermost frame that has one, and that frame in words."""
     for frame in frames:
         file = frame.file.replace("\\", "/")
-        named = f"{place(frame)} is on its stack"
+        named = f"{frame_phrase(frame)} is on its stack"
         if frame.kind is not FrameKind.USER:
             if _COMPILING.search(file):
                 return "compilation", named

@@ -9,9 +9,9 @@ from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import World, build
 from commlens.diagnosis.select_job import choose
 from commlens.diagnosis.wait_graph import Builder
-from commlens.diagnosis.wording import capital, count, ranks_phrase
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding, Verdict
+from commlens.text import capital, count, ranks_phrase
 
 
 def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:

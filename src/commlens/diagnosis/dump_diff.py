@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from commlens.diagnosis.wording import capital, count, duration, group_phrase, verb
 from commlens.model.collective import user_frame
 from commlens.model.movement import Moved, Movement, Place
-from commlens.model.ranks import ranks_phrase
+from commlens.text import capital, count, duration, group_phrase, ranks_phrase, verb
 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from commlens.diagnosis.wording import group_phrase
 from commlens.dumps.discover import gather
 from commlens.dumps.parallel import every_rank, read_foreign
 from commlens.dumps.sources import Paths
-from commlens.matching.tensors import payload, show_tensors
 from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
 from commlens.model.verdict import Verdict
+from commlens.text import group_phrase, tensors_phrase
 
 if TYPE_CHECKING:
     from commlens.formats.columns import Integers, RankColumns
@@ -238,12 +237,12 @@ def _op(asked: CollectiveArgs, peer: int) -> str:
 
 
 def _tensors(asked: CollectiveArgs) -> str:
-    specs = payload(asked)
+    specs = asked.payload
     if not specs or "barrier" in asked.op:
         return ""
     if asked.op == "all_to_all":  # its sizes differ from rank to rank, as they may
         return " ".join(dict.fromkeys(f"{one.dtype}[...]" for one in specs))
-    return show_tensors(specs) + (f" {asked.reduce_op}" if asked.reduce_op else "")
+    return tensors_phrase(specs) + (f" {asked.reduce_op}" if asked.reduce_op else "")
 
 
 def _elsewhere(rows: RankColumns, number: int, messages: bool = False) -> str:

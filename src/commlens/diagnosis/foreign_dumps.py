@@ -9,8 +9,8 @@ from commlens.diagnosis.dump_index import build_world
 from commlens.diagnosis.extract import Extract
 from commlens.diagnosis.index import World
 from commlens.diagnosis.select_dumps import choose_extracts
-from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Finding, Verdict
+from commlens.text import ranks_phrase
 
 
 def diagnose_extracts(extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:

@@ -11,10 +11,10 @@ from commlens.diagnosis.index import World, build
 from commlens.diagnosis.select_job import choose
 from commlens.diagnosis.swap import Swap, find_swaps
 from commlens.diagnosis.wait_graph import Builder
-from commlens.diagnosis.wording import capital, group_phrase, place, ranks_phrase
 from commlens.model.collective import ChannelKey, State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding
+from commlens.text import capital, frame_phrase, group_phrase, ranks_phrase
 
 _NOTHING_STALLS_S = 1e6
 
@@ -56,12 +56,12 @@ def _swapped(world: World, key: ChannelKey, swap: Swap) -> Finding:
     where = f"{first.op} #{swap.number} to #{last} of {group_phrase(group)}"
     return make_finding(
         "mismatch/op", "in-collective", [swap.rank], others, "medium",
-        f"rank {swap.rank} issued {where} in another order than the others: what it means at {place(first.source)} "
-        f"met what they mean at {place(theirs.source)}",
-        f"Rank {swap.rank}: {', '.join(place(op.source) for op in swap.own[:4])}. "
-        f"{capital(ranks_phrase(others))}: {', '.join(place(op.source) for op in swap.others[:4])}. "
+        f"rank {swap.rank} issued {where} in another order than the others: what it means at {frame_phrase(first.source)} "
+        f"met what they mean at {frame_phrase(theirs.source)}",
+        f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}. "
+        f"{capital(ranks_phrase(others))}: {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. "
         "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
-        f"find out why rank {swap.rank} comes to {place(first.source)} first here", first, first.source, [], None,
+        f"find out why rank {swap.rank} comes to {frame_phrase(first.source)} first here", first, first.source, [], None,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import msgspec
 from commlens.diagnosis.backend_rings import joined
 from commlens.diagnosis.extract import Extract
 from commlens.model.ranklog import End
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase
 
 
 def choose_extracts(extracts: Sequence[Extract]) -> tuple[list[Extract], list[str]]:

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from commlens.model.ranklog import RankLog
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase
 
 
 def choose(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:

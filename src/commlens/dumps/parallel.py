@@ -20,7 +20,7 @@ from commlens.dumps.discover import Gathered, rank_of
 from commlens.dumps.read import evidence_of
 from commlens.dumps.sources import Named, Source
 from commlens.errors import CommlensError
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase
 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns

@@ -24,7 +24,7 @@ from commlens.dumps.sources.compression import is_packed
 from commlens.dumps.sources.source import FilePart, Source
 from commlens.errors import CommandError, FormatError
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase
 
 MARKER: Final = "commlens-dump.json"
 """Marks a job folder as made by us, and so as ours to prune."""

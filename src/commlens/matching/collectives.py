@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from commlens.matching.answer import Agree, Answer, Aspect, Disagree, Party, Severity, Unknown
 from commlens.matching.splits import compare_splits
-from commlens.matching.tensors import is_sparse, payload, show_tensors, squeezed, total, wire_dtype, wire_numel
+from commlens.matching.tensors import is_sparse, squeezed, total, wire_dtype, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import REDUCING, ROOTED
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase, tensors_phrase
 
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
@@ -85,11 +85,11 @@ def _elements(op: str, by_rank: Mapping[int, CollectiveArgs], group_ranks: Seque
         return compare_splits(by_rank, group_ranks)
     if op == "all_gather" and _uneven_lists_match(by_rank, group_ranks):
         return None
-    return _vote("shape", by_rank, lambda a: _wire_sizes(op, a), lambda a: show_tensors(payload(a)))
+    return _vote("shape", by_rank, lambda a: _wire_sizes(op, a), lambda a: tensors_phrase(a.payload))
 
 
 def _wire_sizes(op: str, args: CollectiveArgs) -> Hashable | None:
-    specs = payload(args)
+    specs = args.payload
     if not specs:
         return None
     if any(is_sparse(spec) for spec in specs):
@@ -114,15 +114,15 @@ def _uneven_lists_match(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
 
 
 def _dtype(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("dtype", by_rank, lambda a: _over_tensors(a, wire_dtype), lambda a: show_tensors(payload(a)))
+    return _vote("dtype", by_rank, lambda a: _over_tensors(a, wire_dtype), lambda a: tensors_phrase(a.payload))
 
 
 def _device(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("device", by_rank, lambda a: _over_tensors(a, lambda spec: spec.device), lambda a: f"a tensor on {payload(a)[0].device}")
+    return _vote("device", by_rank, lambda a: _over_tensors(a, lambda spec: spec.device), lambda a: f"a tensor on {a.payload[0].device}")
 
 
 def _sparsity(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("layout", by_rank, lambda a: _over_tensors(a, lambda spec: spec.layout), lambda a: show_tensors(payload(a)))
+    return _vote("layout", by_rank, lambda a: _over_tensors(a, lambda spec: spec.layout), lambda a: tensors_phrase(a.payload))
 
 
 def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
@@ -131,34 +131,34 @@ def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> 
     counts = {len(each) for each in sizes.values()}
     if op != "all_to_all" and len(counts) == 1 and counts.pop() > 1 and len(set(sizes.values())) > 1:
         # The same number of tensors and of elements in all, but other sizes: coalesced tensors in another order.
-        return _vote("shape", by_rank, _sizes, lambda a: show_tensors(payload(a)), Severity.SUSPICIOUS)
+        return _vote("shape", by_rank, _sizes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
     if op not in ("all_reduce", "broadcast", "reduce"):
         return None
     flat = {rank for rank, a in by_rank.items() if all(len(shape) < 2 for shape in _squeezed_shapes(a))}
     shaped = {rank: a for rank, a in by_rank.items() if rank not in flat}
     if len({_squeezed_shapes(a) for a in shaped.values()}) < 2:
         return None
-    return _vote("shape", shaped, _squeezed_shapes, lambda a: show_tensors(payload(a)), Severity.SUSPICIOUS)
+    return _vote("shape", shaped, _squeezed_shapes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
 
 
 def _memory_order(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     """Compare memory order: the wire carries raw memory, so equal shapes with another order of dimensions are silently mixed up."""
 
     def order(a: CollectiveArgs) -> Hashable | None:
-        specs = payload(a)
+        specs = a.payload
         return tuple((spec.shape, spec.memory_order) for spec in specs if not is_sparse(spec)) if specs else None
 
-    if len({tuple(spec.shape for spec in payload(a)) for a in by_rank.values() if payload(a)}) > 1:
+    if len({tuple(spec.shape for spec in a.payload) for a in by_rank.values() if a.payload}) > 1:
         return None  # the shapes differ, which is reported already, or one is a flat view, whose order is unknown
-    return _vote("layout", by_rank, order, lambda a: show_tensors(payload(a)), Severity.SUSPICIOUS)
+    return _vote("layout", by_rank, order, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
 
 
 def _sizes(args: CollectiveArgs) -> tuple[int, ...]:
-    return tuple(wire_numel(spec) for spec in payload(args))
+    return tuple(wire_numel(spec) for spec in args.payload)
 
 
 def _squeezed_shapes(args: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
-    return tuple(squeezed(spec) for spec in payload(args))
+    return tuple(squeezed(spec) for spec in args.payload)
 
 
 _Compare = Callable[[str, Mapping[int, CollectiveArgs], Sequence[int]], Answer | None]
@@ -179,7 +179,7 @@ _ASPECTS: tuple[tuple[str, _Compare], ...] = (
 
 def _over_tensors(args: CollectiveArgs, read: Callable[[TensorSpec], str]) -> Hashable | None:
     """Return the values of one property over all of a rank's tensors, as a set: a list and one tensor may match on the wire."""
-    specs = payload(args)
+    specs = args.payload
     return frozenset(read(spec) for spec in specs) if specs else None
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from commlens.matching.answer import Agree, Answer, Disagree, Party, Severity, Unknown
-from commlens.matching.tensors import show_tensors, total, wire_dtype
+from commlens.matching.tensors import total, wire_dtype
 from commlens.model.collective import Collective, CollectiveArgs
+from commlens.text import tensors_phrase
 
 Pair = tuple[Collective | None, Collective | None]
 """A send and its receive; None for the side that is missing."""
@@ -59,7 +60,7 @@ def compare_pair(sender: int, sent: CollectiveArgs, receiver: int, received: Col
     into = received.outputs or received.inputs
     if not out or not into:
         return Unknown(("shape", "dtype"))
-    parties = (Party((sender,), f"sends {show_tensors(out)}"), Party((receiver,), f"receives {show_tensors(into)}"))
+    parties = (Party((sender,), f"sends {tensors_phrase(out)}"), Party((receiver,), f"receives {tensors_phrase(into)}"))
     detail = "; ".join(f"rank {party.ranks[0]} {party.what}" for party in parties)
     if total(out) != total(into) or {wire_dtype(spec) for spec in out} != {wire_dtype(spec) for spec in into}:
         return Disagree("p2p", Severity.ILLEGAL, (), parties, detail)

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from commlens.matching.answer import Disagree, Party, Severity, Unknown
-from commlens.matching.tensors import show_tensors, wire_numel
+from commlens.matching.tensors import wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase, tensors_phrase
 
 
 def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
@@ -63,5 +63,5 @@ def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> lis
 
 
 def _show(args: CollectiveArgs) -> str:
-    text = show_tensors(args.inputs)
+    text = tensors_phrase(args.inputs)
     return f"{text} with {f'splits {list(args.input_splits)}' if args.input_splits else 'even splits'}"

@@ -97,6 +97,13 @@ class CollectiveArgs(msgspec.Struct, frozen=True):
     output_splits: tuple[int, ...] = ()
     asynchronous: bool | None = None  # None where torch does not say
 
+    @property
+    def payload(self) -> tuple[TensorSpec, ...]:
+        """The tensors that every rank of the collective has: its own contribution, or its share where only the root contributes."""
+        if self.op == "scatter":
+            return self.outputs or self.inputs[:1]
+        return self.inputs or self.outputs
+
 
 class ProcessGroup(msgspec.Struct, frozen=True):
     """A process group as one rank knows it."""

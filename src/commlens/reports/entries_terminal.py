@@ -10,7 +10,7 @@ from typing import IO
 
 from commlens.model.collective import Stack
 from commlens.model.entries import Cell, Column, EntryTable
-from commlens.model.ranks import format_ranks, ranks_phrase
+from commlens.text import format_ranks, ranks_phrase
 
 _NARROWEST = 12  # columns of a terminal that one kind of ranks takes at least
 _ROOM = 10  # lines beside the rows of the table

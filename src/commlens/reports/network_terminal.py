@@ -6,8 +6,8 @@ from typing import IO, TYPE_CHECKING
 
 from rich.text import Text
 
-from commlens.model.sizes import number, size
 from commlens.reports.trace_terminal import _table, console
+from commlens.text import number, size
 
 if TYPE_CHECKING:
     from commlens.model.network import Estimate

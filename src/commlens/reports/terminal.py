@@ -11,8 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Finding, Verdict
+from commlens.text import ranks_phrase
 
 _WIDEST = 120  # longer lines are hard to read
 _MOST_FINDINGS = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from commlens.model.sizes import number, size
 from commlens.model.trace_summary import Summary, Total
+from commlens.text import number, size
 
 _ROWS = 6
 _REASONS = 5

@@ -13,10 +13,10 @@ import msgspec
 
 from commlens.formats.trace_json import encode
 from commlens.model.network import Network
-from commlens.model.ranks import ranks_phrase
 from commlens.model.trace import TraceData
 from commlens.model.trace_changes import Comparison
 from commlens.reports.page import render_page
+from commlens.text import ranks_phrase
 from commlens.traces.diff_ranks import compare_ranks
 from commlens.traces.network import collective_seconds
 from commlens.traces.ranks import RankTraces

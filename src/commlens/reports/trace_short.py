@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from commlens.model.sizes import number, size
 from commlens.model.trace_summary import Summary, Total
+from commlens.text import number, size
 
 _ROWS = 6
 

@@ -13,11 +13,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from commlens.model.sizes import number, size
 from commlens.model.trace import TracedOp
 from commlens.model.trace_changes import Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total
 from commlens.model.wire_bytes import RULE_IN_SHORT
+from commlens.text import number, size
 
 _WIDEST = 120  # longer lines are hard to read
 _MOST_MODULES = 30

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
-from commlens.model.ranks import format_ranks
+from commlens.text import format_ranks
 
 _MANY = 1 << 62
 

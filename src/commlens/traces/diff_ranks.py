@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from commlens.model.ranks import ranks_phrase
 from commlens.model.trace_changes import Change, Comparison
+from commlens.text import ranks_phrase
 from commlens.traces.diff import answer, compare
 from commlens.traces.ranks import RankTraces
 

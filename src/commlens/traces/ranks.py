@@ -8,8 +8,8 @@ from typing import Any
 
 from commlens.errors import CommandError
 from commlens.model.ops import POINT_TO_POINT
-from commlens.model.ranks import format_ranks, ranks_phrase
 from commlens.model.trace import TraceData, TraceEvent
+from commlens.text import format_ranks, ranks_phrase
 from commlens.traces import wording
 from commlens.traces.trace import Trace
 

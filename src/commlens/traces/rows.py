@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from commlens.model.ranks import format_ranks
 from commlens.model.trace import TraceData, TraceEvent
+from commlens.text import format_ranks
 from commlens.traces import wording
 
 COLUMNS: Final = (

@@ -6,9 +6,8 @@ import re
 from collections.abc import Iterable
 
 from commlens.model.collective import Frame, ProcessGroup
-from commlens.model.ranks import format_ranks, ranks_phrase
-from commlens.model.sizes import number, size
 from commlens.model.trace import Cause, Phase, TraceEvent
+from commlens.text import capital, count, format_ranks, group_label, joined, number, ranks_phrase, size
 
 __all__ = [
     "capital", "cause_words", "count", "fold", "joined", "label", "natural", "number", "on_group", "pattern", "payload", "phase_name",
@@ -18,25 +17,9 @@ __all__ = [
 _NUMBER = re.compile(r"\d+")
 
 
-def count(value: float, singular: str, plural: str | None = None) -> str:
-    """``"1 collective"``, ``"1,024 collectives"``."""
-    return f"{number(value)} {singular if value == 1 else plural or singular + 's'}"
-
-
-def capital(text: str) -> str:
-    """With its first letter large."""
-    return text[:1].upper() + text[1:]
-
-
-def joined(parts: Iterable[str], last: str = "and") -> str:
-    """``"a, b and c"``."""
-    items = list(parts)
-    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}" if items else ""
-
-
 def label(group: ProcessGroup) -> str:
     """The group's name to show: the mesh dimension, else the description, else torch's name."""
-    return "default" if group.label in ("default_pg", "0", "") else group.label
+    return group_label(group, "default")
 
 
 def on_group(group: ProcessGroup) -> str:

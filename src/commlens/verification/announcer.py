@@ -10,10 +10,10 @@ from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
 from commlens.blackbox.board import Board
 from commlens.model.ops import POINT_TO_POINT
-from commlens.model.ranks import ranks_phrase
 from commlens.tap.collective_args import Asked
 from commlens.tap.groups import Channel, Group
 from commlens.tap.token import Token
+from commlens.text import ranks_phrase
 from commlens.verification.call_site import users_operation
 from commlens.verification.channels import Call, Pending, Watched, label
 from commlens.verification.peers import Peers

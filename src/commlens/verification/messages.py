@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from commlens.matching import Disagree
-from commlens.matching.tensors import payload
 from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import POINT_TO_POINT
-from commlens.model.ranks import format_ranks
+from commlens.text import format_ranks
 from commlens.verification.arguments import LeafDisagreement
 
 _PLURAL = {
@@ -200,7 +199,7 @@ def _cells(aspect: str, row: Row) -> tuple[str, str]:
     asked = row.asked
     if asked is None:
         return "has not arrived", ""
-    specs = payload(asked)
+    specs = asked.payload
     shapes = ", ".join(str(list(spec.shape)) for spec in specs[:4]) + (f", ... ({len(specs)} tensors)" if len(specs) > 4 else "")
     dtypes = ", ".join(sorted({spec.dtype for spec in specs}))
     if asked.op in POINT_TO_POINT:

@@ -10,7 +10,7 @@ from pathlib import Path
 from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
 from commlens.blackbox.board import PeerBoard
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase, verb
 
 log = logging.getLogger("commlens")
 
@@ -87,7 +87,7 @@ class Peers:
             self._warned.update(new)
             log.warning(
                 "commlens: %s not verify collectives (started without --debug?): rank %d goes on, and compares with the others only",
-                f"{ranks_phrase(new)} {'does' if len(new) == 1 else 'do'}", self.rank,
+                f"{ranks_phrase(new)} {verb(new, 'does', 'do')}", self.rank,
             )  # fmt: skip
 
     def first_warning_of(self, ranks: Iterable[int]) -> list[int]:

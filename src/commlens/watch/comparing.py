@@ -14,7 +14,7 @@ from typing import Final
 
 from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
-from commlens.model.ranks import format_ranks
+from commlens.text import format_ranks
 from commlens.watch.agreement import Agreement, Feed, Found
 from commlens.watch.roster import Member, Roster
 

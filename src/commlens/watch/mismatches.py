@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from commlens.diagnosis import live
-from commlens.diagnosis.wording import count, group_phrase
 from commlens.model.ranklog import RankLog
-from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.text import count, group_phrase, ranks_phrase
 from commlens.watch.agreement import ChannelKey, Found
 from commlens.watch.comparing import SHIFT_LOOKS_AFTER_S, SHIFT_LOOKS_APART_S, SHIFT_REST_S, SHIFTS_LOOKED_FOR, Comparing, Suspicion
 from commlens.watch.roster import Roster

@@ -23,12 +23,11 @@ from typing import Final
 from commlens.blackbox import job_dirs
 from commlens.blackbox.layout import PHASE_CREATED
 from commlens.config import Settings
-from commlens.diagnosis.wording import verb
 from commlens.dumps import save
 from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
-from commlens.model.ranks import ranks_phrase
 from commlens.model.verdict import Verdict
+from commlens.text import capital, ranks_phrase, verb
 from commlens.watch import process
 from commlens.watch.comparing import Comparing
 from commlens.watch.jobs import discard_forgotten
@@ -523,7 +522,7 @@ class Watcher:
         self.verdict = verdict
         if verdict.kind == "waiting":
             sentences = [verdict.summary, verdict.explanation]
-            self._say(" ".join(f"{each[:1].upper()}{each[1:].rstrip('.')}." for each in sentences if each))
+            self._say(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
         else:
             self._say(verdict)
 

@@ -11,9 +11,9 @@ from commlens.diagnosis.activity import Doing
 from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.index import View, World
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
-from commlens.diagnosis.wording import capital, duration, group_phrase, instance, place, ranks_phrase, tensors, verb
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Confidence, Finding, GroupRef, Kind, Why
+from commlens.text import args_phrase, capital, duration, frame_phrase, group_phrase, op_phrase, ranks_phrase, verb
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Context:
             State.FAILED: "failed",
             State.UNKNOWN: "was issued",
         }.get(op.state, "is in flight")
-        return f"its last collective, {instance(op)}, {state}"
+        return f"its last collective, {op_phrase(op)}, {state}"
 
     def edges_into(self, node: Node) -> list[Edge]:
         """Who waits for it directly."""
@@ -76,7 +76,7 @@ class Context:
         """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM"``; by line where lines differ."""
         places: dict[str, list[int]] = defaultdict(list)
         for edge in edges:
-            text = place(edge.op.source)
+            text = frame_phrase(edge.op.source)
             places[text].append(edge.rank)
         parts = []
         for text, ranks in sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
@@ -85,7 +85,7 @@ class Context:
             length = f" for {duration(waited)}" if waited >= self.world.stalled_after_ns else ""
             has = verb(ranks, "has", "have")
             parts.append(f"{ranks_phrase(ranks)} {has} been waiting{length}{where}")
-        what = tensors(edges[0].op) if edges else ""
+        what = args_phrase(edges[0].op) if edges else ""
         return "; ".join(parts) + (f", {what}" if what else "")
 
     def longest(self, ranks: Iterable[int]) -> int:

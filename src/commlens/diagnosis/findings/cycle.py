@@ -9,8 +9,8 @@ from commlens.diagnosis.findings.context import Context, at_line, make_finding, 
 from commlens.diagnosis.findings.next_steps import cycle_step
 from commlens.diagnosis.routine import leaves_routine_at
 from commlens.diagnosis.wait_graph import Instance, Node, edges_of
-from commlens.diagnosis.wording import capital, duration, instance, ranks_phrase, verb
 from commlens.model.collective import Collective
+from commlens.text import capital, duration, op_phrase, ranks_phrase, verb
 
 
 def find_cycles(context: Context) -> None:
@@ -31,14 +31,14 @@ def _cycle(context: Context, component: list[Node]) -> None:
         op = next((edge.op for node, _, edge in path if node.rank == first), None)
     if op is None:
         op = next(context.graph.blocks[node].op for node in component if node.rank == first)
-    steps = [f"rank {a.rank} waits in {instance(edge.op)}{at_line(edge.op)} for rank {b.rank}" for a, b, edge in path]
+    steps = [f"rank {a.rank} waits in {op_phrase(edge.op)}{at_line(edge.op)} for rank {b.rank}" for a, b, edge in path]
     everybody = ranks_phrase(ranks)
     who = ranks_phrase(culprits)
     if usual is not None and usual.op == "send" and usual.peer in ranks:
         summary = f"rank {first} did not send to rank {usual.peer}, as it did every time before; {everybody} wait for each other"
     elif len(culprits) < len(ranks):
         before = f", not to {_kind_of(usual)} as before" if usual is not None else ""
-        summary = f"{who} went to {instance(op)}{before}: {everybody} wait for each other"
+        summary = f"{who} went to {op_phrase(op)}{before}: {everybody} wait for each other"
     else:
         across = " across groups" if len({edge.instance.key for _, _, edge in path}) > 1 else ""
         summary = f"{everybody} wait for each other{across}"

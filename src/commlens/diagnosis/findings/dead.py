@@ -9,9 +9,9 @@ from commlens.diagnosis.findings.context import Context, make_finding
 from commlens.diagnosis.findings.next_steps import death_step
 from commlens.diagnosis.index import View
 from commlens.diagnosis.wait_graph import Node
-from commlens.diagnosis.wording import capital, instance, place, ranks_phrase, verb
 from commlens.model.collective import Frame, user_frame
 from commlens.model.verdict import Confidence
+from commlens.text import capital, frame_phrase, op_phrase, ranks_phrase, verb
 
 
 def is_absorbed(context: Context, rank: int) -> bool:
@@ -63,16 +63,16 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], root: bool) ->
     gone = "are gone, and nobody saw how they ended" if fate.kind == "gone" and len(ranks) > 1 else fate.text
     summary = f"{who} {gone}"
     if fate.source is not None:
-        summary += f" at {place(fate.source)}"
+        summary += f" at {frame_phrase(fate.source)}"
     waiting = sorted({edge.rank for edge in edges})
     if edges:
-        summary += f"; {ranks_phrase(waiting)} {verb(waiting, 'was', 'were')} waiting for it in {instance(edges[0].op)}"
+        summary += f"; {ranks_phrase(waiting)} {verb(waiting, 'was', 'were')} waiting for it in {op_phrase(edges[0].op)}"
     explanation = f"{context.name(ranks[0])}: {context.last(ranks[0])}"
     if frame is not None and fate.source is None:
         explanation += (
-            f", issued at {place(frame)}"
+            f", issued at {frame_phrase(frame)}"
             if views[0].last_op is not None and frame == views[0].last_op.source
-            else f"; it was last seen at {place(frame)}"
+            else f"; it was last seen at {frame_phrase(frame)}"
         )
     explanation += ". "
     if edges:

@@ -13,8 +13,8 @@ from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuc
 from commlens.diagnosis.findings.unrecorded import find_unrecorded
 from commlens.diagnosis.index import World
 from commlens.diagnosis.wait_graph import Graph
-from commlens.diagnosis.wording import ranks_phrase
 from commlens.model.verdict import Finding
+from commlens.text import ranks_phrase
 
 
 def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Finding]:

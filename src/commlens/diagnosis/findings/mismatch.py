@@ -7,9 +7,9 @@ from commlens.diagnosis.findings.context import Context, make_finding
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
 from commlens.diagnosis.wait_graph import Node
-from commlens.diagnosis.wording import capital, count, group_phrase, instance, place, ranks_phrase, tensors, verb
 from commlens.model.collective import Collective
 from commlens.model.verdict import Confidence, Finding, Kind, Why
+from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, op_phrase, ranks_phrase, verb
 
 
 def find_disagreements(context: Context, sinks: dict[int, Node]) -> None:
@@ -41,15 +41,15 @@ def _disagreement(context: Context, trouble: Trouble, held: list[int]) -> Findin
     op = first
     if trouble.shift is not None and trouble.answer is None:
         op = trouble.shift.skipped
-    name = instance(op)
+    name = op_phrase(op)
     if trouble.pair is not None:
         sent, received = trouble.pair
         sender, receiver = received.peer, sent.peer
         name = f"message #{trouble.number} from rank {sender} to rank {receiver} in {group_phrase(trouble.channel.group)}"
     summary = _summary(trouble, name, culprits, first, usual)
     own = "; ".join(
-        f"{context.name(rank)} is at {place(trouble.ops[rank].source) or 'an unknown line'} with "
-        f"{trouble.ops[rank].op} {tensors(trouble.ops[rank])}".rstrip()
+        f"{context.name(rank)} is at {frame_phrase(trouble.ops[rank].source) or 'an unknown line'} with "
+        f"{trouble.ops[rank].op} {args_phrase(trouble.ops[rank])}".rstrip()
         for rank in culprits[:3]
         if rank in trouble.ops
     )
@@ -60,8 +60,8 @@ def _disagreement(context: Context, trouble: Trouble, held: list[int]) -> Findin
         skips = []
     elif usual is not None and members:
         explanation += (
-            f"{capital(ranks_phrase(members))} {verb(members, 'is', 'are')} at {place(usual.source) or 'an unknown line'} "
-            f"with {usual.op} {tensors(usual)}".rstrip()
+            f"{capital(ranks_phrase(members))} {verb(members, 'is', 'are')} at {frame_phrase(usual.source) or 'an unknown line'} "
+            f"with {usual.op} {args_phrase(usual)}".rstrip()
             + ". "
         )
     if trouble.silent:
@@ -132,9 +132,10 @@ def _skip_evidence(trouble: Trouble, culprits: list[int]) -> list[str]:
     number = trouble.number
     who = ranks_phrase(culprits)
     if shift is not None and shift.by > 0:
+        own, skipped = frame_phrase(shift.own.source), frame_phrase(shift.skipped.source)
         return [
-            f"What {who} issued as #{number} ({place(shift.own.source)}) is what the others issue as #{number + shift.by}, and so on "
-            f"for {count(shift.matches, 'collective')}; the others' #{number} is {shift.skipped.op} at {place(shift.skipped.source)}, "
+            f"What {who} issued as #{number} ({own}) is what the others issue as #{number + shift.by}, and so on "
+            f"for {count(shift.matches, 'collective')}; the others' #{number} is {shift.skipped.op} at {skipped}, "
             f"step {shift.skipped.step}."
         ]
     if shift is not None:

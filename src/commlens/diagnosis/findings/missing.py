@@ -10,10 +10,10 @@ from commlens.diagnosis.findings.context import Context, make_finding, most_wait
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
 from commlens.diagnosis.wait_graph import Edge, Node
-from commlens.diagnosis.wording import capital, duration, instance, place, ranks_phrase, verb
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State
 from commlens.model.verdict import Confidence
+from commlens.text import capital, duration, frame_phrase, op_phrase, ranks_phrase, verb
 
 
 def find_absences(context: Context, nodes: list[Node]) -> None:
@@ -55,7 +55,7 @@ def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
     culprits = ranks
     views = [context.world.views[rank] for rank in ranks]
     op, frame = main.op, what.frame
-    name = instance(op)
+    name = op_phrase(op)
     who = ranks_phrase(ranks)
     they_wait = f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} for {verb(ranks, 'it', 'them')}"
     alone = what.why == "finished" and not op.is_point_to_point and len(direct) < len(ranks)
@@ -84,7 +84,7 @@ def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
         evidence += _stack_evidence(views[0])
     failed = next((op for op in views[0].log.collectives[-1:] if op.state is State.FAILED), None)
     if failed is not None and failed.error:
-        evidence.append(f"rank {ranks[0]}: {instance(failed)} failed with {failed.error.splitlines()[0][:160]}.")
+        evidence.append(f"rank {ranks[0]}: {op_phrase(failed)} failed with {failed.error.splitlines()[0][:160]}.")
     confidence: Confidence = "high" if what.observed or what.why in _SURE else "medium"
     more = None
     if confidence == "medium":
@@ -123,11 +123,11 @@ def _waiting(context: Context, members: list[tuple[Node, Doing]]) -> None:
     if len(ranks) > 1:
         label = label.replace("which is", "which are").replace("handles", "handle")
     length = f", {duration(context.longest(direct))} so far" if context.longest(direct) else ""
-    summary = f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} in {instance(main.op)} for {ranks_phrase(ranks)}, {label}{length}"
+    summary = f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} in {op_phrase(main.op)} for {ranks_phrase(ranks)}, {label}{length}"
     explanation = f"{context.name(ranks[0])} {what.phrase}; {context.last(ranks[0])}. {capital(context.waiting_at(same))}. "
     explanation += context.behind(direct, held)
     signs = _signs(ranks, members)
-    step = f"wait; if {ranks_phrase(ranks)} should not take this long, look at {place(what.frame)}" if what.frame else "wait"
+    step = f"wait; if {ranks_phrase(ranks)} should not take this long, look at {frame_phrase(what.frame)}" if what.frame else "wait"
     finding = make_finding(
         "waiting", what.why, [], held, "high" if what.observed else "medium", summary, explanation.strip(), step, main.op, what.frame,
         signs, None, root=False,
@@ -140,7 +140,7 @@ def _stack_evidence(view: View) -> list[str]:
     if stack is None:
         note = view.log.observation.stacks_note
         return [f"There is no stack of rank {view.rank}" + (f": {note}." if note else ".")]
-    frames = [place(f) for f in stack.frames if f.kind.value == "user"][:4]
+    frames = [frame_phrase(f) for f in stack.frames if f.kind.value == "user"][:4]
     return [f"rank {view.rank} was in " + ", called by ".join(frames) + "."] if len(frames) > 1 else []
 
 

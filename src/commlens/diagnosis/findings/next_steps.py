@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from commlens.diagnosis.activity import Doing
 from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.index import View
-from commlens.diagnosis.wording import place, ranks_phrase
 from commlens.model.collective import Collective, Frame
+from commlens.text import frame_phrase, ranks_phrase
 
 
 def missing_step(what: Doing, ranks: Sequence[int]) -> str:
@@ -38,12 +38,12 @@ def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None)
     culprits = ranks_phrase(trouble.culprits)
     if trouble.shift is not None or trouble.habit:
         expected = trouble.shift.skipped if trouble.shift is not None and trouble.shift.by > 0 else usual
-        where = f" at {place(expected.source)}" if expected is not None and expected.source is not None else ""
+        where = f" at {frame_phrase(expected.source)}" if expected is not None and expected.source is not None else ""
         return f"find the branch by which {culprits} left out {expected.op if expected else 'it'}{where}"
-    mine = place(first.source) or "the line"
+    mine = frame_phrase(first.source) or "the line"
     if usual is None:
         return f"compare what {culprits} issue at {mine}"
-    theirs = place(usual.source) or "that"
+    theirs = frame_phrase(usual.source) or "that"
     if theirs == mine:
         return f"find out why {mine} gets something else on {culprits} than on the others"
     return f"compare {mine} on {culprits} with {theirs} on the others"
@@ -51,9 +51,9 @@ def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None)
 
 def cycle_step(culprits: Sequence[int], op: Collective | None, usual: Collective | None) -> str:
     """For ranks that wait for each other."""
-    where = f" at {place(op.source)}" if op is not None and op.source is not None else ""
+    where = f" at {frame_phrase(op.source)}" if op is not None and op.source is not None else ""
     if usual is not None and usual.op == "send":
-        return f"find out why rank {culprits[0]} left out its send at {place(usual.source)}"
+        return f"find out why rank {culprits[0]} left out its send at {frame_phrase(usual.source)}"
     if op is not None and op.op == "recv":
         return f"find out which send should meet the receive{where} on rank {culprits[0]}"
     return f"make all ranks use these groups in the same order: look at {ranks_phrase(culprits)}{where}"
@@ -65,11 +65,11 @@ def death_step(view: View, frame: Frame | None) -> str:
     if fate.why == "out-of-memory":
         return f"give rank {view.rank} more memory, or use less: the kernel killed it (dmesg)"
     if fate.why == "exception":
-        return f"look at {place(frame)} on rank {view.rank}" if frame is not None else f"look at rank {view.rank}'s traceback"
+        return f"look at {frame_phrase(frame)} on rank {view.rank}" if frame is not None else f"look at rank {view.rank}'s traceback"
     if fate.why == "killed" and fate.says_disagreement:
-        return f"look at what rank {view.rank} printed before it aborted" + (f", after {place(frame)}" if frame is not None else "")
+        return f"look at what rank {view.rank} printed before it aborted" + (f", after {frame_phrase(frame)}" if frame is not None else "")
     if fate.why == "killed":
         return f"look into dmesg and the scheduler's log for who sent it, and at rank {view.rank}'s last lines" + (
-            f" ({place(frame)})" if frame is not None else ""
+            f" ({frame_phrase(frame)})" if frame is not None else ""
         )
-    return f"look at rank {view.rank}'s output" + (f", after {place(frame)}" if frame is not None else "")
+    return f"look at rank {view.rank}'s output" + (f", after {frame_phrase(frame)}" if frame is not None else "")

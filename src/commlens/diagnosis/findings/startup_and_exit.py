@@ -7,7 +7,7 @@ from commlens.diagnosis.activity import Doing
 from commlens.diagnosis.findings.context import Context, make_finding
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
-from commlens.diagnosis.wording import capital, count, group_phrase, ranks_phrase, verb
+from commlens.text import capital, count, group_phrase, ranks_phrase, verb
 
 
 def find_left_over(context: Context) -> None:

@@ -15,9 +15,9 @@ from commlens.diagnosis.columns import ColumnOps
 from commlens.diagnosis.extract import Integers
 from commlens.diagnosis.findings.context import Context, make_finding
 from commlens.diagnosis.index import World
-from commlens.diagnosis.wording import count, duration, group_phrase, instance, place
 from commlens.model.collective import ChannelKey
 from commlens.model.ops import ROOTED
+from commlens.text import count, duration, frame_phrase, group_phrase, op_phrase
 
 _TIMES = 3  # that a rank must have been last
 _SHARE = 0.1  # of the time, for which others waited for it
@@ -123,9 +123,9 @@ def find_stragglers(context: Context) -> None:
         f"nothing is stuck, but rank {worst.rank} comes last to {group_phrase(channel.group)}: {count(worst.times, 'time')} of {worst.of}, "
         f"{duration(mean)} after the others"
     )
-    at = f" before {place(op.source)}" if op.source is not None else ""
+    at = f" before {frame_phrase(op.source)}" if op.source is not None else ""
     explanation = (
-        f"The others waited {duration(worst.lost_ns)} of {duration(span)} for it, longest in {instance(op)}. Clocks are corrected by when "
+        f"The others waited {duration(worst.lost_ns)} of {duration(span)} for it, longest in {op_phrase(op)}. Clocks are corrected by when "
         "the ranks leave their collectives."
     )
     context.add(

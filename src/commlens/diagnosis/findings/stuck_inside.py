@@ -10,9 +10,9 @@ from commlens.diagnosis.findings.context import Context, make_finding, op_at
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
 from commlens.diagnosis.wait_graph import Instance, Node
-from commlens.diagnosis.wording import capital, duration, instance, ranks_phrase, verb
 from commlens.model.collective import State
 from commlens.model.ops import ROOTED
+from commlens.text import capital, duration, op_phrase, ranks_phrase, verb
 
 
 def find_stuck_inside(context: Context, node: Node) -> None:
@@ -32,7 +32,7 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     what = {view.rank: context.doing(view) for view in views}
     culprits = [r for r in ranks if what[r].why in ("stopped", "uninterruptible-io", "throttled", "holding-gil") and not what[r].works]
     busy = [r for r in ranks if _burns_cpu(context.world.views[r]) and op.channel.device == "cpu"]
-    name = instance(op) if which.sender < 0 else f"message #{which.number} from rank {which.sender} to rank {which.receiver}"
+    name = op_phrase(op) if which.sender < 0 else f"message #{which.number} from rank {which.sender} to rank {which.receiver}"
     waited = context.longest(direct)
     if busy and not culprits and not failed:
         summary = f"{ranks_phrase(ranks)} are in {name}, which still moves data, {duration(waited)} so far"
@@ -92,7 +92,7 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
     done = sorted({r for node in nodes for r in context.graph.instances[node.detail].key[2]} - set(ranks))
     held = sorted(set(context.blocked_by(nodes)) - set(ranks))
     who = ranks_phrase(ranks)
-    name = instance(op) if len(nodes) == 1 else f"{op.op} #{op.sequence_number} of {len(nodes)} groups {op.channel.group.label}"
+    name = op_phrase(op) if len(nodes) == 1 else f"{op.op} #{op.sequence_number} of {len(nodes)} groups {op.channel.group.label}"
     summary = f"{who} {verb(ranks, 'does', 'do')} not come out of {name}, which completed on {ranks_phrase(done)}"
     explanation = (
         f"It takes every rank's part, so all of it had arrived: {who} {verb(ranks, 'has', 'have')} a device, driver or process "

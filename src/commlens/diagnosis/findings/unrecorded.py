@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from commlens.diagnosis.findings.context import Context, make_finding, most_waited
 from commlens.diagnosis.wait_graph import Instance, Node
-from commlens.diagnosis.wording import capital, count, instance, ranks_phrase, verb
+from commlens.text import capital, count, op_phrase, ranks_phrase, verb
 
 
 def find_unrecorded(context: Context, nodes: list[Node]) -> None:
@@ -21,7 +21,7 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
         op = most_waited(edges).op
         direct = sorted({edge.rank for edge in edges})
         held = context.blocked_by(members)
-        who, they_wait = ranks_phrase(ranks), f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} in {instance(op)}"
+        who, they_wait = ranks_phrase(ranks), f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} in {op_phrase(op)}"
         left = kind == "no-record"
         if left:
             summary = f"{who} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"

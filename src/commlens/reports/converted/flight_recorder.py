@@ -14,7 +14,7 @@ import msgspec
 
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
-from commlens.model.ranks import ranks_phrase
+from commlens.text import ranks_phrase
 
 VERSION: Final = "2.10"
 

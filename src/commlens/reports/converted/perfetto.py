@@ -14,8 +14,8 @@ import msgspec
 
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import CollectiveArgs, user_frame
-from commlens.model.ranks import format_ranks
 from commlens.reports.converted.table import STATES
+from commlens.text import format_ranks
 
 _LANES: Final = 100
 """Tracks of one group lie so many numbers apart: operations of one group that overlap need several."""

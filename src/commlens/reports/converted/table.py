@@ -13,7 +13,7 @@ import numpy as np
 from commlens.errors import MissingDependency
 from commlens.formats.columns import RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, Stack, TensorSpec, user_frame
-from commlens.model.ranks import format_ranks
+from commlens.text import format_ranks
 
 STATES: Final = ("scheduled", "started", "completed", "retired")
 """By the number in ``RankColumns.state``."""

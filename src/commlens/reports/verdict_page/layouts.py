@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from commlens.model.ranks import format_ranks
 from commlens.reports.verdict_page.model import Layout, LayoutRow
 from commlens.reports.verdict_page.scene import Scene
+from commlens.text import format_ranks, group_label
 
 _LAYOUTS_MAX = 12
 _WIDE = 16
@@ -20,7 +20,7 @@ def layouts(scene: Scene) -> list[Layout]:
         group = channel.group
         if not group.ranks:
             continue
-        name = "the default group" if group.label in ("default_pg", "0", "") else group.label
+        name = group_label(group, "the default group")
         fault = (group.name, group.ranks) in faults
         by_label[name][group.ranks] = by_label[name].get(group.ranks, False) or fault
     found = [_layout(name, groups) for name, groups in by_label.items()]

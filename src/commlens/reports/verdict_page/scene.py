@@ -8,11 +8,10 @@ from typing import NamedTuple
 from commlens.diagnosis.alignment import Trouble, find_troubles
 from commlens.diagnosis.index import Block, ChannelKey, View, World
 from commlens.diagnosis.wait_graph import Builder, Graph
-from commlens.diagnosis.wording import duration, place, tensors
 from commlens.model.collective import Collective
-from commlens.model.ranks import format_ranks
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.model import RankClass, Role
+from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label
 
 CLASSES_WANTED = 9  # with more, ranks are told apart by less
 CLASSES_MAX = 24
@@ -94,7 +93,7 @@ class Scene:
         detail = ""
         if blocks:
             longest = max(block.age_ns for _, block in blocks)
-            kinds = {tensors(block.op) for _, block in blocks}
+            kinds = {args_phrase(block.op) for _, block in blocks}
             parts = [f"for {duration(longest)}"] if longest else []
             parts += [next(iter(kinds))] if len(kinds) == 1 and kinds != {""} else []
             detail = ", ".join(parts)
@@ -116,17 +115,17 @@ class Scene:
         if view.fate.kind == "clean":
             return Doing(role, "finished", "")
         if view.fate.kind in ("own", "gone") or (view.fate.ended and block is None):
-            where = place(view.fate.source) or self._at(view)
+            where = frame_phrase(view.fate.source) or self._at(view)
             return Doing(role, view.fate.text or "ended", where if placed else "")
         if block is not None:
             words = f"{_WAIT[block.how]} {_phrase(block.op, detail)}"
-            return Doing(role, words, place(block.op.source) if placed else "")
+            return Doing(role, words, frame_phrase(block.op.source) if placed else "")
         where = self._at(view)
         if where:
             return Doing(role, f"are in {where.partition(' ')[2] or where}", where if placed else "")
         if view.last_op is None:
             return Doing(role, "issued nothing", "")
-        return Doing(role, f"issued {_phrase(view.last_op, detail)} last", place(view.last_op.source) if placed else "")
+        return Doing(role, f"issued {_phrase(view.last_op, detail)} last", frame_phrase(view.last_op.source) if placed else "")
 
     def block_of(self, rank: int) -> Block | None:
         """What holds a rank up: its main thread, where that is blocked."""
@@ -139,7 +138,7 @@ class Scene:
     @staticmethod
     def _at(view: View) -> str:
         stack = view.log.main_stack
-        return place(stack.source) if stack is not None else ""
+        return frame_phrase(stack.source) if stack is not None else ""
 
 
 def phrase(op: Collective) -> str:
@@ -161,8 +160,7 @@ def _phrase(op: Collective, detail: int) -> str:
 
 def label(op: Collective) -> str:
     """The group's name as people know it."""
-    name = op.channel.group.label
-    return "the default group" if name in ("default_pg", "0", "") else name
+    return group_label(op.channel.group, "the default group")
 
 
 def _singular(words: str) -> str:

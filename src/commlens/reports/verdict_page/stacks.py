@@ -6,9 +6,9 @@ from collections import defaultdict
 
 from commlens.model.collective import Stack
 from commlens.model.ranklog import ThreadStack
-from commlens.model.ranks import format_ranks
 from commlens.reports.verdict_page.model import FrameRef, Role, StackClass
 from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.text import format_ranks
 
 _CLASSES_MAX = 60
 _FRAMES_MAX = 80

@@ -6,12 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from commlens.diagnosis.index import ChannelKey, Track
-from commlens.diagnosis.wording import duration, group_phrase, place, tensors
 from commlens.matching import Disagree, compare_coalesced
 from commlens.model.collective import Collective, CollectiveArgs, State
-from commlens.model.ranks import format_ranks, ranks_phrase
 from commlens.reports.verdict_page.model import Cell, CellState, Role, Table, TableColumn, TableRow
 from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label, group_phrase, ranks_phrase
 
 _TABLES_MAX = 6
 _OF_A_LABEL = 2
@@ -103,7 +102,7 @@ def _aligned(scene: Scene, key: ChannelKey, centre: int, named: set[int]) -> Tab
 def _table_name(scene: Scene, key: ChannelKey) -> str:
     group = scene.world.channels[key].group
     ranks = format_ranks(group.ranks)
-    name = "default group" if group.label in ("default_pg", "0", "") else group.label
+    name = group_label(group)
     return f"{name} [{ranks if len(ranks) <= 24 else f'{len(group.ranks)} ranks'}]"
 
 
@@ -140,7 +139,7 @@ def _cell(track: Track | None, number: int, *, differs: bool, awaited: bool, kno
 
 
 def _filled(op: Collective, name: str, differs: bool = False) -> Cell:
-    return Cell(name, tensors(op), place(op.source), _STATES.get(op.state, "unknown"), differs)
+    return Cell(name, args_phrase(op), frame_phrase(op.source), _STATES.get(op.state, "unknown"), differs)
 
 
 # --- in the order of issue ---------------------------------------------------------------------------------------

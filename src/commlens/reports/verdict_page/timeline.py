@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from commlens.diagnosis.index import ChannelKey, View
-from commlens.diagnosis.wording import place, tensors
 from commlens.model.collective import Channel, Collective, State
-from commlens.model.ranks import format_ranks
 from commlens.reports.verdict_page.model import Arrivals, ChannelRef, Lane, Ops, Timeline
 from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
 
 LANES_MAX = 48
 _SEEN_AT_ONCE = 16  # lanes; of more, those of the root cause come first
@@ -45,7 +44,7 @@ class _Channels:
         at = self._known.setdefault(channel.key, len(self.refs))
         if at == len(self.refs):
             group = channel.group
-            name = "default group" if group.label in ("default_pg", "0", "") else group.label
+            name = group_label(group)
             self.refs.append(ChannelRef(name, format_ranks(group.ranks), " on ".join(filter(None, [group.backend, channel.device]))))
         return at
 
@@ -76,8 +75,8 @@ def timeline(scene: Scene) -> Timeline:
             columns.channel.append(channels(op.channel))
             columns.number.append(op.sequence_number)
             columns.name.append(texts(_name(op)))
-            columns.asked.append(texts(tensors(op)))
-            columns.place.append(texts(place(op.source)))
+            columns.asked.append(texts(args_phrase(op)))
+            columns.place.append(texts(frame_phrase(op.source)))
             columns.state.append(_STATES[op.state])
         made.lanes.append(Lane(rank, scene.role(rank), scene.class_of.get(rank, -1), columns))
     made.channels, made.texts = channels.refs, texts.texts

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from commlens.diagnosis.wait_graph import Edge, Node
-from commlens.diagnosis.wording import capital, count, instance
-from commlens.model.ranks import format_ranks
 from commlens.reports.verdict_page.model import GraphEdge, GraphNode, WaitGraph
 from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.text import capital, count, format_ranks, op_phrase
 
 
 def wait_graph(scene: Scene) -> WaitGraph:
@@ -82,7 +81,7 @@ class _Fold:
         if target.kind == "stuck":
             members = edge.instance.key[2]
             title = f"{capital(count(len(members), 'rank'))} arrived, none completes"
-            return [self._put("stuck", target.detail, GraphNode(title=title, lines=[instance(edge.op)], root=True))]
+            return [self._put("stuck", target.detail, GraphNode(title=title, lines=[op_phrase(edge.op)], root=True))]
         return [self._of_rank(target.rank)] if target.rank in scene.class_of else []
 
 

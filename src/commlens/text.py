@@ -1,0 +1,199 @@
+"""One wording each for durations, sizes, counts, sets of ranks, groups, collectives, tensors and source lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:  # the commands' help needs no msgspec
+    from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
+
+_UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
+_LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
+
+
+def duration(ns: float) -> str:
+    """``"0.8 s"``, ``"31 s"``, ``"5 min 10 s"``, ``"2 h 5 min"``."""
+    seconds = max(0.0, ns / 1e9)
+    if seconds < 0.95:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 9.95:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        minutes, rest = divmod(whole, 60)
+        return f"{minutes} min {rest} s" if rest and minutes < 10 else f"{minutes} min"
+    hours, rest = divmod(round(whole / 60), 60)
+    return f"{hours} h {rest} min" if rest else f"{hours} h"
+
+
+def size(amount: float) -> str:
+    """Bytes in decimal units, as networks are sold: ``"512 B"``, ``"4.1 kB"``, ``"16.8 MB"``."""
+    value = float(amount)
+    unit = 0
+    while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
+        value /= 1000
+        unit += 1
+    digits = 0 if unit == 0 or abs(value) >= 99.95 else 1
+    return f"{value:.{digits}f} {_UNITS[unit]}"
+
+
+def number(value: float) -> str:
+    """``"12"``, ``"1,024"``, ``"2.5"``: as few digits as it takes."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"
+
+
+def count(value: float, singular: str, plural: str | None = None) -> str:
+    """``"1 rank"``, ``"1,024 ranks"``."""
+    return f"{number(value)} {singular if value == 1 else plural or singular + 's'}"
+
+
+def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
+    """The verb form for one rank or for several: ``verb([2], "waits", "wait")`` is ``"waits"``."""
+    return singular if len(set(ranks)) == 1 else plural
+
+
+def capital(text: str) -> str:
+    """The text with a capital first letter."""
+    return text[:1].upper() + text[1:]
+
+
+def joined(parts: Iterable[str], last: str = "and") -> str:
+    """``"a, b and c"``."""
+    items = list(parts)
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}" if items else ""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Compress ranks, e.g. ``[0, 1, 3] -> "0-1,3"`` and ``[0, 8, 16, 24] -> "0-24:8"`` (stride after the colon).
+
+    A stride is used from four members on. Duplicates are dropped and the order does not matter.
+    """
+    left = sorted(set(ranks))
+    parts: list[str] = []
+    start = 0
+    while start < len(left):
+        end = start + 1
+        stride = left[end] - left[start] if end < len(left) else 1
+        while end + 1 < len(left) and left[end + 1] - left[end] == stride:
+            end += 1
+        if end >= len(left):
+            parts.append(str(left[start]))
+            break
+        members = end - start + 1
+        if stride == 1 and members >= 2:
+            parts.append(f"{left[start]}-{left[end]}")
+        elif members >= 4:
+            parts.append(f"{left[start]}-{left[end]}:{stride}")
+        else:
+            parts.append(str(left[start]))
+            start += 1
+            continue
+        start = end + 1
+    return ",".join(parts)
+
+
+def parse_ranks(text: str, *, limit: int = 1_000_000) -> tuple[int, ...]:
+    """Reverse :func:`format_ranks`.
+
+    Args:
+        text: for example ``"0-1,3"`` or ``"0-24:8"``; empty gives no ranks.
+        limit: the most ranks accepted, since the text may come from a damaged file.
+
+    Raises:
+        ValueError: the text is not a set of ranks, or names more than ``limit`` of them.
+    """
+    ranks: list[int] = []
+    for part in text.split(","):
+        if not part.strip():
+            continue
+        span, _, step_text = part.partition(":")
+        first_text, dash, last_text = span.partition("-")
+        try:
+            first = int(first_text)
+            last = int(last_text) if dash else first
+            step = int(step_text) if step_text else 1
+        except ValueError:
+            raise ValueError(f"not a set of ranks: {text[:80]!r}") from None
+        if step < 1 or last < first or len(ranks) + (last - first) // step + 1 > limit:
+            raise ValueError(f"not a set of ranks: {text[:80]!r}")
+        ranks.extend(range(first, last + 1, step))
+    return tuple(ranks)
+
+
+def ranks_phrase(ranks: Iterable[int]) -> str:
+    """``"rank 2"``, ``"ranks 0-1,3"``; a long set is cut short: ``"ranks 1,3-9,... (3967 in all)"``."""
+    members = sorted(set(ranks))
+    if len(members) == 1:
+        return f"rank {members[0]}"
+    text = format_ranks(members)
+    if len(text) > _LONGEST_RANKS:
+        text = f"{text[: text.rindex(',', 0, _LONGEST_RANKS - 20)]},... ({len(members)} in all)"
+    return f"ranks {text}"
+
+
+def group_label(group: ProcessGroup, default: str = "default group") -> str:
+    """The mesh dimension, else the description, else torch's name; ``default`` for the default group."""
+    return default if _is_default(group) else group.label
+
+
+def _is_default(group: ProcessGroup) -> bool:
+    return group.label in ("default_pg", "0", "")
+
+
+def group_phrase(group: ProcessGroup) -> str:
+    """``"group dp [0-3]"``, ``"the default group [0-3]"``."""
+    name = "the default group" if _is_default(group) else f"group {group.label}"
+    return f"{name} [{format_ranks(group.ranks)}]"
+
+
+def op_phrase(op: Collective, *, group: bool = True) -> str:
+    """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``."""
+    name = f"{op.op} #{op.sequence_number}"
+    if op.is_point_to_point:
+        peer = f"rank {op.peer}" if op.peer is not None else "any rank"
+        return f"{name} {'to' if op.op == 'send' else 'from'} {peer}"
+    return f"{name} of {group_phrase(op.channel.group)}" if group else name
+
+
+def frame_phrase(frame: Frame | None) -> str:
+    """``"train.py:57 load_batch"``; empty where no line is known."""
+    return f"{frame.where} {frame.function}".rstrip() if frame is not None else ""
+
+
+def tensor_phrase(spec: TensorSpec) -> str:
+    """``"float32[5,5]"``; ``"25 elements"`` where the dtype is unknown, as in torch's log lines."""
+    if spec.dtype == "unknown":
+        return f"{spec.numel} elements"
+    shape = ",".join(map(str, spec.shape))
+    odd = "" if spec.layout == "strided" else f" {spec.layout}"
+    if spec.memory_order is not None:
+        odd += f" in memory order {list(spec.memory_order)}"
+    return f"{spec.dtype}[{shape}]{odd}"
+
+
+def tensors_phrase(specs: Sequence[TensorSpec]) -> str:
+    """``"float32[5,5]"``, ``"4 x float32[5]"``, or the first tensor and the number of the others."""
+    if not specs:
+        return "no tensor"
+    first = tensor_phrase(specs[0])
+    if len(specs) == 1:
+        return first
+    if all(spec == specs[0] for spec in specs):
+        return f"{len(specs)} x {first}"
+    return f"{first} and {len(specs) - 1} more"
+
+
+def args_phrase(op: Collective) -> str:
+    """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without tensors."""
+    specs = op.args.payload
+    if not specs or op.op in ("barrier", "monitored_barrier"):
+        return ""
+    text = tensors_phrase(specs)
+    if op.args.reduce_op:
+        text += f" {op.args.reduce_op}"
+    if op.args.root is not None:
+        text += f", root {op.args.root}"
+    return text
