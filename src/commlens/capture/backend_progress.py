@@ -1,4 +1,4 @@
-"""torch's own recorder, asked for what a CPU thread may not ask a device: how far each group has come.
+"""torch's own recorder, args for what a CPU thread may not ask a device: how far each group has come.
 
 Only the per-group status is read (three counters), never the entries, about once a second and from the watchdog thread.
 Seen on gloo with torch 2.13.0; that NCCL fills the same counters is taken from torch's sources.

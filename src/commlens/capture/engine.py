@@ -37,7 +37,7 @@ def why_not_native() -> str:
 
 
 def choose(wanted: str) -> Engine:
-    """The engine for the setting ``engine``. Never raises: where the native one cannot be, that is said in one line if it was asked for."""
+    """The engine for the setting ``engine``. Never raises: where the native one cannot be, that is said in one line if it was args for."""
     if wanted != "python":
         module, why = _native_module()
         if module is not None:

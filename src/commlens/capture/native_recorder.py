@@ -18,8 +18,8 @@ from commlens.blackbox.writer import BoxWriter
 from commlens.capture import stacks
 from commlens.capture.recorder import Recorder, error_of
 from commlens.tap import tap
-from commlens.tap.collective_args import Asked, describe
 from commlens.tap.groups import Channel, Groups
+from commlens.tap.interned_args import InternedArgs, describe
 from commlens.tap.rejections import was_not_issued
 from commlens.tap.token import Token, Verifier
 
@@ -135,8 +135,8 @@ class NativeRecorder(Recorder):
 
     # --- from C++
 
-    def ask(self, name: str, arguments: tuple[Any, ...], address: int) -> Asked:
-        """What was asked for, seen for the first time; ``address`` is the process group's."""
+    def describe_args(self, name: str, arguments: tuple[Any, ...], address: int) -> InternedArgs:
+        """What was args for, seen for the first time; ``address`` is the process group's."""
         spec = self._specs[name]
         process_group = tap.unbox_group(arguments[spec.process_group])
         if address not in self._watched_groups:
@@ -147,9 +147,9 @@ class NativeRecorder(Recorder):
         self._watched_groups.pop(address, None)
         self.engine.forget_group(address)
 
-    def asked_blob(self, asked: Asked) -> int:
+    def args_blob(self, args: InternedArgs) -> int:
         """Position of its description; 0 where it is too large."""
-        return self.writer.add_blob(asked.content)
+        return self.writer.add_blob(args.content)
 
     def channel_blob(self, channel: Channel) -> int:
         """Position of its description."""
@@ -168,17 +168,17 @@ class NativeRecorder(Recorder):
         """Why a Work that says it is completed failed."""
         return error_of(work)
 
-    def failed_natively(self, what: str) -> None:
+    def report_native_error(self, what: str) -> None:
         """An error of ours."""
         self._failed(RuntimeError(what))
 
-    def verify_natively(self, native: Any, reduce_op: int) -> Token:
+    def verify_before_issue(self, native: Any, reduce_op: int) -> Token:
         """Compare a collective with the peers' before it is issued, where C++ could not do all of it. Only a refusal is raised."""
         verifier = self.verifier
-        token = Token(native.index, native.offset, native.asked, native.since, native.thread, native.number, native.stack)
+        token = Token(native.index, native.offset, native.args, native.since, native.thread, native.number, native.stack)
         token.tagged_number = native.tagged_number
-        if native.said is not None:
-            token.announced = native.said[:2]
+        if native.announced is not None:
+            token.announced = native.announced[:2]
         if verifier is None:
             return token
         try:
@@ -189,34 +189,34 @@ class NativeRecorder(Recorder):
             raise error.with_traceback(None) from error.__cause__
         return token
 
-    def plan_natively(self, asked: Asked, stack: int, reduce_op: int) -> Any:
+    def make_plan(self, args: InternedArgs, stack: int, reduce_op: int) -> Any:
         """How the next one like this is verified in C++; None where that is for Python alone."""
-        return self.verifier.plan(asked, stack, reduce_op) if self.verifier is not None else None
+        return self.verifier.plan(args, stack, reduce_op) if self.verifier is not None else None
 
-    def verify_wait_natively(self, native: Any) -> None:
+    def verify_before_wait(self, native: Any) -> None:
         """A thread is about to wait for an op (None: one that nobody knows) that C++ could not settle. Only a refusal is raised."""
         verifier = self.verifier
         if verifier is None:
             return
         try:
-            if native is None or native.said is None:
+            if native is None or native.announced is None:
                 verifier.before_wait(native.index if native is not None else 0)
             else:
-                _, number, code, absent = native.said
-                verifier.before_planned_wait(native.asked, number, code, absent, native.index)
+                _, number, code, absent = native.announced
+                verifier.before_planned_wait(native.args, number, code, absent, native.index)
         except BaseException as error:
             if native is not None:
                 self.engine.wait_ended(native, error)
             raise error.with_traceback(None) from error.__cause__
 
-    def issued_natively(self, token: Token) -> None:
+    def after_verified_issue(self, token: Token) -> None:
         """The backend has what was compared."""
-        if token.asked.stray and self.verifier is not None:
+        if token.args.refused_locally and self.verifier is not None:
             self.verifier.announce_late(token)
 
-    def was_not_issued(self, asked: Asked, error: BaseException) -> bool:
+    def was_not_issued(self, args: InternedArgs, error: BaseException) -> bool:
         """Whether the backend refused an op before anything was sent."""
-        return was_not_issued(asked.op, error)
+        return was_not_issued(args.op, error)
 
     def withdraw(self, token: Token) -> None:
         """What was announced to the peers meets none of theirs."""
@@ -252,8 +252,8 @@ class NativeRecorder(Recorder):
 
     def sweep(self) -> Any:
         """Look at what is in flight, from the watchdog thread. Returns the oldest that is not done."""
-        for token in self.engine.take_unpolled():
-            self.unpolled.append(Token(token.index, token.offset, token.asked, token.since, token.thread))
+        for token in self.engine.take_on_accelerator():
+            self.on_accelerator.append(Token(token.index, token.offset, token.args, token.since, token.thread))
         return self.engine.sweep()
 
     def held(self) -> int:
@@ -278,15 +278,15 @@ class NativeRecorder(Recorder):
                 return None
             first, channel_blob, number, identity, members = ended
             content = {**first.python.content, "op": "coalesced", "dop": "coalesced"}
-            asked = Asked(content, first.python.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
-            asked.blob = self.writer.add_blob(content)
+            args = InternedArgs(content, first.python.channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            args.blob = self.writer.add_blob(content)
             stack = self.engine.stack_position(2)
             index, now = self.writer.next_index(), time.monotonic_ns()
             offset = self.writer.announce(
-                index, now, channel_blob, asked.blob, stack, 0, number, self.steps, identity, 0,
-                threading.get_native_id(), asked.flags, -1, members,
+                index, now, channel_blob, args.blob, stack, 0, number, self.steps, identity, 0,
+                threading.get_native_id(), args.flags, -1, members,
             )  # fmt: skip
-            return self.engine.group_token(asked, first, index, offset, now)
+            return self.engine.group_token(args, first, index, offset, now)
         except Exception as error:
             self._failed(error)
             return None

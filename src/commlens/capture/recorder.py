@@ -23,8 +23,8 @@ from commlens.blackbox.writer import BoxWriter
 from commlens.capture import backend_progress, stacks
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap import tap
-from commlens.tap.collective_args import Asked, AskedTable, noted_reduce_ops, output_pointers, reduce_op_code
 from commlens.tap.groups import Channel, Groups, give_back
+from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers, reduce_op_code
 from commlens.tap.rejections import was_not_issued
 from commlens.tap.token import Token, Verifier
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("commlens")
 
-_LOOSEN_AFTER_NS = 200_000_000
+_HOLD_WEAKLY_AFTER_NS = 200_000_000
 _HELD_LIMIT = 512
 _REDUCE_OPS_AT_ONCE = 500
 _monotonic = time.monotonic_ns
 
 
 class _Here(threading.local):
-    """This thread, by the id that the system gives it. Asked of the system once: a system call costs more than a look-up."""
+    """This thread, by the id that the system gives it. InternedArgs of the system once: a system call costs more than a look-up."""
 
     def __init__(self) -> None:
         self.id = threading.get_native_id()
@@ -55,15 +55,15 @@ class CoalescedGroup:
 
     def __init__(self, number: int) -> None:
         self.id = number
-        self.members: list[Asked] = []
+        self.members: list[InternedArgs] = []
         self.sequence_number = 0
 
-    def add(self, asked: Asked) -> int:
+    def add(self, args: InternedArgs) -> int:
         """One more member. Returns its sequence number: collectives share the group's, point-to-point keeps its pair's."""
-        self.members.append(asked)
-        if asked.op in POINT_TO_POINT:
-            return asked.next_number()
-        self.sequence_number = self.sequence_number or asked.next_number()
+        self.members.append(args)
+        if args.op in POINT_TO_POINT:
+            return args.next_number()
+        self.sequence_number = self.sequence_number or args.next_number()
         return self.sequence_number
 
 
@@ -79,11 +79,11 @@ class Recorder:
         self.stacks = stacks.StackTable(writer)
         self.synchronous: dict[int, Token] = {}  # by thread: issued by a call that waits for it right away
         self.in_flight: dict[Any, Token] = {}  # Work (its one Python object) to token; emptied as soon as it is done
-        self.loose: dict[int, Token] = {}  # by index: in flight, its Work no longer held
+        self.weakly_held: dict[int, Token] = {}  # by index: in flight, its Work no longer held
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
         self.reduce_ops: collections.deque[tuple[int, int, Any]] = collections.deque(maxlen=writer.capacity)
-        self.unpolled: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
-        self._asked = AskedTable()
+        self.on_accelerator: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # on an accelerator
+        self._table = ArgsTable()
         self._coalescing: dict[int, CoalescedGroup] = {}  # by thread
         self.on_unreadable_reduce_op: Callable[[], None] | None = None
         self._coalescing_ids = itertools.count(1).__next__
@@ -143,37 +143,37 @@ class Recorder:
 
     def _begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None, entered: int) -> Token | None:
         try:
-            asked = self._asked.find(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
-            channel = asked.channel
+            args = self._table.find(spec, arguments, self.groups.find(tap.unbox_group(arguments[spec.process_group])))
+            channel = args.channel
             writer = self.writer
-            if asked.blob <= writer.side_floor and not asked.too_large:
-                asked.blob = writer.add_blob(asked.content)
-                asked.too_large = asked.blob == 0
+            if args.blob <= writer.side_floor and not args.too_large:
+                args.blob = writer.add_blob(args.content)
+                args.too_large = args.blob == 0
             if channel.blob <= writer.side_floor:
                 channel.blob = writer.add_blob(channel.describe())
             # In a thread of C++'s own (autograd's, on an accelerator, where DDP issues its collectives) there is no frame.
             stack = self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
             thread = _here.id
-            flags = asked.flags | entered
+            flags = args.flags | entered
             if channel.busy and channel.busy != thread:
                 flags |= L.FLAG_CONCURRENT
             channel.busy = thread
             coalescing = self._coalescing.get(thread) if self._coalescing else None
             if coalescing is None:
-                number, coalescing_id = asked.next_number(), 0
+                number, coalescing_id = args.next_number(), 0
             else:
-                number, coalescing_id, flags = coalescing.add(asked), coalescing.id, flags | L.FLAG_COALESCED_MEMBER
+                number, coalescing_id, flags = coalescing.add(args), coalescing.id, flags | L.FLAG_COALESCED_MEMBER
             index = writer.next_index()
             now = _monotonic()
             offset = writer.announce(
-                index, now, channel.blob, asked.blob, stack, 0, number, self.steps, coalescing_id, asked.tag, thread, flags, asked.peer, 0
+                index, now, channel.blob, args.blob, stack, 0, number, self.steps, coalescing_id, args.tag, thread, flags, args.peer, 0
             )
-            token = Token(index, offset, asked, now, thread, number, stack)
-            if asked.next_tagged is not None:
-                token.tagged_number = asked.next_tagged()
+            token = Token(index, offset, args, now, thread, number, stack)
+            if args.next_tagged is not None:
+                token.tagged_number = args.next_tagged()
             if coalescing is not None:
                 token.coalescing = coalescing
-            elif not asked.synchronous and channel.polls:
+            elif not args.synchronous and channel.holds_works:
                 token.pointers = output_pointers(spec, arguments)
             if spec.reduce_op >= 0:
                 noted = noted_reduce_ops.get(thread) if noted_reduce_ops else None
@@ -188,12 +188,12 @@ class Recorder:
         if token is None:
             return
         try:
-            asked = token.asked
-            asked.channel.busy = 0
-            if asked.stray and self.verifier is not None:
+            args = token.args
+            args.channel.busy = 0
+            if args.refused_locally and self.verifier is not None:
                 self.verifier.announce_late(token)
             boxed = result[-1] if type(result) is tuple else result
-            if asked.synchronous and boxed is not None:
+            if args.synchronous and boxed is not None:
                 # The caller waits in its next breath. That wait will say that the call returned, and needs no Work to find us.
                 self.synchronous[token.thread] = token
                 return
@@ -201,7 +201,7 @@ class Recorder:
                 # The record that closes the group carries the state that counts.
                 self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
                 return
-            self.returned_work(token, tap.unbox_work(boxed) if boxed is not None and asked.channel.polls else boxed)
+            self.returned_work(token, tap.unbox_work(boxed) if boxed is not None and args.channel.holds_works else boxed)
         except Exception as error:
             self._failed(error)
 
@@ -211,36 +211,36 @@ class Recorder:
         self.writer.mark(token.offset, L.RETURNED, token.index, now)
         if work is None:
             self._done(token, L.HOW_RETURN, now)
-        elif token.asked.channel.polls:
+        elif token.args.channel.holds_works:
             self._hold(token, work)
         else:
             # On an accelerator a Work would keep tensors alive, and asking it queries an event: torch's recorder tells, or nobody.
             self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
-            self.unpolled.append(token)
+            self.on_accelerator.append(token)
 
     def raised(self, token: Token | None, error: BaseException) -> None:
         """The backend refused it, or waited in vain."""
         if token is None:
             return
-        if self._ended_by(token, error, issued=not was_not_issued(token.asked.op, error)):
+        if self._ended_by(token, error, issued=not was_not_issued(token.args.op, error)):
             self.writer.forget_number(token.offset, token.index)
 
     def _give_number_back(self, token: Token) -> bool:
         """An op that was not issued meets nobody: the next one of its channel has its number, as it has on ranks that never tried it."""
-        asked = token.asked
+        args = token.args
         if token.coalescing is not None or not token.number:
             return False  # its group has the number
         if self.verifier is not None:
             self.verifier.withdraw(token)
-        if token.tagged_number and asked.next_tagged is not None:
-            give_back(asked.next_tagged, token.tagged_number)
-        return give_back(asked.next_number, token.number)
+        if token.tagged_number and args.next_tagged is not None:
+            give_back(args.next_tagged, token.tagged_number)
+        return give_back(args.next_number, token.number)
 
     def _ended_by(self, token: Token, error: BaseException, *, issued: bool) -> bool:
         """Note the error. Returns whether its number is free again."""
         freed = False
         try:
-            token.asked.channel.busy = 0
+            token.args.channel.busy = 0
             freed = not issued and self._give_number_back(token)
             if token.coalescing is not None:
                 self._coalescing.pop(token.thread, None)  # nobody will end the group now
@@ -260,7 +260,7 @@ class Recorder:
             except (RuntimeError, StopIteration):  # another thread took it away just now
                 pass
             else:
-                if not waiting.asked.wait_tells and oldest.is_completed():
+                if not waiting.args.wait_only and oldest.is_completed():
                     self._completed(oldest, waiting, L.HOW_POLL)
                 elif len(in_flight) >= _HELD_LIMIT:
                     self._let_go(oldest, waiting)
@@ -270,19 +270,19 @@ class Recorder:
 
     def _let_go(self, work: Any, token: Token) -> None:
         """Too many are held, of a kind that nobody waits for: the state of this one cannot be known any more."""
-        if token.asked.wait_tells:
-            self._loosen(work, token)
+        if token.args.wait_only:
+            self._hold_weakly(work, token)
         elif self.in_flight.pop(work, None) is not None:
             token.unknown = True
             self._forget_pointers(token)
             self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
 
-    def _loosen(self, work: Any, token: Token) -> None:
+    def _hold_weakly(self, work: Any, token: Token) -> None:
         """Hold a Work no longer, and watch it through a weak reference."""
         token.work_ref = weakref.ref(work)
-        self.loose[token.index] = token
+        self.weakly_held[token.index] = token
         if self.in_flight.pop(work, None) is None:  # its wait ended just now
-            self.loose.pop(token.index, None)
+            self.weakly_held.pop(token.index, None)
 
     def _completed(self, work: Any, token: Token, how: int) -> None:
         if self.in_flight.pop(work, None) is not None:
@@ -325,8 +325,8 @@ class Recorder:
             token = self.in_flight.get(work)
             if token is None and self.synchronous:
                 token = self.synchronous.get(_here.id)
-            if token is None and self.loose:
-                token = next((t for t in list(self.loose.values()) if t.work_ref() is work), None)
+            if token is None and self.weakly_held:
+                token = next((t for t in list(self.weakly_held.values()) if t.work_ref() is work), None)
             if token is not None:
                 self._wait_marks(token)
         except Exception as error:
@@ -344,7 +344,7 @@ class Recorder:
                 self._after_wait(token, error)
             raise
 
-    def rather(self, error: BaseException) -> BaseException:
+    def error_to_raise(self, error: BaseException) -> BaseException:
         """What to raise instead of an error of the backend: where a peer refused and ended, its refusal says why."""
         refused = self.verifier.pending_refusal() if self.verifier is not None else None
         if refused is None:
@@ -354,11 +354,11 @@ class Recorder:
 
     def _wait_marks(self, token: Token) -> None:
         token.waiting = True
-        self.writer.wait_began(token.offset, token.index, _monotonic(), _here.id, token.asked.synchronous)
+        self.writer.wait_began(token.offset, token.index, _monotonic(), _here.id, token.args.synchronous)
 
     def wait_ended(self, work: Any, token: Token, error: BaseException | None) -> None:
         """That wait is over."""
-        if token.asked.synchronous:
+        if token.args.synchronous:
             self.synchronous.pop(token.thread, None)
         else:
             self.in_flight.pop(work, None)
@@ -366,8 +366,8 @@ class Recorder:
 
     def _after_wait(self, token: Token, error: BaseException | None) -> None:
         try:
-            if self.loose:
-                self.loose.pop(token.index, None)
+            if self.weakly_held:
+                self.weakly_held.pop(token.index, None)
             if token.pointers:
                 self._forget_pointers(token)
             if error is None:
@@ -400,7 +400,7 @@ class Recorder:
         """That wait is over."""
         work, token = held
         if error is not None and self.verifier is not None:
-            refused = self.rather(error)
+            refused = self.error_to_raise(error)
             if refused is not error:
                 raise refused
         if token is None:
@@ -419,9 +419,9 @@ class Recorder:
         oldest: Token | None = None
         now = _monotonic()
         for work, token in list(self.in_flight.items()):
-            if token.asked.wait_tells:
-                if now - token.since > _LOOSEN_AFTER_NS:
-                    self._loosen(work, token)
+            if token.args.wait_only:
+                if now - token.since > _HOLD_WEAKLY_AFTER_NS:
+                    self._hold_weakly(work, token)
             elif work.is_completed():
                 self._completed(work, token, L.HOW_POLL)
                 continue
@@ -431,11 +431,11 @@ class Recorder:
         for thread, token in list(self.synchronous.items()):
             if token.waiting:
                 oldest = token if oldest is None or token.index < oldest.index else oldest
-            elif now - token.since > _LOOSEN_AFTER_NS and self.synchronous.pop(thread, None) is token:
+            elif now - token.since > _HOLD_WEAKLY_AFTER_NS and self.synchronous.pop(thread, None) is token:
                 self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)  # its caller never waited
-        for index, token in list(self.loose.items()):
+        for index, token in list(self.weakly_held.items()):
             if self.overwritten(index):
-                self.loose.pop(index, None)
+                self.weakly_held.pop(index, None)
                 self._forget_pointers(token)
             elif token.waiting:
                 oldest = token if oldest is None or index < oldest.index else oldest
@@ -472,11 +472,11 @@ class Recorder:
     def learn_from_native(self) -> None:
         """Mark what torch's recorder says is complete."""
         by_channel: dict[Channel, list[Token]] = {}
-        for token in list(self.unpolled):
+        for token in list(self.on_accelerator):
             if self.overwritten(token.index):
-                self._drop_unpolled(token)
-            elif not token.asked.wait_tells or token.asked.op == "reduce_scatter":
-                by_channel.setdefault(token.asked.channel, []).append(token)
+                self._drop_on_accelerator(token)
+            elif not token.args.wait_only or token.args.op == "reduce_scatter":
+                by_channel.setdefault(token.args.channel, []).append(token)
         # Read after the tokens were listed: what is issued in between is in torch's count alone, which errs towards "in flight".
         statuses = backend_progress.group_statuses() if by_channel else {}
         for channel, tokens in by_channel.items():
@@ -488,26 +488,26 @@ class Recorder:
             open_count = max(0, status.enqueued - status.completed)
             done, pending = tokens[: max(0, len(tokens) - open_count)], tokens[max(0, len(tokens) - open_count) :]
             for token in done:
-                self._drop_unpolled(token)
+                self._drop_on_accelerator(token)
                 self._done(token, L.HOW_NATIVE_RECORDER, _monotonic())
             for token in pending:
                 if not token.waiting:
                     token.waiting = True
                     self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NATIVE_RECORDER)
 
-    def _drop_unpolled(self, token: Token) -> None:
+    def _drop_on_accelerator(self, token: Token) -> None:
         with contextlib.suppress(ValueError):
-            self.unpolled.remove(token)
+            self.on_accelerator.remove(token)
 
-    def oldest_unpolled(self) -> Token | None:
+    def oldest_on_accelerator(self) -> Token | None:
         """The oldest op on an accelerator that torch's recorder says is in flight."""
-        return next((token for token in list(self.unpolled) if token.waiting), None)
+        return next((token for token in list(self.on_accelerator) if token.waiting), None)
 
     def release(self) -> None:
         """Let go of every Work."""
         self.synchronous.clear()
         self.in_flight.clear()
-        self.loose.clear()
+        self.weakly_held.clear()
         self.by_pointer.clear()
         self.reduce_ops.clear()
 
@@ -526,15 +526,15 @@ class Recorder:
         try:
             channel = group.members[0].channel
             content = {**group.members[0].content, "op": "coalesced", "dop": "coalesced"}
-            asked = Asked(content, channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
-            asked.blob = self.writer.add_blob(content)
+            args = InternedArgs(content, channel, flags=L.FLAG_ENTERED | L.FLAG_COALESCED_END)
+            args.blob = self.writer.add_blob(content)
             index = self.writer.next_index()
             now = _monotonic()
             offset = self.writer.announce(
-                index, now, channel.blob, asked.blob, self.stacks.position(sys._getframe(2)), 0, group.sequence_number,
-                self.steps, group.id, 0, thread, asked.flags, -1, len(group.members),
+                index, now, channel.blob, args.blob, self.stacks.position(sys._getframe(2)), 0, group.sequence_number,
+                self.steps, group.id, 0, thread, args.flags, -1, len(group.members),
             )  # fmt: skip
-            return Token(index, offset, asked, now, thread)
+            return Token(index, offset, args, now, thread)
         except Exception as error:
             self._failed(error)
             return None

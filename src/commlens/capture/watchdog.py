@@ -78,10 +78,10 @@ class Watchdog:
         writer.heartbeat()
         oldest = recorder.sweep()
         recorder.decode_reduce_ops()
-        if now - self._native_at >= NATIVE_EVERY_NS and recorder.unpolled:
+        if now - self._native_at >= NATIVE_EVERY_NS and recorder.on_accelerator:
             self._native_at = now
             recorder.learn_from_native()
-        self._write_oldest(oldest or recorder.oldest_unpolled())
+        self._write_oldest(oldest or recorder.oldest_on_accelerator())
         if writer.last_index != self._last_index:
             self._last_index = writer.last_index
             self._idle_since = now

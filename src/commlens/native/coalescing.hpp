@@ -6,7 +6,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "asked.hpp"
+#include "interned_args.hpp"
 #include "layout.hpp"
 #include "threads.hpp"
 
@@ -15,7 +15,7 @@ namespace commlens {
 // One that a thread is building.
 struct Coalescing {
   uint64_t id = 0, members = 0, number = 0;
-  AskedPtr first;
+  ArgsPtr first;
 };
 
 class Coalescings {
@@ -30,15 +30,15 @@ class Coalescings {
 
   // Where this thread is building one, `asked` is its next member: its number is put into the record. Collectives share the
   // group's number, messages keep their pair's.
-  bool joined(const AskedPtr& asked, Record& record) {
+  bool joined(const ArgsPtr& args, Record& record) {
     if (!count_.load(std::memory_order_relaxed)) return false;
     std::lock_guard<std::mutex> lock(mutex_);
     auto found = building_.find(this_thread());
     if (found == building_.end()) return false;
     Coalescing& group = found->second;
-    if (!group.members++) group.first = asked;
-    if (!asked->point_to_point && !group.number) group.number = asked->number->fetch_add(1) + 1;
-    record.sequence_number = asked->point_to_point ? asked->number->fetch_add(1) + 1 : group.number;
+    if (!group.members++) group.first = args;
+    if (!args->point_to_point && !group.number) group.number = args->number->fetch_add(1) + 1;
+    record.sequence_number = args->point_to_point ? args->number->fetch_add(1) + 1 : group.number;
     record.coalescing_id = group.id;
     record.flags |= FLAG_COALESCED_MEMBER;
     return true;

@@ -117,8 +117,8 @@ PYBIND11_MODULE(commlens_native, module) {
   }, "In the child of a fork: it is no rank, and writes nothing.");
   module.def("tapped_wait", &tapped_wait, "A method wait of a class of Works; `slow` is the same in Python.");
 
-  py::class_<Asked, AskedPtr>(module, "Asked").def_property_readonly("python", [](const Asked& asked) {
-    return py::reinterpret_borrow<py::object>(asked.python.get());
+  py::class_<InternedArgs, ArgsPtr>(module, "InternedArgs").def_property_readonly("python", [](const InternedArgs& args) {
+    return py::reinterpret_borrow<py::object>(args.python.get());
   });
   py::class_<Token, TokenPtr>(module, "Token")
       .def_readonly("index", &Token::index)
@@ -128,14 +128,14 @@ PYBIND11_MODULE(commlens_native, module) {
       .def_readonly("number", &Token::number)
       .def_readonly("tagged_number", &Token::tagged_number)
       .def_readonly("stack", &Token::stack)
-      .def_property_readonly("said", [](const Token& token) -> py::object {
-        const Announced& said = token.said;
-        if (!said.plan) return py::none();
+      .def_property_readonly("announced", [](const Token& token) -> py::object {
+        const Announced& announced = token.announced;
+        if (!announced.plan) return py::none();
         std::vector<uint64_t> absent;
-        for (const uint32_t index : said.absent) absent.push_back(said.plan->channel->peers[index]->rank);
-        return py::make_tuple(said.plan->channel->slot, said.number, said.plan->extra, absent);
+        for (const uint32_t index : announced.absent) absent.push_back(announced.plan->channel->peers[index]->rank);
+        return py::make_tuple(announced.plan->channel->slot, announced.number, announced.plan->extra, absent);
       }, "Where it was announced by plan: slot and number on the board, reduce op, and ranks that had not come.")
-      .def_property_readonly("asked", [](const Token& token) { return py::reinterpret_borrow<py::object>(token.asked->python.get()); });
+      .def_property_readonly("args", [](const Token& token) { return py::reinterpret_borrow<py::object>(token.args->python.get()); });
 
   py::class_<Watched, std::shared_ptr<Watched>>(module, "Watched");
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan");
@@ -197,16 +197,16 @@ PYBIND11_MODULE(commlens_native, module) {
       .def("verify", [](Engine& self, Exchange* by) { self.hot().verification.use(by); }, py::arg("by").none(true))
       .def("verify_wait", [](Engine& self, const TokenPtr& token) { self.hot().verification.before_wait(token); })
       .def("sweep", [](Engine& self) { return self.hot().completion.sweep(); })
-      .def("take_unpolled", [](Engine& self) {
+      .def("take_on_accelerator", [](Engine& self) {
         py::list tokens;
-        for (const auto& token : self.hot().completion.take_unpolled()) tokens.append(token);
+        for (const auto& token : self.hot().completion.take_on_accelerator()) tokens.append(token);
         return tokens;
       })
       .def("held", [](Engine& self) { return self.hot().completion.held(); })
       .def("release", [](Engine& self) { self.hot().completion.release(); })
-      .def("forget_group", [](Engine& self, uintptr_t group) { self.hot().questions.forget_group(reinterpret_cast<const void*>(group)); })
-      .def("forget_groups", [](Engine& self) { self.hot().questions.forget_groups(); })
-      .def("renamed", [](Engine& self, const py::object& channel) { self.hot().questions.renamed(channel.ptr()); })
+      .def("forget_group", [](Engine& self, uintptr_t group) { self.hot().args_table.forget_group(reinterpret_cast<const void*>(group)); })
+      .def("forget_groups", [](Engine& self) { self.hot().args_table.forget_groups(); })
+      .def("renamed", [](Engine& self, const py::object& channel) { self.hot().args_table.renamed(channel.ptr()); })
       .def("wait_begins", [](Engine& self, const py::object& work) -> TokenPtr {
         return self.hot().completion.wait_begins(work.cast<c10d::Work*>(), work.ptr());
       })
@@ -218,10 +218,10 @@ PYBIND11_MODULE(commlens_native, module) {
       .def("coalescing_ends", [](Engine& self) -> py::object {
         auto group = self.hot().coalescings.take(this_thread());
         if (!group) return py::none();
-        return py::make_tuple(group->first, self.hot().questions.channel_blob(*group->first->channel), group->number, group->id, group->members);
+        return py::make_tuple(group->first, self.hot().args_table.channel_blob(*group->first->channel), group->number, group->id, group->members);
       })
       .def("stack_position", [](Engine& self, int skip) { return self.hot().stack_position(skip); })
-      .def("group_token", [](Engine& self, const py::object& described, const AskedPtr& first, uint64_t index, uint64_t offset,
+      .def("group_token", [](Engine& self, const py::object& described, const ArgsPtr& first, uint64_t index, uint64_t offset,
                              uint64_t since) { return self.hot().group_token(described, first, index, offset, since); })
       .def("group_returned", [](Engine& self, const TokenPtr& token, const py::object& work) {
         self.hot().completion.returned(token, work.is_none() ? WorkPtr() : work.cast<WorkPtr>());

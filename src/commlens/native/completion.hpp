@@ -28,7 +28,7 @@ class Completion {
     box_.mark(token->offset, RETURNED, token->index, now);
     if (!work) {
       done(*token, HOW_RETURN, now);
-    } else if (token->asked->channel->polls) {
+    } else if (token->args->channel->holds_works) {
       synchronous_.not_this(work.get());
       token->work = std::move(work);
       hold(token);
@@ -37,10 +37,10 @@ class Completion {
       never_known(*token);
       TokenPtr former;
       std::lock_guard<std::mutex> lock(mutex_);
-      unpolled_.push_back(token);
-      if (unpolled_.size() > box_.capacity()) {
-        former = std::move(unpolled_.front());
-        unpolled_.pop_front();
+      on_accelerator_.push_back(token);
+      if (on_accelerator_.size() > box_.capacity()) {
+        former = std::move(on_accelerator_.front());
+        on_accelerator_.pop_front();
       }
     }
   }
@@ -121,9 +121,9 @@ class Completion {
   }
 
   // On an accelerator: what torch's recorder is asked about.
-  std::deque<TokenPtr> take_unpolled() {
+  std::deque<TokenPtr> take_on_accelerator() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(unpolled_, {});
+    return std::exchange(on_accelerator_, {});
   }
 
   // How many Works are held, and outputs remembered.
@@ -134,11 +134,11 @@ class Completion {
 
   void release() {
     UnderWay old;
-    std::deque<TokenPtr> unpolled;
+    std::deque<TokenPtr> on_accelerator;
     std::lock_guard<std::mutex> lock(mutex_);
     std::swap(under_way_, old);
     counted();
-    unpolled_.swap(unpolled);
+    on_accelerator_.swap(on_accelerator);
   }
 
  private:
@@ -151,7 +151,7 @@ class Completion {
       held = under_way_.held();
     }
     for (const auto& token : held) {
-      if (token->asked->wait_tells) {
+      if (token->args->wait_only) {
         if (now > token->since + LOOSEN_AFTER_NS) loosen(token);
       } else if (is_completed(token)) {
         completed(token);
@@ -201,7 +201,7 @@ class Completion {
 
   void wait_marks(Token& token) {
     token.waiting = true;
-    box_.wait_began(token.offset, token.index, now_ns(), this_thread(), token.asked->synchronous);
+    box_.wait_began(token.offset, token.index, now_ns(), this_thread(), token.args->synchronous);
   }
 
   // Amortised: each new collective looks at the oldest one, so that no Work (and no tensor) is held for long.
@@ -214,7 +214,7 @@ class Completion {
       full = under_way_.full();
     }
     if (oldest) {
-      if (!oldest->asked->wait_tells && is_completed(oldest))
+      if (!oldest->args->wait_only && is_completed(oldest))
         completed(oldest);
       else if (full)
         give_up(oldest);
@@ -229,7 +229,7 @@ class Completion {
 
   // Too many are held, of a kind that nobody waits for: the state of this one cannot be known any more.
   void give_up(const TokenPtr& token) {
-    if (token->asked->wait_tells) {
+    if (token->args->wait_only) {
       if (!python_runs()) return;
       Gil gil;
       loosen(token);
@@ -323,7 +323,7 @@ class Completion {
   std::mutex mutex_;
   UnderWay under_way_;
   std::atomic<size_t> under_way_count_{0};  // a thread that finds none has issued none
-  std::deque<TokenPtr> unpolled_;
+  std::deque<TokenPtr> on_accelerator_;
 };
 
 }  // namespace commlens

@@ -29,7 +29,7 @@ class Host {
       if (!python_runs()) return;
       Gil gil;
       PyErrKeeper keep;
-      call("failed_natively", what);
+      call("report_native_error", what);
     } catch (const std::exception&) {
     }
   }

@@ -4,7 +4,7 @@
 
 #include "coalescing.hpp"
 #include "completion.hpp"
-#include "questions.hpp"
+#include "args_table.hpp"
 #include "stacks.hpp"
 #include "verification.hpp"
 
@@ -17,9 +17,9 @@ class Recorder {
 
  public:
   Recorder(Box& box, py::object host, bool cpp_stack, bool timing)
-      : box_(box), host_(std::move(host)), cpp_stack_(cpp_stack), questions(box, host_), completion(box, host_, timing), verification(host_) {}
+      : box_(box), host_(std::move(host)), cpp_stack_(cpp_stack), args_table(box, host_), completion(box, host_, timing), verification(host_) {}
 
-  Questions questions;
+  ArgsTable args_table;
   Coalescings coalescings;
   Completion completion;
   Verification verification;
@@ -46,14 +46,14 @@ class Recorder {
   // The backend has it; `result` is its Work, or null where the call has waited.
   void returned(const TokenPtr& token, const c10::IValue* result) noexcept {
     try {
-      token->asked->channel->busy.store(0, std::memory_order_relaxed);
+      token->args->channel->busy.store(0, std::memory_order_relaxed);
       if (token->verified && python_runs()) {
         Gil gil;
         PyErrKeeper keep;
         verification.issued(*token);
       }
       auto* work = result ? boxed<c10d::Work>(*result) : nullptr;
-      if (token->asked->synchronous && work)
+      if (token->args->synchronous && work)
         completion.caller_waits(token, work);
       else if (token->coalesced)
         completion.never_known(*token);  // the record that closes the group carries the state that counts
@@ -76,11 +76,11 @@ class Recorder {
   }
 
   // The record that closes a coalesced group, which Python has written.
-  TokenPtr group_token(const py::object& described, const AskedPtr& first, uint64_t index, uint64_t offset, uint64_t since) {
+  TokenPtr group_token(const py::object& described, const ArgsPtr& first, uint64_t index, uint64_t offset, uint64_t since) {
     auto token = std::make_shared<Token>();
-    auto asked = understood(described);
-    asked->channel = first->channel;
-    token->asked = asked;
+    auto args = understood(described);
+    args->channel = first->channel;
+    token->args = args;
     token->index = index;
     token->offset = offset;
     token->since = since;
@@ -106,41 +106,41 @@ class Recorder {
 
  private:
   TokenPtr announce(const OpSpec& spec, Arguments arguments, uint32_t entered) {
-    const AskedPtr asked = questions.find(spec, arguments);
-    Channel& channel = *asked->channel;
+    const ArgsPtr args = args_table.find(spec, arguments);
+    Channel& channel = *args->channel;
     const uint32_t thread = this_thread();
-    if (!questions.described(*asked)) {
+    if (!args_table.described(*args)) {
       if (!python_runs()) return nullptr;
       Gil gil;
       PyErrKeeper keep;
-      questions.describe(*asked);
+      args_table.describe(*args);
     }
     const uint64_t stack = stack_position();
     auto token = std::make_shared<Token>();
     Record record{};
-    record.flags = asked->flags | entered;
+    record.flags = args->flags | entered;
     const uint32_t busy = channel.busy.exchange(thread, std::memory_order_relaxed);
     if (busy && busy != thread) record.flags |= FLAG_CONCURRENT;
-    token->coalesced = coalescings.joined(asked, record);
-    if (!token->coalesced) record.sequence_number = asked->number->fetch_add(1, std::memory_order_relaxed) + 1;
+    token->coalesced = coalescings.joined(args, record);
+    if (!token->coalesced) record.sequence_number = args->number->fetch_add(1, std::memory_order_relaxed) + 1;
     record.index = box_.next_index();
     record.announced = now_ns();
     record.group = channel.blob.load(std::memory_order_relaxed);
-    record.asked = asked->blob.load(std::memory_order_relaxed);
+    record.asked = args->blob.load(std::memory_order_relaxed);
     record.stack = stack;
     record.step = box_.steps();
-    record.tag = asked->tag;
+    record.tag = args->tag;
     record.thread = thread;
-    record.peer = asked->peer;
+    record.peer = args->peer;
     token->index = record.index;
     token->since = record.announced;
     token->thread = thread;
     token->stack = stack;
     token->offset = box_.announce(record);
     token->number = record.sequence_number;
-    if (asked->tagged) token->tagged_number = asked->tagged->fetch_add(1) + 1;
-    token->asked = asked;
-    if (!token->coalesced && !asked->synchronous && channel.polls) {
+    if (args->tagged) token->tagged_number = args->tagged->fetch_add(1) + 1;
+    token->args = args;
+    if (!token->coalesced && !args->synchronous && channel.holds_works) {
       const auto& where = spec.writes.empty() ? spec.tensors : spec.writes;
       if (!where.empty()) add_pointers(arguments[where[0]], token->pointers);
     }
@@ -160,16 +160,16 @@ class Recorder {
     try {
       verification.before_issue(token, spec.reduce_op >= 0 ? reduce_op_code(arguments[spec.reduce_op]) : -1);
     } catch (...) {
-      token->asked->channel->busy.store(0, std::memory_order_relaxed);
+      token->args->channel->busy.store(0, std::memory_order_relaxed);
       give_number_back(*token);
       throw;
     }
   }
 
   void ended_by(const TokenPtr& token, const py::object& error) {
-    token->asked->channel->busy.store(0, std::memory_order_relaxed);
+    token->args->channel->busy.store(0, std::memory_order_relaxed);
     bool freed = false;
-    if (!token->coalesced && host_.call("was_not_issued", py::handle(token->asked->python.get()), error).cast<bool>()) {
+    if (!token->coalesced && host_.call("was_not_issued", py::handle(token->args->python.get()), error).cast<bool>()) {
       verification.not_issued(*token);
       freed = give_number_back(*token);
     }
@@ -182,8 +182,8 @@ class Recorder {
   static bool give_number_back(const Token& token) {
     if (token.coalesced || !token.number) return false;
     uint64_t tagged = token.tagged_number, number = token.number;
-    if (tagged && token.asked->tagged) token.asked->tagged->compare_exchange_strong(tagged, tagged - 1);
-    return token.asked->number->compare_exchange_strong(number, number - 1);
+    if (tagged && token.args->tagged) token.args->tagged->compare_exchange_strong(tagged, tagged - 1);
+    return token.args->number->compare_exchange_strong(number, number - 1);
   }
 
   Stacks stacks_;

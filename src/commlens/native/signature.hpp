@@ -1,4 +1,4 @@
-// What a collective asked for, as words: equal words are equal questions. No tensor's data is read.
+// What a collective asked for, as words: equal words are equal arguments. No tensor's data is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>

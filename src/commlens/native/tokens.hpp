@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "asked.hpp"
+#include "interned_args.hpp"
 
 namespace commlens {
 
@@ -20,7 +20,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 struct Token {
   enum Phase : uint8_t { ISSUED, WAITED_FOR, ENDED };
   uint64_t index = 0, offset = 0, since = 0, number = 0, tagged_number = 0, stack = 0;
-  AskedPtr asked;
+  ArgsPtr args;
   uint32_t thread = 0;
   bool coalesced = false;
   std::atomic<Phase> phase{ISSUED};  // of one whose caller waits
@@ -28,7 +28,7 @@ struct Token {
   std::vector<const void*> pointers;
   WorkPtr work;   // while it is held
   PyRef watched;  // then: a weak reference to its Python object
-  Announced said;  // to the peers, where it is verified by plan
+  Announced announced;  // to the peers, where it is verified by plan
   PyRef verified;  // what a verifier in Python knows it by, where it has dealt with it
 };
 

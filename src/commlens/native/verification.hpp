@@ -23,41 +23,41 @@ class Verification {
   void before_issue(const TokenPtr& token, int reduce_op) {
     Exchange* const exchange = exchange_.load(std::memory_order_acquire);
     if (!exchange || !exchange->is_active()) return;
-    Asked& asked = *token->asked;
+    InternedArgs& args = *token->args;
     thread_local const Exchange* knows_this_thread = nullptr;  // the verifier in Python counts threads: each comes there first
-    PlanPtr plan = knows_this_thread == exchange ? exchange->plan(asked.plans, token->stack, reduce_op) : nullptr;
+    PlanPtr plan = knows_this_thread == exchange ? exchange->plan(args.plans, token->stack, reduce_op) : nullptr;
     if (plan) {
-      Answer answer = exchange->announce(token->said, std::move(plan), token->tagged_number ? token->tagged_number : token->number);
+      Answer answer = exchange->announce(token->announced, std::move(plan), token->tagged_number ? token->tagged_number : token->number);
       if (answer == Answer::WAIT) {
         NoGil no_gil;
-        answer = exchange->wait(token->said, true, token->thread);
+        answer = exchange->wait(token->announced, true, token->thread);
       }
       if (answer != Answer::ASK) return;
     }
     if (!python_runs()) return;
     Gil gil;
     PyErrKeeper keep;
-    token->verified = ask("verify_natively", py::make_tuple(token, reduce_op));
+    token->verified = ask("verify_before_issue", py::make_tuple(token, reduce_op));
     knows_this_thread = exchange;
-    if (token->said.plan || asked.never_planned) return;
-    const PyRef planned = ask("plan_natively", py::make_tuple(py::handle(asked.python.get()), token->stack, reduce_op));
+    if (token->announced.plan || args.never_planned) return;
+    const PyRef planned = ask("make_plan", py::make_tuple(py::handle(args.python.get()), token->stack, reduce_op));
     if (planned.get() == Py_None)
-      asked.never_planned = true;
+      args.never_planned = true;
     else
-      exchange->put(asked.plans, token->stack, reduce_op, py::handle(planned.get()).cast<std::shared_ptr<Plan>>());
+      exchange->put(args.plans, token->stack, reduce_op, py::handle(planned.get()).cast<std::shared_ptr<Plan>>());
   }
 
   // The backend has it. With the GIL.
   void issued(const Token& token) {
-    if (token.verified) host_.call("issued_natively", py::handle(token.verified.get()));
+    if (token.verified) host_.call("after_verified_issue", py::handle(token.verified.get()));
   }
 
   // It was not issued after all: nobody is to meet its announcement. With the GIL.
   void not_issued(const Token& token) {
     if (token.verified)
       host_.call("withdraw", py::handle(token.verified.get()));
-    else if (token.said.plan)
-      exchange_.load(std::memory_order_acquire)->withdraw(token.said);
+    else if (token.announced.plan)
+      exchange_.load(std::memory_order_acquire)->withdraw(token.announced);
   }
 
   // A thread is about to block until this op (null: one that nobody knows) is done. Throws what a verifier raises.
@@ -65,13 +65,13 @@ class Verification {
     Exchange* const exchange = exchange_.load(std::memory_order_acquire);
     if (!exchange || !exchange->is_active()) return;
     if (!token || !token->verified) {
-      if (!token || token->said.absent.empty()) {
+      if (!token || token->announced.absent.empty()) {
         if (!exchange->is_alarmed()) return;
       } else {
-        Answer answer = exchange->before_wait(token->said);
+        Answer answer = exchange->before_wait(token->announced);
         if (answer == Answer::WAIT) {
           NoGil no_gil;
-          answer = exchange->wait(token->said, false, this_thread());
+          answer = exchange->wait(token->announced, false, this_thread());
         }
         if (answer != Answer::ASK) return;
       }
@@ -79,7 +79,7 @@ class Verification {
     if (!python_runs()) return;
     Gil gil;
     PyErrKeeper keep;
-    ask("verify_wait_natively", py::make_tuple(token));
+    ask("verify_before_wait", py::make_tuple(token));
   }
 
   // Python's error that a wait in the backend ended with is set. Where a peer refused and ended, its refusal says why, and is set
@@ -89,7 +89,7 @@ class Verification {
     PyObject* refused = nullptr;
     {
       PyErrKeeper keep;
-      refused = PyObject_CallMethod(host_.get(), "rather", "O", error.ptr());
+      refused = PyObject_CallMethod(host_.get(), "error_to_raise", "O", error.ptr());
       if (!refused) PyErr_Clear();
     }
     if (refused && refused != error.ptr()) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(refused)), refused);
@@ -102,7 +102,7 @@ class Verification {
     Gil gil;
     PyErrKeeper keep;
     const py::object raised = as_python(error);
-    const PyRef rather = ask("rather", py::make_tuple(raised));
+    const PyRef rather = ask("error_to_raise", py::make_tuple(raised));
     if (rather.get() == raised.ptr()) return;
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(rather.get())), rather.get());
     throw_python_error();

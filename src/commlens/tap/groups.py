@@ -41,7 +41,9 @@ def give_back(numbers: Callable[[], int], number: int) -> bool:
 class Channel:
     """Counters of one group on one device type."""
 
-    __slots__ = ("blob", "busy", "device", "group", "next_number", "pairs", "polls")
+    __slots__ = (
+        "blob", "blocks_caller", "busy", "device", "group", "holds_works", "matches_tags", "next_number", "pairs", "refuses_at_issue",
+    )  # fmt: skip
 
     def __init__(self, group: Group, device: str) -> None:
         self.group = group
@@ -50,7 +52,12 @@ class Channel:
         self.busy = 0  # native id of the thread that is issuing on it right now
         self.next_number = numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
-        self.polls = device == "cpu"  # whether a Work may be held and asked; never on an accelerator
+        # A CPU's backend, gloo, differs from an accelerator's in four ways.
+        on_cpu = device == "cpu"
+        self.holds_works = on_cpu  # a Work may be kept and polled; an accelerator's keeps tensors alive, and polling queries an event
+        self.blocks_caller = on_cpu  # a synchronous call waits on the host until the op is done
+        self.matches_tags = on_cpu  # messages meet by tag; NCCL ignores tags
+        self.refuses_at_issue = on_cpu  # the backend checks a call's arguments against each other before it sends anything
 
     def pair(self, peer: int, op: str) -> Callable[[], int]:
         """The counter of point-to-point ops with one peer in one direction."""

@@ -1,4 +1,4 @@
-"""What a backend refuses by itself, on the one rank that asked for it: such an op is never issued, and meets no other rank's.
+"""What a backend refuses by itself, on the one rank that args for it: such an op is never issued, and meets no other rank's.
 
 Tried on gloo, torch 2.6.0 and 2.13.0.
 """
@@ -32,7 +32,7 @@ def will_be_refused(content: dict[str, Any], size: int) -> bool:
     """Whether an op's own tensors do not fit each other, which gloo says at once.
 
     Args:
-        content: what was asked, as in a blob.
+        content: what was args, as in a blob.
         size: ranks of the group.
     """
     name: str = content["dop"]

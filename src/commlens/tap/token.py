@@ -10,8 +10,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from commlens.tap.collective_args import Asked
     from commlens.tap.groups import Groups
+    from commlens.tap.interned_args import InternedArgs
 
 
 class Token:
@@ -25,12 +25,12 @@ class Token:
     tagged_number = 0  # sequence number among the messages with the same tag
     announced: tuple[int, int] | None = None  # slot and number of the verifier's announcement on its board
 
-    def __init__(self, index: int, offset: int, asked: Asked, since: int, thread: int, number: int = 0, stack: int = 0) -> None:
+    def __init__(self, index: int, offset: int, args: InternedArgs, since: int, thread: int, number: int = 0, stack: int = 0) -> None:
         self.index = index
         self.number = number
         self.stack = stack
         self.offset = offset
-        self.asked = asked
+        self.args = args
         self.since = since
         self.thread = thread
 
@@ -52,10 +52,10 @@ class Verifier(Protocol):
     def before_wait(self, index: int) -> None:
         """Finish the comparison before a thread blocks on the record ``index``; 0 for a Work without a record."""
 
-    def before_planned_wait(self, asked: Asked, number: int, code: int, absent: list[int], index: int) -> None:
+    def before_planned_wait(self, args: InternedArgs, number: int, code: int, absent: list[int], index: int) -> None:
         """Do the same for a collective that C++ announced while the ranks ``absent`` had not reached it."""
 
-    def plan(self, asked: Asked, stack: int, reduce_op_code: int) -> Any:
+    def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
         """Return how C++ verifies the next collective like this; None if Python must do it."""
 
     def pending_refusal(self) -> BaseException | None:
@@ -120,7 +120,7 @@ class Recorder(Protocol):
     def tensor_wait_ended(self, held: Any, error: BaseException | None) -> None:
         """Note that this wait ended."""
 
-    def rather(self, error: BaseException) -> BaseException:
+    def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the exception to raise in place of a backend's error."""
 
     def coalescing_starts(self) -> None:

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.blackbox import layout as L
 from commlens.tap import tap
-from commlens.tap.collective_args import noted_reduce_ops
+from commlens.tap.interned_args import noted_reduce_ops
 from commlens.tap.token import Recorder
 
 log = logging.getLogger("commlens")
@@ -151,7 +151,7 @@ def _tapped_wait(original: Any) -> Any:
         except BaseException as error:
             recorder.wait_ended(self, token, error)
             if recorder.verifier is not None:
-                raise recorder.rather(error)  # noqa: B904 - it names its cause itself
+                raise recorder.error_to_raise(error)  # noqa: B904 - it names its cause itself
             raise
         recorder.wait_ended(self, token, None)
         return result
@@ -169,7 +169,7 @@ def _traced_wait(original: Any, work: Any, args: Any, kwargs: Any) -> Any:
     except BaseException as raised:
         error = raised
         if recorder is not None and recorder.verifier is not None:
-            raise recorder.rather(raised)  # noqa: B904
+            raise recorder.error_to_raise(raised)  # noqa: B904
         raise
     finally:
         if recorder is not None and token is not None:

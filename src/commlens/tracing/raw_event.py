@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from commlens.model.trace import Cause, Owner, Phase
-from commlens.tap.collective_args import Asked
+from commlens.tap.interned_args import InternedArgs
 from commlens.tracing.modules import ModuleCall
 from commlens.tracing.stacks import StackInfo
 
@@ -13,10 +13,10 @@ from commlens.tracing.stacks import StackInfo
 class RawEvent:
     """One collective. ``trace_events.py`` turns it into an event of the trace."""
 
-    __slots__ = ("asked", "call", "cause", "functional", "info", "owner", "path", "phase", "reduce_op", "returned_ns", "sequence",
+    __slots__ = ("args", "call", "cause", "functional", "info", "owner", "path", "phase", "reduce_op", "returned_ns", "sequence",
                  "started_ns", "step", "thread", "wait_began_ns", "wait_ended_ns")  # fmt: skip
 
-    asked: Asked
+    args: InternedArgs
     info: StackInfo
     phase: Phase | None
     call: ModuleCall | None
@@ -36,10 +36,10 @@ class RawEvent:
     @property
     def op(self) -> str:
         """The wire op."""
-        return self.asked.op
+        return self.args.op
 
     @property
     def dispatcher_op(self) -> str:
         """The ``c10d`` op, ``"allreduce_"``."""
-        name: str = self.asked.content["dop"]
+        name: str = self.args.content["dop"]
         return name

@@ -10,8 +10,8 @@ from commlens.model.collective import ProcessGroup
 from commlens.model.ops import POINT_TO_POINT
 from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
-from commlens.tap.collective_args import reduce_op_name
 from commlens.tap.groups import Group
+from commlens.tap.interned_args import reduce_op_name
 from commlens.tracing.packets import key_of
 from commlens.tracing.raw_event import RawEvent
 
@@ -31,22 +31,22 @@ class TraceEvents:
 
     def convert(self, raw: RawEvent) -> TraceEvent:
         """Return the trace's event for a raw one."""
-        asked, info = raw.asked, raw.info
-        content = asked.content
-        group = asked.channel.group
+        args, info = raw.args, raw.info
+        content = args.content
+        group = args.channel.group
         inputs, outputs = content["in"], content["out"]
         input_bytes, output_bytes = _bytes(inputs), _bytes(outputs or inputs)
-        if not outputs and asked.op == "recv":
+        if not outputs and args.op == "recv":
             input_bytes = 0
-        elif asked.op == "send":
+        elif args.op == "send":
             output_bytes = 0
         first = (inputs or outputs or [None])[0]
         return TraceEvent(
             sequence=raw.sequence,
-            op=asked.op,
+            op=args.op,
             api=_api(raw),
             phase=raw.phase,
-            group=self._group_index(group, asked.channel.device),
+            group=self._group_index(group, args.channel.device),
             site=raw.path,
             call=raw.call.number if raw.call is not None else 0,
             owner=raw.owner,
@@ -56,11 +56,11 @@ class TraceEvents:
             dtype=first[1] if first else "",
             input_bytes=input_bytes,
             output_bytes=output_bytes,
-            wire_bytes=wire_bytes(asked.op, len(group.ranks), input_bytes, output_bytes),
+            wire_bytes=wire_bytes(args.op, len(group.ranks), input_bytes, output_bytes),
             reduce_op=reduce_op_text(raw.reduce_op),
             root=content["root"],
-            peer=asked.peer if asked.op in POINT_TO_POINT and asked.peer >= 0 else None,
-            tag=asked.tag,
+            peer=args.peer if args.op in POINT_TO_POINT and args.peer >= 0 else None,
+            tag=args.tag,
             asynchronous=content["async"],
             members=len(inputs) if "coalesced" in content["dop"] and len(inputs) > 1 else 0,
             thread=raw.thread,

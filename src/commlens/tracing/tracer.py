@@ -21,8 +21,8 @@ import torch
 
 from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule
 from commlens.tap import tap, torch_patches
-from commlens.tap.collective_args import AskedTable, noted_reduce_ops, output_pointers
 from commlens.tap.groups import Groups
+from commlens.tap.interned_args import ArgsTable, noted_reduce_ops, output_pointers
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
 from commlens.tracing.modules import ModuleCall, ModuleTracker
@@ -94,7 +94,7 @@ class Tracer:
         self._summaries: dict[Any, _Summary] = {}
         self._folded = 0
         self._groups = Groups()
-        self._asked = AskedTable()
+        self._args_table = ArgsTable()
         self._infos = StackInfos()
         self._causes = Causes()
         self._owners = Owners(self.modules)
@@ -173,7 +173,7 @@ class Tracer:
     def _begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None) -> RawEvent:
         event = RawEvent()
         group = self._groups.find(tap.unbox_group(arguments[spec.process_group]))
-        event.asked = asked = self._asked.find(spec, arguments, group)
+        event.args = args = self._args_table.find(spec, arguments, group)
         event.info = info = self._infos.find(frame, spec.name)
         event.functional = functional_scope.packet
         event.phase, event.call = self.modules.locate()
@@ -186,7 +186,7 @@ class Tracer:
             event.path = event.call.row.path
         if info.redistribute_depth >= 0 or info.dispatch_depth >= 0:
             event.cause = self._causes.find(info, frame)
-        event.owner, owners_path = self._owners.find(info, frame, asked.op, asked.first_tensor)
+        event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
         if owners_path is not None and (event.path is None or (event.owner is not None and event.owner.library == "DDP")):
             event.path, event.call = owners_path, None
             if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
@@ -205,7 +205,7 @@ class Tracer:
         event.sequence = self._sequence()
         event.step = self.steps
         event.returned_ns = event.wait_began_ns = event.wait_ended_ns = 0
-        if asked.synchronous:
+        if args.synchronous:
             self._synchronous[thread] = event
         elif not self.preview:
             for pointer in output_pointers(spec, arguments):
@@ -236,7 +236,7 @@ class Tracer:
         event.returned_ns = _now()
         try:
             boxed = result[-1] if type(result) is tuple else result
-            if not event.asked.synchronous and boxed is not None and not self.preview and event.asked.channel.polls:
+            if not event.args.synchronous and boxed is not None and not self.preview and event.args.channel.holds_works:
                 self._hold(tap.unbox_work(boxed), event)
             if event.sequence % _NAMED_AT_ONCE == 0:
                 self._name_reduce_ops()
@@ -341,7 +341,7 @@ class Tracer:
 
     def _fold(self, event: RawEvent) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)
-        key = (id(event.asked), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional)
+        key = (id(event.args), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional)
         summary = self._summaries.get(key)
         if summary is None:
             summary = self._summaries[key] = _Summary(event)

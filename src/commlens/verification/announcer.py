@@ -10,8 +10,8 @@ from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
 from commlens.blackbox.board import Board
 from commlens.model.ops import POINT_TO_POINT
-from commlens.tap.collective_args import Asked
 from commlens.tap.groups import Channel, Group
+from commlens.tap.interned_args import InternedArgs
 from commlens.tap.token import Token
 from commlens.text import ranks_phrase
 from commlens.verification.call_site import users_operation
@@ -45,7 +45,7 @@ class Announcer:
         self._peers = peers
         self._refusals = refusals
         self._watched: dict[Any, Watched] = {}
-        self._signatures: dict[int, tuple[Asked, int]] = {}
+        self._signatures: dict[int, tuple[InternedArgs, int]] = {}
         self._blobs: dict[Any, tuple[Any, int]] = {}  # with what must live as long as the key is to mean it
         self._threads: set[int] = set()
         self._from_anybody: set[tuple[Channel, int]] = set()
@@ -58,18 +58,18 @@ class Announcer:
             frame: where it was issued.
             reduce_op_code: of its reduce op.
         """
-        watched = self.channel(token.asked)
+        watched = self.channel(token.args)
         if watched is None or not watched.slot:
             return None
         code = 0 if reduce_op_code is None else reduce_op_code + 1
-        signature = self.signature(token.asked, code)
+        signature = self.signature(token.args, code)
         self._note(token.thread)
         if token.announced is None:
             number = self.in_round(watched, token.tagged_number or token.number)
             token.announced = (watched.slot, number)
-            self._say.announce(watched.slot, number, signature, self.blob(token.asked, code, token.stack, frame), code)
+            self._say.announce(watched.slot, number, signature, self.blob(token.args, code, token.stack, frame), code)
             self._bells.ring(watched.peers)
-        return Pending(watched, token.announced[1], signature, code, token.asked)
+        return Pending(watched, token.announced[1], signature, code, token.args)
 
     def announce_call(self, name: str, group: Group, number: int, leaves: Any, thread: int, frame: FrameType | None) -> Pending | None:
         """The same for a call of a user's function."""
@@ -108,7 +108,7 @@ class Announcer:
                 watched.round += 1
         return watched.round << B.ROUND_SHIFT | number
 
-    def signature(self, asked: Asked, code: int) -> int:
+    def signature(self, asked: InternedArgs, code: int) -> int:
         """What is equal where ranks ask for the same."""
         known = self._signatures.get(id(asked))
         if known is None or known[0] is not asked:
@@ -118,7 +118,7 @@ class Announcer:
             known = self._signatures[id(asked)] = (asked, B.key_of(*(content[field] for field in ("op", "in", "out", "root", "is", "os"))))
         return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
 
-    def blob(self, asked: Asked, code: int, stack: int, frame: FrameType | None) -> int:
+    def blob(self, asked: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
         """Position of what was asked and where, for who must tell it in words: once for each stack."""
         key = (id(asked), code, stack)
         known, position = self._blobs.get(key, (None, 0))
@@ -132,23 +132,23 @@ class Announcer:
             position = self._keep_blob(key, asked, self._board.add_blob(content))
         return position
 
-    def blob_of(self, asked: Asked, code: int, stack: int) -> int:
+    def blob_of(self, asked: InternedArgs, code: int, stack: int) -> int:
         """The position of one that was made; 0 where it was not, or is too old to be referred to."""
         known, position = self._blobs.get((id(asked), code, stack), (None, 0))
         return position if known is asked and position and self._board.is_alive(position) else 0
 
-    def channel(self, asked: Asked) -> Watched | None:
+    def channel(self, asked: InternedArgs) -> Watched | None:
         """Where it is announced; None for a message that nobody can say the partner of."""
         channel = asked.channel
         if asked.op in POINT_TO_POINT:
-            tag = asked.tag if channel.polls else 0  # NCCL ignores tags
+            tag = asked.tag if channel.matches_tags else 0  # NCCL ignores tags
             if asked.peer < 0 or asked.flags & L.FLAG_ANY_SOURCE:
                 if self._exchange is not None and (channel, tag) not in self._from_anybody:
                     self._from_anybody.add((channel, tag))
                     self._exchange.forget()  # plans of messages that are not compared from now on
                 return None  # which send it meets is not known before
             sends = asked.op == "send"
-            if not sends and (-1, f"recv {tag}" if channel.polls else "recv") in channel.pairs:
+            if not sends and (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs:
                 return None  # it has received from anybody, too: which message is the next one from this peer is not known
             identity: Any = (channel, sends, asked.peer, tag)
         else:
@@ -158,7 +158,7 @@ class Announcer:
             found = self._watched[identity] = self._new_channel(channel, asked, identity)
         return found
 
-    def _new_channel(self, channel: Channel, asked: Asked, identity: Any) -> Watched:
+    def _new_channel(self, channel: Channel, asked: InternedArgs, identity: Any) -> Watched:
         group = channel.group
         parts: tuple[Any, ...] = (group.incarnation, group.name, group.ranks, channel.device)
         if identity is channel:

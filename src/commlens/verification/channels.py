@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from commlens.tap.collective_args import Asked
 from commlens.tap.groups import Group
+from commlens.tap.interned_args import InternedArgs
 
 ROOTED_PATIENCE_NS: Final = 1_000_000_000  # a root may legally leave before the others come: so long it waits for them
 
@@ -44,7 +44,7 @@ class Pending:
 
     __slots__ = ("absent", "asked", "channel", "code", "number", "signature")
 
-    def __init__(self, channel: Watched, number: int, signature: int, code: int, asked: Asked | Call) -> None:
+    def __init__(self, channel: Watched, number: int, signature: int, code: int, asked: InternedArgs | Call) -> None:
         self.channel = channel
         self.number = number  # with its round
         self.signature = signature

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlens.tap.collective_args import Asked
+from commlens.tap.interned_args import InternedArgs
 from commlens.verification.announcer import Announcer
 from commlens.verification.channels import Watched
 from commlens.verification.peers import Peers
@@ -23,7 +23,7 @@ class Planner:
         self._peers = peers
         self._told: set[int] = set()  # ranks whose boards it has
 
-    def plan(self, asked: Asked, code: int, stack: int) -> Any:
+    def plan(self, asked: InternedArgs, code: int, stack: int) -> Any:
         """How an op is verified where nothing is new; None where that stays here: on an accelerator, or where it meets nobody's.
 
         Args:
@@ -31,7 +31,7 @@ class Planner:
             code: of its reduce op, plus 1.
             stack: where it is issued.
         """
-        if asked.stray or not asked.channel.polls:
+        if asked.refused_locally or not asked.channel.holds_works:
             return None
         generation = self._exchange.generation
         watched = self._announcer.channel(asked)

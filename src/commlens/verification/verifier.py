@@ -24,8 +24,8 @@ from commlens.blackbox.board import Board
 from commlens.blackbox.refusal_log import Alarms
 from commlens.blackbox.wakeup import Bells
 from commlens.errors import DistributedOperationException
-from commlens.tap.collective_args import Asked, reduce_op_code
 from commlens.tap.groups import Group
+from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
 from commlens.verification.channels import Pending
@@ -112,8 +112,8 @@ class Verifier:
         Raises:
             DistributedOperationException: it must not be issued.
         """
-        asked = token.asked
-        if self._off or not self._depth or asked.stray or (asked.channel.device == "cuda" and _is_capturing()):
+        asked = token.args
+        if self._off or not self._depth or asked.refused_locally or (asked.channel.device == "cuda" and _is_capturing()):
             return
         try:
             self._catch_up()
@@ -133,7 +133,7 @@ class Verifier:
         finally:
             self._tell_exchange()
 
-    def plan(self, asked: Asked, stack: int, reduce_op_code: int) -> Any:
+    def plan(self, asked: InternedArgs, stack: int, reduce_op_code: int) -> Any:
         """How the next op like one that was verified just now is verified in C++; None where that stays here.
 
         Args:
@@ -183,7 +183,7 @@ class Verifier:
 
     def announce_late(self, token: Token) -> None:
         """The backend took what it seemed to refuse: from now on its kind is verified like others."""
-        token.asked.stray = False
+        token.args.refused_locally = False
         if not self._off and self._depth:
             self._announcer.announce(token, None, None)
 
@@ -215,7 +215,7 @@ class Verifier:
         finally:
             self._tell_exchange()
 
-    def before_planned_wait(self, asked: Asked, number: int, code: int, absent: list[int], index: int) -> None:
+    def before_planned_wait(self, asked: InternedArgs, number: int, code: int, absent: list[int], index: int) -> None:
         """The same for an op that was announced by plan, where C++ could not settle it.
 
         Args:

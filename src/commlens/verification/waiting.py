@@ -18,7 +18,7 @@ from commlens.blackbox.board import Board
 from commlens.blackbox.reader import read_box
 from commlens.errors import FormatError
 from commlens.model.ops import POINT_TO_POINT
-from commlens.tap.collective_args import Asked
+from commlens.tap.interned_args import InternedArgs
 from commlens.verification.channels import Call, Pending
 from commlens.verification.comparison import Comparison
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
@@ -41,7 +41,7 @@ HAS_FINISHED: Final = "has finished"
 _now = time.monotonic_ns
 
 
-def needed(asked: Asked | Call, ranks: list[int], own: int) -> list[int]:
+def needed(asked: InternedArgs | Call, ranks: list[int], own: int) -> list[int]:
     """Without which of these ranks an op cannot end on rank ``own``."""
     op = asked.op
     if op in NEEDS_ALL:
@@ -54,12 +54,12 @@ def needed(asked: Asked | Call, ranks: list[int], own: int) -> list[int]:
     return ranks if root == own else []
 
 
-def needed_at_issue(asked: Asked, ranks: list[int], own: int) -> list[int]:
+def needed_at_issue(asked: InternedArgs, ranks: list[int], own: int) -> list[int]:
     """For which of these ranks it is waited before issue, for as long as it takes. Only where its caller waits for it anyway."""
     return needed(asked, ranks, own) if asked.synchronous and asked.op not in COLLECTING else []
 
 
-def may_be_early(asked: Asked) -> bool:
+def may_be_early(asked: InternedArgs) -> bool:
     """Whether a rank may legally leave an op before the others come, but mostly does not: so they are waited for for a while."""
     return asked.synchronous and asked.op not in NEEDS_ALL and asked.op not in POINT_TO_POINT
 
@@ -97,7 +97,7 @@ class Waiting:
         self._cycles = Cycles(peers)
         self._timeout_s = timeout_s
 
-    def before_issue(self, pending: Pending, asked: Asked, when_in_vain: Callable[[], None]) -> None:
+    def before_issue(self, pending: Pending, asked: InternedArgs, when_in_vain: Callable[[], None]) -> None:
         """As long as the op's meaning allows; ``when_in_vain`` is called once a program turns out not to meet where most do.
 
         Raises:

@@ -3,7 +3,7 @@
 
 #include <mutex>
 
-#include "asked.hpp"
+#include "interned_args.hpp"
 #include "box.hpp"
 #include "host.hpp"
 #include "signature.hpp"
@@ -12,27 +12,27 @@ namespace commlens {
 
 namespace py = pybind11;
 
-// An Asked of Python's, with the GIL.
-inline AskedPtr understood(const py::object& described) {
-  auto asked = std::make_shared<Asked>();
-  asked->python = PyRef::of(described.ptr());
-  asked->peer = described.attr("peer").cast<int32_t>();
-  asked->tag = described.attr("tag").cast<int64_t>();
-  asked->flags = described.attr("flags").cast<uint32_t>();
-  asked->synchronous = described.attr("synchronous").cast<bool>();
-  asked->wait_tells = described.attr("wait_tells").cast<bool>();
+// An InternedArgs of Python's, with the GIL.
+inline ArgsPtr understood(const py::object& described) {
+  auto args = std::make_shared<InternedArgs>();
+  args->python = PyRef::of(described.ptr());
+  args->peer = described.attr("peer").cast<int32_t>();
+  args->tag = described.attr("tag").cast<int64_t>();
+  args->flags = described.attr("flags").cast<uint32_t>();
+  args->synchronous = described.attr("synchronous").cast<bool>();
+  args->wait_only = described.attr("wait_only").cast<bool>();
   const auto op = described.attr("op").cast<std::string>();
-  asked->point_to_point = op == "send" || op == "recv";
-  return asked;
+  args->point_to_point = op == "send" || op == "recv";
+  return args;
 }
 
-class Questions {
+class ArgsTable {
  public:
-  Questions(const Box& box, const Host& host) : box_(box), host_(host) {}
+  ArgsTable(const Box& box, const Host& host) : box_(box), host_(host) {}
 
-  AskedPtr find(const OpSpec& spec, Arguments arguments) {
+  ArgsPtr find(const OpSpec& spec, Arguments arguments) {
     thread_local Words key;
-    thread_local Recent<std::weak_ptr<Asked>> recent;
+    thread_local Recent<std::weak_ptr<InternedArgs>> recent;
     key.clear();
     auto* process_group = boxed<c10d::ProcessGroup>(arguments[spec.process_group]);
     TORCH_CHECK(process_group, "an op without a process group");
@@ -42,27 +42,27 @@ class Questions {
     for (const int at : spec.tensors) add_value(arguments[at], key);
     const uint64_t hash = hash_of(key), age = age_.load(std::memory_order_acquire);
     if (auto* found = recent.find(age, key, hash))
-      if (AskedPtr asked = found->lock()) return asked;
+      if (ArgsPtr args = found->lock()) return args;
     const Words kept = key;  // Python, where it is asked, may come back here
-    AskedPtr asked = shared(spec, arguments, process_group, kept);
-    recent.put(age, kept, hash, asked);
-    return asked;
+    ArgsPtr args = shared(spec, arguments, process_group, kept);
+    recent.put(age, kept, hash, args);
+    return args;
   }
 
   // Whether the side table has lost a description that is needed now.
-  bool described(const Asked& asked) const {
+  bool described(const InternedArgs& args) const {
     const uint64_t floor = box_.side_floor();
-    return (asked.blob.load(std::memory_order_relaxed) > floor || asked.too_large.load(std::memory_order_relaxed)) &&
-           asked.channel->blob.load(std::memory_order_relaxed) > floor;
+    return (args.blob.load(std::memory_order_relaxed) > floor || args.too_large.load(std::memory_order_relaxed)) &&
+           args.channel->blob.load(std::memory_order_relaxed) > floor;
   }
 
   // With the GIL: both descriptions are in the side table.
-  void describe(Asked& asked) {
-    if (asked.blob.load(std::memory_order_relaxed) <= box_.side_floor() && !asked.too_large.load(std::memory_order_relaxed)) {
-      asked.blob = host_.call("asked_blob", py::handle(asked.python.get())).cast<uint64_t>();
-      asked.too_large = asked.blob == 0;
+  void describe(InternedArgs& args) {
+    if (args.blob.load(std::memory_order_relaxed) <= box_.side_floor() && !args.too_large.load(std::memory_order_relaxed)) {
+      args.blob = host_.call("args_blob", py::handle(args.python.get())).cast<uint64_t>();
+      args.too_large = args.blob == 0;
     }
-    channel_blob(*asked.channel);
+    channel_blob(*args.channel);
   }
 
   uint64_t channel_blob(Channel& channel) {
@@ -90,51 +90,51 @@ class Questions {
   }
 
  private:
-  static constexpr size_t ASKED_LIMIT = 10000;
+  static constexpr size_t LIMIT = 10000;
 
-  AskedPtr shared(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
+  ArgsPtr shared(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       auto group = groups_.find(process_group);
       if (group != groups_.end()) {
         key[0] = group->second;
-        if (AskedPtr* found = asked_.find(key, hash_of(key))) return *found;
+        if (ArgsPtr* found = table_.find(key, hash_of(key))) return *found;
       }
     }
     return ask(spec, arguments, process_group, std::move(key));
   }
 
   // Seen for the first time: Python describes it.
-  AskedPtr ask(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
+  ArgsPtr ask(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
     TORCH_CHECK(python_runs(), "Python has ended");
     Gil gil;
     PyErrKeeper keep;
     py::tuple values(spec.arguments);
     for (size_t i = 0; i < spec.arguments; ++i) values[i] = torch::jit::toPyObject(arguments[i]);
-    py::object described = host_.call("ask", spec.name, values, reinterpret_cast<uintptr_t>(process_group));
-    AskedPtr asked = understood(described);
+    py::object described = host_.call("describe_args", spec.name, values, reinterpret_cast<uintptr_t>(process_group));
+    ArgsPtr args = understood(described);
     const bool sends = described.attr("op").cast<std::string>() == "send";
     py::object channel = described.attr("channel");
-    const bool polls = channel.attr("polls").cast<bool>();
-    WordTable<AskedPtr> old;
+    const bool holds_works = channel.attr("holds_works").cast<bool>(), matches_tags = channel.attr("matches_tags").cast<bool>();
+    WordTable<ArgsPtr> old;
     std::lock_guard<std::mutex> lock(mutex_);
     auto& ours = channels_[channel.ptr()];
     if (!ours) {
       ours = std::make_unique<Channel>();
       ours->python = PyRef::of(channel.ptr());
-      ours->polls = polls;
+      ours->holds_works = holds_works;
     }
-    asked->channel = ours.get();
-    asked->number = asked->point_to_point ? &ours->pairs[{asked->peer, sends, false, 0}] : &ours->numbers;
-    if (asked->point_to_point && polls) asked->tagged = &ours->pairs[{asked->peer, sends, true, asked->tag}];
+    args->channel = ours.get();
+    args->number = args->point_to_point ? &ours->pairs[{args->peer, sends, false, 0}] : &ours->numbers;
+    if (args->point_to_point && matches_tags) args->tagged = &ours->pairs[{args->peer, sends, true, args->tag}];
     auto& group = groups_[process_group];
     if (!group) group = ++group_ids_;
     key[0] = group;
     const uint64_t hash = hash_of(key);
-    if (AskedPtr* found = asked_.find(key, hash)) return *found;  // two threads met here
-    if (asked_.size() >= ASKED_LIMIT) asked_.swap(old);
-    asked_.put(std::move(key), hash, asked);
-    return asked;
+    if (ArgsPtr* found = table_.find(key, hash)) return *found;  // two threads met here
+    if (table_.size() >= LIMIT) table_.swap(old);
+    table_.put(std::move(key), hash, args);
+    return args;
   }
 
   const Box& box_;
@@ -144,7 +144,7 @@ class Questions {
   std::unordered_map<const void*, uint64_t> groups_;
   uint64_t group_ids_ = 0;
   std::atomic<uint64_t> age_{next_age()};  // another as soon as an address may be another group's
-  WordTable<AskedPtr> asked_;
+  WordTable<ArgsPtr> table_;
   std::unordered_map<PyObject*, std::unique_ptr<Channel>> channels_;  // kept for ever: there are few
 };
 

@@ -20,12 +20,12 @@ struct Channel {
   std::atomic<uint64_t> blob{0};
   std::atomic<uint32_t> busy{0};  // the thread that is issuing on it right now
   Counter numbers{0};
-  bool polls = false;
+  bool holds_works = false;  // a Work may be kept and polled: not on an accelerator
   std::map<std::tuple<int, bool, bool, int64_t>, Counter> pairs;  // by peer, send, tagged, tag; under the recorder's mutex
 };
 
-struct Asked {
-  PyRef python;  // commlens.tap.collective_args.Asked
+struct InternedArgs {
+  PyRef python;  // commlens.tap.interned_args.InternedArgs
   Channel* channel = nullptr;
   Counter* number = nullptr;
   Counter* tagged = nullptr;  // gloo matches messages by tag: what meets what is counted by it
@@ -36,9 +36,9 @@ struct Asked {
   int32_t peer = -1;
   int64_t tag = 0;
   uint32_t flags = 0;
-  bool synchronous = false, wait_tells = false, point_to_point = false;
+  bool synchronous = false, wait_only = false, point_to_point = false;
 };
 
-using AskedPtr = std::shared_ptr<Asked>;
+using ArgsPtr = std::shared_ptr<InternedArgs>;
 
 }  // namespace commlens

@@ -1,4 +1,4 @@
-"""What collectives asked for, interned: most programs repeat a few."""
+"""What collectives args for, interned: most programs repeat a few."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ noted_reduce_ops: dict[int, Any] = {}
 """By native thread id: the reduce op of the call under way, where torch's box of it cannot be read (hooks.tap_reduce_ops)."""
 
 
-class Asked:
-    """What a collective asked for, and of which channel, interned: most programs repeat a few."""
+class InternedArgs:
+    """What a collective args for, and of which channel, interned: most programs repeat a few."""
 
     __slots__ = (
-        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "stray", "synchronous", "tag",
-        "too_large", "wait_tells",
+        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "refused_locally",
+        "synchronous", "tag", "too_large", "wait_only",
     )  # fmt: skip
 
     def __init__(self, content: dict[str, Any], channel: Channel, peer: int = -1, tag: int = 0, flags: int = 0) -> None:
@@ -42,24 +42,24 @@ class Asked:
         self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
         # gloo matches messages by tag, others by order alone: what meets what is counted accordingly.
-        self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.polls else None
-        self.synchronous = content["async"] is False and channel.polls  # as far as torch says: 2.6 does not
+        self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.matches_tags else None
+        self.synchronous = content["async"] is False and channel.blocks_caller  # as far as torch says: 2.6 does not
         # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
-        self.wait_tells = self.op in ("reduce_scatter", "send", "recv")
-        self.stray = False  # the backend will refuse it on this rank: it meets no other's
+        self.wait_only = self.op in ("reduce_scatter", "send", "recv")
+        self.refused_locally = False  # the backend will refuse it on this rank: it meets no other's
 
 
 def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
     return (math.prod(tensor[0]), tensor[1]) if tensor is not None else None
 
 
-class AskedTable:
-    """All that have been asked for, by what tells them apart. No tensor is kept."""
+class ArgsTable:
+    """All that have been args for, by what tells them apart. No tensor is kept."""
 
     def __init__(self) -> None:
-        self._asked: dict[Any, Asked] = {}
+        self._table: dict[Any, InternedArgs] = {}
 
-    def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
+    def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
         """What a call of the op with these arguments on this group asks for."""
         given = len(arguments)
         asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else spec.asynchronous_default
@@ -80,16 +80,16 @@ class AskedTable:
             key = (spec.name, group, signature, asynchronous, *(tuple(arguments[i]) for i in spec.splits))
         else:
             key = (spec.name, group, signature, asynchronous)
-        asked = self._asked.get(key)
-        if asked is None:
-            asked = describe(spec, arguments, group)
-            if len(self._asked) >= _ASKED_LIMIT:
-                self._asked = {}
-            self._asked[key] = asked
-        return asked
+        args = self._table.get(key)
+        if args is None:
+            args = describe(spec, arguments, group)
+            if len(self._table) >= _ASKED_LIMIT:
+                self._table = {}
+            self._table[key] = args
+        return args
 
 
-def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Asked:
+def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
     """What a call of the op with these arguments on this group asks for, at length."""
     asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < len(arguments) else spec.asynchronous_default
     root = arguments[spec.root] if spec.root >= 0 else None
@@ -110,7 +110,7 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Aske
         "os": list(arguments[spec.splits[1]]) if spec.splits[1] >= 0 else [],
         "async": asynchronous if isinstance(asynchronous, bool) else None,
     }
-    asked = Asked(
+    args = InternedArgs(
         content,
         group.channel(devices[0] if devices else "cpu"),
         group.global_rank(int(arguments[spec.peer])) if spec.peer >= 0 else -1,
@@ -118,10 +118,10 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Aske
         L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
     )
     named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
-    asked.stray = any(not 0 <= rank < len(group.ranks) for rank in named) or (
-        asked.channel.polls and will_be_refused(content, len(group.ranks))
+    args.refused_locally = any(not 0 <= rank < len(group.ranks) for rank in named) or (
+        args.channel.refuses_at_issue and will_be_refused(content, len(group.ranks))
     )
-    return asked
+    return args
 
 
 def _signature(value: Any) -> Any:
