@@ -23,8 +23,9 @@ help: ## Say what there is to make
 demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told why (DEMO=NAME for another fault, DEMO=--list)
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
 
-# One file's tests stay in one process, where they share what they launch. WORKERS= runs all of them one after the other.
-WORKERS := -n auto --maxprocesses 4 --dist loadfile
+# One file's tests stay in one process, where they share what they launch. Many tests wait for a stall: one worker more than there are
+# cores keeps these busy. WORKERS= runs all of them one after the other.
+WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile
 
 test: $(VENV)/.ready $(VENV)/.browser ## Run all the tests (ARGS="-k name" for some of them)
 	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)

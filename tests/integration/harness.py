@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from zygote_client import Zygote, has_ended
 
 from commlens.blackbox import job_dirs
 from commlens.config import Settings, settings_environment
@@ -94,68 +92,6 @@ def start_ticks(pid: int) -> int:
     return job_dirs.start_ticks(pid)
 
 
-def has_ended(pid: int) -> bool:
-    """Whether the process is a zombie with all its threads, or gone. Only a pidfd tells: in /proc the first thread is one before that."""
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], 0)[0])
-    finally:
-        os.close(descriptor)
-
-
-class Zygote:
-    """The process that forks ranks."""
-
-    def __init__(self) -> None:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))}
-        environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONUNBUFFERED="1")
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), environment.get("PYTHONPATH", "")])
-        self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "zygote.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            cwd=HERE,
-            bufsize=0,
-            start_new_session=True,
-        )
-        ready = self._answer(60.0)
-        assert ready["threads"] == 1, f"The zygote has {ready['threads']} threads: forking it is not safe."
-
-    def _answer(self, timeout_s: float) -> dict:
-        assert self.process.stdout is not None
-        line = b""
-        deadline = time.monotonic() + timeout_s
-        while not line.endswith(b"\n"):
-            readable, _, _ = select.select([self.process.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            chunk = os.read(self.process.stdout.fileno(), 65536) if readable else b""
-            if not chunk:
-                raise RuntimeError(f"The zygote gave no answer within {timeout_s:.0f} s (exit status {self.process.poll()}).")
-            line += chunk
-        return json.loads(line)
-
-    def ask(self, **request: object) -> dict:
-        """One request, one answer."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        return self._answer(20.0)
-
-    def close(self) -> None:
-        """End it."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(5)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait(5)
-        self.process.stdout.close()
-
-
 class Harness:
     """Starts jobs. One per test session."""
 
@@ -216,11 +152,11 @@ class Harness:
         ranks = [
             {
                 "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r), "GROUP_RANK": "0"},
-                "arguments": [scenario.program, scenario.name],
+                "arguments": ["-m", "commlens.scenarios", scenario.name],
             }
             for r in range(world_size)
         ]
-        started = self.zygote.ask(do="start", folder=str(folder), ranks=ranks)
+        started = self.zygote.ask(do="start", folder=str(folder), store=True, ranks=ranks)
         pids: list[int] = started["pids"]
         workers = [Worker(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)]
         watcher = None
@@ -249,7 +185,7 @@ class Harness:
             elif recorded:
                 _await_watchers(roots, time.monotonic() + 20)
             kill([started["store"]], signal.SIGKILL)
-            statuses = self._reap([*pids, started["store"]])
+            statuses = self.zygote.reap([*pids, started["store"]])
         result.seconds = time.monotonic() - began
         for rank, pid in enumerate(pids):
             result.exits[rank] = os.waitstatus_to_exitcode(statuses[pid])
@@ -260,17 +196,6 @@ class Harness:
                 with contextlib.suppress(OSError):
                     save.discard_job(root)
         return result
-
-    def _reap(self, pids: list[int]) -> dict[int, int]:
-        statuses: dict[int, int] = {}
-        deadline = time.monotonic() + 10
-        while len(statuses) < len(pids) and time.monotonic() < deadline:
-            answer = self.zygote.ask(do="reap", pids=[pid for pid in pids if pid not in statuses])
-            statuses.update({int(pid): status for pid, status in answer["ended"].items()})
-            if len(statuses) < len(pids):
-                time.sleep(0.02)
-        assert len(statuses) == len(pids), f"Processes {set(pids) - set(statuses)} cannot be ended."
-        return statuses
 
 
 def kill(pids: list[int], number: signal.Signals) -> None:

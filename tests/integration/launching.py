@@ -69,6 +69,7 @@ class Program:
     """A program under way: its lines of both streams as they come, with the time of each."""
 
     process: subprocess.Popen[str]
+    folder: str = ""
     out: list[str] = field(default_factory=list)
     err: list[str] = field(default_factory=list)
     err_at: list[float] = field(default_factory=list)
@@ -150,7 +151,7 @@ class Bench:
             [sys.executable, *command], cwd=self.folder, env={**self.environ, **environ}, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
-        self.programs.append(Program(process))
+        self.programs.append(Program(process, str(self.folder)))
         return self.programs[-1]
 
     def launch(self, *arguments: str, **environ: str) -> Program:

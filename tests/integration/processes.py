@@ -1,14 +1,22 @@
-"""Run a small program as the ranks of a real gloo job, each a process of its own, with a hard timeout."""
+"""Run a small program as the ranks of a real gloo job, each a process of its own, with a hard timeout.
+
+The ranks are forks of a process that has imported torch (``zygote.py``), or, where a test asks for it, interpreters of their own.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from zygote_client import Zygote, has_ended
 
 PRELUDE = """
 import os, sys, time, logging, signal
@@ -39,7 +47,7 @@ if torch.__version__.startswith("2.6."):
 class Ended:
     """One rank's end."""
 
-    returncode: int
+    returncode: int | None  # None: it had to be killed
     output: str
 
 
@@ -50,40 +58,85 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_ranks(program: str, box_dir: Path, *, world_size: int = 2, timeout: float = 60, expect: int | None = 0, **env: str) -> list[Ended]:
-    """Run ``program`` (after PRELUDE) as ``world_size`` ranks and wait for all.
+class Ranks:
+    """Runs programs as ranks. One for a test module: its ranks share one import of torch."""
 
-    Programs destroy their process group at the end: gloo's threads may otherwise abort the interpreter while it shuts down,
-    with or without commlens ("terminate called without an active exception").
+    def __init__(self) -> None:
+        self._zygote: Zygote | None = None
 
-    Args:
-        expect: the exit status that every rank must have; None accepts any.
-    """
-    script = box_dir / "program.py"
-    script.write_text(PRELUDE + textwrap.dedent(program))
-    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
-    shared.update(BOX_DIR=str(box_dir), PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1", **env)
-    shared.pop("COMMLENS", None)
+    def close(self) -> None:
+        """End the process that forks ranks."""
+        if self._zygote is not None:
+            self._zygote.close()
+
+    def run(
+        self,
+        program: str,
+        box_dir: Path,
+        *,
+        world_size: int = 2,
+        timeout: float = 60,
+        expect: int | None = 0,
+        fresh: bool = False,
+        **env: str,
+    ) -> list[Ended]:
+        """Run ``program`` (after PRELUDE) as ``world_size`` ranks and wait for all.
+
+        Programs destroy their process group at the end: gloo's threads may otherwise abort the interpreter while it shuts down,
+        with or without commlens ("terminate called without an active exception").
+
+        Args:
+            program: the source.
+            box_dir: for the program, its output and the black boxes.
+            world_size: number of ranks.
+            timeout: seconds after which all are killed and the test fails.
+            expect: the exit status that every rank must have; None accepts any.
+            fresh: every rank is an interpreter of its own, which imports torch and ends as Python ends.
+            env: more variables.
+        """
+        script = box_dir / "program.py"
+        script.write_text(PRELUDE + textwrap.dedent(program))
+        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size), **env}
+        shared.update(BOX_DIR=str(box_dir), PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
+        of_ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        ended = (_run_fresh if fresh else self._run_forked)(script, of_ranks, time.monotonic() + timeout)
+        report = "\n".join(f"--- rank {rank}: exit {end.returncode}\n{end.output}" for rank, end in enumerate(ended))
+        assert all(end.returncode is not None for end in ended), "the job did not end:\n" + report
+        assert expect is None or all(end.returncode == expect for end in ended), report
+        return ended
+
+    def _run_forked(self, script: Path, of_ranks: list[dict[str, str]], deadline: float) -> list[Ended]:
+        if self._zygote is None:
+            self._zygote = Zygote()
+        engine = {name: value for name, value in os.environ.items() if name.startswith("COMMLENS_")}
+        ranks = [{"environment": {**engine, **environment}, "arguments": [str(script)]} for environment in of_ranks]
+        with tempfile.TemporaryDirectory() as folder:  # not beside the boxes: a test fills that file system
+            pids = self._zygote.ask(do="start", folder=folder, store=False, ranks=ranks)["pids"]
+            while not all(map(has_ended, pids)) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            late = [pid for pid in pids if not has_ended(pid)]
+            for pid in late:
+                os.kill(pid, signal.SIGKILL)
+            statuses = self._zygote.reap(pids)
+            outputs = [(Path(folder) / f"rank{rank}.out").read_text() for rank in range(len(pids))]
+        codes = [None if pid in late else os.waitstatus_to_exitcode(statuses[pid]) for pid in pids]
+        return [Ended(code, output) for code, output in zip(codes, outputs, strict=True)]
+
+
+def _run_fresh(script: Path, of_ranks: list[dict[str, str]], deadline: float) -> list[Ended]:
+    inherited = {name: value for name, value in os.environ.items() if name != "COMMLENS"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script)],
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            [sys.executable, str(script)], env={**inherited, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
-        for rank in range(world_size)
+        for environment in of_ranks
     ]
     ended = []
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=timeout)
+    for process in processes:
+        try:
+            output, _ = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
             ended.append(Ended(process.returncode, output))
-    except subprocess.TimeoutExpired:
-        for process in processes:
+        except subprocess.TimeoutExpired:
             process.kill()
-        outputs = [process.communicate()[0] for process in processes]
-        raise AssertionError("the job did not end:\n" + "\n".join(f"--- rank {r}\n{o}" for r, o in enumerate(outputs))) from None
-    report = "\n".join(f"--- rank {rank}: exit {end.returncode}\n{end.output}" for rank, end in enumerate(ended))
-    assert expect is None or all(end.returncode == expect for end in ended), report
+            ended.append(Ended(None, process.communicate()[0]))
     return ended

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from processes import Ended, run_ranks
+from processes import Ended, Ranks
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
@@ -98,6 +99,13 @@ dist.destroy_process_group()
 """
 
 
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    made = Ranks()
+    yield made
+    made.close()
+
+
 @pytest.fixture(autouse=True)
 def both_engines(engine_environment: dict[str, str], clean_environment: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in engine_environment.items():
@@ -105,9 +113,9 @@ def both_engines(engine_environment: dict[str, str], clean_environment: None, mo
 
 
 @pytest.fixture(scope="module")
-def every_kind(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> list[RankLog]:
+def every_kind(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> list[RankLog]:
     box_dir = tmp_path_factory.mktemp("every")
-    ended = run_ranks(EVERY_KIND, box_dir, TIMING="1", **engine_environment)
+    ended = ranks.run(EVERY_KIND, box_dir, fresh=True, TIMING="1", **engine_environment)
     recorder = "NativeRecorder" if engine_environment["COMMLENS_ENGINE"] == "native" else "Recorder"
     assert all(f"recorded by {recorder}\n" in end.output for end in ended)
     return logs(box_dir)
@@ -212,8 +220,8 @@ def test_threads(every_kind: list[RankLog]) -> None:
     assert threaded.issue_thread not in {c.issue_thread for c in every_kind[0].collectives if c is not threaded}
 
 
-def test_killed_in_mid_collective_loses_nothing(tmp_path: Path) -> None:
-    run_ranks(
+def test_killed_in_mid_collective_loses_nothing(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         for _ in range(5):
@@ -237,8 +245,8 @@ def test_killed_in_mid_collective_loses_nothing(tmp_path: Path) -> None:
     assert other.issued == 5 and {c.state for c in other.collectives} == {State.COMPLETED}
 
 
-def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(tmp_path: Path) -> None:
-    run_ranks(
+def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         try:
@@ -260,8 +268,8 @@ def test_an_exception_of_the_backend_is_recorded_and_reaches_the_user_unchanged(
     assert log.exception_stack[0].function == "<module>"
 
 
-def test_an_op_that_the_backend_refuses_has_no_number(tmp_path: Path) -> None:
-    run_ranks(
+def test_an_op_that_the_backend_refuses_has_no_number(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
@@ -285,8 +293,8 @@ def test_an_op_that_the_backend_refuses_has_no_number(tmp_path: Path) -> None:
     assert log.problems == []
 
 
-def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(tmp_path: Path) -> None:
-    run_ranks(
+def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
@@ -303,7 +311,7 @@ def test_a_failed_op_that_nobody_waits_for_is_not_called_completed(tmp_path: Pat
     assert [c.state for c in logs(tmp_path)[0].collectives] == [State.COMPLETED, State.FAILED]
 
 
-def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> None:
+def test_results_are_bit_identical_and_tensors_are_not_kept(ranks: Ranks, tmp_path: Path) -> None:
     program = """
         import gc, time, weakref
         dist.init_process_group("gloo")
@@ -334,8 +342,8 @@ def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> N
         del model, optimizer  # DDP's reducer goes before its group
         dist.destroy_process_group()
         """
-    recorded = run_ranks(program, tmp_path)
-    bare = run_ranks(program, tmp_path, RECORD="0")
+    recorded = ranks.run(program, tmp_path)
+    bare = ranks.run(program, tmp_path, RECORD="0")
 
     def results(ended: list[Ended]) -> list[list[str]]:
         return [[line for line in end.output.splitlines() if line.startswith(("LOSS", "KEPT"))] for end in ended]
@@ -344,8 +352,8 @@ def test_results_are_bit_identical_and_tensors_are_not_kept(tmp_path: Path) -> N
     assert results(recorded)[0][-1] == "KEPT [False, False, False, False]"
 
 
-def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
-    run_ranks(
+def test_children_of_a_rank_never_write_into_a_box(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         import multiprocessing, subprocess
 
@@ -381,9 +389,9 @@ def test_children_of_a_rank_never_write_into_a_box(tmp_path: Path) -> None:
     assert len(job_dirs.boxes(job_dirs.user_folder(tmp_path) / "job")) == 2
 
 
-def test_a_rank_is_found_however_it_came_to_be(tmp_path: Path) -> None:
+def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> None:
     """Forked from a process that is no rank, and with a name imported before commlens was switched on."""
-    run_ranks(
+    ranks.run(
         """
         import multiprocessing
 
@@ -404,8 +412,8 @@ def test_a_rank_is_found_however_it_came_to_be(tmp_path: Path) -> None:
     assert [(log.rank, log.issued, log.initialised) for log in logs(tmp_path)] == [(0, 1, True), (1, 1, True)]
 
 
-def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(tmp_path: Path) -> None:
-    run_ranks(
+def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         import contextlib
         from torch.distributed.device_mesh import init_device_mesh
@@ -426,8 +434,8 @@ def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(tmp_pa
     assert seen == [(0, 1), (0, 2), (1, 1)]
 
 
-def test_the_ring_wraps(tmp_path: Path) -> None:
-    run_ranks(
+def test_the_ring_wraps(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         for size in range(1, 60):
@@ -443,8 +451,8 @@ def test_the_ring_wraps(tmp_path: Path) -> None:
     assert [c.args.inputs[0].shape for c in log.collectives] == [(size,) for size in range(44, 60)]
 
 
-def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(tmp_path: Path) -> None:
-    run_ranks(
+def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         late = torch.ones(1)
@@ -462,20 +470,20 @@ def test_an_op_that_outlives_its_record_leaves_the_next_one_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "/dev/full/nowhere"])
-def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(tmp_path: Path, place: str) -> None:
+def test_without_a_place_for_the_box_the_job_runs_on_with_one_line(ranks: Ranks, tmp_path: Path, place: str) -> None:
     program = """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
         dist.destroy_process_group()
         print("DONE")
         """
-    for end in run_ranks(program, tmp_path, BOX_AT=place):
+    for end in ranks.run(program, tmp_path, BOX_AT=place):
         assert "DONE" in end.output
         assert end.output.count("is not recorded") == 1
 
 
-def test_cpp_frames_on_request(tmp_path: Path) -> None:
-    run_ranks(
+def test_cpp_frames_on_request(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
         """
         dist.init_process_group("gloo")
         dist.all_reduce(torch.ones(1))
@@ -492,11 +500,11 @@ def test_cpp_frames_on_request(tmp_path: Path) -> None:
     assert any(frame.kind is FrameKind.USER for frame in stack)
 
 
-def test_a_thread_without_python_frames_is_recorded(tmp_path: Path) -> None:
+def test_a_thread_without_python_frames_is_recorded(ranks: Ranks, tmp_path: Path) -> None:
     """As autograd's threads on an accelerator are, from which DDP issues its collectives."""
     if os.environ["COMMLENS_ENGINE"] == "native":
         pytest.skip("such a thread is made here by calling the kernel in Python")
-    run_ranks(
+    ranks.run(
         """
         import _thread
         from torch._C import DispatchKey
@@ -528,14 +536,14 @@ def test_layout_constants_match_torch() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small tmpfs needs root")
-def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(tmp_path: Path) -> None:
+def test_a_tmpfs_that_is_too_small_or_fills_up_later_does_no_harm(ranks: Ranks, tmp_path: Path) -> None:
     import subprocess
 
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
         pytest.skip("this machine does not let us mount a tmpfs")
     try:
-        ended = run_ranks(
+        ended = ranks.run(
             """
             dist.init_process_group("gloo")
             dist.all_reduce(torch.ones(1))

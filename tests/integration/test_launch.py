@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import Bench
+from launching import Bench, Program
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)
@@ -32,29 +32,55 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
+ARGUMENTS = ("--stall-timeout", "x", "--", "-m")
+CODES = ("0", "3")
+
+
+def tells_bench(folder: Path, *, is_installed: bool = True) -> Bench:
+    made = Bench(folder, is_installed=is_installed)
+    (folder / "tells.py").write_text(TELLS)
+    return made
+
+
+@pytest.fixture(scope="module")
+def under_torchrun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Program]]:
+    """By exit status of the script, and "module": what a script sees under torchrun itself."""
+    bench = tells_bench(tmp_path_factory.mktemp("torchrun"))
+    runs = {code: bench.torchrun("tells.py", code, *ARGUMENTS) for code in CODES}
+    runs["module"] = bench.torchrun("-m", "tells", "0", "a")
+    for run in runs.values():
+        run.end()
+    yield runs
+    bench.close()
+
+
+def seen_by_ranks(run: Program) -> list[list[object]]:
+    """What each rank's script saw, with the folder that the job ran in left out."""
+    return sorted(json.loads(line.replace(run.folder, "FOLDER")) for line in run.out)
+
+
 @pytest.mark.parametrize("is_installed", [True, False], ids=["entry point", "only on the path"])
-def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, is_installed: bool) -> None:
-    bench = Bench(tmp_path, is_installed=is_installed)
-    (tmp_path / "tells.py").write_text(TELLS)
-    for code in ("0", "3"):
-        arguments = ["tells.py", code, "--stall-timeout", "x", "--", "-m"]
-        ours, theirs = bench.launch("--stall-timeout", "9", *arguments), bench.torchrun(*arguments)
+def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, under_torchrun: dict[str, Program], is_installed: bool) -> None:
+    bench = tells_bench(tmp_path, is_installed=is_installed)
+    for code in CODES:
+        ours, theirs = bench.launch("--stall-timeout", "9", "tells.py", code, *ARGUMENTS), under_torchrun[code]
         assert (ours.end() != 0) == (theirs.end() != 0) == (code != "0")
         assert ours.process.returncode == theirs.process.returncode
-        seen = [sorted(json.loads(line) for line in run.out) for run in (ours, theirs)]
+        seen = [seen_by_ranks(run) for run in (ours, theirs)]
         if code != "0":  # which rank is ended before it can tell is chance
             seen = [[rank[:5] + rank[6:] for rank in told][:1] for told in seen]
         assert seen[0] == seen[1], ours.report()
         assert len(ours.out) == 2 or code != "0"
-        assert json.loads(ours.out[0])[0] == ["tells.py", code, "--stall-timeout", "x", "--", "-m"]
+        assert json.loads(ours.out[0])[0] == ["tells.py", code, *ARGUMENTS]
     bench.close()
 
 
-def test_a_module(bench: Bench) -> None:
-    (bench.folder / "tells.py").write_text(TELLS)
-    ours, theirs = bench.launch("-m", "tells", "0", "a"), bench.torchrun("-m", "tells", "0", "a")
+def test_a_module(tmp_path: Path, under_torchrun: dict[str, Program]) -> None:
+    bench = tells_bench(tmp_path)
+    ours, theirs = bench.launch("-m", "tells", "0", "a"), under_torchrun["module"]
     assert (ours.end(), theirs.end()) == (0, 0)
-    assert sorted(ours.out) == sorted(theirs.out)
+    assert seen_by_ranks(ours) == seen_by_ranks(theirs)
+    bench.close()
 
 
 def test_a_clean_end_says_and_leaves_nothing(bench: Bench) -> None:

@@ -37,10 +37,13 @@ def skip_where_impossible(name: str) -> None:
 
 
 @pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", ["data-loader", "dies-exception", "mismatch-reduce-op", "healthy-plain"])
-def test_demo_finds_the_truth(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "world_size"), [("data-loader", 4), ("dies-exception", 2), ("mismatch-reduce-op", 4), ("healthy-plain", 2)]
+)
+def test_demo_finds_the_truth(tmp_path: Path, name: str, world_size: int) -> None:
     skip_where_impossible(name)
-    done = commlens("demo", name, "--dump-dir", str(tmp_path / "dumps"), folder=tmp_path)
+    ranks = () if world_size == 4 else ("--nproc-per-node", str(world_size))
+    done = commlens("demo", name, *ranks, "--dump-dir", str(tmp_path / "dumps"), folder=tmp_path)
     print(done.stdout, done.stderr, sep="\n--- stderr\n")
     assert done.returncode == 0
     assert "step 5 loss" in done.stdout
@@ -53,7 +56,7 @@ def test_demo_finds_the_truth(tmp_path: Path, name: str) -> None:
     if jobs:
         read = commlens("diagnose", "--json", str(jobs[0]), folder=tmp_path)
         assert read.returncode == 1
-        assert json.loads(read.stdout)["culprits"] == [2]
+        assert json.loads(read.stdout)["culprits"] == list(find(name).truth(world_size).culprits)
 
 
 def test_demo_lists_its_scenarios(tmp_path: Path) -> None:

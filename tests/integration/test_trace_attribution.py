@@ -1022,7 +1022,7 @@ def test_compiled_code_is_not_kept(fake: None) -> None:
 
 
 def test_memory_is_bounded(fake: None) -> None:
-    """1000 steps of a tensor-parallel model, of which 5 are kept whole."""
+    """300 steps of a tensor-parallel model, of which 5 are kept whole. (tracemalloc makes each of them slow.)"""
     mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
     model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -1040,14 +1040,14 @@ def test_memory_is_bounded(fake: None) -> None:
         tracemalloc.start()
         try:
             began, _ = tracemalloc.get_traced_memory()
-            for _ in range(1000):
+            for _ in range(300):
                 step()
             gc.collect()
             grown = tracemalloc.get_traced_memory()[0] - began
         finally:
             tracemalloc.stop()
-    assert grown <= 1_000_000, f"1000 steps grew memory by {grown} bytes"
-    assert trace.coverage.recorded == trace.coverage.dispatched == 2 * 1020
+    assert grown <= 300_000, f"300 steps grew memory by {grown} bytes"
+    assert trace.coverage.recorded == trace.coverage.dispatched == 2 * 320
 
 
 def test_parameters_are_not_kept(fake: None) -> None:

@@ -2,11 +2,12 @@
 
 Lines of JSON in on stdin, one line of JSON back for each on stdout:
 
-    {"do": "start", "folder": ..., "ranks": [{"environment": {...}, "arguments": [...]}, ...]}  ->  {"pids": [...], "store": pid}
+    {"do": "start", "folder": ..., "store": true, "ranks": [{"environment": {...}, "arguments": [...]}, ...]}
+        ->  {"pids": [...], "store": pid}
     {"do": "reap", "pids": [...]}  ->  {"ended": {pid: status}}     (waitpid statuses; until then they stay zombies)
 
-The ranks are ordinary processes in all that matters: their own pid, real gloo, the interpreter's own way of ending. A further
-process serves the job's store, as torchrun's agent does.
+``arguments`` is a script with its arguments, or ``-m``, a module and its arguments. The ranks are ordinary processes in all that
+matters: their own pid, real gloo, exit handlers. With ``store`` a further process serves the job's store, as torchrun's agent does.
 """
 
 import atexit
@@ -51,9 +52,8 @@ def redirect(folder: Path, name: str) -> None:
     os.close(out)
 
 
-def start(request):
-    """Fork the job. Returns (environment, arguments) in a rank, None in the zygote."""
-    folder = Path(request["folder"])
+def start_store(folder: Path) -> tuple[int, str]:
+    """Fork the process that serves the job's store; its pid and port."""
     read, write = os.pipe()
     store = os.fork()
     if store == 0:
@@ -64,14 +64,23 @@ def start(request):
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
-        port = pipe.readline().strip()
+        return store, pipe.readline().strip()
+
+
+def start(request):
+    """Fork the job. Returns (environment, arguments) in a rank, None in the zygote."""
+    folder = Path(request["folder"])
+    store, rendezvous = None, {}
+    if request["store"]:
+        store, port = start_store(folder)
+        rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     pids = []
     for number, rank in enumerate(request["ranks"]):
         pid = os.fork()
         if pid == 0:
             os.setsid()
             redirect(folder, f"rank{number}")
-            return {**rank["environment"], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}, rank["arguments"]
+            return {**rank["environment"], **rendezvous}, rank["arguments"]
         pids.append(pid)
     answer(pids=pids, store=store)
     return None
@@ -151,10 +160,14 @@ if os.environ.get("COMMLENS") == "1":
     commlens_autoload.start()
 if "PYTEST_NATIVE_DUMPS" in os.environ:
     keep_native_dumps(os.environ["PYTEST_NATIVE_DUMPS"])
-sys.argv = arguments
 code = 0
 try:
-    runpy.run_module("commlens.scenarios", run_name="__main__", alter_sys=True)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
 except SystemExit as error:
     code = error.code if isinstance(error.code, int) else int(error.code is not None)
 except BaseException as error:
