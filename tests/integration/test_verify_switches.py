@@ -248,15 +248,15 @@ class TestOwnFunctions:
         ("name", "kind", "lines"),
         [
             ("shape", "mismatch/shape", ['Input shapes of inputs["tokens"]:', "  - Process 1: [1, 2, 5]  float32   cases.py:"]),
-            ("dtype", "mismatch/dtype", ["Input dtypes of inputs[0].y:", "  - Process 1: int32    [2]   cases.py:"]),
-            ("length", "mismatch/structure", ["Structure of inputs:", "  - Process 1: list of 3   cases.py:"]),
-            ("none", "mismatch/structure", ["Structure of inputs.mask:", "  - Process 0: None                 cases.py:"]),
-            ("device", "mismatch/device", ["Devices of inputs:", "  - Process 1: meta  [1]   cases.py:"]),
-            ("order", "mismatch/structure", ["Structure of inputs:", "  - Process 0: dict with 'b', 'a'   cases.py:"]),
-            ("value", "mismatch/value", ["Values of op:", "  - Process 1: 'sum'    cases.py:"]),
+            ("dtype", "mismatch/dtype", ["Input dtypes of inputs[0].y:", "  - Rank 1: int32    [2]   cases.py:"]),
+            ("length", "mismatch/structure", ["Structure of inputs:", "  - Rank 1: list of 3   cases.py:"]),
+            ("none", "mismatch/structure", ["Structure of inputs.mask:", "  - Rank 0: None                 cases.py:"]),
+            ("device", "mismatch/device", ["Devices of inputs:", "  - Rank 1: meta  [1]   cases.py:"]),
+            ("order", "mismatch/structure", ["Structure of inputs:", "  - Rank 0: dict with 'b', 'a'   cases.py:"]),
+            ("value", "mismatch/value", ["Values of op:", "  - Rank 1: 'sum'    cases.py:"]),
             ("padded dims", "mismatch/shape", ["  - Process 1: [2]  float32   cases.py:"]),
             ("many", "mismatch/shape", ["Input shapes of inputs[3000]:", "  - Process 1: [2]  float32   cases.py:"]),
-            ("functions", "mismatch/op", ["  - Process 0: `cases.gather_metrics`   cases.py:"]),
+            ("functions", "mismatch/op", ["  - Rank 0: `cases.gather_metrics`   cases.py:"]),
         ],
     )
     def test_what_differs_is_named_by_function_and_path_on_all_ranks(self, debugged: Told, name: str, kind: str, lines: list[str]):
@@ -304,7 +304,7 @@ def test_under_torchrun(tmp_path: Path):
     assert told.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
     crossed = told.both("against a collective")
     assert crossed is not None and crossed[0] == "cycle"
-    assert "  - Process 0: waits in all_reduce #" in crossed[1] and "  - Process 1: waits in cases.gather_metrics #" in crossed[1]
+    assert "  - Rank 0: waits in all_reduce #" in crossed[1] and "  - Rank 1: waits in cases.gather_metrics #" in crossed[1]
 
 
 @pytest.mark.parametrize("who", ["all", "one"])

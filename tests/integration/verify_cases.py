@@ -348,7 +348,7 @@ def send_recv_dtype(c: Context) -> None:
         dist.recv(torch.ones(4, dtype=torch.int32), 0)  # told
 
 
-@case(P2P, "mismatch/p2p", DETECTED, "recv from process 0, tag 7", "send to process 1, tag 5", timeout_s=1.5)
+@case(P2P, "mismatch/p2p", DETECTED, "recv from rank 0, tag 7", "send to rank 1, tag 5", timeout_s=1.5)
 def send_recv_tag(c: Context) -> None:
     """send vs. recv: tag."""
     if c.rank == 0:
@@ -433,7 +433,7 @@ def object_against_tensor(c: Context) -> None:
         dist.all_gather_object([None] * c.size, 1)  # told
 
 
-@case("groups", "missing", ENDED, "Process 0", "torch.distributed.all_reduce", timeout_s=2.0)
+@case("groups", "missing", ENDED, "Rank 0", "torch.distributed.all_reduce", timeout_s=2.0)
 def new_group_on_some(c: Context) -> None:
     """new_group called by some ranks only."""
     if not c.odd:
@@ -555,9 +555,7 @@ def compiled_shape(c: Context) -> None:
 ABSENT: Final = "a rank is missing"
 
 
-@case(
-    ABSENT, "missing", PREVENTED, "Process 1 did not take part within 2 s", "is at verify_cases.py", sizes=BOTH, timeout_s=2.0, usable=False
-)
+@case(ABSENT, "missing", PREVENTED, "rank 1 did not take part within 2 s", "is in verify_cases.py", sizes=BOTH, timeout_s=2.0, usable=False)
 def never_comes(c: Context) -> None:
     """It does something else; the message names its line."""
     if c.odd:
@@ -565,7 +563,7 @@ def never_comes(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # told
 
 
-@case(ABSENT, "dead", PREVENTED, "Process 1 has ended", "has finished", sizes=BOTH, usable=False, leaves=True)
+@case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "has finished", sizes=BOTH, usable=False, leaves=True)
 def exits(c: Context) -> None:
     """It exits."""
     if c.odd:
@@ -573,7 +571,7 @@ def exits(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # told
 
 
-@case(ABSENT, "dead", PREVENTED, "Process 1 has ended", usable=False, leaves=True)
+@case(ABSENT, "dead", PREVENTED, "rank 1 has ended", usable=False, leaves=True)
 def raises(c: Context) -> None:
     """It raises."""
     if c.odd:
@@ -581,7 +579,7 @@ def raises(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # told
 
 
-@case(ABSENT, "dead", PREVENTED, "Process 1 has ended", "was killed or crashed", sizes=BOTH, usable=False, leaves=True)
+@case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "was killed or crashed", sizes=BOTH, usable=False, leaves=True)
 def sigkill(c: Context) -> None:
     """It dies by SIGKILL."""
     if c.odd:
@@ -589,7 +587,7 @@ def sigkill(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # told
 
 
-@case(ABSENT, "missing", PREVENTED, "Process 1", "is stopped by a signal", sizes=BOTH, timeout_s=1.5, usable=False, leaves=True)
+@case(ABSENT, "missing", PREVENTED, "Rank 1", "is stopped by a signal", sizes=BOTH, timeout_s=1.5, usable=False, leaves=True)
 def sigstop(c: Context) -> None:
     """It is stopped by SIGSTOP."""
     if c.odd:
@@ -597,7 +595,7 @@ def sigstop(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # told
 
 
-@case(ABSENT, "missing", PREVENTED, "Process 1", "is the GIL held?", timeout_s=2.0, usable=False)
+@case(ABSENT, "missing", PREVENTED, "Rank 1", "is the GIL held?", timeout_s=2.0, usable=False)
 def holds_the_gil(c: Context) -> None:
     """It holds the GIL in C code."""
     if c.odd:
@@ -605,7 +603,7 @@ def holds_the_gil(c: Context) -> None:
     dist.all_reduce(torch.ones(4))  # told
 
 
-@case(ABSENT, "missing", DETECTED, "broadcast", "Process 0", timeout_s=2.0, usable=False)
+@case(ABSENT, "missing", DETECTED, "broadcast", "Rank 0", timeout_s=2.0, usable=False)
 def root_never_comes(c: Context) -> None:
     """The root of a broadcast does something else."""
     if c.rank == 0:
@@ -613,7 +611,7 @@ def root_never_comes(c: Context) -> None:
     dist.broadcast(torch.ones(4), 0)  # told
 
 
-@case(ABSENT, "missing", DETECTED, "gather", "Process 1", timeout_s=2.0, usable=False)
+@case(ABSENT, "missing", DETECTED, "gather", "Rank 1", timeout_s=2.0, usable=False)
 def giver_never_comes(c: Context) -> None:
     """A rank that a gather's root waits for does something else."""
     if c.odd:
@@ -621,7 +619,7 @@ def giver_never_comes(c: Context) -> None:
     dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # told
 
 
-@case(ABSENT, "missing", DETECTED, "recv from process 0", timeout_s=2.0, usable=False)
+@case(ABSENT, "missing", DETECTED, "recv from rank 0", timeout_s=2.0, usable=False)
 def sender_never_comes(c: Context) -> None:
     """The sender of a message does something else."""
     if c.rank == 0:

@@ -1,4 +1,4 @@
-"""Comparing an announced op with what the peers have announced under its number."""
+"""Compare an announced collective with the peers' announcements under the same number."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from commlens.verification.messages import Row, Subject, leaves_text, mismatch_t
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 
-FULL_TABLE_NS: Final = 400_000_000  # a disagreement is told when all have come, or after this
+FULL_TABLE_NS: Final = 400_000_000  # a mismatch is reported when all ranks have announced, or after this
 _NAP_S: Final = 50e-6
-_KEPT: Final = 10_000  # of answers
-_Rows = list[tuple[int, int, dict[str, Any] | None]]  # rank, signature and blob
+_KEPT: Final = 10_000  # sets of signatures that agree
+_Announcements = list[tuple[int, int, dict[str, Any] | None]]  # rank, signature, blob
 _now = time.monotonic_ns
 
 
 class Comparison:
-    """Compares, and refuses what does not fit."""
+    """Compares announcements, and refuses a collective that does not match its peers'."""
 
     def __init__(self, peers: Peers, refusals: Refusals, exchange: Any) -> None:
-        """Compare with peers; ``exchange`` is told which of them fit, to compare the next one like it in C++."""
+        """Compare with peers; ``exchange`` compares further collectives with the same signatures in C++."""
         self._peers = peers
         self._refusals = refusals
         self._exchange = exchange
         self._agreed: set[tuple[tuple[int, int], ...]] = set()
 
     def compare(self, pending: Pending) -> None:
-        """Compare with all who have announced; leave in ``absent`` those who have not.
+        """Compare with all peers that have announced, and leave the others in ``pending.absent``.
 
         Raises:
-            DistributedOperationException: one of them announced something that does not fit.
+            DistributedOperationException: a peer's announcement does not match.
         """
         absent: list[int] = []
         differing: list[int] = []
@@ -47,107 +47,108 @@ class Comparison:
             seen = board.announced(slot, pending.number) if slot else None
             if seen is None:
                 if slot and board.is_past(slot, pending.number):
-                    continue  # its announcement has been overwritten: it came, and nobody objected
+                    continue  # its announcement was overwritten: it has arrived, and was not refused
                 if not board.word(B.ACTIVE):
-                    continue  # it does not announce (any more): nobody can wait for that
+                    continue  # it does not verify (any more), so no announcement will come
                 absent.append(rank)
             elif seen[0] != pending.signature:
                 differing.append(rank)
         if differing:
-            rows = self._rows(pending)
-            if self._disagreement(pending, rows) is not None:
+            announced = self._announcements(pending)
+            if self._disagreement(pending, announced) is not None:
                 self._refuse(pending)
             else:
-                there = {rank for rank, _, _ in rows}
+                there = {rank for rank, _, _ in announced}
                 differing = [rank for rank in differing if rank not in there]
-            if differing:  # it was refused there meanwhile, and withdrawn
+            if differing:  # these peers have refused and withdrawn it meanwhile
                 self._refusals.raise_new()
                 absent += differing
         pending.absent = absent
 
     def subject(self, pending: Pending) -> Subject:
-        """What a refusal is about."""
+        """Return the collective as a refusal names it."""
         group = pending.channel.group
         return Subject(label(group), group.ranks, pending.number & B.NUMBER_MASK)
 
-    def words(self, pending: Pending) -> list[Row]:
-        """A row for each rank that has announced, ourselves included."""
-        return [self.row(rank, self.own_words(pending) if rank == self._peers.rank else blob)
-                for rank, _, blob in self._rows(pending) if blob is not None]  # fmt: skip
+    def rows(self, pending: Pending) -> list[Row]:
+        """Return a table row for each rank that has announced, this one included."""
+        return [
+            self.own_row(pending) if rank == self._peers.rank else table_row(rank, blob)
+            for rank, _, blob in self._announcements(pending)
+            if blob is not None
+        ]
 
-    def own_words(self, pending: Pending) -> dict[str, Any]:
-        """Our own announcement: as it was asked, with the line and the name as they stand on our board."""
+    def own_row(self, pending: Pending) -> Row:
+        """Return this rank's own row: its arguments, with the call site and the name from its board."""
         board = self._peers.own()
         seen = board.announced(pending.channel.slot, pending.number)
-        blob = board.blob(seen[1]) if seen is not None else None
-        content = self._own_blob(pending)
-        return {**content, "name": blob.get("name", ""), "where": blob.get("where", "")} if blob is not None else content
+        blob = (board.blob(seen[1]) if seen is not None else None) or {}
+        return table_row(self._peers.rank, {**_own_blob(pending), "name": blob.get("name", ""), "where": blob.get("where", "")})
 
-    @staticmethod
-    def row(rank: int, blob: dict[str, Any]) -> Row:
-        """A blob as a refusal shows it."""
-        peer = blob.get("peer")
-        return Row(rank, _asked(blob), str(blob.get("where", "")), str(blob.get("name", "")),
-                   peer if isinstance(peer, int) and peer >= 0 else None, int(blob.get("tag") or 0))  # fmt: skip
-
-    def _rows(self, pending: Pending) -> _Rows:
-        """All who have announced, ourselves included."""
-        rows: _Rows = []
+    def _announcements(self, pending: Pending) -> _Announcements:
+        """Return the announcements of all ranks that have made one, this rank included."""
+        found: _Announcements = []
         for rank in pending.channel.members:
             if rank == self._peers.rank:
-                rows.append((rank, pending.signature, self._own_blob(pending)))
+                found.append((rank, pending.signature, _own_blob(pending)))
                 continue
             board = self._peers.known(rank)
             slot = board.slot(pending.channel.key) if board is not None else 0
             seen = board.announced(slot, pending.number) if board is not None and slot else None
             if board is not None and seen is not None:
-                rows.append((rank, seen[0], board.blob(seen[1])))
-        return rows
+                found.append((rank, seen[0], board.blob(seen[1])))
+        return found
 
-    @staticmethod
-    def _own_blob(pending: Pending) -> dict[str, Any]:
-        code = pending.code
-        return {**pending.asked.content, "rop": L.reduce_op_of(code),
-                "peer": pending.asked.peer, "tag": pending.asked.tag, "name": "", "where": ""}  # fmt: skip
-
-    def _disagreement(self, pending: Pending, rows: _Rows) -> Disagree | LeafDisagreement | None:
-        if isinstance(pending.asked, Call) and len({blob["op"] for _, _, blob in rows if blob is not None}) == 1:
-            return compare_leaves({rank: unpacked(blob.get("leaves")) for rank, _, blob in rows if blob is not None})
-        key = tuple((rank, signature) for rank, signature, _ in rows)
+    def _disagreement(self, pending: Pending, announced: _Announcements) -> Disagree | LeafDisagreement | None:
+        if isinstance(pending.asked, Call) and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1:
+            return compare_leaves({rank: unpacked(blob.get("leaves")) for rank, _, blob in announced if blob is not None})
+        key = tuple((rank, signature) for rank, signature, _ in announced)
         if key in self._agreed:
             return None
-        asked = {rank: _asked(blob) for rank, _, blob in rows if blob is not None}
+        by_rank = {rank: _arguments(blob) for rank, _, blob in announced if blob is not None}
         if pending.asked.op in POINT_TO_POINT:
-            if len(asked) < 2:
+            if len(by_rank) < 2:
                 return None
             sender, receiver = pending.channel.members
-            answer = compare_pair(sender, asked[sender], receiver, asked[receiver])
+            answer = compare_pair(sender, by_rank[sender], receiver, by_rank[receiver])
         else:
-            answer = compare_collectives(asked, pending.channel.group.ranks)
+            answer = compare_collectives(by_rank, pending.channel.group.ranks)
         if isinstance(answer, Disagree):
             return answer
         if len(self._agreed) > _KEPT:
             self._agreed.clear()
         self._agreed.add(key)
-        if self._exchange is not None and len(asked) == len(rows):
-            self._exchange.agree([number for row in key for number in row])
+        if self._exchange is not None and len(by_rank) == len(announced):
+            self._exchange.agree([number for rank_and_signature in key for number in rank_and_signature])
         return None
 
     def _refuse(self, pending: Pending) -> None:
-        """Give the others a moment to come, so that the table is whole; post it, and raise."""
+        """Give the other ranks a moment to announce, so that the table is complete; then post the refusal and raise."""
         until = _now() + FULL_TABLE_NS
-        while _now() < until and len(self._rows(pending)) < len(pending.channel.peers) + 1:
+        while _now() < until and len(self._announcements(pending)) < len(pending.channel.peers) + 1:
             self._refusals.raise_if_posted(pending)
             time.sleep(_NAP_S)
-        answer = self._disagreement(pending, self._rows(pending))
+        answer = self._disagreement(pending, self._announcements(pending))
         if answer is None:
-            return  # those who differed have withdrawn
-        subject, rows = self.subject(pending), self.words(pending)
+            return  # the peers that differed have withdrawn their announcements
+        subject, rows = self.subject(pending), self.rows(pending)
         text = leaves_text(answer, subject, rows) if isinstance(answer, LeafDisagreement) else mismatch_text(answer, subject, rows)
         self._refusals.post(pending, f"mismatch/{answer.aspect}", text)
 
 
-def _asked(blob: dict[str, Any]) -> CollectiveArgs:
+def table_row(rank: int, blob: dict[str, Any]) -> Row:
+    """Return the table row of an announcement's blob."""
+    peer = blob.get("peer")
+    return Row(rank, _arguments(blob), str(blob.get("where", "")), str(blob.get("name", "")),
+               peer if isinstance(peer, int) and peer >= 0 else None, int(blob.get("tag") or 0))  # fmt: skip
+
+
+def _own_blob(pending: Pending) -> dict[str, Any]:
+    asked = pending.asked
+    return {**asked.content, "rop": L.reduce_op_of(pending.code), "peer": asked.peer, "tag": asked.tag, "name": "", "where": ""}
+
+
+def _arguments(blob: dict[str, Any]) -> CollectiveArgs:
     def specs(tensors: Any) -> tuple[TensorSpec, ...]:
         return tuple(
             TensorSpec(tuple(shape), dtype, device, layout, tuple(order) if order is not None else None)

@@ -1,4 +1,4 @@
-"""The other ranks of this node, by their boards."""
+"""The boards of the other ranks on this node."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ log = logging.getLogger("commlens")
 
 
 class Peers:
-    """Boards by rank, found as they are asked for. Mostly all have made theirs before the first group was there."""
+    """Boards by rank, opened on demand. Usually all ranks have created theirs before the first group exists."""
 
     def __init__(self, folder: Path, rank: int, own: Path, counts_from: int) -> None:
         """Look for boards in a folder.
 
         Args:
-            folder: the job's.
+            folder: the job's folder of black boxes.
             rank: this rank.
-            own: its own board.
-            counts_from: with whom to compare: the word ``COUNTS_FROM`` of boards whose numbers of collectives fit ours.
+            own: the path of its own board.
+            counts_from: only boards with this value in their word ``COUNTS_FROM`` count collectives as this rank does.
         """
         self.rank = rank
         self.unverified: set[int] = set()
@@ -37,7 +37,7 @@ class Peers:
         self._warned: set[int] = set()
 
     def get(self, rank: int) -> PeerBoard | None:
-        """A rank's board, where it is on this node and verifies too."""
+        """Return a rank's board; None if the rank is on another node or does not verify."""
         found = self._boards.get(rank)
         if found is None and rank not in self.unverified:
             for path in sorted(self._folder.glob(f"rank{rank}.*{B.SUFFIX}")):
@@ -52,11 +52,11 @@ class Peers:
         return found
 
     def among(self, members: Iterable[int]) -> list[int]:
-        """Those of a group's other ranks whose boards can be read here."""
+        """Return those of a group's other ranks whose boards can be read here."""
         return [rank for rank in members if rank != self.rank and self.get(rank) is not None]
 
     def known(self, rank: int) -> PeerBoard | None:
-        """A rank's board, or our own, where it was found before."""
+        """Return a rank's board, or this rank's own, if it has been opened."""
         return self.own() if rank == self.rank else self._boards.get(rank)
 
     def __getitem__(self, rank: int) -> PeerBoard:
@@ -66,13 +66,13 @@ class Peers:
         return board
 
     def own(self) -> PeerBoard:
-        """Our own board, as the others read it."""
+        """Return this rank's own board, as peers read it."""
         if self._own is None:
             self._own = PeerBoard(self._own_path)
         return self._own
 
-    def any_knows(self, key: int) -> set[int]:
-        """A channel's ranks, as far as boards tell."""
+    def members(self, key: int) -> set[int]:
+        """Return a channel's ranks, if any board describes the channel."""
         for board in (self.own(), *self._boards.values()):
             description = board.channel(key)
             if description is not None:
@@ -80,18 +80,18 @@ class Peers:
         return set()
 
     def warn_of(self, members: Iterable[int], peers: list[int]) -> None:
-        """Name those of this node that nobody compares with, once each."""
+        """Warn once of each rank on this node whose collectives are not compared."""
         here = _ranks_of_this_node(self.rank)
         new = [rank for rank in members if rank != self.rank and rank not in peers and rank not in self._warned and rank in here]
         if new:
             self._warned.update(new)
             log.warning(
-                "commlens: %s not verify collectives (started without --debug?): rank %d goes on, and compares with the others only",
-                f"{ranks_phrase(new)} {verb(new, 'does', 'do')}", self.rank,
+                "commlens: %s %s not verify collectives (started without --debug?); rank %d compares with the other ranks only",
+                ranks_phrase(new), verb(new, "does", "do"), self.rank,
             )  # fmt: skip
 
     def first_warning_of(self, ranks: Iterable[int]) -> list[int]:
-        """Those that nobody has been warned of yet."""
+        """Return those ranks that no warning has named yet."""
         new = [rank for rank in ranks if rank not in self._warned]
         self._warned.update(new)
         return new
@@ -106,12 +106,12 @@ def _ranks_of_this_node(rank: int) -> range:
 
 
 def is_gone(pid: int, start_ticks: int) -> bool:
-    """Whether the process that made a board has ended."""
+    """Return whether the process that created a board has ended."""
     return job_dirs.start_ticks(pid) != start_ticks or process_state(pid) in ("Z", "")
 
 
 def process_state(pid: int) -> str:
-    """The letter that the kernel has for it; "" where there is none."""
+    """Return the kernel's state letter of a process; "" if there is no such process."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
