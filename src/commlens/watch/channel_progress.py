@@ -1,0 +1,85 @@
+"""How far the ranks of this node have come on a channel, and where they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from commlens.matching import Aspect, Disagree
+from commlens.model.collective import Channel
+from commlens.watch.signatures import SignatureId
+
+SequenceNumber = tuple[int, int]
+"""A channel's sequence number, and the member of a coalesced group, from 1 (0: not coalesced)."""
+
+Issue = tuple[SignatureId, int, int]
+"""What a rank issues under a sequence number: signature, stack and optimizer step."""
+
+KEPT: Final = 4096  # sequence numbers of a channel that wait for the slowest rank, at most
+
+
+@dataclass(slots=True)
+class ChannelProgress:
+    """The collectives of one channel: for each sequence number what the first rank issued, until all ranks have passed it."""
+
+    channel: Channel
+    local_ranks: tuple[int, ...]  # its ranks on this node
+    first_issue: dict[int, tuple[Issue, int]] = field(default_factory=dict)  # sequence number: what was issued, by which rank
+    reduce_ops: dict[SequenceNumber, tuple[int, SignatureId, int]] = field(default_factory=dict)  # reduce op, signature, rank
+    compared_together: dict[int, dict[int, SignatureId]] = field(default_factory=dict)  # sequence number: signature of each rank
+    newest: dict[int, int] = field(default_factory=dict)  # rank: its newest sequence number
+    newest_reduce_op: dict[int, int] = field(default_factory=dict)  # rank: its newest sequence number with a known reduce op
+    floor: int = 1  # all lower sequence numbers are done
+    begin: int = 0  # the first sequence number seen
+    seen_pairs: set[tuple[int, int, int]] = field(default_factory=set)  # stacks that met, with the difference of their steps
+    is_concurrent: bool = False  # several threads issue on it at once, so that the order is unknown
+    reported: set[int] = field(default_factory=set)  # sequence numbers that disagree
+    order_suspected: bool = False  # source lines or steps met that had never met before
+
+    def trim(self) -> int:
+        """Forget the sequence numbers that all ranks of this node have passed, and those too far ahead of the slowest rank.
+
+        Returns:
+            How many were given up before the slowest rank reached them.
+        """
+        slowest = min((self.newest.get(rank, 0) for rank in self.local_ranks), default=0)
+        floor = max(slowest + 1, max(self.newest.values(), default=0) - KEPT)
+        if floor <= self.floor:
+            return 0
+        first_issue = self.first_issue
+        if floor - self.floor < 4 * len(first_issue) + 64:
+            for number in range(self.floor, floor):
+                first_issue.pop(number, None)
+        else:
+            self.first_issue = {number: issue for number, issue in first_issue.items() if number >= floor}
+        given_up = floor - max(self.floor, slowest + 1)
+        self.floor = floor
+        return given_up
+
+
+@dataclass(slots=True)
+class Discrepancy:
+    """Records of two ranks that differ, as first seen."""
+
+    channel: Channel
+    sequence_number: int
+    aspect: Aspect | Literal["shift"]
+    answer: Disagree | None  # None: only source lines or steps differ, so a rank may be out of step
+    message_ranks: tuple[int, int] | None = None  # sender and receiver
+    progress: ChannelProgress | None = None  # of a collective
+    seen_at: float = 0.0  # time.monotonic()
+
+    @property
+    def passed(self) -> int:
+        """How many sequence numbers the slowest rank of this node has come past it."""
+        progress = self.progress
+        return min(progress.newest.get(rank, 0) for rank in progress.local_ranks) - self.sequence_number if progress is not None else 0
+
+    @property
+    def missing_ranks(self) -> tuple[int, ...]:
+        """Ranks of this node that have not reached it. Which rank is the odd one may depend on them."""
+        progress = self.progress
+        if progress is None:
+            return ()
+        newest = progress.newest_reduce_op if self.aspect == "reduce-op" else progress.newest
+        return tuple(rank for rank in progress.local_ranks if newest.get(rank, 0) < self.sequence_number)

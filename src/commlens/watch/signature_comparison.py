@@ -1,0 +1,150 @@
+"""Compares what the ranks issue under the same sequence number: equal signatures cost one look-up, and memory stays bounded.
+
+Each sequence number of a channel is compared with the first rank that reached it. :mod:`commlens.matching` decides about signatures
+that differ, once for each pair of them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from commlens.matching import Answer, Disagree, compare_coalesced, compare_collectives, compare_pair
+from commlens.model.collective import Channel
+from commlens.watch.channel_progress import KEPT, ChannelProgress, Discrepancy, Issue, SequenceNumber
+from commlens.watch.message_stream import MessageStream, StreamEnd
+from commlens.watch.signatures import REMEMBERED, SignatureId, SignatureTable
+
+ChannelKey = tuple[int, str, tuple[int, ...], str]
+
+SETTLED: Final = 16  # sequence numbers of a channel after which a new pair of source lines is suspicious
+PAIRS_REMEMBERED: Final = 1024  # pairs of source lines of a channel
+
+
+class SignatureComparison:
+    """The comparison of all ranks of this node.
+
+    Args:
+        local_ranks: the ranks whose records are read. Ranks of other nodes are not compared.
+    """
+
+    def __init__(self, local_ranks: Iterable[int]) -> None:
+        self.local_ranks = frozenset(local_ranks)
+        self.signatures = SignatureTable()
+        self.disagreement_counts: Counter[tuple[ChannelKey, str]] = Counter()  # by channel and aspect
+        self._given_up = 0  # sequence numbers that were given up before all ranks had reached them
+        self._discrepancies: list[Discrepancy] = []
+        self._stacks: dict[bytes, int] = {}
+        self._channels: dict[tuple[ChannelKey, int], ChannelProgress] = {}
+        self._streams: dict[tuple[ChannelKey, int, int, int], MessageStream] = {}
+        self._any_source: set[tuple[ChannelKey, int]] = set()
+        self._answers: dict[tuple[object, ...], Answer] = {}
+        self._reported: set[tuple[object, ...]] = set()
+
+    def take_discrepancies(self) -> list[Discrepancy]:
+        """Return the discrepancies that are new since the last call."""
+        taken, self._discrepancies = self._discrepancies, []
+        return taken
+
+    @property
+    def given_up(self) -> int:
+        """Collectives and messages that were not compared, because a rank was too far behind."""
+        return self._given_up + sum(stream.dropped for stream in self._streams.values())
+
+    # --- what a record reader asks for
+
+    def intern_stack(self, payload: bytes | None) -> int:
+        """Return the id of a stack; 0 if it is unknown."""
+        if payload is None:
+            return 0
+        if len(self._stacks) > REMEMBERED:
+            self._stacks.clear()
+        return self._stacks.setdefault(payload, len(self._stacks) + 1)
+
+    def channel(self, channel: Channel, era: int) -> ChannelProgress:
+        """Return the progress on a channel, which all ranks share."""
+        key = (channel.key, era)
+        progress = self._channels.get(key)
+        if progress is None:
+            local_ranks = tuple(rank for rank in channel.group.ranks if rank in self.local_ranks)
+            progress = self._channels[key] = ChannelProgress(channel, local_ranks)
+        return progress
+
+    def stream(self, channel: Channel, era: int, sender: int, receiver: int) -> MessageStream:
+        """Return the messages from one rank to another, which both share."""
+        key = (channel.key, era, sender, receiver)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = MessageStream(channel, sender, receiver)
+        return stream
+
+    def trim(self, channels: Iterable[ChannelProgress]) -> None:
+        """Forget the sequence numbers that are done."""
+        for progress in channels:
+            self._given_up += progress.trim()
+
+    # --- collectives
+
+    def compare_with_first(self, progress: ChannelProgress, number: int, rank: int, issue: Issue) -> None:
+        """Compare what a rank issues with what the first rank issued under this sequence number. The caller knows that they differ."""
+        (first, first_stack, first_step), first_rank = progress.first_issue[number]
+        signature, stack, step = issue
+        if signature != first and signature and first:
+            needs_all = self.signatures.needs_all_ranks
+            by_rank = signature in needs_all or first in needs_all
+            answer = self._compare(progress, {first_rank: first, rank: signature}, by_rank=by_rank)
+            if isinstance(answer, Disagree):
+                self._add_disagreement(progress, number, answer, (first, signature))
+                return
+        if stack and first_stack:
+            pair = (first_stack, stack, step - first_step)
+            if pair not in progress.seen_pairs:
+                if number - progress.begin >= SETTLED and not progress.order_suspected and not progress.is_concurrent:
+                    progress.order_suspected = True
+                    self._discrepancies.append(Discrepancy(progress.channel, number, "shift", None, progress=progress))
+                if len(progress.seen_pairs) < PAIRS_REMEMBERED:
+                    progress.seen_pairs.add(pair)
+
+    def compare_all_ranks(self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId) -> None:
+        """Compare every pair of ranks, once all of them are there: each rank must receive what every other rank sends it."""
+        by_rank = progress.compared_together.setdefault(number, {})
+        by_rank[rank] = signature
+        if len(by_rank) == len(progress.local_ranks):
+            del progress.compared_together[number]
+            answer = self._compare(progress, by_rank, by_rank=True)
+            if isinstance(answer, Disagree):
+                self._add_disagreement(progress, number, answer, tuple(sorted(by_rank.values())))
+        elif len(progress.compared_together) > KEPT:
+            del progress.compared_together[next(iter(progress.compared_together))]
+
+    def compare_reduce_op(self, progress: ChannelProgress, place: SequenceNumber, rank: int, signature: SignatureId, reduce_op: int) -> None:
+        """Compare a rank's reduce op, which is recorded later than the rest, with that of the first rank."""
+        first = progress.reduce_ops.get(place)
+        number = place[0]
+        if first is None:
+            progress.reduce_ops[place] = (reduce_op, signature, rank)
+            if len(progress.reduce_ops) > 2 * KEPT:
+                del progress.reduce_ops[next(iter(progress.reduce_ops))]
+            return
+        first_op, first_signature, first_rank = first
+        if first_op == reduce_op or number in progress.reported:
+            return
+        key = ("reduce", first_op, first_signature, reduce_op, signature)
+        answer = self._answers.get(key)
+        if answer is None:
+            full = self.signatures.with_reduce_op
+            asked = {first_rank: full(first_signature, first_op), rank: full(signature, reduce_op)}
+            known = {each: args for each, args in asked.items() if args is not None}
+            answer = self._remember(key, compare_collectives(known, progress.channel.group.ranks))
+        if isinstance(answer, Disagree):
+            self._add_disagreement(progress, number, answer, key)
+
+    def _compare(self, progress: ChannelProgress, by_rank: Mapping[int, SignatureId], *, by_rank_only: bool) -> Answer | None:
+        return None
+
+    def _remember(self, key: tuple[object, ...], answer: Answer) -> Answer:
+        if len(self._answers) > REMEMBERED:
+            self._answers.clear()
+        self._answers[key] = answer
+        return answer

@@ -1,0 +1,97 @@
+"""Interned signatures: ranks that agree compare two small integers instead of the arguments themselves."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Final
+
+from commlens.blackbox.blobs import AskedJson, asked_of, decode_blob
+from commlens.model.collective import Asked
+from commlens.model.ops import REDUCING
+
+SignatureId = int
+"""Identifies an interned signature; 0: unknown."""
+
+REMEMBERED: Final = 20_000  # entries of every cache, at most: a program may vary its shapes forever
+
+
+@dataclass(slots=True)
+class Signature:
+    """The arguments of a collective or message, or those of every member of a coalesced group."""
+
+    blob: AskedJson | None  # None for a coalesced group
+    asked: Asked | None
+    members: tuple[Asked, ...] = ()  # of a coalesced group
+
+    @property
+    def parts(self) -> tuple[Asked, ...]:
+        """The members of a coalesced group; otherwise the arguments as the only member."""
+        return self.members or ((self.asked,) if self.asked is not None else ())
+
+
+class SignatureTable:
+    """The signatures of all ranks, interned by their bytes. Memory stays bounded."""
+
+    def __init__(self) -> None:
+        self.signatures: dict[SignatureId, Signature] = {}
+        self.needs_more: set[SignatureId] = set()  # the reduce op is recorded later, or all ranks are compared together
+        self.needs_all_ranks: set[SignatureId] = set()
+        self._ids: dict[bytes | tuple[SignatureId, ...], SignatureId] = {}
+        self._next_id = itertools.count(1)
+
+    def get(self, signature: SignatureId) -> Signature | None:
+        """Return the signature, or None if it is unknown or was forgotten."""
+        return self.signatures.get(signature)
+
+    def op(self, signature: SignatureId) -> str:
+        """Return the wire op; empty if it is unknown."""
+        known = self.signatures.get(signature)
+        return known.asked.op if known is not None and known.asked is not None else ""
+
+    def intern(self, payload: bytes | None) -> SignatureId:
+        """Return the id of the signature in a blob's payload."""
+        if payload is None:
+            return 0
+        signature = self._ids.get(payload)
+        if signature is None:
+            blob = decode_blob(payload)
+            if not isinstance(blob, AskedJson):
+                return 0
+            if len(self._ids) >= REMEMBERED:
+                self._ids.clear()  # ids are never reused: an old and a new id of equal signatures are then compared by value
+            signature = self._ids[payload] = next(self._next_id)
+            asked = asked_of(blob, 0)
+            self.signatures[signature] = Signature(blob, asked)
+            if asked.op in REDUCING or asked.op == "all_to_all":
+                self.needs_more.add(signature)
+            if asked.op == "all_to_all":
+                self.needs_all_ranks.add(signature)
+            self._forget_oldest()
+        return signature
+
+    def intern_group(self, members: tuple[SignatureId, ...]) -> SignatureId:
+        """Return the id of a coalesced group's signature; 0 if a member is unknown."""
+        if not all(members):
+            return 0
+        signature = self._ids.get(members)
+        if signature is None:
+            signature = self._ids[members] = next(self._next_id)
+            parts = tuple(part.asked for member in members if (part := self.get(member)) is not None and part.asked is not None)
+            self.signatures[signature] = Signature(None, parts[0] if parts else None, parts)
+            if any(member in self.needs_all_ranks for member in members):
+                self.needs_more.add(signature)
+                self.needs_all_ranks.add(signature)
+        return signature
+
+    def with_reduce_op(self, signature: SignatureId, reduce_op: int) -> Asked | None:
+        """Return the arguments with the reduce op that was recorded later; None if they are unknown."""
+        known = self.get(signature)
+        return asked_of(known.blob, reduce_op) if known is not None and known.blob is not None else None
+
+    def _forget_oldest(self) -> None:
+        if len(self.signatures) > 2 * REMEMBERED:
+            oldest = next(iter(self.signatures))
+            del self.signatures[oldest]
+            self.needs_more.discard(oldest)
+            self.needs_all_ranks.discard(oldest)
