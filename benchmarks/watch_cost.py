@@ -66,21 +66,21 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
 def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
     """The watcher as a process of its own. Sends the CPU seconds of a minute: its start and the job's end are left out."""
     from commlens.config import Settings
-    from commlens.watch.comparing import Comparing
+    from commlens.watch.deferred_verification import DeferredVerification
     from commlens.watch.watcher import Watcher
 
-    made: list[Comparing] = []
-    look = Comparing.look
+    made: list[DeferredVerification] = []
+    poll = DeferredVerification.poll
 
-    def counted(self: Comparing, now: float) -> None:
+    def counted(self: DeferredVerification, now: float) -> None:
         if self not in made:
             made.append(self)
         if compares:
-            look(self, now)
+            poll(self, now)
 
-    Comparing.look = counted  # type: ignore[method-assign]
+    DeferredVerification.poll = counted  # type: ignore[method-assign]
     watcher = Watcher([folder], Settings(dump_dir=str(folder.parent / "dumps")))
-    watcher._preload()
+    watcher._reporter.preload()
     looks: list[tuple[float, float]] = []
 
     def use() -> None:
@@ -95,8 +95,8 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
     if len(looks) < 2:  # a machine so busy that the job was over first
         use()
     cpu = (looks[1][0] - looks[0][0]) / (looks[1][1] - looks[0][1]) * 60
-    comparing = made[0] if made else None
-    pipe.send((cpu, comparing.records if comparing else 0, comparing.missed if comparing else 0, watcher.verdict is not None))  # type: ignore[attr-defined]
+    compared = made[0] if made else None
+    pipe.send((cpu, compared.records if compared else 0, compared.missed if compared else 0, watcher.verdict is not None))  # type: ignore[attr-defined]
 
 
 def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:

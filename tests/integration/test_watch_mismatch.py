@@ -95,7 +95,7 @@ def test_a_silent_reduce_op_is_told_once_while_the_job_runs(bench: Bench) -> Non
     assert "disagree in all_reduce" in program.error or "the reduce op of all_reduce" in program.error
     assert "mismatch/reduce-op, first in all_reduce #" in program.err[-1]
     assert "55 times in all" in program.err[-1], program.report()
-    assert sum("everything known is in" in line for line in program.err) == 1
+    assert sum("dump saved in" in line for line in program.err) == 1
     assert bench.dumped == ["rank0", "rank1"]
     assert bench.boxes_left == []
 
@@ -106,7 +106,7 @@ def test_abort_ends_the_job(bench: Bench) -> None:
     told = program.until("VERDICT", stream="err")
     assert told - odd < 0.6, "shapes need no watchdog"
     assert program.end() != 0
-    assert "ending the job, as on_mismatch: abort asks for." in program.error
+    assert "ending the job, because on_mismatch is set to abort." in program.error
     assert not any("training ends" in line for line in program.out)
     assert len(verdicts(program.err)) == 1, program.report()
     assert bench.boxes_left == []

@@ -15,8 +15,8 @@ from commlens.model.collective import Collective, CollectiveArgs, TensorSpec
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
-from commlens.watch.comparing import Comparing
-from commlens.watch.mismatches import Mismatches
+from commlens.watch.deferred_verification import DeferredVerification
+from commlens.watch.mismatch_reporter import MismatchReporter
 
 COALESCED, CLOSES, CONCURRENT, ENTERED, ANY_SOURCE = 1, 2, 4, 8, 16
 
@@ -119,14 +119,14 @@ class Node:
         self.ranks = [Rank(rank, world_size or size, capacity=capacity) for rank in range(size)]
         self.members = [SimpleNamespace(pid=rank.box.pid, rank=rank.rank, box=Memory(rank.box), alive=True) for rank in self.ranks]
         roster = SimpleNamespace(current=lambda: self.members)
-        self.comparing = Comparing(roster, clock=lambda: 0.0)  # type: ignore[arg-type]
-        self.mismatches = Mismatches(self.comparing, roster, read=lambda newest: [rank.log(newest) for rank in self.ranks])  # type: ignore[arg-type]
+        self.verification = DeferredVerification(roster, clock=lambda: 0.0)  # type: ignore[arg-type]
+        self.reporter = MismatchReporter(self.verification, roster, read=lambda newest: [rank.log(newest) for rank in self.ranks])  # type: ignore[arg-type]
         self.now = 0.0
         self.said: list[tuple[Verdict, bool]] = []
 
     def look(self, *, after: float = 0.1) -> list[Verdict]:
         self.now += after
-        said = self.mismatches.look(self.now)
+        said = self.reporter.poll(self.now)
         self.said += said
         return [verdict for verdict, _ in said]
 

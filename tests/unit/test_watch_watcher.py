@@ -1,4 +1,4 @@
-"""The watcher on small real processes with real black boxes; what is wrong is told by a judge of a few lines."""
+"""The watcher on small real processes with real black boxes; a diagnosis of a few lines decides what is wrong."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from commlens.config import Settings
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import CollectiveRef, Verdict
 from commlens.watch.roster import Worker
-from commlens.watch.watcher import Watcher, patience_s, timeout_lead_s
+from commlens.watch.stall import patience_s, timeout_lead_s
+from commlens.watch.watcher import Watcher
 
 BAD = (End.FAILED, End.KILLED, End.GONE)
 
 
-def judge(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
+def diagnose(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
     dead = [log for log in logs if log.observation.end in BAD]
     if dead:
         first = min(dead, key=lambda log: log.observation.ended_ns)
@@ -65,7 +66,7 @@ class Job:
         self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[], None] | None = None, **changed: object
     ) -> None:
         settings = Settings(**({"stall_timeout": 0.6, "dump_dir": str(self.dumps)} | changed))  # type: ignore[arg-type]
-        self.watcher = Watcher([self.folder], settings, say=self.say, judge=judge, workers=workers, end_job=end_job)
+        self.watcher = Watcher([self.folder], settings, say=self.say, diagnose=diagnose, workers=workers, end_job=end_job)
         self.thread = threading.Thread(target=self.watcher.run, daemon=True)
         self.thread.start()
 
@@ -109,10 +110,10 @@ def test_a_stall_is_told_once_with_a_dump_and_its_end(job: Job) -> None:
     began = time.monotonic()
     eventually(lambda: job.heard("missing [1]"))
     assert job.times[0] - began >= 0.55
-    eventually(lambda: job.heard("everything known is in"))
+    eventually(lambda: job.heard("dump saved in"))
     assert job.saved == ["rank0", "rank1"]
     [page], [verdict] = job.dumps.glob("*/index.html"), job.dumps.glob("*/verdict.json")
-    assert job.heard(f"{page} shows it") and b"commlens" in page.read_bytes()
+    assert job.heard(f"open {page}") and b"commlens" in page.read_bytes()
     assert msgspec.json.decode(verdict.read_bytes(), type=Verdict).culprits == [1]
     time.sleep(1.0)
     assert len(job.said) == 2, f"said again: {job.said}"
@@ -217,7 +218,7 @@ def test_a_dump_before_the_groups_timeout_strikes(job: Job) -> None:
     job.watch(stall_timeout=60.0)
     job.ranks[0].tell("announce")
     began = time.monotonic()
-    eventually(lambda: job.heard("about to strike (2 s)"))
+    eventually(lambda: job.heard("timeout of 2 s is about to expire"))
     assert 1.5 < time.monotonic() - began < 2.5
     assert job.saved == ["rank0", "rank1"]
     assert job.heard("missing [1]"), "the timeout will end the job: this is the last chance to say why"
@@ -289,10 +290,10 @@ def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(job: Job, caplog:
     def broken(*_: object, **__: object) -> Verdict:
         raise RuntimeError("no idea")
 
-    job.watcher._judge = broken
+    job.watcher._reporter._diagnose = broken
     job.ranks[0].tell("announce")
     eventually(job.ended)
-    assert "steps aside" in caplog.text
+    assert "the watcher failed and stops; the job goes on" in caplog.text
     assert job.ranks[0].process.poll() is None
 
 
@@ -304,7 +305,7 @@ def test_an_error_of_the_comparison_leaves_the_rest_of_the_watcher(job: Job, cap
     def broken(now: float) -> None:
         raise RuntimeError("no idea")
 
-    job.watcher._mismatches.comparing.look = broken  # type: ignore[method-assign]
+    job.watcher._mismatches.verification.poll = broken  # type: ignore[method-assign]
     job.ranks[0].tell("announce")
     eventually(lambda: job.heard("missing [1]"))
-    assert "not compared any more" in caplog.text
+    assert "deferred verification failed and stops" in caplog.text

@@ -24,7 +24,7 @@ from commlens.text import ranks_phrase
 TIMEOUT_S = 180.0
 """No scenario takes longer, or something is wrong with this machine."""
 
-DUMPED = "commlens: everything known is in"
+DUMPED = "commlens: dump saved in"
 """How the watcher's line after a verdict begins."""
 
 

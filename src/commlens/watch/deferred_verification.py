@@ -1,7 +1,7 @@
-"""Reads the ranks' new records as they appear, and says which of them disagree: deferred verification.
+"""Deferred verification: reads the ranks' new records while the job runs and compares them, within a CPU budget.
 
-What it may cost is bounded: a share of one core. Where that is not enough for what the ranks issue, it looks less often, then reads
-only the newest records, and says how many it did not compare.
+:mod:`commlens.watch.record_reader` reads the records, :mod:`commlens.watch.signature_comparison` compares them, and
+:mod:`commlens.watch.mismatch_reporter` reports each disagreement once.
 """
 
 from __future__ import annotations
@@ -14,112 +14,108 @@ from typing import Final
 
 from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
-from commlens.text import format_ranks
-from commlens.watch.agreement import Agreement, Feed, Found
+from commlens.text import ranks_phrase
+from commlens.watch.channel_progress import KEPT, Discrepancy
+from commlens.watch.record_reader import RecordReader
 from commlens.watch.roster import Member, Roster
+from commlens.watch.signature_comparison import SignatureComparison
 
-EVERY_S: Final = 0.05
-LATEST_S: Final = 0.5
-SHARE: Final = 0.03  # of one core
-AT_MOST: Final = 1 << 16  # records of a rank in one look
-AT_LEAST: Final = 64
-OTHERS_COME_WITHIN_S: Final = 1.0  # before ranks are blamed, the others of the group may come and show who is the odd one
-SHIFT_LOOKS_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0)  # how long after something odd, and after each look that showed nothing yet
-SHIFT_LOOKS_APART_S: Final = 1.0  # a rank out of step must be seen twice
-SHIFT_REST_S: Final = (4.0, 8.0, 16.0, 32.0, 64.0)  # after a suspicion that was none
-SHIFTS_LOOKED_FOR: Final = 40
+INTERVAL_S: Final = 0.05
+INTERVAL_MAX_S: Final = 0.5
+CPU_SHARE: Final = 0.03  # of one core
+RECORDS_MAX: Final = 1 << 16  # of a rank in one poll
+RECORDS_MIN: Final = 64
 
 
 @dataclass
-class Suspicion:
-    """Something that the comparison found and that has not been told yet."""
+class CpuBudget:
+    """Keeps deferred verification within its share of one core: poll less often, then read fewer records."""
 
-    found: Found
-    since: float  # time.monotonic()
+    interval_s: float = INTERVAL_S  # between polls
+    records_per_rank: int = RECORDS_MAX  # in one poll; of more, only the newest are read
 
-    def is_ripe(self, now: float, *, someone_ended: bool) -> bool:
-        """Whether all that can be known of it is there."""
-        return someone_ended or now - self.since >= OTHERS_COME_WITHIN_S or not self.found.missing
+    def charge(self, spent_s: float, records_per_rank: float) -> None:
+        """Adapt to the CPU time that a poll took, and to how many records of a rank it read."""
+        needed_s = spent_s / CPU_SHARE
+        self.interval_s = min(INTERVAL_MAX_S, max(INTERVAL_S, needed_s))
+        if needed_s > INTERVAL_MAX_S and records_per_rank:
+            self.records_per_rank = max(RECORDS_MIN, int(records_per_rank * INTERVAL_MAX_S / needed_s))
+        else:
+            self.records_per_rank = min(RECORDS_MAX, self.records_per_rank * 2)
 
 
-class Comparing:
-    """The live comparison of a job's ranks on this node.
+class DeferredVerification:
+    """The comparison of the ranks on this node while they run.
 
     Args:
-        roster: whose boxes are read.
-        clock: seconds of CPU time that the calling thread has used.
+        roster: whose black boxes are read.
+        clock: returns the CPU seconds that the calling thread has used.
     """
 
     def __init__(self, roster: Roster, *, clock: Callable[[], float] = time.thread_time) -> None:
+        self.budget = CpuBudget()
+        self.discrepancies: list[Discrepancy] = []  # not reported yet
+        self.records = 0
         self._roster = roster
         self._clock = clock
         self._members: tuple[tuple[int, int, bool], ...] = ()
-        self._feeds: list[Feed] = []
-        self._agreement = Agreement(())
-        self._at_most = AT_MOST
-        self.interval_s = EVERY_S
-        self.suspicions: list[Suspicion] = []
-        self.records = 0
+        self._readers: list[RecordReader] = []
+        self._comparison = SignatureComparison(())
         self._missed_before = 0
 
-    def look(self, now: float) -> None:
-        """Read what is new and compare it. ``now`` is CLOCK_MONOTONIC, seconds."""
+    def poll(self, now: float) -> None:
+        """Read the new records and compare them. ``now`` is CLOCK_MONOTONIC, seconds."""
         self._follow(self._roster.current())
-        if len(self._feeds) < 2:
+        if len(self._readers) < 2:
             return
         began = self._clock()
         read = 0
-        for feed in self._feeds:
-            with contextlib.suppress(FormatError):  # the roster says what is wrong with it
-                read += feed.poll(self._at_most)
+        for reader in self._readers:
+            with contextlib.suppress(FormatError):  # the roster reports it
+                read += reader.poll(self.budget.records_per_rank)
         self.records += read
-        self.suspicions += [Suspicion(found, now) for found in self._agreement.take_found()]
-        self._keep_within(self._clock() - began, read)
+        for discrepancy in self._comparison.take_discrepancies():
+            discrepancy.seen_at = now
+            self.discrepancies.append(discrepancy)
+        self.budget.charge(self._clock() - began, read / len(self._readers))
 
     def _follow(self, members: list[Member]) -> None:
-        """Begin anew when ranks have come: what they issued before is still in their boxes."""
+        """Start anew when ranks have joined. The records that they issued before are still in their boxes."""
         now = tuple((member.pid, member.rank, member.box is not None) for member in members if member.rank >= 0)
         if now == self._members:
             return
         self._members = now
         self._missed_before = self.missed
-        self._agreement = Agreement(rank for _, rank, _ in now)
-        self._feeds = []
+        self._comparison = SignatureComparison(rank for _, rank, _ in now)
+        self._readers = []
         for member in members:
             if member.box is not None and member.rank >= 0:
                 with contextlib.suppress(FormatError):
-                    self._feeds.append(Feed(self._agreement, member.rank, BoxTail(member.box)))
-
-    def _keep_within(self, spent_s: float, read: int) -> None:
-        """Look less often, then at less, where it would cost more than its share."""
-        needed = spent_s / SHARE
-        self.interval_s = min(LATEST_S, max(EVERY_S, needed))
-        if needed > LATEST_S and read:
-            self._at_most = max(AT_LEAST, int(read / len(self._feeds) * LATEST_S / needed))
-        elif self._at_most < AT_MOST:
-            self._at_most = min(AT_MOST, self._at_most * 2)
+                    self._readers.append(RecordReader(self._comparison, member.rank, BoxTail(member.box)))
 
     @property
     def missed(self) -> int:
-        """Records that were not compared: overwritten before they were read, or passed over to stay cheap."""
-        return self._missed_before + sum(feed.tail.missed for feed in self._feeds)
+        """How many records were not compared: overwritten before they were read, or skipped to stay within the CPU budget."""
+        return self._missed_before + sum(reader.tail.missed for reader in self._readers)
 
-    def again(self, found: Found) -> int:
-        """How often what was found has happened by now."""
-        return self._agreement.again[(found.channel.key, found.aspect)]
+    def times(self, discrepancy: Discrepancy) -> int:
+        """Return how often the same has happened by now."""
+        return self._comparison.disagreement_counts[(discrepancy.channel.key, discrepancy.aspect)]
 
-    def rest(self, found: Found) -> None:
-        """A suspicion of a shift was none: the next odd pair of lines counts again."""
-        if found.lane is not None:
-            found.lane.odd = False
+    def dismiss(self, discrepancy: Discrepancy) -> None:
+        """Note that no rank is out of step after all: the next new pair of source lines is suspicious again."""
+        if discrepancy.progress is not None:
+            discrepancy.progress.order_suspected = False
 
     @property
-    def coverage(self) -> str:
-        """What was not compared, in words; empty where that is nothing."""
-        missed, passed = self.missed, self._agreement.passed_over
-        if not missed and not passed:
-            return ""
-        ranks = format_ranks(feed.rank for feed in self._feeds if feed.tail.missed)
-        parts = [f"{missed} records of ranks {ranks or 'before a restart'} came too fast to be compared"] if missed else []
-        parts += [f"{passed} collectives were not held against a rank that was more than 4096 behind"] if passed else []
+    def gaps(self) -> str:
+        """What was not compared, in words; empty if everything was."""
+        missed, given_up = self.missed, self._comparison.given_up
+        parts = []
+        if missed:
+            ranks = [reader.rank for reader in self._readers if reader.tail.missed]
+            whose = f"of {ranks_phrase(ranks)}" if ranks else "from before a restart"
+            parts.append(f"{missed} records {whose} came too fast to be compared")
+        if given_up:
+            parts.append(f"{given_up} collectives were not compared with a rank that was more than {KEPT} behind")
         return "; ".join(parts)

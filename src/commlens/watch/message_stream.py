@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from commlens.matching import matches_by_tag
 from commlens.model.collective import Channel
 from commlens.watch.channel_progress import KEPT
 from commlens.watch.signatures import SignatureId
@@ -34,12 +35,12 @@ class StreamEnd:
     def match(self, signature: SignatureId, number: int, tag: int) -> tuple[SignatureId, SignatureId] | None:
         """Add a message, and return the signatures of the send and the receive if its other half was added before.
 
-        Messages are matched by tag on gloo, and first in, first out on NCCL, which ignores tags.
+        Messages of one tag are matched first in, first out.
         """
         stream = self.stream
         if stream.unpaired:
             return None
-        if "nccl" in stream.channel.group.backend:
+        if not matches_by_tag(stream.channel.group.backend):
             tag = 0
         if number == self.newest + 1:
             count = self.counts.get(tag, 0) + 1

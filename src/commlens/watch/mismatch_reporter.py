@@ -1,4 +1,4 @@
-"""What the live comparison found, told once: a verdict for each distinct disagreement, and at the end how often it happened."""
+"""Reports each disagreement that deferred verification finds once, and how often it happened when the job ends."""
 
 from __future__ import annotations
 
@@ -9,164 +9,195 @@ from commlens.diagnosis import live
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.text import count, group_phrase, ranks_phrase
-from commlens.watch.agreement import ChannelKey, Found
-from commlens.watch.comparing import SHIFT_LOOKS_AFTER_S, SHIFT_LOOKS_APART_S, SHIFT_REST_S, SHIFTS_LOOKED_FOR, Comparing, Suspicion
+from commlens.watch.channel_progress import Discrepancy
+from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.roster import Roster
+from commlens.watch.signature_comparison import ChannelKey
 from commlens.watch.snapshot import read_logs
 
-TOLD_AT_MOST: Final = 8  # distinct disagreements of one job: a program gone astray must not fill the terminal
-LOOKED_INTO_AT_MOST: Final = 64
-ENOUGH: Final = 400  # newest records of each rank, as a rule: reading all takes longer than a report may
-SHIFT_MATCHES: Final = 8  # collectives that must fit before a rank is said to be out of step
+REPORTS_MAX: Final = 8  # distinct disagreements of one job: a broken program must not fill the terminal
+EXAMINED_MAX: Final = 64
+NEWEST_RECORDS: Final = 400  # of each rank; reading all of them takes longer than a report may
+OTHER_RANKS_WITHIN_S: Final = 1.0  # the group's other ranks may still come, and show which rank is the odd one
+SHIFT_MATCHES: Final = 8  # collectives that must match before a rank is reported out of step
+SHIFT_CHECKS_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0)  # after the first suspicion, and after each check that showed nothing
+SHIFT_CHECKS_APART_S: Final = 1.0  # a rank must be out of step in two checks
+SHIFT_REST_S: Final = (4.0, 8.0, 16.0, 32.0, 64.0)  # after a suspicion that was wrong
+SHIFT_CHECKS_MAX: Final = 40
 
 Key = tuple[str, tuple[int, ...], str, tuple[int, ...]]
+"""Kind, culprits, and the group's name and ranks: what makes a disagreement distinct."""
 
 
-class Mismatches:
-    """Tells what disagrees.
+class OutOfStepCheck:
+    """When to check for ranks out of step, and which findings count: a rank must be out of step in two checks."""
+
+    def __init__(self) -> None:
+        self._due = 0.0
+        self._checks = 0
+        self._tries = 0  # checks of the current suspicion, counting the next one; 0: there is none
+        self._seen: set[Key] = set()
+
+    def is_due(self, now: float) -> bool:
+        """Return whether to check now. The first suspicion only sets the time: later records must show whether it holds."""
+        if not self._tries:
+            self._tries, self._due = 1, max(self._due, now + SHIFT_CHECKS_AFTER_S[0])
+            return False
+        return now >= self._due
+
+    def confirm(self, findings: Sequence[Finding], now: float) -> list[Finding] | None:
+        """Return the findings that the previous check had, too; None if another check must decide."""
+        self._checks += 1
+        confirmed = [finding for finding in findings if _key(finding) in self._seen]
+        self._seen = {_key(finding) for finding in findings}
+        if findings and not confirmed:
+            self._due = now + SHIFT_CHECKS_APART_S
+            return None
+        if not confirmed and self._tries < len(SHIFT_CHECKS_AFTER_S):
+            self._due = now + SHIFT_CHECKS_AFTER_S[self._tries]
+            self._tries += 1
+            return None
+        rest_s = SHIFT_REST_S[min(self._checks, len(SHIFT_REST_S)) - 1]
+        self._tries = 0
+        self._due = now + rest_s if self._checks < SHIFT_CHECKS_MAX else float("inf")
+        return confirmed
+
+
+class MismatchReporter:
+    """Turns discrepancies into verdicts.
 
     Args:
-        comparing: finds it.
-        roster: whose boxes are read to put it in words.
-        read: gives the logs, with all records or only the newest so many; by default the roster's boxes as of now.
+        verification: finds the discrepancies.
+        roster: the ranks whose boxes are read to explain them.
+        read: returns the logs, with all records or only the newest so many; by default from the roster's boxes, as of now.
     """
 
-    def __init__(self, comparing: Comparing, roster: Roster, *, read: Callable[[int | None], Sequence[RankLog]] | None = None) -> None:
-        self.comparing = comparing
+    def __init__(
+        self, verification: DeferredVerification, roster: Roster, *, read: Callable[[int | None], Sequence[RankLog]] | None = None
+    ) -> None:
+        self.verification = verification
         self._roster = roster
         self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
         self._due = 0.0
-        self._told: dict[Key, tuple[str, Found]] = {}
-        self._looked_into = 0
-        self._shift_due = 0.0
-        self._shift_looks = 0  # in all
-        self._shift_tries = 0  # of the suspicion at hand, which the first one begins; 0: there is none
-        self._shift_seen: set[Key] = set()
+        self._reported: dict[Key, tuple[str, Discrepancy]] = {}  # with where it was first seen
+        self._examined = 0
+        self._out_of_step = OutOfStepCheck()
         self._counted: set[tuple[ChannelKey, str]] = set()
 
     def pause_s(self, now: float) -> float:
-        """How long until the next look."""
+        """Return how long until the next poll."""
         return max(0.0, self._due - now)
 
-    def look(self, now: float) -> list[tuple[Verdict, bool]]:
-        """Compare what is new, where it is time (CLOCK_MONOTONIC, seconds).
+    def poll(self, now: float) -> list[tuple[Verdict, bool]]:
+        """Compare the new records if it is time (``now`` is CLOCK_MONOTONIC, seconds).
 
         Returns:
-            Verdicts that are new, each with whether it may end the job: a rank out of step is only warned of.
+            New verdicts, each with whether it may end the job: a rank out of step is only a warning.
         """
         if now < self._due:
             return []
-        comparing = self.comparing
-        comparing.look(now)
-        self._due = now + comparing.interval_s
-        if not comparing.suspicions:
+        verification = self.verification
+        verification.poll(now)
+        self._due = now + verification.budget.interval_s
+        if not verification.discrepancies:
             return []
-        ended = any(not member.alive for member in self._roster.current())
-        said: list[tuple[Verdict, bool]] = []
-        shifts = [one for one in comparing.suspicions if one.found.answer is None and one.found.passed >= SHIFT_MATCHES + 2]
-        ripe = [one for one in comparing.suspicions if one.found.answer is not None and one.is_ripe(now, someone_ended=ended)]
-        if ripe:
-            comparing.suspicions = [one for one in comparing.suspicions if one not in ripe]
-            said += [(verdict, True) for verdict in self._look_into(ripe)]
-        if shifts and not self._shift_tries:  # what comes next must show whether it fits
-            self._shift_tries, self._shift_due = 1, max(self._shift_due, now + SHIFT_LOOKS_AFTER_S[0])
-        elif shifts and now >= self._shift_due:
-            said += [(verdict, False) for verdict in self._look_for_shifts(shifts, now)]
-        return said
+        rank_ended = any(not member.alive for member in self._roster.current())
+        disagreements = [each for each in verification.discrepancies if each.answer is not None]
+        complete = [each for each in disagreements if rank_ended or now - each.seen_at >= OTHER_RANKS_WITHIN_S or not each.missing_ranks]
+        shifts = [each for each in verification.discrepancies if each.answer is None and each.passed >= SHIFT_MATCHES + 2]
+        verdicts: list[tuple[Verdict, bool]] = []
+        if complete:
+            verification.discrepancies = [each for each in verification.discrepancies if each not in complete]
+            verdicts += [(verdict, True) for verdict in self._examine(complete)]
+        if shifts and self._out_of_step.is_due(now):
+            verdicts += [(verdict, False) for verdict in self._examine_shifts(shifts, now)]
+        return verdicts
 
-    def give_up(self) -> None:
-        """Look at nothing any more."""
+    def disable(self) -> None:
+        """Compare nothing any more."""
         self._due = float("inf")
 
-    def has_told(self, verdict: Verdict) -> bool:
-        """Whether this has been said already."""
-        return bool(verdict.findings) and self._is_told(_key(verdict.findings[0]))
+    def has_reported(self, verdict: Verdict) -> bool:
+        """Return whether this disagreement was reported before."""
+        return bool(verdict.findings) and self._is_reported(_key(verdict.findings[0]))
 
-    def _is_told(self, key: Key) -> bool:
-        """Whether it is known. Where nobody can tell any more who is the odd one, more are named than the first time."""
+    def _is_reported(self, key: Key) -> bool:
+        """Compare with what was reported. Later, when the odd rank can no longer be singled out, more culprits are named."""
         kind, culprits, *where = key
-        return any(kind == told[0] and where == [*told[2:]] and set(told[1]) <= set(culprits) for told in self._told)
+        return any(kind == known[0] and where == [*known[2:]] and set(known[1]) <= set(culprits) for known in self._reported)
 
-    def last_words(self) -> list[str]:
-        """What is to be said when the job has ended: how often it happened, and what was not compared."""
+    def final_lines(self) -> list[str]:
+        """Return the lines for the end of the job: how often ranks disagreed, and what was not compared."""
         lines = []
-        for (kind, culprits, _, _), (where, found) in self._told.items():
-            key = (found.channel.key, found.aspect)
-            times = self.comparing.again(found)
+        for (kind, culprits, _, _), (where, discrepancy) in self._reported.items():
+            key = (discrepancy.channel.key, discrepancy.aspect)
+            times = self.verification.times(discrepancy)
             if times > 1 and key not in self._counted:
                 self._counted.add(key)
-                who = f"{ranks_phrase(culprits)} disagreed" if culprits else "ranks disagreed"
-                lines.append(f"{who} ({kind}, first in {where}) {count(times, 'time')} in all.")
-        coverage = self.comparing.coverage
-        return [*lines, f"the comparison is not complete: {coverage}."] if coverage and self._told else lines
+                ranks = ranks_phrase(culprits) if culprits else "ranks"
+                lines.append(f"{ranks} disagreed ({kind}, first in {where}) {count(times, 'time')} in all.")
+        gaps = self.verification.gaps
+        return [*lines, f"the comparison is not complete: {gaps}."] if gaps and self._reported else lines
 
     def _verdict(self, finding: Finding, logs: Sequence[RankLog]) -> Verdict:
         about = f"{count(len(logs), 'rank')}, {count(sum(log.issued for log in logs), 'record')} so far, while the job runs"
-        coverage = self.comparing.coverage
-        missing = [f"The comparison is not complete: {coverage}."] if coverage else []
+        gaps = self.verification.gaps
+        missing = [f"The comparison is not complete: {gaps}."] if gaps else []
         return Verdict.from_findings([finding], looked_at=about, missing_evidence=missing)
 
     # --- disagreements
 
-    def _look_into(self, ripe: list[Suspicion]) -> list[Verdict]:
-        if self._looked_into >= LOOKED_INTO_AT_MOST or len(self._told) >= TOLD_AT_MOST:
+    def _examine(self, disagreements: list[Discrepancy]) -> list[Verdict]:
+        if self._examined >= EXAMINED_MAX or len(self._reported) >= REPORTS_MAX:
             return []
-        self._looked_into += 1
-        logs = self._read(ENOUGH)
+        self._examined += 1
+        logs = self._read(NEWEST_RECORDS)
         findings = live.disagreements(logs)
         if not findings or any(finding.confidence != "high" for finding in findings):
-            logs = self._read(None)  # a longer history may tell who is the odd one
+            logs = self._read(None)  # a longer history may show which rank is the odd one
             findings = live.disagreements(logs)
-        said: list[Verdict] = []
+        verdicts: list[Verdict] = []
         for finding in findings:
-            found = next((one.found for one in ripe if _is_of(finding, one.found)), None)
-            if found is not None and self._is_new(finding, found):
-                said.append(self._verdict(finding, logs))
+            discrepancy = next((each for each in disagreements if _is_about(finding, each)), None)
+            if discrepancy is not None and self._add(finding, discrepancy):
+                verdicts.append(self._verdict(finding, logs))
         if not findings:
-            for one in ripe:
-                if _is_overwritten(logs, one.found):  # what was seen must do
-                    finding = _in_short(one.found)
-                    if self._is_new(finding, one.found):
-                        said.append(self._verdict(finding, logs))
-        return said[: max(0, TOLD_AT_MOST - len(self._told) + len(said))]
+            for discrepancy in disagreements:
+                if _is_overwritten(logs, discrepancy):
+                    finding = _finding_without_records(discrepancy)
+                    if self._add(finding, discrepancy):
+                        verdicts.append(self._verdict(finding, logs))
+        return verdicts[: max(0, REPORTS_MAX - len(self._reported) + len(verdicts))]
 
-    def _is_new(self, finding: Finding, found: Found) -> bool:
+    def _add(self, finding: Finding, discrepancy: Discrepancy) -> bool:
+        """Remember a finding. Returns whether it is new."""
         key = _key(finding)
-        if self._is_told(key):
+        if self._is_reported(key):
             return False
         op = finding.collective
-        self._told[key] = (f"{op.op} #{op.sequence_number}" if op is not None else "a collective", found)
+        self._reported[key] = (f"{op.op} #{op.sequence_number}" if op is not None else "a collective", discrepancy)
         return True
 
     # --- ranks out of step
 
-    def _look_for_shifts(self, shifts: list[Suspicion], now: float) -> list[Verdict]:
-        """Lines or steps met that never had before: is a rank out of step? It must be seen twice, and fit many collectives."""
-        self._shift_looks += 1
+    def _examine_shifts(self, shifts: list[Discrepancy], now: float) -> list[Verdict]:
+        """Check whether source lines or steps met that had never met before because a rank is out of step."""
         logs = self._read(None)
-        findings = live.out_of_step(logs, at_least=SHIFT_MATCHES)
-        fresh = [finding for finding in findings if _key(finding) not in self._told]
-        confirmed = [finding for finding in fresh if _key(finding) in self._shift_seen]
-        self._shift_seen = {_key(finding) for finding in fresh}
-        if not confirmed and fresh:
-            self._shift_due = now + SHIFT_LOOKS_APART_S
-        elif not confirmed and self._shift_tries < len(SHIFT_LOOKS_AFTER_S):
-            self._shift_due = now + SHIFT_LOOKS_AFTER_S[self._shift_tries]
-            self._shift_tries += 1
-        else:
-            for one in shifts:
-                self.comparing.rest(one.found)
-            self.comparing.suspicions = [one for one in self.comparing.suspicions if one.found.answer is not None]
-            rest = SHIFT_REST_S[min(self._shift_looks, len(SHIFT_REST_S)) - 1]
-            self._shift_tries = 0
-            self._shift_due = now + rest if self._shift_looks < SHIFTS_LOOKED_FOR else float("inf")
-        said = []
+        findings = [each for each in live.out_of_step(logs, at_least=SHIFT_MATCHES) if _key(each) not in self._reported]
+        confirmed = self._out_of_step.confirm(findings, now)
+        if confirmed is None:
+            return []
+        verification = self.verification
+        for shift in shifts:
+            verification.dismiss(shift)
+        verification.discrepancies = [each for each in verification.discrepancies if each.answer is not None]
+        verdicts = []
         for finding in confirmed:
-            if self._is_new(finding, shifts[0].found):
+            if self._add(finding, shifts[0]):
                 finding.confidence = "medium"
-                finding.evidence.append("Ops and shapes agree: this is told by the lines and the optimizer steps alone. It is a warning.")
-                said.append(self._verdict(finding, logs))
-        return said
+                finding.evidence.append("Ops and shapes agree: only the source lines and the optimizer steps show it. It is a warning.")
+                verdicts.append(self._verdict(finding, logs))
+        return verdicts
 
 
 def _key(finding: Finding) -> Key:
@@ -174,33 +205,30 @@ def _key(finding: Finding) -> Key:
     return (finding.kind, tuple(finding.culprits), group.name if group else "", tuple(group.ranks) if group else ())
 
 
-def _is_of(finding: Finding, found: Found) -> bool:
-    """Whether a finding is about the channel on which something was found."""
-    group = finding.group
-    return group is not None and (group.name, tuple(group.ranks)) == (found.channel.group.name, found.channel.group.ranks)
+def _is_about(finding: Finding, discrepancy: Discrepancy) -> bool:
+    """Return whether a finding is about the group of a discrepancy."""
+    found, group = finding.group, discrepancy.channel.group
+    return found is not None and (found.name, tuple(found.ranks)) == (group.name, group.ranks)
 
 
-def _is_overwritten(logs: Sequence[RankLog], found: Found) -> bool:
-    """Whether what was found is no longer in a box whose ring has gone round. An op that was never issued is in none, either."""
-    key = found.channel.key
+def _is_overwritten(logs: Sequence[RankLog], discrepancy: Discrepancy) -> bool:
+    """Return whether a rank's ring buffer has overwritten the record. A collective that was never issued is in no ring buffer, either."""
+    key, number = discrepancy.channel.key, discrepancy.sequence_number
     for log in logs:
         numbers = [op.sequence_number for op in log.collectives if op.channel.key == key and op.sequence_number]
-        if (
-            log.issued > len(log.collectives)
-            and log.rank in found.channel.group.ranks
-            and min(numbers, default=found.number + 1) > found.number
-        ):
+        wrapped = log.issued > len(log.collectives)
+        if wrapped and log.rank in discrepancy.channel.group.ranks and min(numbers, default=number + 1) > number:
             return True
     return False
 
 
-def _in_short(found: Found) -> Finding:
-    """A finding from the comparison alone, for records that are gone."""
-    answer, group = found.answer, found.channel.group
+def _finding_without_records(discrepancy: Discrepancy) -> Finding:
+    """Return a finding made from the comparison alone, for records that were overwritten."""
+    answer, group, number = discrepancy.answer, discrepancy.channel.group, discrepancy.sequence_number
     assert answer is not None
-    culprits = list(answer.minority) or sorted(rank for party in answer.parties for rank in party.ranks)
     ranks = sorted(rank for party in answer.parties for rank in party.ranks)
-    where = f"message #{found.number}" if found.pair is not None else f"collective #{found.number}"
+    culprits = list(answer.minority) or ranks
+    where = f"message #{number}" if discrepancy.message_ranks is not None else f"collective #{number}"
     return Finding(
         kind=f"mismatch/{answer.aspect}",  # type: ignore[arg-type]
         why="in-collective",
@@ -209,8 +237,8 @@ def _in_short(found: Found) -> Finding:
         victims=[rank for rank in ranks if rank not in culprits],
         confidence="medium",
         summary=f"ranks disagree in {where} of {group_phrase(group)}: {answer.detail}",
-        explanation="The records have been overwritten since: only what was asked for is known.",
-        next_step="make box_entries larger, so that the lines that issued it are still known when it is looked at",
+        explanation="The records have been overwritten since: only their signatures are known.",
+        next_step="increase box_entries, so that the source lines are still recorded when the watcher reads them",
         group=GroupRef(group.name, group.label, list(group.ranks)),
-        collective=CollectiveRef("collective", found.number),
+        collective=CollectiveRef("collective", number),
     )

@@ -118,33 +118,83 @@ class SignatureComparison:
         elif len(progress.compared_together) > KEPT:
             del progress.compared_together[next(iter(progress.compared_together))]
 
-    def compare_reduce_op(self, progress: ChannelProgress, place: SequenceNumber, rank: int, signature: SignatureId, reduce_op: int) -> None:
+    def compare_reduce_op(self, progress: ChannelProgress, where: SequenceNumber, rank: int, signature: SignatureId, op: int) -> None:
         """Compare a rank's reduce op, which is recorded later than the rest, with that of the first rank."""
-        first = progress.reduce_ops.get(place)
-        number = place[0]
+        first = progress.reduce_ops.get(where)
+        number = where[0]
         if first is None:
-            progress.reduce_ops[place] = (reduce_op, signature, rank)
+            progress.reduce_ops[where] = (op, signature, rank)
             if len(progress.reduce_ops) > 2 * KEPT:
                 del progress.reduce_ops[next(iter(progress.reduce_ops))]
             return
         first_op, first_signature, first_rank = first
-        if first_op == reduce_op or number in progress.reported:
+        if first_op == op or number in progress.reported:
             return
-        key = ("reduce", first_op, first_signature, reduce_op, signature)
+        key = ("reduce", first_op, first_signature, op, signature)
         answer = self._answers.get(key)
         if answer is None:
             full = self.signatures.with_reduce_op
-            asked = {first_rank: full(first_signature, first_op), rank: full(signature, reduce_op)}
+            asked = {first_rank: full(first_signature, first_op), rank: full(signature, op)}
             known = {each: args for each, args in asked.items() if args is not None}
             answer = self._remember(key, compare_collectives(known, progress.channel.group.ranks))
         if isinstance(answer, Disagree):
             self._add_disagreement(progress, number, answer, key)
 
-    def _compare(self, progress: ChannelProgress, by_rank: Mapping[int, SignatureId], *, by_rank_only: bool) -> Answer | None:
-        return None
+    def _compare(self, progress: ChannelProgress, issued: Mapping[int, SignatureId], *, by_rank: bool) -> Answer | None:
+        """Compare signatures, each combination once. Which rank issued which only matters where ranks may legally differ."""
+        known = {rank: self.signatures.get(signature) for rank, signature in issued.items()}
+        parts = {rank: signature.parts for rank, signature in known.items() if signature is not None and signature.asked is not None}
+        if len(parts) < len(issued):
+            return None
+        by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
+        key: tuple[object, ...] = (progress.channel.key, *sorted(issued.items())) if by_rank else tuple(issued.values())
+        answer = self._answers.get(key)
+        return self._remember(key, compare_coalesced(parts, progress.channel.group.ranks)) if answer is None else answer
 
     def _remember(self, key: tuple[object, ...], answer: Answer) -> Answer:
         if len(self._answers) > REMEMBERED:
             self._answers.clear()
         self._answers[key] = answer
         return answer
+
+    def _add_disagreement(self, progress: ChannelProgress, number: int, answer: Disagree, values: tuple[object, ...]) -> None:
+        """Count a disagreement, and keep it as a discrepancy the first time that these values meet on this channel."""
+        if number in progress.reported or progress.is_concurrent:
+            return
+        if len(progress.reported) > KEPT:
+            progress.reported = {each for each in progress.reported if each >= progress.floor}
+        progress.reported.add(number)
+        key = progress.channel.key
+        self.disagreement_counts[(key, answer.aspect)] += 1
+        distinct = (key, answer.aspect, *values)
+        if distinct in self._reported or len(self._reported) > REMEMBERED:
+            return
+        self._reported.add(distinct)
+        self._discrepancies.append(Discrepancy(progress.channel, number, answer.aspect, answer, progress=progress))
+
+    # --- point to point
+
+    def add_message(self, end: StreamEnd, signature: SignatureId, number: int, tag: int) -> None:
+        """Add a send or a receive, and compare it with its other half if that is there."""
+        matched = end.match(signature, number, tag)
+        if matched is None:
+            return
+        stream = end.stream
+        key = ("p2p", *matched)
+        answer = self._answers.get(key)
+        if answer is None:
+            sent, received = (self.signatures.get(each) for each in matched)
+            if sent is None or received is None or sent.asked is None or received.asked is None:
+                return
+            answer = self._remember(key, compare_pair(stream.sender, sent.asked, stream.receiver, received.asked))
+        channel_key = stream.channel.key
+        if isinstance(answer, Disagree) and (channel_key, stream.receiver) not in self._any_source:
+            self.disagreement_counts[(channel_key, "p2p")] += 1
+            ranks = (stream.sender, stream.receiver)
+            if (channel_key, *ranks) not in self._reported:
+                self._reported.add((channel_key, *ranks))
+                self._discrepancies.append(Discrepancy(stream.channel, number, "p2p", answer, ranks))
+
+    def receive_from_any_source(self, channel: Channel, rank: int) -> None:
+        """Stop comparing the messages to a rank that receives from any source: which send it receives is unknown."""
+        self._any_source.add((channel.key, rank))

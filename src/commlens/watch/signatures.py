@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from commlens.blackbox.blobs import AskedJson, asked_of, decode_blob
-from commlens.model.collective import Asked
+from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import REDUCING
 
 SignatureId = int
@@ -21,11 +21,11 @@ class Signature:
     """The arguments of a collective or message, or those of every member of a coalesced group."""
 
     blob: AskedJson | None  # None for a coalesced group
-    asked: Asked | None
-    members: tuple[Asked, ...] = ()  # of a coalesced group
+    asked: CollectiveArgs | None
+    members: tuple[CollectiveArgs, ...] = ()  # of a coalesced group
 
     @property
-    def parts(self) -> tuple[Asked, ...]:
+    def parts(self) -> tuple[CollectiveArgs, ...]:
         """The members of a coalesced group; otherwise the arguments as the only member."""
         return self.members or ((self.asked,) if self.asked is not None else ())
 
@@ -84,7 +84,7 @@ class SignatureTable:
                 self.needs_all_ranks.add(signature)
         return signature
 
-    def with_reduce_op(self, signature: SignatureId, reduce_op: int) -> Asked | None:
+    def with_reduce_op(self, signature: SignatureId, reduce_op: int) -> CollectiveArgs | None:
         """Return the arguments with the reduce op that was recorded later; None if they are unknown."""
         known = self.get(signature)
         return asked_of(known.blob, reduce_op) if known is not None and known.blob is not None else None

@@ -9,8 +9,8 @@ from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, 
 
 from commlens.model.collective import CollectiveArgs
 from commlens.model.verdict import Verdict
-from commlens.watch import agreement
-from commlens.watch.agreement import KEPT
+from commlens.watch import record_reader, signatures
+from commlens.watch.channel_progress import KEPT
 
 
 def gather(*shape: int) -> CollectiveArgs:
@@ -24,9 +24,9 @@ def test_ranks_that_agree() -> None:
         node.all(gather(5), step=step, line=90)
         assert node.look() == []
     assert node.settle() == []
-    assert node.comparing.records == 160
-    assert node.comparing.coverage == ""
-    assert node.mismatches.last_words() == []
+    assert node.verification.records == 160
+    assert node.verification.gaps == ""
+    assert node.reporter.final_lines() == []
 
 
 def test_a_shape_is_told_as_soon_as_all_have_come() -> None:
@@ -140,7 +140,7 @@ def test_the_same_in_every_step_is_told_once_and_counted() -> None:
         node.look(after=0.6)
     assert [verdict.kind for verdict, _ in node.said] == ["mismatch/reduce-op"]
     node.settle()
-    (line,) = node.mismatches.last_words()
+    (line,) = node.reporter.final_lines()
     assert line == "rank 1 disagreed (mismatch/reduce-op, first in all_reduce #1) 60 times in all."
 
 
@@ -156,7 +156,7 @@ def test_of_two_ranks_the_odd_one_is_told_by_its_history_and_only_once() -> None
         node.look(after=0.6)
     node.settle()
     assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [("mismatch/reduce-op", [1])]
-    assert not node.mismatches.has_told(Verdict())
+    assert not node.reporter.has_reported(Verdict())
     node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
     node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
     assert [verdict.kind for verdict in node.settle()] == ["mismatch/shape"]
@@ -192,12 +192,12 @@ def test_a_rank_that_laps_its_ring_leaves_a_gap_and_no_alarm() -> None:
     for i in range(200):
         node.all(all_reduce(8 + i % 3), ranks=(0, 1))
     assert node.settle() == []
-    assert node.comparing.missed == 2 * (200 - 64)
+    assert node.verification.missed == 2 * (200 - 64)
     node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
     node.ranks[1].issue(all_reduce(7), ranks=(0, 1))
     (verdict,) = node.settle()
     assert verdict.kind == "mismatch/shape"
-    assert any("came too fast to be compared" in line for line in node.mismatches.last_words())
+    assert any("came too fast to be compared" in line for line in node.reporter.final_lines())
 
 
 def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
@@ -207,33 +207,34 @@ def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
         for _ in range(256):
             node.ranks[0].issue(root, ranks=(0, 1))
         node.look()
-    (lane,) = node.comparing._agreement._lanes.values()
-    assert len(lane.first_at) <= KEPT + 1
+    (progress,) = node.verification._comparison._channels.values()
+    assert len(progress.first_issue) <= KEPT + 1
     for _ in range(40 * 256):
         node.ranks[1].issue(root, ranks=(0, 1))
         if node.ranks[1].box.index % 256 == 0:
             assert node.look() == []
-    assert len(lane.first_at) <= 1
-    assert "more than 4096 behind" in node.comparing.coverage
+    assert len(progress.first_issue) <= 1
+    assert "more than 4096 behind" in node.verification.gaps
 
 
 def test_shapes_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "REMEMBERED", 50)
+    for module in (signatures, record_reader):
+        monkeypatch.setattr(module, "REMEMBERED", 50)
     node = Node(2)
     for i in range(400):
         node.all(all_reduce(i + 1), ranks=(0, 1))
         if i % 10 == 0:
             assert node.look() == []
-    found = node.comparing._agreement
-    assert len(found._asks) <= 101
-    assert len(found._codes) <= 51
+    table = node.verification._comparison.signatures
+    assert len(table.signatures) <= 101
+    assert len(table._ids) <= 51
 
 
 def test_a_record_overwritten_before_it_could_be_looked_at_is_told_in_short() -> None:
     node = Node(2)
     node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
     node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
-    node.comparing.look(0.0)  # seen, and then the ring is lapped before anybody asks
+    node.verification.poll(0.0)  # seen, and then the ring is lapped before anybody asks
     for _ in range(80):
         node.all(all_reduce(8), ranks=(0, 1))
     (verdict,) = node.look()
@@ -245,17 +246,17 @@ def test_a_record_overwritten_before_it_could_be_looked_at_is_told_in_short() ->
 def test_too_much_is_looked_at_less_often_and_then_less_of_it() -> None:
     node = Node(2, capacity=2000)
     seconds = iter(x * 0.1 for x in range(100))
-    node.comparing._clock = lambda: next(seconds)
+    node.verification._clock = lambda: next(seconds)
     for _ in range(1500):
         node.all(all_reduce(8), ranks=(0, 1))
     node.look()
-    assert node.comparing.interval_s == 0.5
-    assert node.comparing._at_most < 1500
+    assert node.verification.budget.interval_s == 0.5
+    assert node.verification.budget.records_per_rank < 1500
     for _ in range(1500):
         node.all(all_reduce(8), ranks=(0, 1))
     assert node.look(after=0.6) == []
-    assert node.comparing.missed > 0
-    assert "came too fast" in node.comparing.coverage
+    assert node.verification.missed > 0
+    assert "came too fast" in node.verification.gaps
 
 
 # --- what is compared with what
@@ -280,7 +281,7 @@ def test_groups_incarnations_and_devices_are_told_apart() -> None:
         node.ranks[1].issue(second, ranks=(0, 1), **options)  # type: ignore[arg-type]
     (verdict,) = node.look()
     assert verdict.kind == "mismatch/shape"
-    assert node.comparing.again(next(iter(node.mismatches._told.values()))[1]) == 1
+    assert node.verification.times(next(iter(node.reporter._reported.values()))[1]) == 1
 
 
 def test_a_group_that_is_made_again_starts_anew() -> None:

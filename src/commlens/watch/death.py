@@ -1,0 +1,83 @@
+"""Notices ranks that died, and tells a death from a job that was stopped as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from commlens.watch.roster import Member
+
+SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
+STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
+STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
+_STOP_EXIT_CODES: Final = (128 + 15, 128 + 2)
+
+
+def ended_by_stop_signal(member: Member) -> bool:
+    """Return whether a rank was ended by the signals that stop a job."""
+    return member.ending is not None and member.ending.signal in STOP_SIGNALS
+
+
+def was_stopped(member: Member) -> bool:
+    """Return whether a rank ended as a stopped process does: by SIGTERM or Ctrl-C, or with their exit codes."""
+    return ended_by_stop_signal(member) or (member.ending is not None and member.ending.exit_code in _STOP_EXIT_CODES)
+
+
+def was_killed(member: Member) -> bool:
+    """Return whether a rank was ended by a signal."""
+    return member.ending is not None and member.ending.signal is not None
+
+
+def dead_ranks(members: Sequence[Member]) -> list[Member]:
+    """Return the members that ended with a failure, or in an unknown way."""
+    return [member for member in members if member.ending is not None and not member.ended_well]
+
+
+def job_was_stopped(members: Sequence[Member]) -> bool:
+    """Return whether all ranks were stopped from outside: by the scheduler or by Ctrl-C."""
+    dead = dead_ranks(members)
+    return len(members) > 1 and len(dead) == len(members) and all(was_stopped(member) for member in dead)
+
+
+class DeathDetector:
+    """Decides when to report a death: once the ranks that die with the first one have ended, too."""
+
+    def __init__(self) -> None:
+        self.first: Member | None = None  # the first rank that died
+        self._due: float | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a death is still to be reported."""
+        return self._due is not None
+
+    def add(self, ended: Sequence[Member], members: Sequence[Member], now: float) -> bool:
+        """Add ranks that have ended.
+
+        Args:
+            ended: those that are new.
+            members: all ranks.
+            now: seconds.
+
+        Returns:
+            Whether the first death of the job is among them.
+        """
+        known = self.first
+        for member in ended:
+            if member.ended_well:
+                continue
+            if self.first is None:
+                self.first = member
+                self._due = now + (STOP_SETTLE_S if ended_by_stop_signal(member) else SETTLE_S)
+            elif ended_by_stop_signal(self.first) and not was_stopped(member):
+                self._due = now + SETTLE_S  # the job was not stopped as a whole: this rank died because the first one was stopped
+        if self._due is not None and not any(member.alive for member in members):
+            self._due = now
+        return known is None and self.first is not None
+
+    def take_due(self, now: float) -> bool:
+        """Return whether to report the death now; True only once."""
+        if self._due is None or now < self._due:
+            return False
+        self._due = None
+        return True

@@ -1,0 +1,191 @@
+"""Collects the evidence of a job, diagnoses it, prints the verdict and saves dumps."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from commlens.blackbox import job_dirs
+from commlens.config import Settings
+from commlens.dumps import save
+from commlens.errors import CommlensError
+from commlens.model.ranklog import Observation, RankLog
+from commlens.model.verdict import Verdict
+from commlens.text import capital
+from commlens.watch.death import STOP_SIGNALS
+from commlens.watch.observer import Observer
+from commlens.watch.roster import Member, Roster
+from commlens.watch.snapshot import read_logs
+
+log = logging.getLogger("commlens")
+
+Say = Callable[[str | Verdict], None]
+Diagnose = Callable[..., Verdict]
+
+_PY_SPY_WAIT_S = 0.8
+
+
+def say_to_stderr(message: str | Verdict) -> None:
+    """Print a line, beginning with ``commlens:``, or a verdict. It is a single write: ranks and torchrun share the terminal."""
+    sys.stderr.write(f"commlens: {message}\n" if isinstance(message, str) else _rendered(message))
+    sys.stderr.flush()
+
+
+def _rendered(verdict: Verdict) -> str:
+    from commlens.reports.terminal import print_verdict
+
+    width, colour = 80, False
+    with contextlib.suppress(OSError, ValueError):
+        width = min(120, os.get_terminal_size(sys.stderr.fileno()).columns)
+        colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    text = io.StringIO()
+    print_verdict(verdict, file=text, width=width, colour=colour)
+    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+
+
+class Evidence:
+    """The ranks' logs and what was observed of their processes, as of now.
+
+    Args:
+        roster: the ranks.
+        observer: of their processes.
+        launched: a launcher watches its own workers: after the first death it ends the others with SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, roster: Roster, observer: Observer, *, launched: bool) -> None:
+        self._roster = roster
+        self._observer = observer
+        self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
+        self._frozen: dict[int, Observation] = {}  # by pid
+
+    def freeze(self) -> None:
+        """Keep the observations of the living ranks as of now: how the launcher ends them later says nothing about the fault."""
+        self._frozen = {member.pid: self._observer.observe(member.pid) for member in self._roster.current() if member.alive and member.here}
+
+    def thaw(self) -> None:
+        """Drop the observations that were kept."""
+        self._frozen = {}
+
+    def logs(self) -> tuple[list[RankLog], list[str]]:
+        """Return the ranks' logs, each with its observation, and what could not be read, in sentences."""
+        members = self._roster.current()
+        wait_s = _PY_SPY_WAIT_S if any(member.alive for member in members) else 0.0
+        return read_logs(members, {member.pid: self._observed(member, wait_s) for member in members if member.here})
+
+    def observations(self) -> dict[int, Observation]:
+        """Return the observations by rank."""
+        return {member.rank: self._observed(member) for member in self._roster.current() if member.here}
+
+    def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
+        frozen = self._frozen.get(member.pid)
+        if frozen is not None and member.ending is not None and member.ending.signal in self._consequences:
+            return frozen
+        return self._observer.observe(member.pid, wait_s=wait_s)
+
+
+class Reporter:
+    """Diagnoses a job, prints what is wrong and saves it.
+
+    Args:
+        folders: of the job's black boxes.
+        settings: dump_dir, keep_dumps and stall_timeout.
+        evidence: of the job.
+        say: prints a line or a verdict; None: to stderr.
+        diagnose: makes a verdict of logs; None: :func:`commlens.diagnosis.conclusion.diagnose_logs`.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], settings: Settings, evidence: Evidence, *, say: Say | None = None, diagnose: Diagnose | None = None
+    ) -> None:
+        self.say = say or say_to_stderr
+        self.evidence = evidence
+        self.verdict: Verdict | None = None  # the last one printed
+        self.dump: Path | None = None  # the last one saved
+        self.logs: list[RankLog] = []  # of the last diagnosis
+        self._diagnosed: Verdict | None = None  # the last diagnosis
+        self._folders = folders
+        self._settings = settings
+        self._diagnose = diagnose
+        self._host = os.uname().nodename
+        self._stalled_after_s = min(1.0, settings.stall_timeout / 2)
+
+    def preload(self) -> None:
+        """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
+        if self._diagnose is None:
+            from commlens.diagnosis.conclusion import diagnose_logs
+
+            self._diagnose = diagnose_logs
+        if self.say is say_to_stderr:
+            import commlens.reports.terminal  # noqa: F401
+
+    def diagnose(self) -> Verdict:
+        """Read all evidence and diagnose it."""
+        self.preload()
+        assert self._diagnose is not None
+        self.logs, problems = self.evidence.logs()
+        self._diagnosed = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        return self._diagnosed
+
+    def report(self, verdict: Verdict) -> None:
+        """Print a verdict. One of kind waiting claims no fault, so it is only a notice."""
+        self.verdict = verdict
+        if verdict.kind == "waiting":
+            sentences = [verdict.summary, verdict.explanation]
+            self.say(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
+        else:
+            self.say(verdict)
+
+    def refer_to_earlier(self, verdict: Verdict, line: str) -> None:
+        """Print a line in place of a verdict that was printed before."""
+        self.verdict = verdict
+        self.say(line)
+
+    def say_all(self, lines: Iterable[str]) -> None:
+        """Print several lines."""
+        for line in lines:
+            self.say(line)
+
+    def save_dump(self, reason: str = "") -> None:
+        """Save the evidence and the last verdict in ``dump_dir``, and print where. An error is printed, too.
+
+        Args:
+            reason: why the dump is saved, if no verdict says so.
+        """
+        settings = self._settings
+        observations = self.evidence.observations()
+        saved: Path | None = None
+        for folder in filter(job_dirs.boxes, self._folders):
+            try:
+                saved = save.save_dump(folder, Path(settings.dump_dir), observations, host=self._host, keep=settings.keep_dumps)
+            except CommlensError as error:
+                self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
+        if saved is None:
+            return
+        is_new = saved != self.dump
+        self.dump = saved
+        page = self._save_page(saved)
+        how = f"open {page}" if page is not None else f"read it with `commlens diagnose {saved}`"
+        if reason:
+            self.say(f"{reason}; dump saved in {saved}; {how}")
+        elif is_new:
+            self.say(f"dump saved in {saved}; {how}")
+
+    def _save_page(self, folder: Path) -> Path | None:
+        """Save the last verdict as JSON and as a page, beside the dump that it was made of."""
+        if self.verdict is None:
+            return None
+        try:
+            from commlens.reports.verdict_page import verdict_html
+
+            logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs()[0]
+            page = verdict_html(self.verdict, logs, stalled_after_s=self._stalled_after_s)
+            return save.save_reports(folder, host=self._host, page=page, verdict=self.verdict.to_json())
+        except Exception as error:  # the dump is saved, and the verdict was printed
+            log.warning("commlens: the verdict's page could not be written: %s: %s", type(error).__name__, error)
+            log.debug("the page's error", exc_info=True)
+            return None

@@ -1,0 +1,195 @@
+"""Notices stalls, and decides when to diagnose one and when its verdict is new."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from commlens.blackbox.layout import PHASE_CREATED
+from commlens.config import Settings
+from commlens.model.verdict import Verdict
+from commlens.watch.observer import WINDOW_S
+from commlens.watch.roster import Member
+
+SAMPLE_S: Final = 0.1  # between samples of the processes while a stall is suspected
+SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
+CONFIRM_S: Final = 0.25  # a verdict on a stall must come out twice, this far apart: boxes are read one after the other
+RECHECK_MAX_S: Final = 20.0
+FINISHED_SETTLE_S: Final = 1.0  # after one rank has finished, for the others to finish
+LITERAL_BELOW_S: Final = 30.0
+FIRST_STEP_FACTOR: Final = 3.0
+TIMEOUT_LEAD_MAX_S: Final = 15.0
+
+
+def patience_s(stall_timeout: float, steps: int) -> float:
+    """Return how long a collective may be in flight.
+
+    First steps load, compile and build indices: until the first optimizer step has completed, it is three times the stall timeout.
+    A stall timeout below 30 s was chosen on purpose and is never extended.
+    """
+    if steps == 0 and stall_timeout >= LITERAL_BELOW_S:
+        return FIRST_STEP_FACTOR * stall_timeout
+    return stall_timeout
+
+
+def timeout_lead_s(timeout_s: float) -> float:
+    """Return how long before a process group's timeout the dump is made: 10%, at most 15 s."""
+    return min(TIMEOUT_LEAD_MAX_S, 0.1 * timeout_s)
+
+
+class Wait(NamedTuple):
+    """The oldest thing that a rank has not finished."""
+
+    since_ns: int  # CLOCK_MONOTONIC
+    pid: int
+    kind: Literal["collective", "init", "stack"]
+    number: int = 0  # of a collective: its index
+    timeout_s: float = 0.0  # of its process group; 0: unknown
+
+
+def waits(members: Sequence[Member]) -> list[Wait]:
+    """Return what each living rank is waiting in, or seems to be."""
+    found: list[Wait] = []
+    for member in members:
+        status = member.status
+        if status is None or not member.alive or status.closed:
+            continue
+        if status.oldest_index and status.oldest_mono_ns:
+            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, status.timeout_s))
+        elif status.phase == PHASE_CREATED:
+            found.append(Wait(status.created_mono_ns, member.pid, "init"))
+        elif status.main_stack_since_mono_ns:
+            # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis recognises them by the stack.
+            found.append(Wait(status.main_stack_since_mono_ns, member.pid, "stack"))
+    return found
+
+
+def waited_for(verdict: Verdict) -> list[int]:
+    """Return the ranks that the others wait for. A verdict of kind waiting has no culprits, so they are the group's other ranks."""
+    if verdict.kind == "missing":
+        return verdict.culprits
+    if verdict.kind == "waiting" and verdict.group is not None:
+        return sorted(set(verdict.group.ranks) - set(verdict.victims))
+    return []
+
+
+def _key(verdict: Verdict) -> tuple[object, ...]:
+    """Return what makes a verdict a different one, so that it is printed again."""
+    collective = verdict.collective
+    group = verdict.group
+    return (
+        verdict.kind,
+        tuple(verdict.culprits or waited_for(verdict)),
+        (collective.op, collective.sequence_number) if collective else None,
+        (group.name, tuple(group.ranks)) if group else None,
+    )
+
+
+@dataclass
+class Stall:
+    """One stall, from the first suspicion to its end."""
+
+    since_ns: int
+    reported: list[tuple[object, ...]] = field(default_factory=list)  # keys of the verdicts that were printed
+    verdict: Verdict | None = None  # the last one printed
+    pending: tuple[object, ...] | None = None  # came out once, to be confirmed
+    next_check: float = 0.0
+    interval_s: float = 1.0
+    dumps: int = 0
+
+
+class Check(NamedTuple):
+    """A diagnosis that is due."""
+
+    now: float
+    age_s: float  # of the oldest wait
+    patience_s: float
+    timeout_s: float  # of a process group whose timeout is about to expire, so that no confirmation is waited for; else 0
+    rank_finished: bool  # a rank has finished and others still wait: patience would not help
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the oldest wait may still last longer."""
+        return self.age_s < self.patience_s
+
+
+class StallDetector:
+    """Follows the ranks' waits. It reads nothing and prints nothing: times and members are given to it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.stall: Stall | None = None
+        self._settings = settings
+        self._finished_due: float | None = None
+        self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives that were dumped for their timeout
+
+    def add_finished_rank(self, now: float) -> None:
+        """Note that a rank has finished: ranks that still wait may wait for it."""
+        self._finished_due = now + FINISHED_SETTLE_S
+
+    def pause_s(self, now_ns: int) -> float:
+        """Return how long until the next sample of a stall."""
+        long = max(60.0, 3 * self._settings.stall_timeout)
+        return SAMPLE_S if self.stall is not None and (now_ns - self.stall.since_ns) / 1e9 < long else SLOW_SAMPLE_S
+
+    def take_ended(self, waiting: Sequence[Wait], now_ns: int) -> Stall | None:
+        """Return a reported stall whose wait has ended; only once."""
+        stall = self.stall
+        if stall is None or stall.verdict is None or min((wait.since_ns for wait in waiting), default=now_ns) <= stall.since_ns:
+            return None
+        self.stall = None
+        return stall
+
+    def update(self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int) -> Check | None:
+        """Begin, follow or drop the suspicion of a stall, and return the check that is due."""
+        now = now_ns / 1e9
+        steps = max((member.status.steps for member in members if member.status is not None), default=0)
+        patience = patience_s(self._settings.stall_timeout, steps)
+        oldest_ns = min((wait.since_ns for wait in waiting), default=now_ns)
+        age = (now_ns - oldest_ns) / 1e9
+        timeout_s = self._expiring_timeout_s(waiting, now_ns)
+        if age < max(patience / 4, patience - WINDOW_S - 2) and not timeout_s and self._finished_due is None:
+            self.stall = None
+            return None
+        stall = self.stall = self.stall or Stall(oldest_ns)
+        if stall.verdict is None:
+            stall.since_ns = max(stall.since_ns, oldest_ns)
+        finished = self._finished_due is not None and now >= self._finished_due and any(member.alive for member in members)
+        is_due = now >= stall.next_check and (finished or age >= patience - CONFIRM_S - SAMPLE_S)
+        return Check(now, age, patience, timeout_s, finished and not timeout_s) if timeout_s or is_due else None
+
+    def _expiring_timeout_s(self, waiting: Sequence[Wait], now_ns: int) -> float:
+        """Return a process group's timeout that is about to expire, once for each collective; otherwise 0."""
+        if not self._settings.dump_on_timeout:
+            return 0.0
+        for wait in waiting:
+            if wait.kind != "collective" or wait.timeout_s <= 0 or (wait.pid, wait.number) in self._expiring:
+                continue
+            if (now_ns - wait.since_ns) / 1e9 >= wait.timeout_s - timeout_lead_s(wait.timeout_s):
+                self._expiring.update((each.pid, each.number) for each in waiting)  # one dump does for all that expire together
+                return wait.timeout_s
+        return 0.0
+
+    def is_news(self, check: Check, verdict: Verdict) -> bool:
+        """Return whether to report a verdict now: it is a fault or a long wait, is confirmed, and was not reported before."""
+        stall = self.stall
+        assert stall is not None
+        key = _key(verdict)
+        if verdict.kind == "healthy" or key in stall.reported or (verdict.kind == "waiting" and check.is_early):
+            if not check.rank_finished and key == stall.pending:
+                stall.pending = None
+            stall.next_check = check.now + stall.interval_s
+            stall.interval_s = min(stall.interval_s * 2, RECHECK_MAX_S)
+            if check.rank_finished:
+                self._finished_due = None
+            return False
+        is_early = check.is_early and not check.rank_finished
+        if not check.timeout_s and (key != stall.pending or is_early):
+            stall.pending = key
+            stall.next_check = check.now + (min(CONFIRM_S, max(0.02, check.patience_s - check.age_s)) if is_early else CONFIRM_S)
+            return False
+        stall.reported.append(key)
+        stall.verdict = verdict
+        stall.next_check, stall.interval_s = check.now + 1.0, 2.0
+        self._finished_due = None
+        return True
