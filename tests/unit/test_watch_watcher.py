@@ -17,7 +17,6 @@ from commlens.config import Settings
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import CollectiveRef, Verdict
 from commlens.watch.roster import Worker
-from commlens.watch.stall import patience_s, timeout_lead_s
 from commlens.watch.watcher import Watcher
 
 BAD = (End.FAILED, End.KILLED, End.GONE)
@@ -93,14 +92,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path)
     yield made
     made.close()
-
-
-def test_patience() -> None:
-    assert patience_s(60, 0) == 180
-    assert patience_s(60, 1) == 60
-    assert patience_s(2, 0) == 2, "a short timeout is taken literally"
-    assert timeout_lead_s(600) == 15
-    assert timeout_lead_s(30) == 3
 
 
 def test_a_stall_is_told_once_with_a_dump_and_its_end(job: Job) -> None:

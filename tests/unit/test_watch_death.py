@@ -1,0 +1,67 @@
+"""The death detector on members and times that the tests make up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from commlens.watch.death import DeathDetector, job_was_stopped
+from commlens.watch.process import Ending, Handle
+from commlens.watch.roster import Member
+
+
+def member(pid: int, ending: Ending | None = None) -> Any:
+    made = Member(pid, 0, pid, 3, pid, 0, Handle.nobody(pid))
+    made.ending = ending
+    return made
+
+
+KILLED, FAILED, FINISHED, TERMINATED = Ending(signal="SIGKILL"), Ending(exit_code=3), Ending(exit_code=0), Ending(signal="SIGTERM")
+
+
+def test_a_death_is_due_shortly_after_and_once() -> None:
+    detector = DeathDetector()
+    members = [member(1), member(2, KILLED), member(3)]
+    assert detector.add([members[1]], members, 10.0)
+    assert detector.first is members[1] and detector.is_pending
+    assert not detector.take_due(10.01)
+    assert detector.take_due(10.06)
+    assert not detector.take_due(10.07) and not detector.is_pending
+
+
+def test_only_the_first_death_is_the_first() -> None:
+    detector = DeathDetector()
+    members = [member(1, FAILED), member(2, KILLED), member(3)]
+    assert detector.add([members[0]], members, 10.0)
+    assert not detector.add([members[1]], members, 10.02)
+    assert detector.first is members[0]
+
+
+def test_a_rank_that_finished_is_no_death() -> None:
+    detector = DeathDetector()
+    members = [member(1, FINISHED), member(2)]
+    assert not detector.add([members[0]], members, 10.0)
+    assert detector.first is None and not detector.is_pending
+
+
+def test_when_all_ranks_have_ended_nothing_is_waited_for() -> None:
+    detector = DeathDetector()
+    members = [member(1, TERMINATED), member(2, FINISHED)]
+    detector.add(members, members, 10.0)
+    assert detector.take_due(10.0)
+
+
+def test_a_rank_that_got_a_sigterm_is_not_reported_before_the_others_may_get_theirs() -> None:
+    detector = DeathDetector()
+    members = [member(1, TERMINATED), member(2), member(3)]
+    detector.add([members[0]], members, 10.0)
+    assert not detector.take_due(11.0)
+    members[1].ending = FAILED
+    detector.add([members[1]], members, 11.0)
+    assert detector.take_due(11.06), "the job was not stopped as a whole"
+
+
+def test_a_job_was_stopped_if_all_its_ranks_were() -> None:
+    assert job_was_stopped([member(1, TERMINATED), member(2, Ending(exit_code=143)), member(3, Ending(signal="SIGINT"))])
+    assert not job_was_stopped([member(1, TERMINATED), member(2)])
+    assert not job_was_stopped([member(1, TERMINATED), member(2, KILLED)])
+    assert not job_was_stopped([member(1, TERMINATED)]), "of a single rank, it may be a death"

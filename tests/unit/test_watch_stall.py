@@ -1,0 +1,107 @@
+"""The stall detector on members and times that the tests make up: no process, no box, no clock."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commlens.config import Settings
+from commlens.model.verdict import GroupRef, Verdict
+from commlens.watch.stall import Check, StallDetector, patience_s, timeout_lead_s, waited_for, waits
+
+S = 1_000_000_000
+MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
+
+
+def member(pid: int, *, since_s: float = 0.0, steps: int = 1, timeout_s: float = 0.0, alive: bool = True) -> Any:
+    status = SimpleNamespace(
+        closed=False, oldest_index=7 if since_s else 0, oldest_mono_ns=int(since_s * S), phase=1, main_stack_since_mono_ns=0,
+        steps=steps, timeout_s=timeout_s,
+    )  # fmt: skip
+    return SimpleNamespace(pid=pid, alive=alive, status=status)
+
+
+def update(detector: StallDetector, members: list[Any], at_s: float) -> Check | None:
+    return detector.update(members, waits(members), int(at_s * S))
+
+
+def test_patience() -> None:
+    assert patience_s(60, 0) == 180
+    assert patience_s(60, 1) == 60
+    assert patience_s(2, 0) == 2, "a short timeout is never extended"
+    assert timeout_lead_s(600) == 15
+    assert timeout_lead_s(30) == 3
+
+
+def test_a_stall_is_confirmed_and_reported_once() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    assert update(detector, members, 101) is None and detector.stall is None, "nothing is suspicious yet"
+    assert update(detector, members, 103) is None and detector.stall is not None, "samples are taken from now on"
+    check = update(detector, members, 109.9)
+    assert check is not None and check.is_early
+    assert not detector.is_news(check, MISSING), "the stall timeout is not over"
+    check = update(detector, members, 110.1)
+    assert check is not None and not check.is_early
+    assert detector.is_news(check, MISSING), "it came out twice"
+    check = update(detector, members, 111.2)
+    assert check is not None
+    assert not detector.is_news(check, MISSING), "it was reported before"
+
+
+def test_another_verdict_is_another_report() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    reported = []
+    for tenth in range(100, 200):
+        check = update(detector, members, 100 + tenth / 10)
+        verdict = MISSING if tenth < 150 else Verdict(kind="missing", culprits=[2], victims=[0])
+        if check is not None and detector.is_news(check, verdict):
+            reported.append(verdict.culprits)
+    assert reported == [[1], [2]]
+
+
+def test_the_end_of_a_reported_wait_is_seen_once() -> None:
+    detector = StallDetector(Settings(stall_timeout=1.0))
+    members = [member(1, since_s=100.0), member(2)]
+    for at_s in (101.0, 101.3):
+        check = update(detector, members, at_s)
+        assert check is not None
+        detector.is_news(check, MISSING)
+    assert detector.take_ended(waits(members), 102 * S) is None, "it still waits"
+    stall = detector.take_ended([], 103 * S)
+    assert stall is not None and stall.verdict is MISSING and stall.since_ns == 100 * S
+    assert detector.take_ended([], 103 * S) is None
+
+
+def test_a_process_groups_timeout_is_checked_at_once_and_once() -> None:
+    detector = StallDetector(Settings(stall_timeout=60.0))
+    members = [member(1, since_s=100.0, timeout_s=20.0), member(2, since_s=100.5, timeout_s=20.0)]
+    assert update(detector, members, 117) is None
+    check = update(detector, members, 118.1)
+    assert check is not None and check.timeout_s == 20.0
+    assert detector.is_news(check, MISSING), "without confirmation: the timeout ends the job"
+    assert update(detector, members, 118.6) is None, "one check does for the ranks that expire together"
+    assert update(StallDetector(Settings(stall_timeout=60.0, dump_on_timeout=False)), members, 118.1) is None
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_when_a_rank_has_finished_the_others_are_checked_soon(alive: bool) -> None:
+    detector = StallDetector(Settings(stall_timeout=60.0))
+    detector.add_finished_rank(100.0)
+    members = [member(1, since_s=100.0, alive=alive)]
+    assert update(detector, members, 100.5) is None
+    check = update(detector, members, 101.1)
+    assert (check is not None) is alive
+    if check is not None:
+        assert check.rank_finished and not detector.is_news(check, MISSING)
+        check = update(detector, members, 101.4)
+        assert check is not None and detector.is_news(check, MISSING)
+
+
+def test_waited_for() -> None:
+    assert waited_for(MISSING) == [1]
+    assert waited_for(Verdict(kind="waiting", victims=[0, 2], group=GroupRef("0", "default_pg", [0, 1, 2]))) == [1]
+    assert waited_for(Verdict(kind="cycle", culprits=[1])) == []
