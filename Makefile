@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test native-check explore lint bench compat page clean
+.PHONY: help demo test native-check explore lint hooks changelog bench compat page clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,12 @@ lint: $(VENV)/.ready ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+hooks: $(VENV)/.ready ## Run "make lint" before each commit, with pre-commit
+	$(VENV)/bin/pre-commit install
+
+changelog: $(VENV)/.ready ## Show the next release's entries in CHANGELOG.md, from the fragments in changelog.d/
+	@$(VENV)/bin/towncrier build --draft
 
 bench: $(VENV)/.ready ## Measure what commlens costs and how often it is right, and write docs/performance.md (ARGS=--quick for a look, ARGS="--only NAME")
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python -m commlens build-native || echo "The native engine is left out."
