@@ -19,6 +19,8 @@ import pytest
 
 from conftest import REPOSITORY, SOURCE
 
+pytestmark = pytest.mark.launches
+
 pytest.importorskip("torch")
 
 DEPENDENCIES = ["msgspec", "rich", "yaml", "py_spy"]

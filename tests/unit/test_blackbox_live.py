@@ -22,6 +22,8 @@ from commlens.blackbox.writer import BoxWriter
 from commlens.model.collective import Collective, FrameKind, LearnedHow, State
 from commlens.model.ranklog import RankLog
 
+pytestmark = pytest.mark.launches
+
 CAPACITY = 64
 
 

@@ -15,6 +15,7 @@ from commlens.commands import COMMANDS, main
 from conftest import SOURCE, RunCommlens
 
 
+@pytest.mark.launches
 def test_help_names_every_verb(run_commlens: RunCommlens):
     done = run_commlens("--help")
     assert done.returncode == 0
@@ -23,6 +24,7 @@ def test_help_names_every_verb(run_commlens: RunCommlens):
     assert max(map(len, done.stdout.splitlines())) <= 100
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["diagnose", "--help"], ["convert", "--help"]], ids=" ".join)
 def test_help_and_version_import_nothing_heavy(arguments):
     program = (
@@ -44,6 +46,7 @@ def test_a_commands_class_matches_the_list(entry):
     assert entry.help.endswith(".")
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("entry", COMMANDS, ids=lambda entry: entry.name)
 def test_every_command_has_help(entry, run_commlens: RunCommlens):
     if entry.name == "launch":
@@ -53,6 +56,7 @@ def test_every_command_has_help(entry, run_commlens: RunCommlens):
     assert f"commlens {entry.name}" in done.stdout
 
 
+@pytest.mark.launches
 def test_no_command_shows_the_help_and_is_wrong_usage(run_commlens: RunCommlens):
     done = run_commlens()
     assert done.returncode == 2 and done.stdout == "" and "commlens demo" in done.stderr
@@ -120,6 +124,7 @@ def test_what_the_users_program_raises_under_run_is_its_own_affair(error, monkey
         main(["run", "script.py"])
 
 
+@pytest.mark.launches
 def test_a_reader_that_went_away_is_quiet():
     command = f"{sys.executable} -m commlens config show | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})

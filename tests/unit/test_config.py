@@ -302,6 +302,7 @@ def test_what_is_handed_on_wins_over_a_workers_own_file_and_torchs_variables(tmp
     assert (received.stall_timeout, received.box_entries) == (60.0, 2000)
 
 
+@pytest.mark.launches
 def test_without_a_file_only_the_standard_library_is_imported():
     program = (
         "import sys; before = set(sys.modules); from commlens.config import load_settings; load_settings(environ={});"
@@ -314,6 +315,7 @@ def test_without_a_file_only_the_standard_library_is_imported():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.launches
 def test_config_show(run_commlens: RunCommlens, tmp_path):
     path = yaml_file(tmp_path, "on_stall: abort\n")
     done = run_commlens("config", "show", "--config-file", str(path), environ={"COMMLENS_STALL_TIMEOUT": "5", "TORCH_FR_BUFFER_SIZE": "0"})
@@ -326,6 +328,7 @@ def test_config_show(run_commlens: RunCommlens, tmp_path):
     assert "TORCH_FR_BUFFER_SIZE=0" in done.stderr
 
 
+@pytest.mark.launches
 def test_config_show_refuses_in_one_line(run_commlens: RunCommlens):
     done = run_commlens("config", "show", environ={"COMMLENS_ON_STALL": "explode"})
     assert done.returncode == 2

@@ -65,6 +65,7 @@ def torchfrtrace(folder: Path, *options: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.launches
 def test_torchfrtrace_finds_the_rank_that_is_missing(tmp_path: Path) -> None:
     written(tmp_path, Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))))
     said = torchfrtrace(tmp_path)
@@ -72,6 +73,7 @@ def test_torchfrtrace_finds_the_rank_that_is_missing(tmp_path: Path) -> None:
     assert "missing ranks: {2}" in said
 
 
+@pytest.mark.launches
 def test_torchfrtrace_finds_nothing_wrong_with_a_healthy_job_and_prints_its_entries(tmp_path: Path) -> None:
     written(tmp_path, Job(4).run(mixed(lambda *_: None)))
     said = torchfrtrace(tmp_path, "-j")

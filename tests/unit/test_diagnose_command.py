@@ -86,6 +86,7 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     assert status == 2
 
 
+@pytest.mark.launches
 def test_it_needs_no_torch() -> None:
     modules = "commlens.commands.diagnose, commlens.diagnosis.conclusion, commlens.reports.terminal"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"

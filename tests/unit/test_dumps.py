@@ -273,6 +273,7 @@ class TestReading:
             f"{hidden} could not be listed: permission denied.",
         ]
 
+    @pytest.mark.launches
     def test_it_needs_neither_torch_nor_rich_nor_numpy(self) -> None:
         code = "import sys, commlens.dumps.save; print(sorted({'torch', 'rich', 'numpy'} & set(sys.modules)))"
         assert run(code).strip() == "[]"
@@ -426,6 +427,7 @@ class TestSaving:
             f"No dump could be written to {dumps}/job-1: permission denied. Choose another folder with the setting dump_dir."
         )
 
+    @pytest.mark.launches
     @pytest.mark.parametrize(("limit", "saved"), [(100, 0), (1_000_000, 1)])
     def test_no_room(self, tmp_path: Path, limit: int, saved: int) -> None:
         """A limit on the size of files stands for a full disk: the write fails in the middle of a file."""

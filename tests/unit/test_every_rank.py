@@ -66,6 +66,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.launches
 def test_in_other_processes(dumps: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)  # a program of its own, which takes its helpers along when it ends
     done = subprocess.run([sys.executable, tmp_path / "script.py", dumps], capture_output=True, text=True, timeout=100)
@@ -82,6 +83,7 @@ def test_nothing(tmp_path: Path) -> None:
     assert list(read_foreign(found, count, [])) == []
 
 
+@pytest.mark.launches
 def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
     script = (
         "import os\n"

@@ -216,6 +216,7 @@ BOMBS = {
 }
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("name", BOMBS)
 def test_no_file_takes_much_time_or_memory(name):
     code = textwrap.dedent(

@@ -73,6 +73,7 @@ def test_ranks_meet_in_what_they_completed(hanging: dict[int, bytes]) -> None:
     assert all(len(different) == 1 for different in asked.values())
 
 
+@pytest.mark.launches
 def test_a_job_is_the_same_each_time_and_in_several_processes(tmp_path: Path) -> None:
     for name, processes in (("one", 1), ("two", 2)):
         Job(MESHES[16], by_name("swap"), Conditions(history=2)).write(tmp_path / name, processes=processes)

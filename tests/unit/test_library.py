@@ -7,6 +7,7 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import pytest
 from boxes import busy_box
 from builders import Job, Stay
 from hypothesis import given, settings
@@ -17,6 +18,7 @@ from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.model.verdict import Finding, Verdict
 
 
+@pytest.mark.launches
 def test_a_verdict_without_torch(tmp_path: Path) -> None:
     for rank in range(4):
         busy_box(rank).write(tmp_path)

@@ -16,6 +16,8 @@ from commlens.errors import NativeEngineError
 from commlens.native import build, cache
 from conftest import RunCommlens
 
+pytestmark = pytest.mark.launches
+
 
 @pytest.fixture
 def nothing_loaded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

@@ -53,12 +53,14 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = commlens.nonsense  # type: ignore[attr-defined]
 
 
+@pytest.mark.launches
 def test_importing_commlens_is_cheap_and_changes_nothing():
     heavy = "{'torch', 'rich', 'numpy', 'msgspec', 'yaml', 'argparse', 'asyncio', 'inspect'}"
     program = f"import sys; sys.modules.pop('torch', None); import commlens; print(sorted({heavy} & set(sys.modules)))"
     assert python(program) == "[]"
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize("name", ["diagnose", "trace", "verify"])
 def test_no_package_hides_a_public_function(name):
     """Importing ``commlens.diagnose.something`` would replace the function of that name."""
@@ -67,6 +69,7 @@ def test_no_package_hides_a_public_function(name):
     assert python(f"import commlens, inspect; print(inspect.isfunction(commlens.{name}))") == "True"
 
 
+@pytest.mark.launches
 def test_a_decorated_function_is_what_it_was_without_torch():
     program = """
 import sys
@@ -81,6 +84,7 @@ print(gather(1), gather.__name__, gather.__doc__)
     assert python(program) == "mean gather What it does."
 
 
+@pytest.mark.launches
 @pytest.mark.parametrize(
     "call", ["commlens.enable()", "commlens.enable(stall_timeout=3)", "commlens.enable(verify=True)", "commlens.verify().__enter__()"]
 )
@@ -103,6 +107,7 @@ def test_two_names_for_one_setting_must_say_the_same():
         commlens.enable(verify=True, debug=False)
 
 
+@pytest.mark.launches
 def test_expect_slow_without_torch_does_nothing():
     program = "import sys; sys.modules['torch'] = None; import commlens\nwith commlens.expect_slow('checkpoint'):\n    print('done')"
     assert python(program) == "done"

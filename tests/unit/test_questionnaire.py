@@ -18,6 +18,8 @@ from commlens.commands.questionnaire import QUESTIONS, ask, settings_file
 from commlens.config import ACCEPTED, Settings, load_settings
 from conftest import SOURCE, RunCommlens
 
+pytestmark = pytest.mark.launches
+
 TERMINAL = (
     "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from commlens.commands import main; sys.exit(main(sys.argv[1:]))"
 )

@@ -201,6 +201,7 @@ def test_compare_of_folders(folder, x, capsys):
     assert status == 0 and "Only the first has a trace of ranks 1-7: not compared." in out
 
 
+@pytest.mark.launches
 def test_no_torch_and_no_traceback(x, run_commlens: RunCommlens):
     done = run_commlens("view", str(x), environ={"PYTHONPROFILEIMPORTTIME": "1"})
     assert done.returncode == 0

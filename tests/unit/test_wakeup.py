@@ -15,6 +15,8 @@ import pytest
 
 from commlens.blackbox.wakeup import LAST_WORD, Bells, Futexes, _bell
 
+pytestmark = pytest.mark.launches
+
 PAGE = 4096
 LONG_NS = 20_000_000_000
 OPENED = """

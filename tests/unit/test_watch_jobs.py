@@ -12,6 +12,8 @@ from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.watch.jobs import discard_forgotten, find_jobs
 
+pytestmark = pytest.mark.launches
+
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[dict[str, Rank]]:

@@ -18,6 +18,8 @@ from commlens.model.ranklog import End
 from commlens.watch import process, pyspy
 from commlens.watch.observer import Observer, Pulse
 
+pytestmark = pytest.mark.launches
+
 SECOND = 1_000_000_000
 
 

@@ -14,6 +14,8 @@ from watch_ranks import eventually
 from commlens.watch import process
 from commlens.watch.process import Cgroup, Ending, Handle
 
+pytestmark = pytest.mark.launches
+
 
 def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)

@@ -19,6 +19,8 @@ from commlens.model.verdict import CollectiveRef, Verdict
 from commlens.watch.roster import Worker
 from commlens.watch.watcher import Watcher
 
+pytestmark = pytest.mark.launches
+
 BAD = (End.FAILED, End.KILLED, End.GONE)
 
 
