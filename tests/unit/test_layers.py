@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reports": {"diagnosis", "errors", "formats", "matching", "model", "text", "traces", "version"},
     "watch": {"blackbox", "config", "diagnosis", "dumps", "errors", "matching", "model", "reports", "text"},
     "native": {"blackbox", "errors"},
-    "tap": {"blackbox", "model", "text"},
+    "tap": {"blackbox", "matching", "model", "text"},
     "capture": {"blackbox", "config", "errors", "model", "native", "tap", "text", "version"},
     "verification": {"blackbox", "errors", "matching", "model", "tap", "text"},
     "tracing": {"errors", "model", "tap", "traces", "version"},

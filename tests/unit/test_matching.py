@@ -7,7 +7,9 @@ from builders import spec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commlens.matching import Agree, Disagree, Severity, Unknown, compare_coalesced, compare_collectives, compare_pair
+from commlens.matching.answer import Agree, Disagree, Severity, Unknown
+from commlens.matching.collectives import compare_coalesced, compare_collectives
+from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import WIRE_OPS
 

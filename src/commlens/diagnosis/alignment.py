@@ -11,9 +11,10 @@ from commlens.diagnosis.heads import is_behind, meets
 from commlens.diagnosis.index import Track, World
 from commlens.diagnosis.out_of_step import Shift, find_shifts, skips_by_habit
 from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, token
-from commlens.matching import Disagree, Severity, compare_coalesced, compare_collectives, compare_pair, pair_messages
-from commlens.matching.answer import Answer
+from commlens.matching.answer import Answer, Disagree, Severity
+from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
+from commlens.matching.point_to_point import compare_pair, pair_messages
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
 
 UNEVEN = frozenset({"all_to_all", "gather", "scatter"})

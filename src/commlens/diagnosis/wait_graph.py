@@ -14,8 +14,8 @@ from typing import NamedTuple
 from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.heads import has_issued, is_behind, meets
 from commlens.diagnosis.index import Block, View, World
-from commlens.matching import pair_messages
 from commlens.matching.error_texts import is_peer_error, is_refusal
+from commlens.matching.point_to_point import pair_messages
 from commlens.model.collective import ChannelKey, Collective, State
 
 _STARTS = 64  # threads from which a shortest cycle is looked for

@@ -8,18 +8,11 @@ from itertools import zip_longest
 from commlens.matching.answer import Agree, Answer, Disagree, Party, Severity, Unknown
 from commlens.matching.tensors import total, wire_dtype
 from commlens.model.collective import Collective, CollectiveArgs
+from commlens.model.ops import matches_by_tag
 from commlens.text import tensors_phrase
 
 Pair = tuple[Collective | None, Collective | None]
 """A send and its receive; None for the side that is missing."""
-
-
-def matches_by_tag(backend: str) -> bool:
-    """Return whether a backend pairs messages by tag, in any order, as gloo does.
-
-    NCCL and its relatives (RCCL, XCCL, HCCL, ...) ignore tags: the first send meets the first receive.
-    """
-    return "ccl" not in backend
 
 
 def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *, complete: bool) -> list[Pair]:

@@ -48,3 +48,11 @@ def wire_op(dispatcher_name: str) -> str:
     """The canonical name of a ``c10d`` op; an op nobody knows yet keeps its own name, without underscores at its ends."""
     name = dispatcher_name.removeprefix("c10d::").split(".")[0]
     return WIRE_OPS.get(name, name.strip("_"))
+
+
+def matches_by_tag(backend: str) -> bool:
+    """Return whether a backend pairs messages by tag, in any order, as gloo does.
+
+    NCCL and its relatives (RCCL, XCCL, HCCL, ...) ignore tags: the first send meets the first receive.
+    """
+    return "ccl" not in backend

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed.distributed_c10d as c10d
 
+from commlens.model.ops import matches_by_tag
 from commlens.text import format_ranks
 
 _MANY = 1 << 62
@@ -52,11 +53,11 @@ class Channel:
         self.busy = 0  # native id of the thread that is issuing on it right now
         self.next_number = numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
-        # A CPU's backend, gloo, differs from an accelerator's in four ways.
+        # A CPU's backend, gloo, differs from an accelerator's in these ways.
         on_cpu = device == "cpu"
         self.holds_works = on_cpu  # a Work may be kept and polled; an accelerator's keeps tensors alive, and polling queries an event
         self.blocks_caller = on_cpu  # a synchronous call waits on the host until the op is done
-        self.matches_tags = on_cpu  # messages meet by tag; NCCL ignores tags
+        self.matches_tags = matches_by_tag(group.backend(device))
         self.refuses_at_issue = on_cpu  # the backend checks a call's arguments against each other before it sends anything
 
     def pair(self, peer: int, op: str) -> Callable[[], int]:

@@ -6,12 +6,11 @@ Tried on gloo, torch 2.6.0 and 2.13.0.
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch.distributed as dist
 
-_OF_PEERS = re.compile(r"by peer|reset|broken pipe|time[d ]*out|connect|remote|abort|shut ?down", re.IGNORECASE)
+from commlens.matching.error_texts import may_be_peer_error
 
 
 def was_not_issued(op: str, error: BaseException) -> bool:
@@ -25,7 +24,7 @@ def was_not_issued(op: str, error: BaseException) -> bool:
     """
     if op == "monitored_barrier" or not isinstance(error, Exception) or isinstance(error, dist.DistError):
         return False
-    return _OF_PEERS.search(str(error)) is None
+    return not may_be_peer_error(str(error))
 
 
 def will_be_refused(content: dict[str, Any], size: int) -> bool:

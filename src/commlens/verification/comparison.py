@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
-from commlens.matching import Disagree, compare_collectives, compare_pair
+from commlens.matching.answer import Disagree
+from commlens.matching.collectives import compare_collectives
+from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
 from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpacked

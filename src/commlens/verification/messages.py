@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from commlens.matching import Disagree
+from commlens.matching.answer import Disagree
 from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import POINT_TO_POINT
 from commlens.text import format_ranks, ranks_phrase, verb

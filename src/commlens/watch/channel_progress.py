@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from commlens.matching import Aspect, Disagree
+from commlens.matching.answer import Aspect, Disagree
 from commlens.model.collective import Channel
 from commlens.watch.signatures import SignatureId
 

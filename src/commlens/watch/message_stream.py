@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from commlens.matching import matches_by_tag
 from commlens.model.collective import Channel
+from commlens.model.ops import matches_by_tag
 from commlens.watch.channel_progress import KEPT
 from commlens.watch.signatures import SignatureId
 

@@ -10,7 +10,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from commlens.matching import Answer, Disagree, compare_coalesced, compare_collectives, compare_pair
+from commlens.matching.answer import Answer, Disagree
+from commlens.matching.collectives import compare_coalesced, compare_collectives
+from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Channel
 from commlens.watch.channel_progress import KEPT, ChannelProgress, Discrepancy, Issue, SequenceNumber
 from commlens.watch.message_stream import MessageStream, StreamEnd

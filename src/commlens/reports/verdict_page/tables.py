@@ -6,7 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from commlens.diagnosis.index import ChannelKey, Track
-from commlens.matching import Disagree, compare_coalesced
+from commlens.matching.answer import Disagree
+from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import Collective, CollectiveArgs, State
 from commlens.reports.verdict_page.model import Cell, CellState, Role, Table, TableColumn, TableRow
 from commlens.reports.verdict_page.scene import Scene, phrase
