@@ -16,7 +16,7 @@ import atheris
 sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 
 with atheris.instrument_imports(include=["commlens.formats", "commlens.dumps", "commlens.blackbox"]):
-    from commlens.dumps.detect import reader_for
+    from commlens.dumps.detect import detect_kind
     from commlens.errors import CommlensError
     from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
     from commlens.formats.torch_log import read_torch_log
@@ -27,7 +27,7 @@ from test_flight_recorder_readers import all_read_alike  # noqa: E402
 
 def look(data: bytes) -> None:
     """One input, for every reader."""
-    reader_for(data[:4096])
+    detect_kind(data[:4096])
     for read in (read_flight_recorder_pickle, read_flight_recorder_json):
         try:
             rows = read(data, "fuzz")

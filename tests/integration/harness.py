@@ -20,7 +20,8 @@ from zygote_client import Zygote, has_ended
 
 from commlens.blackbox import job_dirs
 from commlens.config import Settings, settings_environment
-from commlens.dumps import save
+from commlens.dumps.read import read_evidence
+from commlens.dumps.save import discard_job
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.scenarios import Scenario
@@ -61,7 +62,7 @@ class JobResult:
 
     def logs(self) -> list[RankLog]:
         """What the dump holds."""
-        return save.read_evidence([self.dump]).logs if self.dump is not None else []
+        return read_evidence([self.dump]).logs if self.dump is not None else []
 
     def results(self) -> list[str]:
         """The lines in which the program says what it computed."""
@@ -194,7 +195,7 @@ class Harness:
             result.boxes_left = [box for root in roots for box in job_dirs.boxes(root)]
             for root in roots:
                 with contextlib.suppress(OSError):
-                    save.discard_job(root)
+                    discard_job(root)
         return result
 
 

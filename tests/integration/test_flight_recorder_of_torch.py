@@ -69,5 +69,5 @@ def test_both_forms_say_the_same(folder):
 
 def test_they_are_told_by_their_content(folder):
     problems: list[str] = []
-    kinds = {source.name.rsplit(".", 1)[1]: detect.reader_for(source.head()) for source in open_sources([str(folder)], problems)}
+    kinds = {source.name.rsplit(".", 1)[1]: detect.detect_kind(source.head()) for source in open_sources([str(folder)], problems)}
     assert kinds == {"pickle": detect.FLIGHT_RECORDER_PICKLE, "json": detect.FLIGHT_RECORDER_JSON} and not problems

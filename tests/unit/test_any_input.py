@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 
@@ -35,8 +35,8 @@ def seeds() -> list[bytes]:
     log += b"OpType=ALLREDUCE, NumelIn=100, NumelOut=100, Timeout(ms)=600000) ran for 600009 milliseconds before timing out.\n"
     observed = {"schema": "commlens.observed/1", "host": "n03", "job": "job-1", "ranks": {"0": {"pid": 1, "end": "killed"}}}
     return [
-        *(to_pickle(rows_of_log(one), []) for one in logs),
-        *(to_json(rows_of_log(one), []) for one in logs[:2]),
+        *(to_pickle(columns_from_log(one), []) for one in logs),
+        *(to_json(columns_from_log(one), []) for one in logs[:2]),
         box.bytes(),
         log,
         json.dumps(observed).encode(),

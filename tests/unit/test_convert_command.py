@@ -15,7 +15,7 @@ from test_convert_flight_recorder import mixed
 from test_diagnose_findings import at
 
 from commlens import commands
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 
@@ -25,7 +25,7 @@ def dumps(tmp_path: Path) -> Path:
     folder = tmp_path / "dumps"
     folder.mkdir()
     for log in Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))).logs():
-        rows = rows_of_log(log)
+        rows = columns_from_log(log)
         (folder / f"_dump_{log.rank}").write_bytes((to_json if log.rank == 3 else to_pickle)(rows, []))
     return folder
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_taken_is_said_and_the_rest_is_converted(dumps: Path, tmp
     (dumps / "again_2").write_bytes((dumps / "_dump_2").read_bytes())
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "out") == 0
     said = capsys.readouterr().err
-    for words in ("holiday.jpg is no dump", "Of which rank", "of-nobody", "is of rank 2, as", "_dump_1: the file ends in the middle"):
+    for words in ("holiday.jpg is not a dump", "neither its name nor its content", "of-nobody", "is a second dump of rank 2", "_dump_1: the file ends in the middle"):
         assert words in said
 
 

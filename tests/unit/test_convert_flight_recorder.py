@@ -17,7 +17,7 @@ from test_diagnose_findings import at
 
 from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder import read_flight_recorder_pickle
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 
@@ -35,7 +35,7 @@ def mixed(fault: Callable[[Job, int, int], Iterator[object] | None]) -> Callable
 
 
 def written(folder: Path, job: Job, **options: float) -> list[RankColumns]:
-    several = [rows_of_log(log) for log in job.logs(**options)]
+    several = [columns_from_log(log) for log in job.logs(**options)]
     for rows in several:
         problems: list[str] = []
         (folder / f"nccl_trace_rank_{rows.rank}").write_bytes(to_pickle(rows, problems))
@@ -111,6 +111,6 @@ def test_json_is_the_same_but_for_what_torch_writes_differently(tmp_path: Path) 
 def test_an_empty_log(kind: str) -> None:
     (log, *_) = Job(4).run(mixed(lambda *_: None)).logs()
     log.collectives = []
-    content = (to_pickle if kind == "pickle" else to_json)(rows_of_log(log), [])
+    content = (to_pickle if kind == "pickle" else to_json)(columns_from_log(log), [])
     dump = pickle.loads(content) if kind == "pickle" else json.loads(content)
     assert (dump["entries"], dump["pg_config"], dump["version"]) == ([], {}, "2.10")

@@ -16,7 +16,7 @@ from test_diagnose_findings import at
 
 from commlens.errors import MissingDependency
 from commlens.formats.columns import RankColumns
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted.perfetto import to_perfetto
 from commlens.reports.converted.table import COLUMNS, to_csv, write_parquet
 
@@ -24,7 +24,7 @@ from commlens.reports.converted.table import COLUMNS, to_csv, write_parquet
 @pytest.fixture(scope="module")
 def stuck() -> list[RankColumns]:
     """Rank 2 stays away from the fourth all_reduce."""
-    return [rows_of_log(log) for log in Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))).logs()]
+    return [columns_from_log(log) for log in Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))).logs()]
 
 
 def test_csv_has_a_line_for_each_operation(stuck: list[RankColumns]) -> None:

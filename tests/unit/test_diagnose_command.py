@@ -15,7 +15,7 @@ from builders import Job, Stay
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.dumps import save
+from commlens.dumps.read import Evidence
 from commlens.model.ranklog import RankLog
 
 
@@ -24,10 +24,10 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[RankLog], list[str]
     """The reader finds these logs. What it does with files is tested in test_dumps."""
 
     def set_logs(logs: list[RankLog], problems: list[str]) -> None:
-        evidence = save.Evidence(logs=logs, problems=problems)
-        found = SimpleNamespace(ours=[None] if logs else [], kinds={}, problems=problems)
-        monkeypatch.setattr("commlens.diagnosis.api.gather", lambda paths, prefix="": found)
-        monkeypatch.setattr("commlens.diagnosis.api.evidence_of", lambda ours, problems: evidence)
+        evidence = Evidence(logs=logs, problems=problems)
+        found = SimpleNamespace(own=[None] if logs else [], kinds={}, problems=problems)
+        monkeypatch.setattr("commlens.diagnosis.api.discover", lambda paths, prefix="": found)
+        monkeypatch.setattr("commlens.diagnosis.api.read_own_files", lambda files, problems: evidence)
 
     return set_logs
 

@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import read_box
-from commlens.dumps.save import MARKER, Evidence, discard_job, read_evidence, save_dump, save_reports
+from commlens.dumps.detect import MARKER
+from commlens.dumps.read import Evidence, read_evidence
+from commlens.dumps.save import discard_job, save_dump, save_reports
 from commlens.errors import CommandError, DumpError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
@@ -117,7 +119,7 @@ class TestRoundTrip:
         evidence = read_evidence([saved])
         assert ranks_of(evidence) == [0, 1, 2]
         assert (evidence.logs[2].observation, evidence.logs[2].collectives) == (SEEN, [])
-        assert evidence.problems == ["There is no black box of rank 2, only what was seen of the process from outside."]
+        assert evidence.problems == ["There is no black box of rank 2, only outside observations of the process."]
 
     def test_what_was_observed_of_another_process_is_not_joined(self, tmp_path: Path) -> None:
         saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {2: SEEN}, host="n03", keep=10)
@@ -149,7 +151,7 @@ class TestReading:
         job_dir = live_job(tmp_path)
         for paths in ([job_dir], [str(job_dir.parent)], [*job_dir.glob("*.box")], [job_dir / "rank0.100.box", job_dir]):
             assert ranks_of(read_evidence(paths)) == [0, 1, 2, 3]
-        assert ranks_of(read_evidence([tmp_path])) == []  # one level of folders, and no further
+        assert ranks_of(read_evidence([tmp_path])) == [0, 1, 2, 3]
 
     def test_one_process_with_two_copies(self, tmp_path: Path) -> None:
         job_dir = live_job(tmp_path, 2)
@@ -203,7 +205,7 @@ class TestReading:
         Box(-1, 0).write(tmp_path)
         evidence = read_evidence([tmp_path])
         assert evidence.logs == []
-        assert "never learnt its rank" in evidence.problems[0]
+        assert "never learned its rank" in evidence.problems[0]
 
     def test_a_path_that_does_not_exist(self, tmp_path: Path) -> None:
         for path in (tmp_path / "nothing", "nul\0byte"):
@@ -248,11 +250,11 @@ class TestReading:
             (tmp_path / f"{number}.txt").write_text("x")
         problems = read_evidence([tmp_path]).problems
         assert len(problems) == 11
-        assert problems[-1] == f"40 more files in {tmp_path} are not part of a dump."
+        assert problems[-1] == f"40 more files in {tmp_path} are not dumps."
 
     def test_devices_and_pipes_are_never_opened(self) -> None:
         evidence = read_evidence(["/dev/zero"])
-        assert evidence.problems == ["/dev/zero is not a regular file."]
+        assert evidence.problems == ["/dev/zero is a device and is left out."]
 
     def test_without_permission(self, tmp_path: Path) -> None:
         job_dir = live_job(tmp_path)

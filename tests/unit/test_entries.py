@@ -10,7 +10,7 @@ from test_diagnose_findings import at, training
 
 from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.diagnosis.entries import Wanted, entries_of, lay_out, wanted_by
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.entries import EntryTable
 from commlens.model.ranklog import RankLog
 from commlens.reports.entries_terminal import print_entries, room
@@ -20,7 +20,7 @@ Program = Callable[[Job, int], Iterator[object]]
 
 def table_of(logs: Sequence[RankLog], wanted: Wanted | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
     chosen = wanted or wanted_by(diagnose_logs(logs))
-    return lay_out([found for log in logs if (found := entries_of(rows_of_log(log), chosen))], chosen, rows=rows, columns=columns)
+    return lay_out([found for log in logs if (found := entries_of(columns_from_log(log), chosen))], chosen, rows=rows, columns=columns)
 
 
 def printed(table: EntryTable, *, stacks: bool = False, width: int = 100) -> list[str]:
@@ -59,7 +59,7 @@ def test_stacks_are_shown_once() -> None:
 def test_many_ranks_fit_on_one_screen() -> None:
     rows, columns, width = room(100, 24)
     logs = stuck(8, 2)
-    like = [found for log in logs if (found := entries_of(rows_of_log(log), wanted_by(diagnose_logs(logs))))]
+    like = [found for log in logs if (found := entries_of(columns_from_log(log), wanted_by(diagnose_logs(logs))))]
     several = []
     for rank in range(4096):
         one = like[2 if rank == 1234 else 0]

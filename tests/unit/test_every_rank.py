@@ -12,10 +12,10 @@ import pytest
 from builders import Job
 from test_diagnose_findings import training
 
-from commlens.dumps.discover import Gathered, gather
-from commlens.dumps.parallel import read_foreign
+from commlens.dumps.discover import DumpFiles, discover
+from commlens.dumps.parallel import reduce_foreign
 from commlens.formats.columns import RankColumns
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted.flight_recorder import to_pickle
 
 
@@ -27,7 +27,7 @@ def count(several: Iterable[RankColumns]) -> list[tuple[int, int]]:
 def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dumps")
     for log in Job(8).run(training(lambda *_: None)).logs():
-        (folder / f"_dump_{log.rank}").write_bytes(to_pickle(rows_of_log(log), []))
+        (folder / f"_dump_{log.rank}").write_bytes(to_pickle(columns_from_log(log), []))
     (folder / "_dump_9").write_bytes(b"\x80\x02" + bytes(50))
     (folder / "a-dump").write_bytes((folder / "_dump_0").read_bytes())
     return folder
@@ -36,7 +36,7 @@ def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_here(dumps: Path) -> None:
     problems: list[str] = []
     steps: list[tuple[int, int]] = []
-    found = list(read_foreign(gather(dumps), count, problems, progress=lambda done, total: steps.append((done, total))))
+    found = list(reduce_foreign(discover(dumps), count, problems, progress=lambda done, total: steps.append((done, total))))
     assert found == [(rank, 16) for rank in range(8)]
     assert len(problems) == 2
     assert steps[-1] == (10, 10)
@@ -45,7 +45,7 @@ def test_here(dumps: Path) -> None:
 def test_in_threads(dumps: Path) -> None:
     problems: list[str] = []
     with ThreadPoolExecutor(2) as executor:
-        found = list(read_foreign(gather(dumps), count, problems, executor=executor))
+        found = list(reduce_foreign(discover(dumps), count, problems, executor=executor))
     assert found == [(rank, 16) for rank in range(8)]
     assert len(problems) == 2
 
@@ -53,8 +53,8 @@ def test_in_threads(dumps: Path) -> None:
 SCRIPT = """
 import multiprocessing, sys
 from concurrent.futures import ProcessPoolExecutor
-from commlens.dumps.parallel import read_foreign
-from commlens.dumps.discover import gather
+from commlens.dumps.parallel import reduce_foreign
+from commlens.dumps.discover import discover
 
 def count(several):
     return [(rows.rank, len(rows)) for rows in several]
@@ -62,7 +62,7 @@ def count(several):
 if __name__ == "__main__":
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as executor:
         problems = []
-        print(list(read_foreign(gather(sys.argv[1]), count, problems, executor=executor)), len(problems))
+        print(list(reduce_foreign(discover(sys.argv[1]), count, problems, executor=executor)), len(problems))
 """
 
 
@@ -75,21 +75,21 @@ def test_in_other_processes(dumps: Path, tmp_path: Path) -> None:
 
 
 def test_only_some_ranks(dumps: Path) -> None:
-    assert list(read_foreign(gather(dumps), count, [], ranks={3, 5})) == [(3, 16), (5, 16)]
+    assert list(reduce_foreign(discover(dumps), count, [], ranks={3, 5})) == [(3, 16), (5, 16)]
 
 
 def test_nothing(tmp_path: Path) -> None:
-    found: Gathered = gather(tmp_path)
-    assert list(read_foreign(found, count, [])) == []
+    found: DumpFiles = discover(tmp_path)
+    assert list(reduce_foreign(found, count, [])) == []
 
 
 @pytest.mark.launches
 def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
     script = (
         "import os\n"
-        "from commlens.dumps.numpy_import import import_numpy_alone\n"
+        "from commlens.dumps.parallel import import_numpy_single_threaded\n"
         "before = dict(os.environ)\n"
-        "import_numpy_alone()\n"
+        "import_numpy_single_threaded()\n"
         "from commlens.dumps.parallel import _may_fork\n"
         "import commlens.diagnosis.api, commlens.diagnosis.extract\n"
         "assert dict(os.environ) == before\n"

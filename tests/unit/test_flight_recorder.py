@@ -21,13 +21,13 @@ from commlens.model.collective import State
 REAL = "megatron_moe_16ranks/*/_dump_*"
 
 
-def rows_of(value: Any, protocol: int = 2):
+def columns_from_table(value: Any, protocol: int = 2):
     return read_flight_recorder_pickle(pickle.dumps(value, protocol), "rank_3")
 
 
 def test_entries_become_columns_and_objects_only_when_asked_for():
     stuck = entry(2, "nccl:_all_gather_base", state="scheduled", retired=False, time_discovered_completed_ns=None)
-    rows = rows_of(dump([entry(0), entry(1, duration_ms=1.5), stuck]))
+    rows = columns_from_table(dump([entry(0), entry(1, duration_ms=1.5), stuck]))
     assert (len(rows), rows.world_size, rows.version, rows.problems) == (3, 4, "2.10", [])
     assert rows.possible_ranks == (0, 1, 2, 3) and rows.rank == -1
     assert rows.sequence.tolist() == [1, 2, 3] and rows.duration_ns.tolist() == [-1, 1_500_000, -1]
@@ -40,7 +40,7 @@ def test_entries_become_columns_and_objects_only_when_asked_for():
 
 
 def test_point_to_point_names_the_peer_and_the_rank_itself():
-    rows = rows_of(
+    rows = columns_from_table(
         dump(
             [entry(0, "nccl:send 1->0", process_group=("7", "pipe")), entry(1, "nccl:recv 1<-0", process_group=("7", "pipe"))],
             pg_config={"7": {"name": "7", "desc": "pipe", "ranks": "[4, 6]"}},
@@ -52,7 +52,7 @@ def test_point_to_point_names_the_peer_and_the_rank_itself():
 
 def test_a_batch_ends_as_the_entry_that_closes_it():
     unfinished = {"state": "scheduled", "retired": False, "time_discovered_completed_ns": None, "p2p_seq_id": 5}
-    rows = rows_of(
+    rows = columns_from_table(
         dump(
             [
                 entry(0),
@@ -80,7 +80,7 @@ def test_any_protocol_that_python_saves_again(protocol):
 @pytest.mark.parametrize("protocol", [2, 4])
 def test_what_would_import_or_call_is_refused(protocol):
     with pytest.raises(FormatError, match=r"rank_3 .* asks to import or call something \(the pickle instruction (STACK_)?GLOBAL\)"):
-        rows_of(dump([entry(0, state=OrderedDict(a=1))]), protocol)
+        columns_from_table(dump([entry(0, state=OrderedDict(a=1))]), protocol)
 
 
 def test_a_cut_file_gives_what_came_before_the_cut():
@@ -109,7 +109,7 @@ def as_json(value: Any) -> bytes:
 
 def test_json_says_the_same_but_for_the_stacks():
     value = dump([entry(0), entry(1, "nccl:recv 1<-0"), entry(2, state="started", retired=False, time_discovered_completed_ns=None)])
-    pickled, text = rows_of(value), read_flight_recorder_json(as_json(value), "rank_3.json")
+    pickled, text = columns_from_table(value), read_flight_recorder_json(as_json(value), "rank_3.json")
     for name in pickled.__slots__:
         if name in ("source", "stack", "stacks"):
             continue
@@ -129,7 +129,7 @@ def test_native_gloo_knows_only_what_it_let_go_of():
         entry(0, "gloo:all_reduce", state="scheduled", time_discovered_completed_ns=None),
         entry(1, "gloo:all_reduce", state="scheduled", time_discovered_completed_ns=None, retired=False, process_group=("4", "undefined")),
     ]
-    rows = rows_of(dump(entries, pg_config={"": {"name": "", "desc": "", "ranks": "[]"}}))
+    rows = columns_from_table(dump(entries, pg_config={"": {"name": "", "desc": "", "ranks": "[]"}}))
     assert rows.origin == "gloo-recorder" and rows.state.tolist() == [3, 0]
     assert [one.state for one in rows.log([0, 1]).collectives] == [State.UNKNOWN, State.ISSUED]
     assert [(one.group.name, one.group.ranks, one.group.description, one.device) for one in rows.channels] == [
@@ -140,7 +140,7 @@ def test_native_gloo_knows_only_what_it_let_go_of():
 
 def test_what_nccl_let_go_of_without_completing_has_timed_out():
     unfinished = {"state": "started", "time_discovered_completed_ns": None}
-    rows = rows_of(dump([entry(0, **unfinished), entry(1, "nccl2:all_reduce", **unfinished)]))
+    rows = columns_from_table(dump([entry(0, **unfinished), entry(1, "nccl2:all_reduce", **unfinished)]))
     assert rows.state.tolist() == [1, 3] and rows.retired.all()
 
 
@@ -148,9 +148,9 @@ def test_old_and_future_versions_are_read():
     old = entry(0)
     for key in ("collective_seq_id", "p2p_seq_id", "is_p2p", "timeout_ms", "thread_id", "thread_name"):
         del old[key]
-    rows = rows_of({"version": "2.2", "entries": [{**old, "seq_id": 5, "process_group": "3"}]})
+    rows = columns_from_table({"version": "2.2", "entries": [{**old, "seq_id": 5, "process_group": "3"}]})
     assert rows.sequence.tolist() == [5] and rows.problems == [] and rows.channels[0].group.name == "3"
-    rows = rows_of(dump([entry(0, "newlib:shuffle", something_new=[1])], version="3.1", more={"a": 1}))
+    rows = columns_from_table(dump([entry(0, "newlib:shuffle", something_new=[1])], version="3.1", more={"a": 1}))
     assert rows.problems == ["the format's version 3.1 is not known; it was read like 2.10"]
     assert rows.args[0].op == "shuffle" and rows.channels[0].group.backend == "newlib" and rows.channels[0].device == ""
 
@@ -176,7 +176,7 @@ def test_names(name, expected):
 
 def test_an_entry_that_is_none_is_left_out_and_counted():
     odd = [None, 3, {}, entry(1, process_group=[1, 2]), entry(1, input_sizes=[["a"]]), entry(1, profiling_name=None), entry(1, frames=[5])]
-    rows = rows_of(dump([entry(0), *odd, entry(2, state="lost", record_id=1 << 80)]))
+    rows = columns_from_table(dump([entry(0), *odd, entry(2, state="lost", record_id=1 << 80)]))
     assert rows.sequence.tolist() == [1, 3] and rows.record_id.tolist() == [0, -1]
     assert rows.problems == [
         "7 entries are not as entries are, and were left out",
@@ -202,7 +202,7 @@ def test_an_entry_that_is_none_is_left_out_and_counted():
     ],
 )
 def test_files_are_told_by_their_beginning(head, kind):
-    assert detect.reader_for(head) is kind
+    assert detect.detect_kind(head) is kind
 
 
 def test_real_dumps_of_16_ranks(shared_data: Path):

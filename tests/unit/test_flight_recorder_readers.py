@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder import entries, native_entries, pickle_data, read_flight_recorder_pickle
 from commlens.formats.flight_recorder.table import Table
-from commlens.formats.flight_recorder.to_columns import rows_of
+from commlens.formats.flight_recorder.to_columns import columns_from_table
 
 needs_native = pytest.mark.skipif(not native_entries.AVAILABLE, reason="the reader in C was not built here")
 TYPES = {"group": "i4", "name": "i4", "signature": "i4", "stack": "i4", "state": "u1", "retired": "u1", "is_p2p": "u1", "duration_ms": "f8"}
@@ -67,7 +67,7 @@ def all_read_alike(data: bytes) -> None:
     except FormatError as error:
         assert fast is None, f"Python refuses what C reads: {error}"
         return
-    rows_of(slow, "file")
+    columns_from_table(slow, "file")
     if fast is not None:
         assert plain(fast) == plain(slow)
 

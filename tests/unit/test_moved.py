@@ -14,13 +14,13 @@ from test_diagnose_findings import at, training
 
 from commlens import commands
 from commlens.diagnosis.dump_diff import compare_standings, standing_of
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.movement import Moved, Movement, Place
 from commlens.model.ranklog import RankLog
 
 
 def moved(before: list[RankLog], after: list[RankLog]) -> Movement:
-    return compare_standings([standing_of(rows_of_log(log)) for log in before], [standing_of(rows_of_log(log)) for log in after])
+    return compare_standings([standing_of(columns_from_log(log)) for log in before], [standing_of(columns_from_log(log)) for log in after])
 
 
 def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:

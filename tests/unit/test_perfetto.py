@@ -13,7 +13,7 @@ from test_diagnose_findings import at
 from traces import training
 
 import commlens
-from commlens.formats.rank_log_columns import rows_of_log
+from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted import perfetto
 from commlens.reports.trace_perfetto import to_perfetto
 
@@ -29,7 +29,7 @@ def of_traces(late_waits: bool = False) -> bytes:
 def of_dumps() -> bytes:
     """Four ranks' dumps, with collectives that never ended."""
     logs = Job(4).run(mixed(at(2, 3, Stay(57, "load_batch")))).logs()
-    return b"".join(perfetto.to_perfetto(rows_of_log(log) for log in logs))
+    return b"".join(perfetto.to_perfetto(columns_from_log(log) for log in logs))
 
 
 MADE = {"traces": of_traces, "traces whose waits overlap": lambda: of_traces(late_waits=True), "dumps": of_dumps}

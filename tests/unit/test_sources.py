@@ -160,7 +160,7 @@ class TestCompressed:
 
     @pytest.mark.parametrize("kind", PACKERS)
     def test_a_bomb_is_bounded(self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compression, "UNSUSPICIOUS", 1 << 20)
+        monkeypatch.setattr(compression, "UNSUSPICIOUS_BYTES", 1 << 20)
         (tmp_path / "dump").write_bytes(PACKERS[kind](bytes(100 << 20)))
         contents, problems = taken(tmp_path)
         assert 1 << 20 <= len(*contents.values()) < 70 << 20
@@ -255,7 +255,7 @@ class TestArchives:
     def test_a_checkpoint_is_no_dump(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
             archive.writestr("model/data.pkl", b"\x80\x02}q\x00.")
-        assert taken(tmp_path) == ({}, [f"{tmp_path}/model.pt is a file of torch.save and no dump, and is left out."])
+        assert taken(tmp_path) == ({}, [f"{tmp_path}/model.pt was written by torch.save, is not a dump, and is left out."])
 
     def test_a_zip_that_is_cut_off(self, tmp_path: Path) -> None:
         with zipfile.ZipFile(tmp_path / "dumps.zip", "w") as archive:
@@ -263,10 +263,10 @@ class TestArchives:
         os.truncate(tmp_path / "dumps.zip", 1000)
         contents, problems = taken(tmp_path)
         assert contents == {}
-        assert "is a zip file that is cut off or damaged" in problems[0]
+        assert "is a truncated or damaged zip file" in problems[0]
 
     def test_a_zip_bomb_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(archives, "UNSUSPICIOUS", 1 << 20)
+        monkeypatch.setattr(archives, "UNSUSPICIOUS_BYTES", 1 << 20)
         with zipfile.ZipFile(tmp_path / "dumps.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             for number in range(4):
                 archive.writestr(f"rank_{number}", bytes(10 << 20))

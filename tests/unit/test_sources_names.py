@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlens.dumps.sources.rank_from_name import RANK_MAX, named, settle
+from commlens.dumps.sources.rank_from_name import RANK_MAX, parse_name, parse_names
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ from commlens.dumps.sources.rank_from_name import RANK_MAX, named, settle
     ],
 )
 def test_one_name(name: str, rank: int, host: str) -> None:
-    found = named(name)
+    found = parse_name(name)
     assert (found.rank, found.host, found.note) == (rank, host, "")
 
 
@@ -59,20 +59,20 @@ def test_one_name(name: str, rank: int, host: str) -> None:
     [("node-3/gpu2/dump.pkl", 3, 2), ("node2/local_rank_5.json", 2, 5), ("worker-1/cuda:0", 1, 0), ("GPU3.json", -1, 3)],
 )
 def test_a_number_on_its_node_is_no_rank(name: str, node: int, local_rank: int) -> None:
-    found = named(name)
+    found = parse_name(name)
     assert (found.rank, found.node, found.local_rank) == (-1, node, local_rank)
 
 
 def test_a_prefix_says_where_the_rank_is() -> None:
-    assert named("d/run7-of-hell-12-3", prefix="run7-of-hell-").rank == 12
-    assert named("d/run7_rank_3", prefix="other").rank == 3
+    assert parse_name("d/run7-of-hell-12-3", prefix="run7-of-hell-").rank == 12
+    assert parse_name("d/run7_rank_3", prefix="other").rank == 3
 
 
 @pytest.mark.parametrize(
     ("name", "rank", "words"), [("run2-dump.3.281", 281, "several numbers"), ("rank_3/rank_5.pkl", 5, "rank 3 in a folder's name")]
 )
 def test_what_can_be_read_in_several_ways_is_said(name: str, rank: int, words: str) -> None:
-    found = named(name)
+    found = parse_name(name)
     assert found.rank == rank
     assert words in found.note
 
@@ -91,15 +91,15 @@ def test_what_can_be_read_in_several_ways_is_said(name: str, rank: int, words: s
     ],
 )
 def test_all_names_together_say_more(names: list[str], ranks: list[int]) -> None:
-    assert [found.rank for found in settle(names)] == ranks
+    assert [found.rank for found in parse_names(names)] == ranks
 
 
 def test_ranks_counted_up_from_nodes_are_said_to_be_assumed() -> None:
-    assert "are assumed" in settle(["node0/gpu0", "node1/gpu0"])[1].note
+    assert "are assumed" in parse_names(["node0/gpu0", "node1/gpu0"])[1].note
 
 
 @settings(deadline=None)
 @given(st.lists(st.text(max_size=60) | st.from_regex(r"[a-z_/.-]{0,12}[0-9]{0,9}[a-z_/.-]{0,8}[0-9]{0,9}"), max_size=6))
 def test_any_names(names: list[str]) -> None:
-    for found in settle(names):
+    for found in parse_names(names):
         assert -1 <= found.rank <= RANK_MAX * 1000

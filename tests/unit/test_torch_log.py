@@ -168,7 +168,7 @@ def test_an_error_of_the_device():
 
 def test_text_that_speaks_of_something_else_says_nothing():
     assert read("epoch 1", "loss 2.5", "the watchdog barks", "rank: 3") == {}
-    assert detect.reader_for(b"epoch 1\nloss 2.5\n") is detect.TEXT
+    assert detect.detect_kind(b"epoch 1\nloss 2.5\n") is detect.TEXT
 
 
 def test_single_lines():

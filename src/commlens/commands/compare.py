@@ -71,21 +71,21 @@ class CompareCommand:
 def _holds_dumps(path: str) -> bool:
     """By content: whether there is a black box or a foreign dump. Traces are none."""
     from commlens.dumps.detect import TEXT
-    from commlens.dumps.discover import gather
+    from commlens.dumps.discover import discover
 
-    found = gather([path])
-    return bool(found.ours) or any(name != TEXT.name for name in found.kinds)
+    found = discover([path])
+    return bool(found.own) or any(name != TEXT.name for name in found.kinds)
 
 
 def _compare_dumps(arguments: argparse.Namespace) -> int:
     import msgspec
 
     from commlens.diagnosis.dump_diff import compare_standings, standing_of
-    from commlens.dumps.discover import gather
-    from commlens.dumps.parallel import every_rank
+    from commlens.dumps.discover import discover
+    from commlens.dumps.parallel import read_ranks
 
     problems: list[str] = []
-    before, after = ([standing_of(rows) for rows in every_rank(gather([path]), problems)] for path in (arguments.before, arguments.after))
+    before, after = ([standing_of(rows) for rows in read_ranks(discover([path]), problems)] for path in (arguments.before, arguments.after))
     movement = compare_standings(before, after)
     movement.notes += dict.fromkeys(problems)
     if arguments.json:

@@ -37,19 +37,19 @@ class ConvertCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, write, say what was left out."""
-        from commlens.dumps.discover import gather
-        from commlens.dumps.parallel import every_rank, narrowed
+        from commlens.dumps.discover import discover
+        from commlens.dumps.parallel import read_ranks
 
         target = Path(arguments.output)
         in_folder = arguments.to in ("fr-pickle", "fr-json")
         _check_target(target, in_folder, arguments.force)
-        gathered = gather(arguments.paths, prefix=arguments.prefix)
-        problems = list(gathered.problems)
+        files = discover(arguments.paths, prefix=arguments.prefix)
+        problems = list(files.problems)
         count = [0, 0]
 
         def several() -> Iterator[RankColumns]:
-            for rows in every_rank(gathered, problems, ranks=arguments.ranks):
-                chosen = narrowed(rows, arguments.group) if arguments.group else rows
+            for rows in read_ranks(files, problems, ranks=arguments.ranks):
+                chosen = rows.in_groups(arguments.group) if arguments.group else rows
                 count[0] += 1
                 count[1] += len(chosen)
                 groups.update(group_names(rows.channels))

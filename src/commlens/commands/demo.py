@@ -174,7 +174,7 @@ def _python_path() -> str:
 def read_verdict(dump_dir: Path) -> Verdict | None:
     """What the newest dump says; None when nothing was dumped."""
     from commlens.diagnosis.conclusion import diagnose_logs
-    from commlens.dumps.save import read_evidence
+    from commlens.dumps.read import read_evidence
 
     jobs = sorted((path for path in dump_dir.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
     if not jobs:

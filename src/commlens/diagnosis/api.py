@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.diagnosis.index import World
-from commlens.dumps.discover import Gathered, gather
-from commlens.dumps.read import Evidence, evidence_of
+from commlens.dumps.discover import DumpFiles, discover
+from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
 from commlens.model.ranklog import RankLog
@@ -64,11 +64,11 @@ def examine_paths(
     seen: Callable[[int, int], None] | None = None,
 ) -> Examined:
     """The same as :func:`diagnose`, with what the verdict was made of."""
-    gathered = gather(paths, prefix=prefix)
-    problems = list(gathered.problems)
-    evidence = evidence_of(gathered.ours, problems) if gathered.ours else Evidence(problems=problems)
-    if gathered.kinds:
-        found = _examine_recorded(gathered, evidence, problems, stalled_after_s, executor, seen)
+    files = discover(paths, prefix=prefix)
+    problems = list(files.problems)
+    evidence = read_own_files(files.own, problems) if files.own else Evidence(problems=problems)
+    if files.kinds:
+        found = _examine_recorded(files, evidence, problems, stalled_after_s, executor, seen)
         if found is not None:
             return found
     if not evidence.logs:
@@ -77,7 +77,7 @@ def examine_paths(
 
 
 def _examine_recorded(
-    gathered: Gathered,
+    files: DumpFiles,
     evidence: Evidence,
     problems: list[str],
     stalled_after_s: float,
@@ -85,15 +85,15 @@ def _examine_recorded(
     seen: Callable[[int, int], None] | None,
 ) -> Examined | None:
     """Other tools' dumps; black boxes count as such where they are of fewer ranks. None where the black boxes tell more."""
-    from commlens.dumps.numpy_import import import_numpy_alone
+    from commlens.dumps.parallel import import_numpy_single_threaded
 
-    import_numpy_alone()
+    import_numpy_single_threaded()
     from commlens.diagnosis.extract import Shared, extract_all
     from commlens.diagnosis.foreign_dumps import examine_extracts
-    from commlens.dumps.parallel import read_foreign
+    from commlens.dumps.parallel import reduce_foreign
 
     shared = Shared()
-    reduced = read_foreign(gathered, extract_all, problems, executor=executor, progress=seen, nameless=True)
+    reduced = reduce_foreign(files, extract_all, problems, executor=executor, progress=seen, unnamed=True)
     extracts = [shared.adopt(found) for found in reduced]
     boxed = {log.rank for log in evidence.logs}
     others = {found.rank for found in extracts} - boxed
@@ -104,9 +104,9 @@ def _examine_recorded(
     if not extracts:
         return None
     if boxed:
-        from commlens.formats.rank_log_columns import rows_of_log
+        from commlens.formats.rank_log_columns import columns_from_log
 
-        extracts += extract_all(rows_of_log(log) for log in evidence.logs)
+        extracts += extract_all(columns_from_log(log) for log in evidence.logs)
     verdict, world = examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)
     return Examined(verdict, [view.log for view in world.views.values()] if world is not None else [], world)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from commlens.dumps.discover import gather
-from commlens.dumps.parallel import every_rank, read_foreign
+from commlens.dumps.discover import discover
+from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths
 from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
@@ -112,12 +112,12 @@ def entries_in(
     executor: Executor | None = None,
 ) -> list[RankEntries]:
     """Of every rank whose dump lies there. What cannot be read is passed over: the verdict has said so."""
-    gathered = gather(paths, prefix=prefix)
+    files = discover(paths, prefix=prefix)
     ranks = wanted.only if wanted.only is not None else (frozenset(wanted.ranks) or None)
-    if gathered.ours:
-        return reduce_entries(every_rank(gathered, [], ranks=ranks), wanted)
+    if files.own:
+        return reduce_entries(read_ranks(files, [], ranks=ranks), wanted)
     found: dict[int, RankEntries] = {}
-    for one in read_foreign(gathered, partial(reduce_entries, wanted=wanted), [], executor=executor, ranks=ranks):
+    for one in reduce_foreign(files, partial(reduce_entries, wanted=wanted), [], executor=executor, ranks=ranks):
         known = found.get(one.rank)
         if known is None or len(known.cells) < len(one.cells):
             found[one.rank] = one

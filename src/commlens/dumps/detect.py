@@ -1,4 +1,4 @@
-"""Finds out what a file is by looking at its beginning. Names say nothing: people rename, gather and mix files."""
+"""Detect what a file is from its beginning. Names are not used: people rename, collect and mix files."""
 
 from __future__ import annotations
 
@@ -8,36 +8,38 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from commlens.blackbox.layout import MAGIC
-from commlens.dumps.read import OBSERVED_SCHEMA
 
 if TYPE_CHECKING:
     from commlens.dumps.sources import Source
     from commlens.formats.columns import RankColumns
 
-__all__ = [
-    "BLACK_BOX",
-    "DUMP_MARKER",
-    "FLIGHT_RECORDER_JSON",
-    "FLIGHT_RECORDER_PICKLE",
-    "HEAD_BYTES",
-    "OBSERVED",
-    "TEXT",
-    "Kind",
-    "reader_for",
-]
+DUMP_SCHEMA: Final = "commlens.dump/1"
+OBSERVED_SCHEMA: Final = "commlens.observed/1"
+
+OBSERVED_MAX: Final = 32 << 20
+"""Largest observed-*.json that is read, in bytes; a node's ranks with all their stacks take less than 2 MB."""
+
+MARKER: Final = "commlens-dump.json"
+"""Name of the file that marks a job folder as made by commlens, so that commlens may delete it."""
+
+BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(box|new)")
+"""Names of black boxes, finished or under construction."""
+
+REPORT_NAME: Final = re.compile(r"(index|verdict)(-[A-Za-z0-9._-]+)?\.(html|json)")
+"""Names of the reports that are saved beside a dump."""
 
 HEAD_BYTES: Final = 4096
-"""How much of a file's beginning :func:`reader_for` wants to see; less where there is less."""
+"""Bytes of a file's beginning that :func:`detect_kind` needs, or the whole file if it is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of file, and how to read it.
+    """A kind of file, and its reader.
 
     Attributes:
         name: "black box", "Flight Recorder pickle".
-        read: gives what the file says of each rank that it speaks of, without opening anything but the source; None for what
-            commlens itself leaves, which :func:`commlens.dumps.read.read_evidence` reads together.
+        read: returns the columns of each rank in the file, opening nothing but the source; None for commlens's own files, which
+            :mod:`commlens.dumps.read` joins.
     """
 
     name: str
@@ -64,8 +66,9 @@ def _read_text(source: Source) -> list[RankColumns]:
 
 
 BLACK_BOX: Final = Kind("black box")
-OBSERVED: Final = Kind("what was observed of a job's processes")
-DUMP_MARKER: Final = Kind("mark of a dump's folder")
+OBSERVED: Final = Kind("observations of a job's processes")
+DUMP_MARKER: Final = Kind("marker of a dump folder")
+REPORT: Final = Kind("verdict beside a dump")
 FLIGHT_RECORDER_PICKLE: Final = Kind("Flight Recorder pickle", _read_pickle)
 FLIGHT_RECORDER_JSON: Final = Kind("Flight Recorder JSON", _read_json)
 TEXT: Final = Kind("text log", _read_text)
@@ -76,27 +79,26 @@ _FLIGHT_RECORDER_ENTRIES: Final = re.compile(rb'"entries"\s*:\s*\[')
 _TEXT_BYTES: Final = bytes(range(32, 256)) + b"\t\n\r\f\b\x1b"
 
 
-def reader_for(head: bytes, name: str = "") -> Kind | None:
-    """What a file is; None for what holds nothing of a job's communication, as far as its beginning tells.
-
-    Args:
-        head: its first :data:`HEAD_BYTES` bytes, decompressed.
-        name: only for what cannot be told otherwise; nothing at present.
-    """
+def detect_kind(head: bytes) -> Kind | None:
+    """Return the kind of a file from its first :data:`HEAD_BYTES` decompressed bytes; None if it holds nothing of a job."""
     if head.startswith(MAGIC):
         return BLACK_BOX
     if _PICKLE.match(head):
         return FLIGHT_RECORDER_PICKLE
     text = head.removeprefix(b"\xef\xbb\xbf").lstrip()
     if text.startswith(b"{"):
-        if OBSERVED_SCHEMA.encode() in head:
+        if b'"commlens.observed/' in head:
             return OBSERVED
         if b'"commlens.dump/' in head:
             return DUMP_MARKER
+        if b'"commlens.verdict/' in head:
+            return REPORT
         if b'"commlens.' in head[:200]:
-            return None  # a trace, a verdict or another report
+            return None  # a trace or another report
         if _FLIGHT_RECORDER_KEYS.search(head) or _FLIGHT_RECORDER_ENTRIES.search(head):
             return FLIGHT_RECORDER_JSON
-    if text.startswith(b"<!") or not text or text.translate(None, _TEXT_BYTES):
+    if text.startswith(b"<!"):
+        return REPORT if b'name="generator" content="commlens' in head else None
+    if not text or text.translate(None, _TEXT_BYTES):
         return None
     return TEXT

@@ -1,134 +1,108 @@
-"""What lies where the user said, by kind, and whose it is: the common beginning of everything that takes dumps."""
+"""Discover dump files, classify them, and infer rank and host: the first step of every command that takes dumps."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from commlens.dumps.detect import BLACK_BOX, DUMP_MARKER, HEAD_BYTES, Kind, reader_for
-from commlens.dumps.read import BOX_NAME
-from commlens.dumps.sources import Named, Paths, Source, name_paths, open_sources, settle
+from commlens.dumps.detect import BLACK_BOX, BOX_NAME, DUMP_MARKER, HEAD_BYTES, REPORT, Kind, detect_kind
+from commlens.dumps.sources import FileName, Paths, Source, name_paths, open_sources, parse_names
 from commlens.dumps.sources.source import Held
 from commlens.errors import CommlensError
 
-__all__ = ["Gathered", "by_kind", "gather", "rank_of"]
+__all__ = ["DumpFiles", "discover"]
 
-_NAMED_MAX = 10  # files of other programs that are named, of each folder
-
-
-def by_kind(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, problems: list[str], *, prefix: str = ""
-) -> Iterator[tuple[Source, Kind]]:
-    """Every file that may tell something of a job, with its kind. What others left there is said in ``problems``.
-
-    Raises:
-        CommandError: a path does not exist or cannot be read.
-        MissingDependency: a URL needs a package that is not installed.
-    """
-    strange: Counter[str] = Counter()
-    for source in open_sources(paths, problems, prefix=prefix):
-        try:
-            kind = reader_for(source.head(HEAD_BYTES), source.name)
-        except CommlensError as error:
-            problems.append(str(error))
-            continue
-        source.beginning = b""
-        base = source.name.replace("!", "/").rsplit("/", 1)
-        if kind is None and BOX_NAME.fullmatch(base[-1]):
-            kind = BLACK_BOX  # its process died while it made it
-        if kind is DUMP_MARKER:
-            continue
-        if kind is None:
-            strange[base[0]] += 1
-            if strange[base[0]] <= _NAMED_MAX:
-                problems.append(f"{source.name} is no dump of a kind that is known here, and is left out.")
-            continue
-        yield source, kind
-    for folder, count in strange.items():
-        if count > _NAMED_MAX:
-            problems.append(f"{count - _NAMED_MAX} more files in {folder} are no dumps.")
+_NAMED_MAX = 10  # unknown files per folder that are named in a problem; the rest is counted
 
 
 @dataclass
-class Gathered:
-    """What there is.
+class DumpFiles:
+    """The dump files at the given paths, by kind.
 
     Attributes:
-        paths: as named, for going through them again.
-        ours: black boxes and what was observed of their processes, for :func:`commlens.dumps.read.evidence_of`.
-        kinds: how many foreign files there are of each kind.
-        size: bytes of all foreign files, as stored and as far as known.
-        problems: what could not be taken, in sentences.
+        paths: the given paths, to walk again.
+        own: black boxes and observations of their processes, for :func:`commlens.dumps.read.read_own_files`.
+        kinds: number of other tools' files by kind.
+        size: stored bytes of all other tools' files, as far as known.
+        problems: sentences about files that cannot be used.
+        prefix: the file name prefix that was asked for.
     """
 
     paths: Paths
-    ours: list[Source] = field(default_factory=list)
+    own: list[tuple[Source, Kind]] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
     size: int = 0
     problems: list[str] = field(default_factory=list)
     prefix: str = ""
-    _whose: dict[str, Named] = field(default_factory=dict)
-    _light: list[tuple[Source, Kind]] | None = field(default_factory=list)  # the foreign files, unless one holds its bytes
+    _names: dict[str, FileName] = field(default_factory=dict)
+    _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)  # None if a source holds its bytes: walk again
 
     def foreign(self) -> Iterator[tuple[Source, Kind]]:
-        """The other files, one after the other: let go of each, since some hold their bytes."""
-        if self._light is not None:
-            return iter(self._light)
-        return ((source, kind) for source, kind in by_kind(self.paths, [], prefix=self.prefix) if kind.read is not None)
+        """Yield other tools' files. Release each before taking the next, since some hold their bytes."""
+        if self._foreign is not None:
+            return iter(self._foreign)
+        return ((source, kind) for source, kind in _classify(self.paths, self.prefix, []) if kind.read is not None)
 
-    def whose(self, source: str) -> Named:
-        """Rank and host as the file's name tells them, read together with all the others."""
-        return self._whose.get(source, Named())
+    def file_name(self, source: Source) -> FileName:
+        """Return rank and host from a file's name, inferred together with all other names."""
+        return self._names.get(source.name, FileName())
 
 
-def gather(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, *, prefix: str = "", seen: Callable[[], None] | None = None
-) -> Gathered:
-    """Look at everything once, without reading it.
+def discover(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, *, prefix: str = "", own_only: bool = False
+) -> DumpFiles:
+    """Walk the paths once and classify every file by its beginning.
 
     Args:
         paths: files, folders, archives, URLs, ``-``.
-        prefix: as of torchfrtrace: take only files whose name begins so, and read the rank after it.
-        seen: called for each file, for a progress bar.
+        prefix: torchfrtrace's: keep only files whose name begins with this, and read the rank after it.
+        own_only: count other tools' dumps as files that are not dumps.
 
     Raises:
         CommandError: a path does not exist or cannot be read.
         MissingDependency: a URL needs a package that is not installed.
     """
-    found = Gathered(paths if isinstance(paths, Paths) else name_paths(paths), prefix=prefix)
+    found = DumpFiles(paths if isinstance(paths, Paths) else name_paths(paths), prefix=prefix)
     names: list[str] = []
-    for source, kind in by_kind(found.paths, found.problems, prefix=prefix):
+    for source, kind in _classify(found.paths, prefix, found.problems, own_only=own_only):
         if kind.read is None:
-            found.ours.append(source)
-        else:
-            names.append(source.name)
-            if isinstance(source.place, Held):
-                found._light = None
-            elif found._light is not None:
-                found._light.append((source, kind))
-            found.kinds[kind.name] += 1
-            found.size += max(source.size, 0)
-        if seen is not None:
-            seen()
-    found._whose = dict(zip(names, settle(names, prefix), strict=True))
-    found.problems += dict.fromkeys(one.note for one in found._whose.values() if one.note)
+            found.own.append((source, kind))
+            continue
+        names.append(source.name)
+        if isinstance(source.place, Held):
+            found._foreign = None
+        elif found._foreign is not None:
+            found._foreign.append((source, kind))
+        found.kinds[kind.name] += 1
+        found.size += max(source.size, 0)
+    found._names = dict(zip(names, parse_names(names, prefix), strict=True))
+    found.problems += dict.fromkeys(name.note for name in found._names.values() if name.note)
     return found
 
 
-def rank_of(stated: int, possible: Sequence[int], named: Named) -> tuple[int, str]:
-    """The rank of a dump, from what is in it and what it is called, and a sentence where the two do not agree.
-
-    Args:
-        stated: what the content says; -1 for nothing.
-        possible: ranks that it can be of, by the groups in it; empty when not known.
-        named: what the name says.
-    """
-    if stated >= 0:
-        other = named.sure and 0 <= named.rank != stated
-        return stated, f"its name says rank {named.rank}, and what is in it rank {stated}" if other else ""
-    if named.rank >= 0 and possible and named.rank not in possible and len(possible) > 1:
-        note = f"its name says rank {named.rank}, which is in none of the process groups that it names"
-        return named.rank, note
-    return named.rank, ""
+def _classify(paths: Paths, prefix: str, problems: list[str], *, own_only: bool = False) -> Iterator[tuple[Source, Kind]]:
+    """Yield every dump file with its kind, and add a problem for files that are not dumps."""
+    unknown: Counter[str] = Counter()
+    for source in open_sources(paths, problems, prefix=prefix):
+        try:
+            kind = detect_kind(source.head(HEAD_BYTES))
+        except CommlensError as error:
+            problems.append(str(error))
+            continue
+        source.beginning = b""
+        folder, _, name = source.name.replace("!", "/").rpartition("/")
+        if kind is None and BOX_NAME.fullmatch(name):
+            kind = BLACK_BOX  # its process died while creating it
+        if kind is DUMP_MARKER or kind is REPORT:
+            continue
+        if kind is None or (own_only and kind.read is not None):
+            unknown[folder] += 1
+            if unknown[folder] <= _NAMED_MAX:
+                problems.append(f"{source.name} is not a dump that commlens can read, and is left out.")
+            continue
+        yield source, kind
+    for folder, count in unknown.items():
+        if count > _NAMED_MAX:
+            problems.append(f"{count - _NAMED_MAX} more files in {folder} are not dumps.")

@@ -1,6 +1,6 @@
-"""Dumps: black boxes copied out of memory, with what was seen of their processes. docs/dumps.md is for users.
+"""Save dumps: copies of black boxes out of memory, with the observations of their processes. See docs/dumps.md.
 
-Standard library and msgspec only: the watcher saves dumps beside a training job. Only what commlens made is ever deleted.
+Standard library and msgspec only: the watcher saves dumps beside a training job. Only files made by commlens are ever deleted.
 """
 
 from __future__ import annotations
@@ -17,25 +17,26 @@ from typing import Any, Final
 import msgspec
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox import layout as L
 from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, reason
-from commlens.dumps.read import BOX_NAME, MARKER, OBSERVED_MAX, OBSERVED_SCHEMA, REPORT_NAME, Evidence, read_evidence
+from commlens.dumps.detect import (
+    BLACK_BOX,
+    BOX_NAME,
+    DUMP_MARKER,
+    DUMP_SCHEMA,
+    HEAD_BYTES,
+    MARKER,
+    OBSERVED,
+    OBSERVED_MAX,
+    OBSERVED_SCHEMA,
+    REPORT,
+    REPORT_NAME,
+    detect_kind,
+)
 from commlens.errors import DumpError, FormatError
 from commlens.model.ranklog import Observation
 
-__all__ = [
-    "BOX_BYTES_MAX",
-    "DUMP_SCHEMA",
-    "MARKER",
-    "OBSERVED_SCHEMA",
-    "Evidence",
-    "discard_job",
-    "read_evidence",
-    "save_dump",
-    "save_reports",
-]
+__all__ = ["BOX_BYTES_MAX", "discard_job", "save_dump", "save_reports"]
 
-DUMP_SCHEMA: Final = "commlens.dump/1"
 BOX_BYTES_MAX: Final = SIZE_MAX
 """Largest box that is saved, in bytes."""
 
@@ -43,43 +44,48 @@ _OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
 _TEMPORARY_NAME: Final = re.compile(
     r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
 )
-_REPORT_MARKS: Final = (b'"commlens.verdict/', b'name="generator" content="commlens')
+_KIND_BY_NAME: Final = (
+    (BOX_NAME, BLACK_BOX),
+    (_OBSERVED_NAME, OBSERVED),
+    (re.compile(re.escape(MARKER)), DUMP_MARKER),
+    (REPORT_NAME, REPORT),
+)
 _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
-_ALARMS: Final = "verify.alarms"  # what verifying ranks posted; theirs too are the boards
+_REFUSAL_LOG: Final = "verify.alarms"  # of verifying ranks, like the boards
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
 _BOARD_MAGIC: Final = b"CMLSBRD1"
 
 
-class _BeforeRank(msgspec.Struct):
+class _SavedRank(msgspec.Struct):
     pid: int = 0
 
 
-class _Before(msgspec.Struct):
-    ranks: dict[str, _BeforeRank] = {}
+class _SavedObservations(msgspec.Struct):
+    ranks: dict[str, _SavedRank] = {}
     saved: dict[str, int] = {}
 
 
 def save_dump(
     job_dir: Path, dump_root: Path, observations: Mapping[int, Observation], *, host: str, keep: int, max_bytes: int = BOX_BYTES_MAX
 ) -> Path:
-    """Copy a job's black boxes, with what was seen of their processes, to ``<dump_root>/<job>/``.
+    """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<job>/``.
 
-    Boxes that are being written are copied as they are at that moment. Saving again overwrites the job's files of the same
-    name. Each file appears whole or not at all. Older job folders that commlens made are deleted beyond ``keep``.
+    A live box is copied as it is at that moment. Saving again overwrites the job's files of the same name. Each file appears
+    whole or not at all. Only the newest ``keep`` job folders made by commlens are kept.
 
     Args:
         job_dir: folder of the live boxes.
-        dump_root: folder for all dumps; made when missing.
+        dump_root: folder for all dumps; created if missing.
         observations: by global rank.
-        host: this machine's name; on a shared file system several save into one folder.
-        keep: how many job folders may stay, this one included; at least 1.
-        max_bytes: a larger box is not saved, and the dump says so.
+        host: this machine's name; on a shared file system, several machines save into one folder.
+        keep: number of job folders to keep, including this one; at least 1.
+        max_bytes: a larger box is not saved but named in the dump's problems.
 
     Returns:
         The job's folder.
 
     Raises:
-        DumpError: nothing could be saved, or the folder refused to take more.
+        DumpError: nothing could be saved, or a file could not be written.
     """
     target = dump_root / job_dirs.safe_name(job_dir.name)
     job = ""
@@ -90,15 +96,15 @@ def save_dump(
     if not boxes and not observations:
         raise DumpError(f"There are no black boxes in {job_dir} to save.")
     name = target.name
-    with _folder_to_fill(target) as (folder, made, ours):
+    with _folder_to_fill(target) as (folder, created, own):
         try:
-            if ours:
+            if own:
                 _write(folder, name := MARKER, _json({"schema": DUMP_SCHEMA, "job": target.name, "saved_ns": time.time_ns()}))
             for path in boxes:
                 name = path.name
                 size = path.lstat().st_size if path.exists() else 0
                 if size > max_bytes:
-                    notes.append(f"{name} was not saved: it has {size} bytes, more than the {max_bytes} allowed.")
+                    notes.append(f"{name} was not saved: it has {size} bytes, more than the limit of {max_bytes}.")
                     continue
                 try:
                     with OpenBox(path) as box:
@@ -114,13 +120,13 @@ def save_dump(
                 if known is None or known.created_ns < status.created_ns:
                     newest[status.rank] = status
             name = f"observed-{job_dirs.safe_name(host)}.json"
-            pids, moments = _saved_before(folder, name)
+            pids, saved_ns = _saved_before(folder, name)
             pids |= {rank: status.pid for rank, status in newest.items()}
             ranks = {str(rank): {"pid": pids.get(rank, 0), **_known(observation)} for rank, observation in sorted(observations.items())}
-            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": moments | saved, "problems": notes}
-            _write(folder, name, _json({**about, "ranks": ranks}))
+            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": saved_ns | saved}
+            _write(folder, name, _json({**about, "problems": notes, "ranks": ranks}))
         except OSError as error:
-            if made and not saved:
+            if created and not saved:
                 _discard(target)
             raise DumpError(
                 f"The dump in {target} is not complete: {name} could not be written ({reason(error)}); "
@@ -133,12 +139,12 @@ def save_dump(
 
 
 def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Path:
-    """Put a verdict and its page beside a dump: ``verdict.json`` and ``index.html``.
+    """Save a verdict and its page beside a dump: ``verdict.json`` and ``index.html``.
 
-    Nodes that share a file system save into one folder, and each has a verdict of its own: then the host is part of the names.
+    If several nodes save into the folder, each has its own verdict, and the file names contain the host.
 
     Args:
-        folder: what :func:`save_dump` returned.
+        folder: the result of :func:`save_dump`.
         host: this machine's name.
         page: HTML.
         verdict: JSON.
@@ -147,12 +153,12 @@ def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Pat
         The page's path.
 
     Raises:
-        DumpError: one of them could not be written.
+        DumpError: one of the files could not be written.
     """
-    mine = f"observed-{job_dirs.safe_name(host)}.json"
+    own = f"observed-{job_dirs.safe_name(host)}.json"
     try:
         with _opened_folder(folder) as opened:
-            shared = any(_OBSERVED_NAME.fullmatch(name) and name != mine for name in _names(opened))
+            shared = any(_OBSERVED_NAME.fullmatch(name) and name != own for name in _names(opened))
             suffix = f"-{job_dirs.safe_name(host)}" if shared else ""
             _write(opened, f"verdict{suffix}.json", verdict)
             _write(opened, f"index{suffix}.html", page)
@@ -162,27 +168,29 @@ def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Pat
 
 
 def discard_job(job_dir: Path) -> None:
-    """Delete a live job's black boxes and then its folder.
+    """Delete a live job's black boxes, then its folder.
 
-    Only what commlens made is deleted; a folder that holds anything else stays. Others may be doing the same.
+    Only files made by commlens are deleted; a folder with other files stays. Other processes may do the same concurrently.
     """
     _discard(job_dir)
 
 
 def _saved_before(folder: int, name: str) -> tuple[dict[int, int], dict[str, int]]:
-    """What an earlier observed-*.json of this host says of boxes that are still there: pids by rank, moments by file name.
+    """Return pids by rank and times by file name from this host's earlier observed-*.json, for boxes that still exist.
 
-    A job whose boxes lie in several folders (one of them was full) is saved in several calls.
+    A job whose boxes are in several folders (because one was full) is saved in several calls.
     """
     try:
-        before = msgspec.json.decode(_peek(folder, name, OBSERVED_MAX) or b"", type=_Before)
+        before = msgspec.json.decode(_peek(folder, name, OBSERVED_MAX) or b"", type=_SavedObservations)
     except (ValueError, RecursionError):
         return {}, {}
-    here = set(_names(folder))
+    present = set(_names(folder))
     pids = {
-        int(rank): entry.pid for rank, entry in before.ranks.items() if rank.isdecimal() and job_dirs.box_name(int(rank), entry.pid) in here
+        int(rank): entry.pid
+        for rank, entry in before.ranks.items()
+        if rank.isdecimal() and job_dirs.box_name(int(rank), entry.pid) in present
     }
-    return pids, {name: moment for name, moment in before.saved.items() if name in here}
+    return pids, {name: at_ns for name, at_ns in before.saved.items() if name in present}
 
 
 def _known(observation: Observation) -> dict[str, Any]:
@@ -196,24 +204,24 @@ def _json(content: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _folder_to_fill(target: Path) -> Iterator[tuple[int, bool, bool]]:
-    """A descriptor of the folder, whether it was made just now, and whether it is ours to mark.
+    """Open the folder: its descriptor, whether it was just created, and whether commlens may mark it.
 
-    A folder that somebody else made and filled takes the files but is never marked, so never pruned.
+    A folder with other programs' files takes the dump but is never marked, so it is never pruned.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             target.mkdir()
-            made = True
+            created = True
         except FileExistsError:
-            made = False
+            created = False
         folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise DumpError(
             f"No dump could be written to {target}: {reason(error)}. Choose another folder with the setting dump_dir."
         ) from error
     try:
-        yield folder, made, made or not _names(folder) or _marked_at(folder) is not None
+        yield folder, created, created or not _names(folder) or _marked_at(folder) is not None
     finally:
         os.close(folder)
 
@@ -230,7 +238,7 @@ def _write(folder: int, name: str, content: bytes) -> None:
             while view:
                 view = view[os.write(descriptor, view) :]
         finally:
-            os.close(descriptor)  # some file systems say only here that there was no room
+            os.close(descriptor)  # some file systems report a full disk only here
         os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -239,7 +247,7 @@ def _write(folder: int, name: str, content: bytes) -> None:
 
 
 def _prune(dump_root: Path, *, keep: int, current: str) -> None:
-    """Delete the oldest job folders of ours beyond ``keep``. Whatever cannot be deleted stays."""
+    """Delete the oldest marked job folders beyond ``keep``. Undeletable ones stay."""
     marked: list[tuple[int, str]] = []
     try:
         names = sorted(path.name for path in dump_root.iterdir())
@@ -269,7 +277,7 @@ def _names(folder: int) -> list[str]:
 
 
 def _peek(folder: int, name: str, length: int) -> bytes | None:
-    """The beginning of a regular file in a folder; None for anything else."""
+    """Return the beginning of a regular file in a folder; None for anything else."""
     try:
         if not stat.S_ISREG(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             return None
@@ -285,7 +293,7 @@ def _peek(folder: int, name: str, length: int) -> bytes | None:
 
 
 def _marked_at(folder: int) -> int | None:
-    """When we saved into this folder (Unix ns), by our marker; None when it is not ours."""
+    """Return when commlens last saved into this folder (Unix ns), from its marker; None without one."""
     content = _peek(folder, MARKER, 4096)
     try:
         marker = msgspec.json.decode(content or b"")
@@ -298,10 +306,10 @@ def _marked_at(folder: int) -> int | None:
 
 
 def _discard(path: Path) -> None:
-    """Delete our files in a folder, the marker last, and the folder if that leaves it empty."""
+    """Delete commlens's files in a folder, the marker last, and the folder if it is then empty."""
     with contextlib.suppress(OSError), _opened_folder(path) as folder:
         for name in sorted(_names(folder), key=lambda name: name == MARKER):
-            if _is_ours(folder, name):
+            if _is_own(folder, name):
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
     with contextlib.suppress(OSError):
@@ -309,19 +317,14 @@ def _discard(path: Path) -> None:
             path.rmdir()
 
 
-def _is_ours(folder: int, name: str) -> bool:
-    """Whether a file is one of ours, by its name and its content."""
-    head = _peek(folder, name, 4096)
+def _is_own(folder: int, name: str) -> bool:
+    """Return whether commlens made a file, by its name and its content."""
+    head = _peek(folder, name, HEAD_BYTES)
     if head is None:
         return False
-    if BOX_NAME.fullmatch(name):
-        return head[:8] == L.MAGIC or not any(head)  # all zero: its process died while it made it
-    if _OBSERVED_NAME.fullmatch(name):
-        return OBSERVED_SCHEMA.encode() in head
-    if name == MARKER:
-        return DUMP_SCHEMA.encode() in head
-    if REPORT_NAME.fullmatch(name):
-        return any(mark in head for mark in _REPORT_MARKS)
+    for pattern, kind in _KIND_BY_NAME:
+        if pattern.fullmatch(name):
+            return detect_kind(head) is kind or (kind is BLACK_BOX and not any(head))  # all zero: its process died creating it
     if _BOARD_NAME.fullmatch(name):
         return head[:8] == _BOARD_MAGIC or not any(head)
-    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == _ALARMS
+    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == _REFUSAL_LOG

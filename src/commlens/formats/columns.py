@@ -8,8 +8,8 @@ Imports numpy, so it is imported only where dumps are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Final
 
@@ -163,6 +163,12 @@ class RankColumns:
         """Take columns by name, each as the type that it is declared with."""
         for name, dtype in DTYPES.items():
             setattr(self, name, np.asarray(columns[name], dtype))
+
+    def in_groups(self, names: Collection[str]) -> RankColumns:
+        """Return only the operations of some process groups, given by name, description or mesh dimension."""
+        wanted = [not {one.group.name, one.group.description, one.group.label}.isdisjoint(names) for one in self.channels]
+        mask = np.array([*wanted, False])[self.channel]
+        return replace(self, **{name: getattr(self, name)[mask] for name in DTYPES})
 
     def log(self, indices: Iterable[int]) -> RankLog:
         """These operations as objects, in a log of the rank."""

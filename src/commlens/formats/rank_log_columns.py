@@ -18,7 +18,7 @@ _STATES = {
 }
 
 
-def rows_of_log(log: RankLog) -> RankColumns:
+def columns_from_log(log: RankLog) -> RankColumns:
     """The log's collectives as columns. What only a black box holds (waits, threads, the step, errors) is not in them.
 
     A group that was made after the default group had been destroyed and made again has ``@1``, ``@2``, ... after its name,

@@ -1,4 +1,4 @@
-"""tar and zip files: their members as sources. Nothing is ever written to disk."""
+"""Members of tar and zip files as sources. Nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, BinaryIO, Final
 
-from commlens.dumps.sources.compression import MAGIC_BYTES, RATIO_MAX, UNSUSPICIOUS
+from commlens.dumps.sources.compression import MAGIC_BYTES, RATIO_MAX, UNSUSPICIOUS_BYTES
 from commlens.dumps.sources.source import READ_MAX, FilePart, Held, Source, printable, read_up_to
 
 MEMBERS_MAX: Final = 1_000_000
@@ -20,37 +20,37 @@ _ZIP_ERRORS: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, Runtime
 
 
 def named_like_archive(name: str) -> bool:
-    """Whether the name alone says so: for stores where looking into every file would cost a request."""
+    """Return whether the file name is an archive's: for object stores, where opening each file costs a request."""
     return name.lower().endswith(_ENDINGS)
 
 
-def kind_of(head: bytes) -> str | None:
-    """``"tar"`` or ``"zip"``, from the first 264 bytes of the (decompressed) content."""
+def archive_kind(head: bytes) -> str | None:
+    """Return ``"tar"`` or ``"zip"`` from the first 264 bytes of the decompressed content, else None."""
     if head[257:262] == b"ustar":
         return "tar"
     return "zip" if head.startswith((b"PK\x03\x04", b"PK\x05\x06")) else None
 
 
 def members(source: Source, problems: list[str]) -> Iterator[Source] | None:
-    """The members of an archive, or None when the source is none.
+    """Return the members of an archive, or None if the source is not one.
 
-    Members of a tar file that is not compressed say where they lie; others hold their bytes, so take one after the other.
+    A member of an uncompressed tar file is a reference; any other member holds its bytes, so release each before the next.
 
     Raises:
         FormatError: the file cannot be opened.
-        MissingDependency: a package is not installed.
+        MissingDependency: the file needs a package that is not installed.
     """
-    if source.look() and source.beginning and kind_of(source.beginning) is None:
-        return None  # neither compressed nor an archive, as most files are: not opened again
+    if source.peek_stored() and source.beginning and archive_kind(source.beginning) is None:
+        return None  # an uncompressed file, like most: not opened again
     stream = source.open()
     try:
         head = stream.peek(MAGIC_BYTES)
-        kind = kind_of(head)
+        kind = archive_kind(head)
     except OSError:
         kind = None
     if kind is None:
         stream.close()
-        source.problems.clear()  # they come again when it is read
+        source.problems.clear()  # reading the source reports them again
         return None
     return _tar(source, stream, problems) if kind == "tar" else _zip(source, stream, problems)
 
@@ -64,7 +64,7 @@ def _tar(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Sour
         try:
             with tarfile.open(fileobj=stream, mode="r:" if plain else "r|") as archive:
                 for member in archive:
-                    archive.members = []  # type: ignore[attr-defined] # it would keep them all
+                    archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
                     count += 1
                     if count > MEMBERS_MAX:
                         problems.append(f"{source.name} has more than {MEMBERS_MAX} members: the others were left out.")
@@ -86,7 +86,7 @@ def _tar(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Sour
         except _TAR_ERRORS as error:
             if not source.problems:
                 problems.append(f"{source.name} is cut off or damaged: its first {count} members could be read ({error}).")
-        problems += [*source.problems, *_few(skipped, source.name)]
+        problems += [*source.problems, *_first_few(skipped, source.name)]
 
 
 def _zip(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Source]:
@@ -98,21 +98,21 @@ def _zip(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Sour
             archive = zipfile.ZipFile(file)
             listed = archive.infolist()
         except _ZIP_ERRORS as error:
-            problems.append(f"{source.name} is a zip file that is cut off or damaged ({error}), and is left out.")
+            problems.append(f"{source.name} is a truncated or damaged zip file ({error}) and is left out.")
             return
         with archive:
             if any(info.filename.endswith("/data.pkl") for info in listed):
-                problems.append(f"{source.name} is a file of torch.save and no dump, and is left out.")
+                problems.append(f"{source.name} was written by torch.save, is not a dump, and is left out.")
                 return
             if len(listed) > MEMBERS_MAX:
                 problems.append(f"{source.name} has more than {MEMBERS_MAX} members: the others were left out.")
-            allowed = max(UNSUSPICIOUS, RATIO_MAX * source.size)  # zip bombs let many members share their bytes
+            allowed = max(UNSUSPICIOUS_BYTES, RATIO_MAX * source.size)  # in a zip bomb, many members share their bytes
             for info in listed[:MEMBERS_MAX]:
                 if info.is_dir() or not info.file_size:
                     continue
                 name = f"{source.name}!{printable(info.filename)}"
                 if allowed <= 0:
-                    problems.append(f"{source.name} unpacks to far more than dumps hold: {name} and what follows it were left out.")
+                    problems.append(f"{source.name} unpacks to far more than dumps hold: {name} and all members after it were left out.")
                     break
                 try:
                     content = _content(archive.open(info), info.file_size, name, problems, allowed)
@@ -126,17 +126,17 @@ def _zip(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Sour
 
 
 def _content(stream: Any, size: int, name: str, problems: list[str], limit: int = READ_MAX) -> bytes:
-    """As much of a member as there is, as it is stored there."""
+    """Return the bytes of a member, as many as can be read."""
     limit = min(limit, READ_MAX)
     pieces: list[bytes] = []
     count = 0
     with stream:
         try:
-            while count <= limit and (piece := stream.read1(16 << 10)):  # what lies before an error is lost with its piece
+            while count <= limit and (piece := stream.read1(16 << 10)):  # an error loses the piece it is in
                 pieces.append(piece)
                 count += len(piece)
         except _TAR_ERRORS + _ZIP_ERRORS:
-            pass  # it is shorter than it should be, then
+            pass  # reported below: the member is too short
     if count > limit:
         problems.append(f"{name} is too large: only its first {limit >> 20} MiB were read.")
     elif count < size:
@@ -144,7 +144,7 @@ def _content(stream: Any, size: int, name: str, problems: list[str], limit: int 
     return b"".join(pieces)[:limit]
 
 
-def _few(sentences: list[str], name: str) -> list[str]:
+def _first_few(sentences: list[str], name: str) -> list[str]:
     more = len(sentences) - _NAMED_MAX
     return sentences[:_NAMED_MAX] + ([f"{more} more members of {name} are not regular files."] if more > 0 else [])
 

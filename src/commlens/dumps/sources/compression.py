@@ -1,6 +1,6 @@
-"""Compressed files as streams that never grow beyond bounds and give what there is before a cut.
+"""Decompress files as streams: bounded in memory, safe against bombs, and readable up to a truncation.
 
-The format is found out from the first bytes, whatever the file is called.
+The format is detected from the first bytes, never from the name.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import BinaryIO, Final, Protocol
 from commlens.errors import MissingDependency
 
 MAGIC_BYTES: Final = 264
-"""How much of a file's beginning tells whether it is compressed or an archive."""
-UNSUSPICIOUS: Final = 256 << 20
-"""A content of up to so many bytes may be packed as tightly as it likes."""
+"""Bytes of a file's beginning that reveal whether it is compressed or an archive."""
+UNSUSPICIOUS_BYTES: Final = 256 << 20
+"""Content of up to this size may have any compression ratio."""
 RATIO_MAX: Final = 500
-"""Beyond that, bytes of content for each stored byte. Text logs reach 30, repetitive dumps 150, gzip's most is 1032."""
-_DEEPEST: Final = 3  # compressed within compressed
+"""Highest ratio of larger content. Text logs reach 30, repetitive dumps 150; gzip's maximum is 1032."""
+_NESTING_MAX: Final = 3  # compression inside compression
 _PIECE: Final = 64 << 10
-_MOST: Final = 1 << 20  # bytes of content before the bound is looked at
-_LEAST: Final = 1024  # bytes of content in one read, so that a peek shows enough
+_CONTENT_MAX: Final = 1 << 20  # bytes of content between two checks of the ratio
+_CONTENT_MIN: Final = 1024  # bytes of content per read, so that a peek shows enough
 
 
 class _Decompressor(Protocol):
-    """What bz2's, lzma's and the two below have in common: one frame."""
+    """The interface shared by bz2's, lzma's and the two decompressors below: one frame."""
 
     @property
     def eof(self) -> bool: ...
@@ -39,7 +39,7 @@ class _Decompressor(Protocol):
 
 
 class _Gzip:
-    """zlib's decompressor in bz2's manner."""
+    """zlib's decompressor with bz2's interface."""
 
     def __init__(self) -> None:
         self._one = zlib.decompressobj(wbits=31)
@@ -61,9 +61,9 @@ class _Gzip:
 
 
 class _Zstandard:
-    """zstandard's. It knows no limit for its output: a block of 4 bytes gives at most 128 KiB, so it is fed in small bites."""
+    """zstandard's decompressor. It cannot limit its output, and 4 bytes yield up to 128 KiB, so it is fed small pieces."""
 
-    BITE: Final = 512
+    PIECE: Final = 512
 
     def __init__(self) -> None:
         try:
@@ -88,10 +88,10 @@ class _Zstandard:
         return not self._left
 
     def decompress(self, data: bytes, max_length: int = -1) -> bytes:
-        """A bite's worth."""
+        """Decompress one piece."""
         data = self._left + data
-        self._left = data[self.BITE :]
-        return self._one.decompress(data[: self.BITE])
+        self._left = data[self.PIECE :]
+        return self._one.decompress(data[: self.PIECE])
 
 
 _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
@@ -102,39 +102,34 @@ _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
 }
 
 
-def is_packed(head: bytes) -> bool:
-    """Whether a file that begins like this is compressed."""
-    return decompressor_for(head) is not None
-
-
 def is_bomb(content: int, stored: int) -> bool:
-    """Whether so many bytes of content from so many stored ones are no honest dump."""
-    return content > UNSUSPICIOUS and content > RATIO_MAX * stored
+    """Return whether this much content from so few stored bytes must be a decompression bomb."""
+    return content > UNSUSPICIOUS_BYTES and content > RATIO_MAX * stored
 
 
 def decompressor_for(head: bytes) -> Callable[[], _Decompressor] | None:
-    """What reads a file that begins like this; None when it is not compressed."""
+    """Return the decompressor for a file with this beginning; None if the file is not compressed."""
     return next((make for magic, make in _KINDS.items() if head.startswith(magic)), None)
 
 
 class _Content(io.RawIOBase):
-    """The content of a compressed file. Errors end it; what went wrong becomes a sentence."""
+    """The content of a compressed file as a stream. An error ends the stream and is added to ``problems``."""
 
     def __init__(self, packed: BinaryIO, make: Callable[[], _Decompressor], name: str, problems: list[str]) -> None:
         self._packed = packed
         self._make = make
-        self._frame: _Decompressor | None = make()  # None: at the end
+        self._frame: _Decompressor | None = make()  # None at the end of the stream
         self._name = name
         self._problems = problems
-        self._waiting = b""  # content that was asked for in smaller pieces
-        self._taken = 0  # bytes of the packed file
+        self._waiting = b""  # decompressed, not yet returned
+        self._stored = 0  # compressed bytes read
         self._given = 0  # bytes of content
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        while len(self._waiting) < min(len(buffer), _LEAST) and self._frame is not None:
+        while len(self._waiting) < min(len(buffer), _CONTENT_MIN) and self._frame is not None:
             self._waiting += self._more(self._frame, len(buffer))
         count = min(len(buffer), len(self._waiting))
         buffer[:count] = self._waiting[:count]
@@ -156,16 +151,16 @@ class _Content(io.RawIOBase):
                 frame = self._frame
             elif frame.needs_input:
                 fresh = self._packed.read(_PIECE)
-                self._taken += len(fresh)
+                self._stored += len(fresh)
                 if not fresh:
                     return self._end(f"{self._name} is cut off: {_amount(self._given)} of its content could be read.")
-            content = frame.decompress(fresh, min(max(wanted, 1), _MOST))
+            content = frame.decompress(fresh, min(max(wanted, 1), _CONTENT_MAX))
         except MissingDependency:
             raise
-        except Exception as error:  # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: each library has its own
+        except Exception as error:  # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: one per library
             return self._end(f"{self._name} is damaged ({_reason(error)}): {_amount(self._given)} of its content could be read.")
         self._given += len(content)
-        if is_bomb(self._given, self._taken):
+        if is_bomb(self._given, self._stored):
             self._problems.append(
                 f"{self._name} unpacks to far more than a dump holds: only the first {_amount(self._given)} of its content were read."
             )
@@ -173,11 +168,11 @@ class _Content(io.RawIOBase):
         return content
 
     def _next_frame(self, frame: _Decompressor) -> bytes:
-        """The first bytes of what follows a frame: another one, or nothing (padding and rubbish are passed over, as gzip does)."""
+        """Return the first bytes of the next frame; b"" if only padding or garbage follows, which gzip ignores, too."""
         rest = frame.unused_data
         if len(rest) < 6:
             more = self._packed.read(_PIECE)
-            self._taken += len(more)
+            self._stored += len(more)
             rest += more
         if decompressor_for(rest) is None:
             self._frame = None
@@ -192,18 +187,18 @@ class _Content(io.RawIOBase):
 
 
 def unpacked(stream: BinaryIO, name: str, problems: list[str]) -> io.BufferedReader:
-    """The stream itself, or the content of what it compresses.
+    """Return a stream of the decompressed content; the stream itself if it is not compressed.
 
     Args:
-        stream: at its beginning. It is closed with the result.
-        name: for the sentences.
-        problems: takes a sentence when the content is cut off, damaged or too large; known once it has been read.
+        stream: at its beginning. Closing the result closes it.
+        name: the file's name for problems.
+        problems: is extended while reading, if the content is cut off, damaged or too large.
 
     Raises:
-        MissingDependency: it is compressed with Zstandard, and the package is not installed.
+        MissingDependency: the stream is compressed with Zstandard and the package is not installed.
     """
     reader = buffered(stream)
-    for _ in range(_DEEPEST):
+    for _ in range(_NESTING_MAX):
         make = decompressor_for(reader.peek(MAGIC_BYTES))
         if make is None:
             break
@@ -212,7 +207,7 @@ def unpacked(stream: BinaryIO, name: str, problems: list[str]) -> io.BufferedRea
 
 
 def buffered(stream: BinaryIO) -> io.BufferedReader:
-    """With ``peek``."""
+    """Return the stream with a ``peek`` method."""
     return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream, 256 << 10)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
-"""Rank and host from the names of files and folders, whatever their habit.
+"""Infer rank and host from the names of files and folders.
 
-Pure functions. :func:`named` looks at one name; :func:`settle` at all names of a job together, which tells more: where no name
-says ``rank``, the number that is different in each of them is.
+Pure functions. :func:`parse_name` reads one name. :func:`parse_names` reads all names of a job together, which reveals more: if no
+name says ``rank``, the rank is the number that differs in every name.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _NO_HOST: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
-    """What a name says of the process whose file it is.
+class FileName:
+    """Rank and host of the process that wrote a file, as far as its name reveals them.
 
     Attributes:
-        rank: global rank; -1 when the name does not say.
-        host: host name, or the name of the node's folder; "" when the name does not say.
-        node: number of the node; -1 likewise.
-        local_rank: number of the process on its node; -1 likewise.
-        sure: whether the name says ``rank``, rather than only holding a number.
-        note: a sentence where the name can be read in several ways.
+        rank: global rank; -1 if unknown.
+        host: host name, or the name of the node's folder; "" if unknown.
+        node: number of the node; -1 if unknown.
+        local_rank: number of the process on its node; -1 if unknown.
+        sure: whether the name says ``rank`` rather than only holding a number.
+        note: a sentence if the name is ambiguous.
     """
 
     rank: int = -1
@@ -60,73 +60,73 @@ class Named:
     note: str = ""
 
 
-def named(name: str, prefix: str = "") -> Named:
-    """Read one name.
+def parse_name(name: str, prefix: str = "") -> FileName:
+    """Infer rank and host from one name.
 
     Args:
-        name: a path, URL, or ``archive!member``; the folders count where the file's own name says nothing.
-        prefix: as of torchfrtrace: in a file's name that begins so, the number after it is the rank.
+        name: a path, URL, or ``archive!member``; folders are used if the file's own name says nothing.
+        prefix: torchfrtrace's: in a file name with this prefix, the number after it is the rank.
 
     Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``, ``trace.3``, ``node-3/gpu2/dump``.
     """
     *above, last = re.split(r"[/\\!]", name.rstrip("/\\!")) if "\\" in name or "!" in name else name.rstrip("/").split("/")
     if last in ("", ".", ".."):
-        return Named()
+        return FileName()
     folders = _folders(tuple(above))
     base = _stem(last)
     host = _own_host(base) or folders.host
     if prefix and last.startswith(prefix) and (number := re.match(r"[0-9]+", last[len(prefix) :])):
-        return Named(rank=_small(number[0]), host=host, sure=True)
+        return FileName(rank=_small(number[0]), host=host, sure=True)
     node, local = _last(_NODE, base), _last(_LOCAL, base)
-    about = Named(host=host, node=folders.node if node < 0 else node, local_rank=folders.local_rank if local < 0 else local)
-    own = _said(base)
+    about = FileName(host=host, node=folders.node if node < 0 else node, local_rank=folders.local_rank if local < 0 else local)
+    own = _stated_rank(base)
     if own >= 0:
         differ = folders.sure and folders.rank != own
-        note = f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; taken is {own}." if differ else ""
+        note = f"{name} says rank {folders.rank} in a folder's name and rank {own} in its own; {own} is used." if differ else ""
         return replace(about, rank=own, sure=True, note=note)
     if folders.sure:
         return replace(about, rank=folders.rank, sure=True)
     if about.local_rank >= 0:
-        return about  # the number of the GPU; which rank that is takes the other names
+        return about  # a GPU number: parse_names infers the rank from the other names
     numbers = _numbers(base)
     if len(numbers) == 1:
         return replace(about, rank=numbers[0])
     if len(numbers) > 1:
-        note = f"{name} holds several numbers and does not say which of them is the rank; taken is {numbers[-1]}."
+        note = f"{name} holds several numbers and does not say which of them is the rank; {numbers[-1]} is used."
         return replace(about, rank=numbers[-1], note=note)
     return replace(about, rank=folders.rank)
 
 
 @lru_cache(maxsize=4096)
-def _folders(parts: tuple[str, ...]) -> Named:
-    """What the folders say, nearest first; ``sure`` where one says ``rank``."""
+def _folders(parts: tuple[str, ...]) -> FileName:
+    """Infer rank and host from the folders, nearest first; ``sure`` if one says ``rank``."""
     near = [part for part in reversed(parts) if part not in ("", ".", "..")]
-    said = next((rank for part in near if (rank := _said(part)) >= 0), -1)
+    stated = next((rank for part in near if (rank := _stated_rank(part)) >= 0), -1)
     bare = next((int(part) for part in near if part.isdecimal() and part.isascii() and len(part) <= 7), -1)
-    return Named(
-        rank=said if said >= 0 else bare,
+    return FileName(
+        rank=stated if stated >= 0 else bare,
         host=next((part for part in near if _HOST.match(part) and not _NO_HOST.match(part)), ""),
         node=next((number for part in near if (number := _last(_NODE, part)) >= 0), -1),
         local_rank=next((number for part in near if (number := _last(_LOCAL, part)) >= 0), -1),
-        sure=said >= 0,
+        sure=stated >= 0,
     )
 
 
-def settle(names: Sequence[str], prefix: str = "") -> list[Named]:
-    """Read all names of one job together: those that say too little alone, by what is different between them.
+def parse_names(names: Sequence[str], prefix: str = "") -> list[FileName]:
+    """Infer ranks from all names of a job together; an ambiguous name is resolved by how it differs from the others.
 
-    * ``node-0/gpu0``, ..., ``node-3/gpu7``: the nodes in order, as many ranks on each as there are GPU numbers.
-    * ``trace-3-28123``, ``trace-4-28124``: the place whose numbers are all different and begin lowest.
-    * ``1-of-4``, ..., ``4-of-4``: counted from 1.
+    * ``node-0/gpu0``, ..., ``node-3/gpu7``: nodes in order, as many ranks on each as there are GPU numbers.
+    * ``trace-3-28123``, ``trace-4-28124``: the position whose numbers all differ and are lowest.
+    * ``1-of-4``, ..., ``4-of-4``: ranks counted from 1.
     """
-    each = [named(name, prefix) for name in names]
-    _from_one(names, each)
-    _by_place(names, each)
+    each = [parse_name(name, prefix) for name in names]
+    _counted_from_one(names, each)
+    _by_position(names, each)
     _by_node(names, each)
     return each
 
 
-def _from_one(names: Sequence[str], each: list[Named]) -> None:
+def _counted_from_one(names: Sequence[str], each: list[FileName]) -> None:
     counted = [
         match if (match := _OF.search(name)) and found.rank == int(match[1]) else None for name, found in zip(names, each, strict=True)
     ]
@@ -136,16 +136,16 @@ def _from_one(names: Sequence[str], each: list[Named]) -> None:
                 each[at] = replace(each[at], rank=each[at].rank - 1)
 
 
-def _by_place(names: Sequence[str], each: list[Named]) -> None:
+def _by_position(names: Sequence[str], each: list[FileName]) -> None:
     shapes: dict[tuple[str, int], list[int]] = defaultdict(list)
     for at, (name, found) in enumerate(zip(names, each, strict=True)):
         if found.note and not found.sure:
             base = _stem(re.split(r"[/\\!]", name)[-1])
             shapes[_NUMBER.sub("#", _without_dates(base)), len(_numbers(base))].append(at)
-    for (_, places), members in shapes.items():
+    for (_, positions), members in shapes.items():
         if len(members) < 2:
             continue
-        columns = [[_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[place] for at in members] for place in range(places)]
+        columns = [[_numbers(_stem(re.split(r"[/\\!]", names[at])[-1]))[position] for at in members] for position in range(positions)]
         different = [column for column in columns if len(set(column)) == len(column)]
         whole = [column for column in different if sorted(column) == list(range(len(column)))]
         best = min(whole or different, key=max, default=None)
@@ -155,14 +155,14 @@ def _by_place(names: Sequence[str], each: list[Named]) -> None:
             each[at] = replace(each[at], rank=rank, note="")
 
 
-def _by_node(names: Sequence[str], each: list[Named]) -> None:
-    """Global ranks from node and local rank, where nothing better is known: nodes in order of their numbers, or of their names."""
+def _by_node(names: Sequence[str], each: list[FileName]) -> None:
+    """Infer unknown global ranks from node and local rank, with nodes in the order of their numbers or names."""
     waiting = [at for at, found in enumerate(each) if found.rank < 0 <= found.local_rank]
     where = {at: (each[at].node, _key(_before_local(names[at]))) for at in waiting}
     order = {node: position for position, node in enumerate(sorted(set(where.values())))}
     per_node = 1 + max((each[at].local_rank for at in waiting), default=0)
     note = (
-        f"The names say the numbers of nodes and of GPUs, not ranks: {per_node} ranks on each of {len(order)} nodes, "
+        f"The file names hold node and GPU numbers instead of ranks: {per_node} ranks on each of {len(order)} nodes, "
         f"in the order of their names, are assumed."
         if len(order) > 1
         else ""
@@ -177,7 +177,7 @@ def _before_local(name: str) -> str:
 
 
 def _key(name: str) -> tuple[tuple[int, str], ...]:
-    """``node10`` after ``node9``."""
+    """Return a sort key that puts ``node10`` after ``node9``."""
     return tuple(
         (int(part), "") if part.isdecimal() and part.isascii() and len(part) < 10 else (-1, part)
         for part in re.split(r"([0-9]+)", name)
@@ -185,8 +185,8 @@ def _key(name: str) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _said(part: str) -> int:
-    """The rank that a part of the name states, or -1."""
+def _stated_rank(part: str) -> int:
+    """Return the rank that a part of the name states, or -1."""
     found = [number for match in _RANK.finditer(part) if (number := _small(match[1])) >= 0]
     if found and not re.search(r"local[_-]?rank|node[_-]?rank|group[_-]?rank", part, re.IGNORECASE):
         return found[-1]
@@ -207,6 +207,22 @@ def _small(number: str) -> int:
     return int(number) if len(number) <= 12 and int(number) <= RANK_MAX else -1
 
 
+def rank_of_dump(recorded: int, candidates: Sequence[int], name: FileName) -> tuple[int, str]:
+    """Return a dump's rank from its content and its name, and a note if the two contradict each other.
+
+    Args:
+        recorded: rank according to the content; -1 if unknown.
+        candidates: ranks that are in every group of the dump; empty if unknown.
+        name: rank according to the name.
+    """
+    if recorded >= 0:
+        contradicts = name.sure and 0 <= name.rank != recorded
+        return recorded, f"its name says rank {name.rank}, but its content is of rank {recorded}" if contradicts else ""
+    if name.rank >= 0 and len(candidates) > 1 and name.rank not in candidates:
+        return name.rank, f"its name says rank {name.rank}, which is not in all process groups of the dump"
+    return name.rank, ""
+
+
 def _stem(name: str) -> str:
     while (shorter := _ENDING.sub("", name)) != name and shorter:
         name = shorter
@@ -218,7 +234,7 @@ def _without_dates(text: str) -> str:
 
 
 def _numbers(base: str) -> list[int]:
-    """The numbers of a name that could be a rank: no dates and no clock readings."""
+    """Return the numbers of a name that could be a rank, without dates and times."""
     return [int(number) for number in _NUMBER.findall(_without_dates(base)) if len(number) <= 7]
 
 
@@ -227,7 +243,7 @@ _DUMP_WORDS: Final = re.compile(r"^(?:(?:nccl|comm_lib|gloo|fr)[_-])?(?:trace|du
 
 
 def _own_host(base: str) -> str:
-    """Of ``host42_rank_7`` or ``rank_7.host42`` the host."""
+    """Return the host in ``host42_rank_7`` or ``rank_7.host42``, or ""."""
     for piece in _AROUND_RANK.split(base) if _RANK.search(base) else ():
         candidate = _DUMP_WORDS.sub("", piece).strip("_.-")
         if candidate and not _NO_HOST.match(candidate) and (_HOST.match(candidate) or "." in candidate):

@@ -1,14 +1,15 @@
-"""Object stores and everything else that has a URL, through fsspec and its own extras (``s3fs``, ``gcsfs``, ...)."""
+"""Object stores and all other URLs, read through fsspec and its extras (``s3fs``, ``gcsfs``, ...)."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO, Final
 
-from commlens.dumps.sources.source import READ_MAX, Held, Remote, Source, printable, read_up_to
+from commlens.dumps.sources.source import READ_MAX, Held, Source, printable, read_up_to
 from commlens.errors import CommandError, FormatError, MissingDependency
 
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*(::|://)", re.IGNORECASE)
@@ -16,16 +17,16 @@ _IN_PROCESS: Final = ("memory",)  # stores that another process cannot reach
 
 
 def is_url(text: str) -> bool:
-    """Whether it is for fsspec: ``s3://...``, ``memory://...``, ``simplecache::s3://...``. A file of that name comes first."""
+    """Return whether fsspec should open ``text`` (``s3://...``, ``simplecache::s3://...``). An existing file of that name wins."""
     return bool(_URL.match(text)) and not os.path.lexists(text)
 
 
 def remote_sources(url: str, problems: list[str], prefix: str, files_max: int) -> Iterator[Source]:
-    """The file that a URL names, or all files under it.
+    """Yield the file at a URL, or all files below it.
 
     Raises:
-        CommandError: there is nothing of that name, or the store refuses.
-        MissingDependency: fsspec, or what it needs for this protocol, is not installed.
+        CommandError: nothing is at the URL, or the store refuses.
+        MissingDependency: fsspec or its package for this protocol is not installed.
     """
     system, path = _filesystem(url)
     try:
@@ -33,8 +34,8 @@ def remote_sources(url: str, problems: list[str], prefix: str, files_max: int) -
             found = {path: system.info(path)}
         else:
             found = {name: about for name, about in system.find(path, detail=True).items() if name.rsplit("/", 1)[-1].startswith(prefix)}
-    except Exception as error:  # whatever the store's own client raises
-        raise CommandError(f"{printable(url)} cannot be read ({_said(error)}).") from error
+    except Exception as error:  # each store's client raises its own
+        raise CommandError(f"{printable(url)} cannot be read ({_reason(error)}).") from error
     if not found:
         raise CommandError(f"There is no file at {printable(url)}" + (f" whose name begins with {prefix!r}." if prefix else "."))
     if len(found) > files_max:
@@ -43,26 +44,32 @@ def remote_sources(url: str, problems: list[str], prefix: str, files_max: int) -
         if name.rsplit("/", 1)[-1].startswith("."):
             continue
         full = system.unstrip_protocol(name)
-        source = Source(printable(full), Remote(full), int(about.get("size") or -1), _moment(about))
+        source = Source(printable(full), Remote(full), int(about.get("size") or -1), _modified_ns(about))
         if url.startswith(_IN_PROCESS):
             source.place = Held(_content(source, problems))
         if source.size != 0:
             yield source
 
 
-def open_remote(url: str, name: str) -> BinaryIO:
-    """A stream of the file's bytes as they are stored.
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A file of an object store, opened by the process that reads it."""
 
-    Raises:
-        FormatError: the store refuses.
-        MissingDependency: fsspec, or what it needs for this protocol, is not installed.
-    """
-    system, path = _filesystem(url)
-    try:
-        stream: BinaryIO = system.open(path, "rb")
-    except Exception as error:  # whatever the store's own client raises
-        raise FormatError(f"{name} could not be opened: {_said(error)}.") from error
-    return stream
+    url: str
+
+    def open(self, name: str, problems: list[str]) -> BinaryIO:
+        """Open the stored bytes.
+
+        Raises:
+            FormatError: the store refuses.
+            MissingDependency: fsspec or its package for this protocol is not installed.
+        """
+        system, path = _filesystem(self.url)
+        try:
+            stream: BinaryIO = system.open(path, "rb")
+        except Exception as error:  # each store's client raises its own
+            raise FormatError(f"{name} could not be opened: {_reason(error)}.") from error
+        return stream
 
 
 def _content(source: Source, problems: list[str]) -> bytes:
@@ -82,14 +89,14 @@ def _filesystem(url: str) -> tuple[Any, str]:
     try:
         system, path = url_to_fs(url)
     except ImportError as error:
-        raise MissingDependency(f"{printable(url)} cannot be read: {_said(error)}.") from None
-    except Exception as error:  # whatever the store's own client raises
-        raise CommandError(f"{printable(url)} cannot be read ({_said(error)}).") from error
+        raise MissingDependency(f"{printable(url)} cannot be read: {_reason(error)}.") from None
+    except Exception as error:  # each store's client raises its own
+        raise CommandError(f"{printable(url)} cannot be read ({_reason(error)}).") from error
     return system, path
 
 
-def _moment(about: dict[str, Any]) -> int:
-    """The file's date: each store has its own name for it."""
+def _modified_ns(about: dict[str, Any]) -> int:
+    """Return the modification time from a store's metadata; each store has its own key."""
     for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = about.get(key)
         if isinstance(value, (int, float)):
@@ -99,6 +106,6 @@ def _moment(about: dict[str, Any]) -> int:
     return 0
 
 
-def _said(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     text = printable(" ".join(str(error).split())).rstrip(".")
     return text[:200] if text else type(error).__name__

@@ -1,4 +1,4 @@
-"""One file, wherever it lies: something that can be sent to another process and read there."""
+"""One file from any place: a picklable reference that another process can read."""
 
 from __future__ import annotations
 
@@ -6,34 +6,40 @@ import io
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 from commlens.blackbox.reader import open_regular, reason
 from commlens.dumps.sources.compression import decompressor_for, unpacked
 from commlens.errors import FormatError
 
-LOOK_BYTES: Final = 4096
 READ_MAX: Final = 1 << 30
-"""The most bytes of content that :meth:`Source.read` gives; of a ring of 2000 entries there are 0.3 to 1 million."""
+"""Most bytes that :meth:`Source.read` returns; a ring buffer of 2000 entries takes 0.3 to 1 million."""
+
+_FIRST: Final = 4096  # bytes of the first read: enough to detect the kind of most files
 
 
-_FIRST: Final = 4096
+class Place(Protocol):
+    """Where a source's bytes are. Places are plain data, so that a source can be pickled."""
+
+    def open(self, name: str, problems: list[str]) -> BinaryIO:
+        """Open the stored bytes.
+
+        Raises:
+            FormatError: the place cannot be opened, or is not a regular file.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """A local file, or a member of a tar file that is not compressed."""
+    """A local file, or a member of an uncompressed tar file."""
 
     path: str
     offset: int = 0
     length: int = -1  # to the end
 
     def open(self, name: str, problems: list[str]) -> BinaryIO:
-        """The bytes as they are stored.
-
-        Raises:
-            FormatError: it cannot be opened, or is no regular file.
-        """
+        """Open the stored bytes."""
         file = os.fdopen(open_regular(Path(self.path), name), "rb", buffering=0)
         if self.length < 0:
             return file
@@ -42,67 +48,61 @@ class FilePart:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that travel with the source: a member of a compressed archive, or a file that only this process can reach."""
+    """Bytes held by the source itself: a member of a compressed archive, or a file that only this process can reach."""
 
     content: bytes = field(repr=False)
 
     def open(self, name: str, problems: list[str]) -> BinaryIO:
-        """The bytes."""
+        """Open the bytes."""
         return io.BytesIO(self.content)
-
-
-@dataclass(frozen=True, slots=True)
-class Remote:
-    """A file of an object store, opened by fsspec wherever it is read."""
-
-    url: str
-
-    def open(self, name: str, problems: list[str]) -> BinaryIO:
-        """The bytes as they are stored.
-
-        Raises:
-            FormatError: the store refused.
-        """
-        from commlens.dumps.sources.remote import open_remote
-
-        return open_remote(self.url, name)
 
 
 @dataclass(slots=True)
 class Source:
-    """One file that may hold what a rank left. It can be pickled: it says where the bytes are, and holds them only if it must.
+    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's bytes only if it must.
 
     Attributes:
-        name: what to call it: its path or URL, with ``!member`` in an archive. Printable.
+        name: printable path or URL, with ``!member`` in an archive.
         place: where the bytes are.
-        size: as stored, in bytes; -1 when not known.
-        modified_ns: Unix ns, 0 when not known.
-        problems: sentences about what could not be read of it. Filled while it is read, so look at it afterwards.
+        size: stored size in bytes; -1 if unknown.
+        modified_ns: Unix ns; 0 if unknown.
+        problems: sentences about unreadable parts. Reading fills the list, so check it afterwards.
+        beginning: the first bytes of an uncompressed file, cached by :meth:`peek_stored`.
     """
 
     name: str
-    place: FilePart | Held | Remote
+    place: Place
     size: int = -1
     modified_ns: int = 0
     problems: list[str] = field(default_factory=list)
-    beginning: bytes = field(default=b"", repr=False, compare=False)  # the first bytes of a file that is not compressed, while at hand
+    beginning: bytes = field(default=b"", repr=False, compare=False)
 
     @property
     def path(self) -> Path | None:
-        """The local file, where it is one of its own (compressed or not): for readers that want a descriptor."""
+        """The path of a whole local file, compressed or not; None for an archive member or a remote file."""
         return Path(self.place.path) if isinstance(self.place, FilePart) and self.place.length < 0 else None
 
-    def look(self) -> bytes:
-        """The first bytes as they are stored, kept in ``beginning`` where they are the content's. Only of local files.
+    @property
+    def plain_path(self) -> Path | None:
+        """The path of an uncompressed local file, for readers that need a descriptor; else None.
 
         Raises:
-            FormatError: it cannot be opened.
+            FormatError: the file cannot be opened.
+        """
+        path = self.path
+        return path if path is not None and decompressor_for(self.peek_stored()) is None else None
+
+    def peek_stored(self) -> bytes:
+        """Return the first stored bytes of a local file and cache them if they are not compressed; b"" for other places.
+
+        Raises:
+            FormatError: the file cannot be opened.
         """
         if not isinstance(self.place, FilePart):
             return b""
         with self.place.open(self.name, []) as stream:
             try:
-                stored = stream.read(LOOK_BYTES)
+                stored = stream.read(_FIRST)
             except OSError as error:
                 raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
         if decompressor_for(stored) is None:
@@ -110,12 +110,13 @@ class Source:
         return stored
 
     def open(self) -> io.BufferedReader:
-        """The content, decompressed, as a stream from its beginning. It ends early, with a sentence in ``problems``, where it is
-        cut off, damaged or larger than is sane.
+        """Open the decompressed content as a stream.
+
+        The stream ends early, with a sentence in ``problems``, at truncation or damage, or if it looks like a decompression bomb.
 
         Raises:
-            FormatError: it cannot be opened.
-            MissingDependency: a package is not installed.
+            FormatError: the file cannot be opened.
+            MissingDependency: the file needs a package that is not installed.
         """
         try:
             return unpacked(self.place.open(self.name, self.problems), self.name, self.problems)
@@ -123,11 +124,11 @@ class Source:
             raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
 
     def read(self, limit: int = READ_MAX) -> bytes:
-        """The whole content, at most ``limit`` bytes of it; then ``problems`` says so.
+        """Return the decompressed content; beyond ``limit`` bytes it is cut, and ``problems`` says so.
 
         Raises:
-            FormatError: it cannot be opened or read.
-            MissingDependency: a package is not installed.
+            FormatError: the file cannot be opened or read.
+            MissingDependency: the file needs a package that is not installed.
         """
         content = self._plain(limit + 1)
         if content is None:
@@ -142,9 +143,9 @@ class Source:
         return content
 
     def _plain(self, length: int) -> bytes | None:
-        """The beginning of a local file that is not compressed, without the buffers that unpacking takes; else None.
+        """Return the beginning of an uncompressed local file; None for any other.
 
-        Of thousands of files this is most of what looking at them costs.
+        It skips the buffers that unpacking needs, most of the cost of classifying thousands of files.
         """
         if not isinstance(self.place, FilePart):
             return None
@@ -161,18 +162,18 @@ class Source:
         return content
 
     def head(self, length: int = 4096) -> bytes:
-        """The beginning of the content, without complaint about the rest.
+        """Return the beginning of the decompressed content, adding no problems.
 
         Raises:
-            FormatError: it cannot be opened.
-            MissingDependency: a package is not installed.
+            FormatError: the file cannot be opened.
+            MissingDependency: the file needs a package that is not installed.
         """
         if len(self.beginning) >= min(length, self.size) > 0:
             return self.beginning[:length]
-        said = len(self.problems)
+        before = len(self.problems)
         content = self._plain(length)
         if content is not None:
-            del self.problems[said:]
+            del self.problems[before:]
             return content
         with self.open() as stream:
             try:
@@ -180,11 +181,11 @@ class Source:
             except OSError as error:
                 raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
             finally:
-                del self.problems[said:]
+                del self.problems[before:]
 
 
 def read_up_to(stream: BinaryIO, limit: int) -> bytes:
-    """What ``stream.read(limit)`` gives, without setting so much memory aside."""
+    """Return the same as ``stream.read(limit)`` without allocating ``limit`` bytes up front."""
     pieces: list[bytes] = []
     while limit > 0 and (piece := stream.read(min(limit, 4 << 20))):
         pieces.append(piece)
@@ -193,7 +194,7 @@ def read_up_to(stream: BinaryIO, limit: int) -> bytes:
 
 
 class _Part(io.RawIOBase):
-    """A range of a file."""
+    """A byte range of a file as a stream."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int, name: str, problems: list[str]) -> None:
         self._file = file
@@ -210,7 +211,7 @@ class _Part(io.RawIOBase):
         buffer[: len(piece)] = piece
         self._left -= len(piece)
         if not piece and self._left and len(buffer):
-            self._problems.append(f"{self._name} is cut off: {self._length - self._left} of {self._length} bytes are there.")
+            self._problems.append(f"{self._name} is cut off: {self._length - self._left} of {self._length} bytes are left.")
             self._left = 0
         return len(piece)
 
@@ -221,6 +222,6 @@ class _Part(io.RawIOBase):
 
 
 def printable(name: str) -> str:
-    """A name that every terminal and every encoding can print: others' files may be called anything."""
+    """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any bytes."""
     text = name.encode("utf-8", "backslashreplace").decode("utf-8")
     return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -1,4 +1,4 @@
-"""From what a user names to sources: folders and the folders in them, archives, URLs, a list on standard input."""
+"""Walk the paths that a user gives: files, folders, archives, URLs, and a list on standard input."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from commlens.errors import CommandError, FormatError, MissingDependency
 FILES_MAX: Final = 1_000_000
 _DEPTH_MAX: Final = 12  # folders within folders
 _LIST_MAX: Final = 256 << 20  # bytes of a list on standard input
-_NAMED_MAX: Final = 10  # sentences about strange files for each folder
-_NOT_FILES: Final = frozenset({"/proc", "/sys"})  # what they hold only looks like files
+_NAMED_MAX: Final = 10  # files per folder that are named in a problem; the rest is counted
+_NOT_FILES: Final = frozenset({"/proc", "/sys"})  # kernel interfaces, not dumps
 
 
 @dataclass(frozen=True, slots=True)
 class Paths:
-    """What a user named, with the list on standard input already read: it can be gone through more than once."""
+    """Paths that a user gave, with the list on standard input already read, so that they can be walked more than once."""
 
     given: tuple[str, ...]
     listed: tuple[str, ...] = ()
 
 
 def name_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Paths:
-    """Take the paths in an order that does not depend on theirs, and the list on standard input for ``-``.
+    """Sort the paths, and read the list on standard input for ``-``.
 
     Raises:
-        CommandError: there is no such list.
+        CommandError: standard input holds no list of paths.
     """
     several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     given = {os.fspath(path).removeprefix("file://") for path in several}
@@ -46,20 +46,20 @@ def name_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
 def open_sources(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, problems: list[str], *, prefix: str = ""
 ) -> Iterator[Source]:
-    """The files that the paths name, each once, in an order that does not depend on theirs.
+    """Yield each file at the paths once, in an order that does not depend on the order of the paths.
 
-    Take them one after the other and let go of each: a member of a compressed archive holds its bytes. Empty files and those
-    whose name begins with a dot are passed over. Files of a folder are not opened here, but for a look whether they are archives.
+    Release each source before taking the next: a member of a compressed archive holds its bytes. Empty files and dot files are
+    skipped. A file is opened only to check whether it is an archive.
 
     Args:
-        paths: files, folders, URLs for fsspec; ``-`` is a list of them on standard input, one in each line (or with NUL between
-            them, as ``find -print0`` writes it).
-        problems: takes a sentence for whatever could not be read.
-        prefix: take only files of folders and archives whose name begins so.
+        paths: files, folders, URLs for fsspec; ``-`` is a list of them on standard input, one per line (or separated by NUL, as
+            ``find -print0`` prints it).
+        problems: is extended by a sentence per file that cannot be read.
+        prefix: keep only files in folders and archives whose name begins with this.
 
     Raises:
-        CommandError: a path that was given does not exist or cannot be read.
-        MissingDependency: a package is not installed that a URL needs.
+        CommandError: a given path does not exist or cannot be read.
+        MissingDependency: a URL needs a package that is not installed.
     """
     named = paths if isinstance(paths, Paths) else name_paths(paths)
     yield from _Walk(problems, prefix).sources(named.given, named.listed)
@@ -69,34 +69,34 @@ class _Walk:
     def __init__(self, problems: list[str], prefix: str) -> None:
         self.problems = problems
         self.prefix = prefix
-        self.seen: set[tuple[int, int]] = set()  # the same file may be named twice: by a link, or with its folder
+        self.seen: set[tuple[int, int]] = set()  # (device, inode): a file may be given twice, by a link or with its folder
         self.count = 0
 
     def sources(self, given: Sequence[str], listed: Sequence[str]) -> Iterator[Source]:
-        roots = [(text, _state(text)) for text in given if not is_url(text)]
+        roots = [(text, _stat(text)) for text in given if not is_url(text)]
         for text in listed:
             try:
                 if not is_url(text):
-                    roots.append((text, _state(text)))
+                    roots.append((text, _stat(text)))
             except CommandError as error:
                 self.problems.append(str(error))
-        for text, state in roots:
-            if state is None:
+        for text, status in roots:
+            if status is None:
                 self.problems.append(f"{printable(text)} could not be opened: permission denied.")
-            elif stat.S_ISDIR(state.st_mode):
+            elif stat.S_ISDIR(status.st_mode):
                 yield from self._folder(text, 0)
-            elif stat.S_ISREG(state.st_mode):
-                yield from self._file(text, state, named=True)
+            elif stat.S_ISREG(status.st_mode):
+                yield from self._file(text, status)
             else:
-                self.problems.append(f"{printable(text)} is {_kind(state.st_mode)} and is left out.")
+                self.problems.append(f"{printable(text)} is {_file_type(status.st_mode)} and is left out.")
         for text in sorted({*given, *listed}):
             if is_url(text):
                 for source in remote_sources(text, self.problems, self.prefix, FILES_MAX):
-                    look = named_like_archive(source.name) or isinstance(source.place, Held)
-                    yield from self._unpack(source) if look else [source]
+                    may_be_archive = named_like_archive(source.name) or isinstance(source.place, Held)
+                    yield from self._unpack(source) if may_be_archive else [source]
 
     def _folder(self, folder: str, depth: int) -> Iterator[Source]:
-        strange: list[str] = []
+        skipped: list[str] = []
         try:
             with os.scandir(folder) as scan:
                 entries = sorted(scan, key=lambda entry: entry.name)
@@ -109,23 +109,23 @@ class _Walk:
             try:
                 if entry.is_dir(follow_symlinks=False):
                     if depth == _DEPTH_MAX:
-                        strange.append(f"{printable(entry.path)} lies {_DEPTH_MAX} folders deep and was not looked into.")
+                        skipped.append(f"{printable(entry.path)} is {_DEPTH_MAX} folders deep and was not searched.")
                     elif os.path.realpath(entry.path) not in _NOT_FILES and not entry.name.startswith("."):
                         yield from self._folder(entry.path, depth + 1)
                 elif entry.name.startswith(".") or not entry.name.startswith(self.prefix):
                     continue
                 elif not entry.is_file():
-                    strange.append(f"{printable(entry.path)} is {_strange(entry)} and is left out.")
+                    skipped.append(f"{printable(entry.path)} is {_entry_type(entry)} and is left out.")
                 else:
-                    yield from self._file(entry.path, entry.stat(), named=False)
+                    yield from self._file(entry.path, entry.stat())
             except OSError as error:
-                strange.append(f"{printable(entry.path)} could not be opened: {reason(error)}.")
-        self.problems += strange[:_NAMED_MAX]
-        if len(strange) > _NAMED_MAX:
-            self.problems.append(f"{len(strange) - _NAMED_MAX} more files in {printable(folder)} could not be taken.")
+                skipped.append(f"{printable(entry.path)} could not be opened: {reason(error)}.")
+        self.problems += skipped[:_NAMED_MAX]
+        if len(skipped) > _NAMED_MAX:
+            self.problems.append(f"{len(skipped) - _NAMED_MAX} more files in {printable(folder)} could not be read.")
 
-    def _file(self, path: str, state: os.stat_result, *, named: bool) -> Iterator[Source]:
-        identity = (state.st_dev, state.st_ino)
+    def _file(self, path: str, status: os.stat_result) -> Iterator[Source]:
+        identity = (status.st_dev, status.st_ino)
         if identity in self.seen:
             return
         self.seen.add(identity)
@@ -134,13 +134,13 @@ class _Walk:
             if self.count == FILES_MAX + 1:
                 self.problems.append(f"There are more than {FILES_MAX} files here: the others were left out.")
             return
-        if not state.st_size:
+        if not status.st_size:
             self.problems.append(f"{printable(path)} is empty.")
             return
-        yield from self._unpack(Source(printable(path), FilePart(path), state.st_size, state.st_mtime_ns))
+        yield from self._unpack(Source(printable(path), FilePart(path), status.st_size, status.st_mtime_ns))
 
     def _unpack(self, source: Source, depth: int = 0) -> Iterator[Source]:
-        """The source, or if it is an archive its members; archives in it, too."""
+        """Yield the source or, for an archive, its members, with nested archives unpacked too."""
         try:
             inner = members(source, self.problems) if depth < 3 else None
         except (FormatError, MissingDependency) as error:
@@ -157,8 +157,8 @@ class _Walk:
                         yield found
 
 
-def _state(path: str) -> os.stat_result | None:
-    """None without permission."""
+def _stat(path: str) -> os.stat_result | None:
+    """Return the status of a path; None without permission."""
     try:
         return Path(path).stat()
     except PermissionError:
@@ -169,22 +169,22 @@ def _state(path: str) -> os.stat_result | None:
         ) from error
 
 
-def _strange(entry: os.DirEntry[str]) -> str:
+def _entry_type(entry: os.DirEntry[str]) -> str:
     if entry.is_dir():
         return "a link to a folder"
-    return _kind(entry.stat().st_mode) if Path(entry.path).exists() else "a link to nothing"
+    return _file_type(entry.stat().st_mode) if Path(entry.path).exists() else "a link to nothing"
 
 
-def _kind(mode: int) -> str:
-    kinds = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
-    return next((text for test, text in kinds if test(mode)), "not a regular file")
+def _file_type(mode: int) -> str:
+    types = ((stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+    return next((text for test, text in types if test(mode)), "not a regular file")
 
 
 def _list_on_standard_input() -> list[str]:
     stream = getattr(sys.stdin, "buffer", None)
     if stream is None or sys.stdin.isatty():
         raise CommandError(
-            "- stands for a list of paths on standard input, and nothing is piped into it: find DIR -type f | commlens diagnose -"
+            "- reads a list of paths from standard input, but nothing is piped into it. For example: find DIR -type f | commlens diagnose -"
         )
     content: bytes = stream.read(_LIST_MAX + 1)
     if len(content) > _LIST_MAX:
@@ -193,7 +193,7 @@ def _list_on_standard_input() -> list[str]:
     listed = [os.fsdecode(line) for line in lines if line.strip()]
     if any(len(line) > 65536 for line in lines) or (listed and content[:1] in (b"\x80", b"\x1f", b"{")):
         raise CommandError(
-            "Standard input holds no list of paths, one in each line. Name a dump's file itself, or pipe its path: "
+            "Standard input does not hold a list of paths, one per line. Pass the dump's path as an argument, or pipe the path: "
             "echo FILE | commlens diagnose -"
         )
     if not listed:

@@ -9,7 +9,7 @@ from commlens.formats.flight_recorder.json_data import read_json
 from commlens.formats.flight_recorder.native_entries import read_table
 from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.table import Table
-from commlens.formats.flight_recorder.to_columns import rows_of
+from commlens.formats.flight_recorder.to_columns import columns_from_table
 
 __all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
 
@@ -25,7 +25,7 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
         FormatError: it cannot be read; the message names the file.
     """
     try:
-        return rows_of(_pickled(data), source)
+        return columns_from_table(_pickled(data), source)
     except FormatError as error:
         raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None
 
@@ -42,7 +42,7 @@ def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
     """
     try:
         value, cut = read_json(data)
-        return rows_of(table_of(value, cut=cut), source)
+        return columns_from_table(table_of(value, cut=cut), source)
     except FormatError as error:
         raise FormatError(f"{source} cannot be read as Flight Recorder JSON. {error}") from None
 

@@ -12,13 +12,13 @@ from commlens.formats.flight_recorder.names import Named, dtype_of, parse_ranks,
 from commlens.formats.flight_recorder.table import INT64_MAX, Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 
-__all__ = ["KNOWN_VERSIONS", "rows_of"]
+__all__ = ["KNOWN_VERSIONS", "columns_from_table"]
 
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
 _DEFAULT_GROUP: Final = "default_pg"
 
 
-def rows_of(table: Table, source: str) -> RankColumns:
+def columns_from_table(table: Table, source: str) -> RankColumns:
     """The table's entries as columns that can be compared with those of other ranks."""
     rows = RankColumns(source=source, version=_text(table.about.get("version")))
     rows.problems += _problems(table, rows.version)

@@ -2,7 +2,7 @@
 
 What this rank itself sends is right as it is. What another rank would send is found out by running the program as that rank,
 too, up to there (see ``preview.py``). The tensors that carry it are filled in at the tap, so that torch's own functions run
-as they are. Gathered objects are taken to be this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+as they are. DumpFiles objects are taken to be this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
