@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "unit")]
 with atheris.instrument_imports(include=["commlens.formats", "commlens.dumps", "commlens.blackbox"]):
     from commlens.dumps.detect import detect_kind
     from commlens.errors import CommlensError
-    from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
+    from commlens.formats.flight_recorder.reader import read_flight_recorder_json, read_flight_recorder_pickle
     from commlens.formats.torch_log import read_torch_log
 
 from flight_recorder_dumps import dump, entry  # noqa: E402

@@ -13,7 +13,8 @@ import pytest
 from commlens.dumps import detect
 from commlens.dumps.sources import open_sources
 from commlens.formats.columns import RETIRED
-from commlens.formats.flight_recorder import native_entries, read_flight_recorder_json, read_flight_recorder_pickle
+from commlens.formats.flight_recorder import native_entries
+from commlens.formats.flight_recorder.reader import read_flight_recorder_json, read_flight_recorder_pickle
 
 PROGRAM = """
 import datetime, sys, warnings

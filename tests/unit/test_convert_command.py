@@ -94,7 +94,13 @@ def test_what_cannot_be_taken_is_said_and_the_rest_is_converted(dumps: Path, tmp
     (dumps / "again_2").write_bytes((dumps / "_dump_2").read_bytes())
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "out") == 0
     said = capsys.readouterr().err
-    for words in ("holiday.jpg is not a dump", "neither its name nor its content", "of-nobody", "is a second dump of rank 2", "_dump_1: the file ends in the middle"):
+    for words in (
+        "holiday.jpg is not a dump",
+        "neither its name nor its content",
+        "of-nobody",
+        "is a second dump of rank 2",
+        "_dump_1: the file ends in the middle",
+    ):
         assert words in said
 
 

@@ -16,7 +16,7 @@ from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at
 
 from commlens.formats.columns import RankColumns
-from commlens.formats.flight_recorder import read_flight_recorder_pickle
+from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 

@@ -13,9 +13,9 @@ from flight_recorder_dumps import dump, entry
 
 from commlens.dumps import detect
 from commlens.errors import FormatError
-from commlens.formats.flight_recorder import read_flight_recorder_json, read_flight_recorder_pickle
 from commlens.formats.flight_recorder.names import read_name
 from commlens.formats.flight_recorder.pickle_data import read_pickle
+from commlens.formats.flight_recorder.reader import read_flight_recorder_json, read_flight_recorder_pickle
 from commlens.model.collective import State
 
 REAL = "megatron_moe_16ranks/*/_dump_*"
@@ -151,7 +151,7 @@ def test_old_and_future_versions_are_read():
     rows = columns_from_table({"version": "2.2", "entries": [{**old, "seq_id": 5, "process_group": "3"}]})
     assert rows.sequence.tolist() == [5] and rows.problems == [] and rows.channels[0].group.name == "3"
     rows = columns_from_table(dump([entry(0, "newlib:shuffle", something_new=[1])], version="3.1", more={"a": 1}))
-    assert rows.problems == ["the format's version 3.1 is not known; it was read like 2.10"]
+    assert rows.problems == ["the format version 3.1 is unknown; it was read like 2.10"]
     assert rows.args[0].op == "shuffle" and rows.channels[0].group.backend == "newlib" and rows.channels[0].device == ""
 
 
@@ -179,8 +179,8 @@ def test_an_entry_that_is_none_is_left_out_and_counted():
     rows = columns_from_table(dump([entry(0), *odd, entry(2, state="lost", record_id=1 << 80)]))
     assert rows.sequence.tolist() == [1, 3] and rows.record_id.tolist() == [0, -1]
     assert rows.problems == [
-        "7 entries are not as entries are, and were left out",
-        "1 entries are in a state that is not known, and were taken as not completed",
+        "7 entries are malformed and were skipped",
+        "1 entries are in an unknown state and were treated as not completed",
     ]
 
 

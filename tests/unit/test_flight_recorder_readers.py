@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commlens.errors import FormatError
-from commlens.formats.flight_recorder import entries, native_entries, pickle_data, read_flight_recorder_pickle
+from commlens.formats.flight_recorder import entries, native_entries, pickle_data
+from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 from commlens.formats.flight_recorder.table import Table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 
@@ -28,7 +29,7 @@ TYPES = {"group": "i4", "name": "i4", "signature": "i4", "stack": "i4", "state":
 
 def in_python(data: bytes) -> Table:
     found = pickle_data.read_pickle(data)
-    return entries.table_of(found.value, cut=found.cut)
+    return entries.build_table(found.value, truncated=found.truncated)
 
 
 def plain(table: Table) -> dict[str, Any]:
@@ -223,7 +224,7 @@ def test_no_file_takes_much_time_or_memory(name):
         """
         import resource, sys
         from commlens.errors import FormatError
-        import commlens.formats.flight_recorder as fr
+        import commlens.formats.flight_recorder.reader as fr
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
         data = sys.stdin.buffer.read()
         try:

@@ -47,13 +47,13 @@ class Kind:
 
 
 def _read_pickle(source: Source) -> list[RankColumns]:
-    from commlens.formats.flight_recorder import read_flight_recorder_pickle
+    from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 
     return [read_flight_recorder_pickle(source.read(), source.name)]
 
 
 def _read_json(source: Source) -> list[RankColumns]:
-    from commlens.formats.flight_recorder import read_flight_recorder_json
+    from commlens.formats.flight_recorder.reader import read_flight_recorder_json
 
     return [read_flight_recorder_json(source.read(), source.name)]
 

@@ -1,4 +1,4 @@
-"""From the plain data of a dump (a dict, from pickle or JSON) to a table of its entries. In Python, for every file there is."""
+"""Build the table of a dump's entries from its plain data, a dict from pickle or JSON. This reader supports every file."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ from typing import Any, Final
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.table import INT64_MAX, STATES, Signature, Sizes, Table
 
-__all__ = ["table_of"]
+__all__ = ["build_table"]
 
-_WORK_MAX: Final = 20_000_000  # sizes and frames in all: lists can be shared, so a small file can speak of very many
+_ITEMS_MAX: Final = 20_000_000  # sizes and frames in total: shared lists let a small file claim billions
 
 
-def table_of(value: Any, *, cut: bool = False) -> Table:
-    """The table of a dump's entries.
+def build_table(value: Any, *, truncated: bool = False) -> Table:
+    """Return the table of a dump's entries.
 
     Raises:
-        FormatError: it is no Flight Recorder dump. The message is a sentence about "It".
+        FormatError: the data is not a Flight Recorder dump. The message is a sentence about "It".
     """
     if not isinstance(value, dict) or not any(key in value for key in ("entries", "pg_config", "pg_status")):
         raise FormatError("It is not a Flight Recorder dump: it has neither entries nor process groups.")
     entries = value.get("entries", [])
     if not isinstance(entries, (list, tuple)):
-        raise FormatError("It is not a Flight Recorder dump: its entries are no list.")
-    reader = _Reader(Table(about={key: content for key, content in value.items() if key != "entries"}, cut=cut))
+        raise FormatError("It is not a Flight Recorder dump: its entries are not a list.")
+    builder = _Builder(Table(about={key: content for key, content in value.items() if key != "entries"}, truncated=truncated))
     for entry in entries:
-        reader.add(entry)
-    return reader.done()
+        builder.add(entry)
+    return builder.finish()
 
 
 class _Malformed(Exception):
-    """An entry is not as entries are."""
+    """An entry lacks a required key, or a value has the wrong type."""
 
 
-class _Reader:
+class _Builder:
     def __init__(self, table: Table) -> None:
         self.table = table
-        self.work = 0
+        self.items = 0
         self.groups: dict[tuple[str, str], int] = {}
         self.names: dict[str, int] = {}
         self.signatures: dict[Signature, int] = {}
         self.frames: dict[tuple[str, int, str], int] = {}
-        self.frame_of: dict[int, int] = {}  # id of a frame's dict, which the dump keeps alive
+        self.frame_of: dict[int, int] = {}  # by the id of its dict, which the dump keeps alive
         self.stacks: dict[bytes, int] = {}
-        self.stack_of: dict[tuple[int, ...], int] = {}  # ids of the frames' dicts
+        self.stack_of: dict[tuple[int, ...], int] = {}  # by the ids of its frames' dicts
         self.rows: list[tuple[Any, ...]] = []
 
     def add(self, entry: Any) -> None:
-        """One more entry; one that is not as entries are is counted and left out."""
+        """Add an entry; a malformed one is counted and skipped."""
         try:
             self.rows.append(self._row(entry))
         except _Malformed:
-            self.table.left_out += 1
+            self.table.malformed += 1
 
-    def done(self) -> Table:
-        """The table of all that were added."""
+    def finish(self) -> Table:
+        """Return the table of the added entries."""
         table = self.table
         table.groups, table.names, table.signatures = list(self.groups), list(self.names), list(self.signatures)
         table.frames, table.stacks = list(self.frames), list(self.stacks)
@@ -77,7 +77,7 @@ class _Reader:
         state = get("state")
         known = STATES.get(state) if type(state) is str else None
         if known is None:
-            self.table.strange_states += 1
+            self.table.unknown_states += 1
         created = get("time_created_ns")
         if created is None and type(micros := get("time_created_us")) is int:
             created = micros * 1000  # torch 2.2
@@ -109,7 +109,7 @@ class _Reader:
         if type(value) in (tuple, list) and len(value) == 2 and type(value[0]) is str and type(value[1]) is str:
             return (value[0], value[1])
         if value is None and type(pg_id) is int:
-            return (str(pg_id), "")  # torch 2.2: the group's number only
+            return (str(pg_id), "")  # torch 2.2 records only the group's number
         raise _Malformed
 
     def _signature(self, get: Callable[[str], Any]) -> Signature:
@@ -169,10 +169,10 @@ class _Reader:
             known = self.frame_of[id(frame)] = _index(self.frames, (file, max(_integer(line), 0), function))
         return known
 
-    def _count(self, work: int) -> None:
-        self.work += work
-        if self.work > _WORK_MAX:
-            raise FormatError(f"It speaks of more than {_WORK_MAX} sizes and stack frames, which no dump does.")
+    def _count(self, items: int) -> None:
+        self.items += items
+        if self.items > _ITEMS_MAX:
+            raise FormatError(f"It claims more than {_ITEMS_MAX} sizes and stack frames, which no dump has.")
 
 
 def _index(known: dict[Any, int], value: Any) -> int:
@@ -180,7 +180,7 @@ def _index(known: dict[Any, int], value: Any) -> int:
 
 
 def _integer(value: Any) -> int:
-    """An integer that fits in 64 bits; -1 for none and for anything else."""
+    """Return an integer that fits in 64 bits; -1 for anything else."""
     return value if type(value) is int and -INT64_MAX <= value <= INT64_MAX else -1
 
 

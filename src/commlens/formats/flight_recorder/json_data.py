@@ -1,4 +1,4 @@
-"""Reads Flight Recorder JSON. Of a file that ends too early, what came before the end is kept."""
+"""Read Flight Recorder JSON. A truncated file yields everything before the cut."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SPACE: Final = " \t\r\n"
 
 
 def read_json(data: bytes) -> tuple[Any, bool]:
-    """The data, and whether its end is missing.
+    """Return the data and whether it is truncated.
 
     Raises:
-        FormatError: it is not JSON. The message is a sentence about "It".
+        FormatError: the data is not JSON. The message is a sentence about "It".
     """
     try:
         return msgspec.json.decode(data), False
@@ -30,40 +30,40 @@ def read_json(data: bytes) -> tuple[Any, bool]:
 
 
 def _salvage(data: bytes) -> dict[str, Any]:
-    """The members of an object that are whole; of "entries", the items that are whole."""
+    """Return the complete members of an object, and the complete items of its "entries"."""
     text = data.decode("utf-8", "replace").rstrip("\ufffd")
     decode = json.JSONDecoder().raw_decode
     found: dict[str, Any] = {}
     try:
-        at = _after(text, 0, "{")
+        at = _skip_sign(text, 0, "{")
         while True:
-            key, at = decode(text, _space(text, at))
-            at = _after(text, at, ":")
+            key, at = decode(text, _skip_space(text, at))
+            at = _skip_sign(text, at, ":")
             if key == "entries" and text[at : at + 1] == "[":
                 found[key] = items = []
-                at = _space(text, at + 1)
+                at = _skip_space(text, at + 1)
                 while text[at] != "]":
                     item, at = decode(text, at)
                     items.append(item)
-                    at = _space(text, at)
-                    at = _after(text, at, ",") if text[at] != "]" else at
+                    at = _skip_space(text, at)
+                    at = _skip_sign(text, at, ",") if text[at] != "]" else at
                 at += 1
             else:
                 found[key], at = decode(text, at)
-            at = _after(text, at, ",")
+            at = _skip_sign(text, at, ",")
     except (ValueError, IndexError, TypeError, RecursionError):
         return found
 
 
-def _space(text: str, at: int) -> int:
+def _skip_space(text: str, at: int) -> int:
     while text[at] in _SPACE:
         at += 1
     return at
 
 
-def _after(text: str, at: int, sign: str) -> int:
-    """The place of what follows a sign."""
-    at = _space(text, at)
+def _skip_sign(text: str, at: int, sign: str) -> int:
+    """Return the position after a sign and the spaces around it."""
+    at = _skip_space(text, at)
     if text[at] != sign:
         raise ValueError
-    return _space(text, at + 1)
+    return _skip_space(text, at + 1)

@@ -1,4 +1,4 @@
-"""Names in Flight Recorder entries: ``nccl:_all_gather_base``, ``nccl:send 0->1``, dtypes as C++ has them."""
+"""Parse names in Flight Recorder entries: ``nccl:_all_gather_base``, ``nccl:send 0->1``, C++ dtypes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-__all__ = ["CLOSING", "Named", "dtype_of", "parse_ranks", "read_name"]
+__all__ = ["CLOSING", "ProfilingName", "dtype_of", "parse_ranks", "read_name"]
 
 CLOSING: Final = "coalesced"
 """The op of the entry that ends a coalesced group."""
@@ -61,48 +61,48 @@ _DTYPES: Final = {
     "Double": "float64", "ComplexHalf": "complex32", "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool",
     "BFloat16": "bfloat16", "UInt16": "uint16", "UInt32": "uint32", "UInt64": "uint64",
 }  # fmt: skip
-"""c10::toString(ScalarType) to the name that Python shows."""
+"""c10::toString(ScalarType) to the name in Python."""
 
 
-class Named(NamedTuple):
-    """What a profiling name says."""
+class ProfilingName(NamedTuple):
+    """A parsed profiling name."""
 
-    op: str  # wire op: "all_gather"; an op that nobody knows yet keeps its name
+    op: str  # wire op: "all_gather"; an unknown op keeps its name
     raw: str  # "_all_gather_base"
     backend: str  # "nccl", also for "nccl2:..."
-    device: str  # "cuda"; "" where the backend is not known
-    me: int | None = None  # point-to-point: rank in the group of who recorded it
-    peer: int | None = None  # and of the other, where it is known
+    device: str  # "cuda"; "" for an unknown backend
+    own_rank: int | None = None  # point-to-point: group rank of the recording rank
+    peer: int | None = None  # point-to-point: group rank of the peer, if known
 
     @property
     def closes(self) -> bool:
-        """Whether it is the entry that ends a coalesced group."""
+        """Whether the entry closes a coalesced group."""
         return self.op == CLOSING
 
 
 @lru_cache(maxsize=4096)
-def read_name(name: str) -> Named:
-    """Take ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1``, ``nccl:recv 1<-0`` or ``nccl2:recv 1<-?`` apart."""
+def read_name(name: str) -> ProfilingName:
+    """Parse ``nccl:all_reduce``, ``nccl2:all_reduce``, ``nccl:send 0->1``, ``nccl:recv 1<-0`` or ``nccl2:recv 1<-?``."""
     prefix, _, raw = name.rpartition(":")
     backend = prefix.removesuffix("-lazy").rstrip("0123456789")
     device = _DEVICES.get(backend, "")
     found = _P2P.match(raw)
     if found:
         op = "send" if found[1] == "send" else "recv"
-        return Named(op, found[1], backend, device, int(found[2]), int(found[3]) if found[3].isdecimal() else None)
+        return ProfilingName(op, found[1], backend, device, int(found[2]), int(found[3]) if found[3].isdecimal() else None)
     raw = raw.split(" ")[0]
     op = _WIRE_OPS.get(raw, raw)
-    return Named(CLOSING if raw.endswith("_coalesced") and raw[:1].isupper() else op, raw, backend, device)
+    return ProfilingName(CLOSING if raw.endswith("_coalesced") and raw[:1].isupper() else op, raw, backend, device)
 
 
 def dtype_of(name: str) -> str:
-    """``"float32"`` for ``"Float"``; a name that nobody knows yet is kept."""
+    """Return ``"float32"`` for ``"Float"``; an unknown name is kept."""
     return _DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
 
 
 @lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """The ranks in ``"[0, 1, 5]"``; none where it is not written so. Nothing is evaluated."""
+    """Return the ranks in ``"[0, 1, 5]"``; none for any other text. Nothing is evaluated."""
     inside = text.strip()
     if not (inside.startswith("[") and inside.endswith("]")):
         return ()

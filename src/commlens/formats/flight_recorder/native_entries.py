@@ -1,4 +1,4 @@
-"""The reader of entries in C, where it could be built. It gives the same tables as the one in Python, or none at all."""
+"""The C reader of entries, if it was built. It returns the same table as the Python reader, or None."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from commlens.formats.flight_recorder.table import Table
 
 __all__ = ["AVAILABLE", "read_table"]
 
-_VERSION: Final = 1  # of _entries.c: a build of another time is left alone
+_VERSION: Final = 1  # of _entries.c: an older or newer build is ignored
 
 _native: Any = None
 try:
@@ -20,11 +20,11 @@ else:
         _native = _entries
 
 AVAILABLE: Final[bool] = _native is not None
-"""Whether it was built."""
+"""Whether the C reader was built."""
 
 
 def read_table(data: bytes) -> Table | None:
-    """The table of a pickled dump; None where it has to be read in Python: always, where there was no compiler."""
+    """Return the table of a pickled dump; None if the Python reader must read it."""
     found = _native.read(data) if _native is not None else None
     if found is None:
         return None

@@ -1,9 +1,9 @@
-"""Reads a pickle that holds data and nothing else: an own machine for the closed set of opcodes that data needs.
+"""Read a pickle that holds only data: an interpreter for the closed set of opcodes that plain data needs.
 
-Torch's pickler writes protocol 2; Python's own writes any protocol when somebody loads a dump and saves it again. Whatever
-would import, call or build an object does not exist here, so a pickle cannot run anything; memory is bounded by the file's
-size, and of a file that ends too early what came before the end is kept. Python's ``pickle.Unpickler`` can do neither: one
-index of its memo makes it take 64 GB, and a truncated file yields nothing.
+Torch's pickler writes protocol 2; Python's writes any protocol if somebody loads a dump and saves it again. Opcodes that import,
+call or build objects do not exist here, so a pickle cannot run code. Memory is bounded by the file's size, and a truncated file
+yields everything before the cut. Python's ``pickle.Unpickler`` can do neither: one memo index makes it allocate 64 GB, and a
+truncated file yields nothing.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from commlens.errors import FormatError
 
 __all__ = ["Pickled", "read_pickle"]
 
-_CONTAINERS_MAX: Final = 4_000_000  # one takes a byte in the file and 60 in memory; a ring of 20,000 operations needs 160,000
+_CONTAINERS_MAX: Final = 4_000_000  # one takes 1 byte in the file and 60 in memory; a ring buffer of 20,000 operations has 160,000
 _LONG_MAX: Final = 64  # bytes of an integer
-_LINE_MAX: Final = 1 << 20  # characters of a line of protocol 0
+_LINE_MAX: Final = 1 << 20  # characters of a protocol 0 line
+_KEYS: Final = (str, int, bytes, bool, float, type(None))  # no tuples: hashing nested tuples can take forever
 
-_INT16: Final = struct.Struct("<H").unpack_from
+_UINT16: Final = struct.Struct("<H").unpack_from
 _INT32: Final = struct.Struct("<i").unpack_from
 _UINT32: Final = struct.Struct("<I").unpack_from
 _UINT64: Final = struct.Struct("<Q").unpack_from
@@ -30,33 +31,65 @@ _FLOAT: Final = struct.Struct(">d").unpack_from
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a pickle held."""
+    """The data in a pickle."""
 
     value: Any
-    cut: bool = False  # the end is missing; ``value`` holds what was complete before it
+    truncated: bool = False  # ``value`` holds what was complete before the cut
 
 
-class _Cut(Exception):
+class _Truncated(Exception):
     """The data ends inside an opcode."""
 
 
 class _Refused(Exception):
-    """The data says what data cannot say; the text is the rest of a sentence that begins with "It"."""
+    """The pickle holds something that plain data never needs; the text completes a sentence about "It"."""
+
+
+class _Stopped(Exception):
+    """Execution failed; the cause is ``__cause__``."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(at)
+        self.at = at
 
 
 def read_pickle(data: bytes) -> Pickled:
-    """The data in a pickle: dicts, lists, tuples, strings, bytes, numbers, booleans and None.
+    """Return the data in a pickle: dicts, lists, tuples, strings, bytes, numbers, booleans and None.
 
-    Containers can be shared, and can hold themselves; whoever walks through them must not follow them without end.
+    Containers may be shared or contain themselves, so callers must not follow them without a limit.
 
     Raises:
-        FormatError: it is no pickle, or would import or call something, or is damaged. The message is a sentence about "It".
+        FormatError: the data is not a pickle, is damaged, or would import or call something. The message is a sentence about "It".
     """
-    stack: list[Any] = []
-    below: list[list[Any]] = []  # the stacks under each mark
+    stacks: list[list[Any]] = [[]]
+    try:
+        return Pickled(_execute(data, stacks))
+    except _Stopped as stopped:
+        at, cause = stopped.at, stopped.__cause__
+        if isinstance(cause, _Refused):
+            raise FormatError(f"It {cause}, which no dump does.") from None
+        if isinstance(cause, _Truncated):
+            return Pickled(_salvage(stacks), truncated=True)
+        if isinstance(cause, (IndexError, struct.error)):
+            if at >= len(data) or at + 1 + _OPERAND.get(data[at], 0) > len(data):
+                return Pickled(_salvage(stacks), truncated=True)
+            raise FormatError(f"It is damaged: its instructions do not fit together at byte {at}.") from cause
+        raise FormatError(f"It is damaged at byte {at}: {_reason(cause)}.") from cause
+
+
+def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
+    """Run the opcodes. The frequent ones are inline; the others are in ``_OPCODES``.
+
+    Args:
+        data: the pickle.
+        stacks: one empty stack. A mark opens another one on top of it; on an error all are left as they are.
+
+    Raises:
+        _Stopped: the data is truncated, damaged or refused.
+    """
     memo: dict[int, Any] = {}
+    stack = stacks[-1]
     at = containers = 0
-    end = len(data)
     try:
         while True:
             op = data[at]
@@ -70,35 +103,27 @@ def read_pickle(data: bytes) -> Pickled:
                 stack.append(data[at + 1])
                 at += 2
             elif op == 0x8A:  # LONG1
-                size = data[at + 1]
-                if size > _LONG_MAX:
-                    raise _Refused(f"holds an integer of {size} bytes")
-                at += 2 + size
-                if at > end:
-                    raise _Cut
-                stack.append(int.from_bytes(data[at - size : at], "little", signed=True))
+                stack.append(_long1(data, at))
+                at += 2 + data[at + 1]
             elif op == 0x4D:  # BININT2
-                stack.append(_INT16(data, at + 1)[0])
+                stack.append(_UINT16(data, at + 1)[0])
                 at += 3
             elif op == 0x4A:  # BININT
                 stack.append(_INT32(data, at + 1)[0])
                 at += 5
             elif op == 0x28:  # MARK
-                below.append(stack)
                 stack = []
+                stacks.append(stack)
                 containers += 1
                 at += 1
             elif op == 0x5D or op == 0x7D:  # EMPTY_LIST, EMPTY_DICT
                 stack.append([] if op == 0x5D else {})
                 containers += 1
                 at += 1
-            elif op == 0x65:  # APPENDS
-                items, stack = stack, below.pop()
-                _list(stack).extend(items)
-                at += 1
-            elif op == 0x75:  # SETITEMS
-                items, stack = stack, below.pop()
-                _set(stack[-1], items)
+            elif op in _AFTER_MARK:
+                items = stack
+                stack = _close_mark(stacks)
+                containers += _AFTER_MARK[op](stack, items)
                 at += 1
             elif op == 0x4E:  # NONE
                 stack.append(None)
@@ -106,63 +131,51 @@ def read_pickle(data: bytes) -> Pickled:
             elif op == 0x89 or op == 0x88:  # NEWFALSE, NEWTRUE
                 stack.append(op == 0x88)
                 at += 1
-            elif op == 0x58:  # BINUNICODE
-                size = _UINT32(data, at + 1)[0]
-                at = at + 5 + size
-                if at > end:
-                    raise _Cut
-                stack.append(str(data[at - size : at], "utf-8", "replace"))
-            elif op == 0x71:  # BINPUT
-                memo[data[at + 1]] = stack[-1]
-                at += 2
-            elif op == 0x72:  # LONG_BINPUT
-                memo[_UINT32(data, at + 1)[0]] = stack[-1]
-                at += 5
             elif op == 0x2E:  # STOP
-                return Pickled(stack.pop())
-            elif op == 0x95:  # FRAME: how much comes next, which nobody needs to know who has it all
-                at += 9
+                return stack.pop()
             else:
-                rare = _RARE.get(op)
-                if rare is None:
+                run = _OPCODES.get(op)
+                if run is None:
                     raise _Refused(_forbidden(op))
-                if op == 0x31 or op == 0x74 or op == 0x6C or op == 0x64:  # POP_MARK, TUPLE, LIST, DICT
-                    items, stack = stack, below.pop()
-                    stack.append(items)
-                at = rare(data, at, stack, memo)
+                at = run(data, at, stack, memo)
                 containers += op not in _SMALL
             if containers > _CONTAINERS_MAX:
                 raise _Refused(f"holds more than {_CONTAINERS_MAX} lists and dicts")
-    except _Cut:
-        return Pickled(_salvage(stack, below), cut=True)
-    except _Refused as refusal:
-        raise FormatError(f"It {refusal}, which no dump does.") from None
-    except (IndexError, struct.error) as error:
-        if at >= end or at + 1 + _OPERAND.get(data[at], 0) > end:
-            return Pickled(_salvage(stack, below), cut=True)
-        raise FormatError(f"It is damaged: its instructions do not fit together at byte {at}.") from error
-    except (ValueError, TypeError, KeyError, OverflowError) as error:
-        raise FormatError(f"It is damaged at byte {at}: {_reason(error)}.") from error
+    except (_Truncated, _Refused, IndexError, struct.error, ValueError, TypeError, KeyError, OverflowError) as error:
+        raise _Stopped(at) from error
 
 
-def _list(stack: list[Any]) -> list[Any]:
-    if type(stack[-1]) is not list:
-        raise TypeError("items for a list that is none")
-    return stack[-1]
+def _long1(data: bytes, at: int) -> int:
+    size = data[at + 1]
+    if size > _LONG_MAX:
+        raise _Refused(f"holds an integer of {size} bytes")
+    if at + 2 + size > len(data):
+        raise _Truncated
+    return int.from_bytes(data[at + 2 : at + 2 + size], "little", signed=True)
 
 
-_KEYS: Final = (str, int, bytes, bool, float, type(None))
+def _close_mark(stacks: list[list[Any]]) -> list[Any]:
+    if len(stacks) < 2:
+        raise IndexError
+    stacks.pop()
+    return stacks[-1]
+
+
+def _as_list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError("items are added to something that is not a list")
+    return value
 
 
 def _set(target: Any, items: list[Any]) -> None:
     if type(target) is not dict or len(items) % 2:
-        raise TypeError("items for a dict that is none, or an odd number of them")
+        raise TypeError("items are added to something that is not a dict, or their number is odd")
     for at in range(0, len(items), 2):
-        if type(items[at]) in _KEYS:  # the hash of a tuple in a tuple in a tuple is a way to keep a machine busy
+        if type(items[at]) in _KEYS:
             target[items[at]] = items[at + 1]
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException | None) -> str:
     return str(error).rstrip(".") or type(error).__name__
 
 
@@ -175,11 +188,12 @@ def _forbidden(op: int) -> str:
     return f"holds the pickle instruction {name}" if name else f"holds a byte that is no pickle instruction ({op:#04x})"
 
 
-def _salvage(stack: list[Any], below: list[list[Any]]) -> Any:
-    """What was complete before the end: every open container gets what it would have got; an unfinished item of a list is dropped."""
+def _salvage(stacks: list[list[Any]]) -> Any:
+    """Return the data before a cut: every open container gets its complete items; an unfinished item of a list is dropped."""
     unfinished: Any = None
-    while below:
-        items, stack = stack, below.pop()
+    stack = stacks.pop()
+    while stacks:
+        items, stack = stack, stacks.pop()
         target = stack[-1] if stack else None
         if type(target) is list:
             target.extend(items[:-1] if items and items[-1] is unfinished else items)
@@ -197,36 +211,87 @@ def _salvage(stack: list[Any], below: list[list[Any]]) -> Any:
     return stack[0] if stack else None
 
 
-# The rarer instructions: each takes the data, its place, the stack and the memo, and returns the place after it.
-_Rare = Callable[[bytes, int, list[Any], dict[int, Any]], int]
+# --- opcodes that take the items above the last mark: each takes the stack and the items, and returns how many containers it made
 
 
-def _sized(read: Callable[..., tuple[int]], width: int, make: Callable[[bytes], Any]) -> _Rare:
+def _appends(stack: list[Any], items: list[Any]) -> int:
+    _as_list(stack[-1]).extend(items)
+    return 0
+
+
+def _set_items(stack: list[Any], items: list[Any]) -> int:
+    _set(stack[-1], items)
+    return 0
+
+
+def _pop_mark(stack: list[Any], items: list[Any]) -> int:
+    return 1
+
+
+def _tuple_of_items(stack: list[Any], items: list[Any]) -> int:
+    stack.append(tuple(items))
+    return 1
+
+
+def _list_of_items(stack: list[Any], items: list[Any]) -> int:
+    stack.append(items)
+    return 1
+
+
+def _dict_of_items(stack: list[Any], items: list[Any]) -> int:
+    made: dict[Any, Any] = {}
+    stack.append(made)
+    _set(made, items)
+    return 1
+
+
+_AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], int]]] = {
+    0x65: _appends,
+    0x75: _set_items,
+    0x31: _pop_mark,
+    0x74: _tuple_of_items,
+    0x6C: _list_of_items,
+    0x64: _dict_of_items,
+}
+
+
+# --- the other opcodes: each takes the data, the position, the stack and the memo, and returns the position after it
+
+_Opcode = Callable[[bytes, int, list[Any], dict[int, Any]], int]
+
+
+def _sized(read: Callable[..., tuple[int]], width: int, make: Callable[[bytes], Any]) -> _Opcode:
+    """Return an opcode with a length of ``width`` bytes and so many bytes of content."""
+
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         begin = at + 1 + width
-        size = read(data, at + 1)[0]
-        if begin + size > len(data):
-            raise _Cut
-        stack.append(make(data[begin : begin + size]))
-        return begin + size
+        end = begin + read(data, at + 1)[0]
+        if end > len(data):
+            raise _Truncated
+        stack.append(make(data[begin:end]))
+        return end
 
     return run
 
 
-def _line(make: Callable[[bytes], Any]) -> _Rare:
+def _line(make: Callable[[bytes], Any]) -> _Opcode:
+    """Return a protocol 0 opcode: content that ends with a newline."""
+
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         found = data.find(b"\n", at + 1, at + 1 + _LINE_MAX)
         if found < 0:
             if len(data) > at + 1 + _LINE_MAX:
                 raise _Refused(f"holds a line of more than {_LINE_MAX} characters")
-            raise _Cut
+            raise _Truncated
         stack.append(make(data[at + 1 : found]))
         return found + 1
 
     return run
 
 
-def _made(change: Callable[[list[Any]], Any]) -> _Rare:
+def _on_stack(change: Callable[[list[Any]], Any]) -> _Opcode:
+    """Return an opcode without operands."""
+
     def run(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
         change(stack)
         return at + 1
@@ -254,7 +319,7 @@ def _read_byte(data: bytes, at: int) -> tuple[int]:
     return (data[at],)
 
 
-def _tuple(count: int) -> _Rare:
+def _tuple(count: int) -> _Opcode:
     def change(stack: list[Any]) -> None:
         if len(stack) < count:
             raise IndexError
@@ -262,12 +327,12 @@ def _tuple(count: int) -> _Rare:
         del stack[len(stack) - count :]
         stack.append(items)
 
-    return _made(change)
+    return _on_stack(change)
 
 
 def _append(stack: list[Any]) -> None:
     value = stack.pop()
-    _list(stack).append(value)
+    _as_list(stack[-1]).append(value)
 
 
 def _set_item(stack: list[Any]) -> None:
@@ -276,15 +341,19 @@ def _set_item(stack: list[Any]) -> None:
     _set(stack[-1], [key, value])
 
 
-def _as_dict(stack: list[Any]) -> None:
-    made: dict[Any, Any] = {}
-    _set(made, stack.pop())
-    stack.append(made)
-
-
-def _get_float(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
+def _binary_float(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
     stack.append(_FLOAT(data, at + 1)[0])
     return at + 9
+
+
+def _binary_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
+    memo[data[at + 1]] = stack[-1]
+    return at + 2
+
+
+def _long_binary_put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
+    memo[_UINT32(data, at + 1)[0]] = stack[-1]
+    return at + 5
 
 
 def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
@@ -294,8 +363,8 @@ def _memoize(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> in
 
 def _put(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
     after = _line(_number)(data, at, stack, memo)
-    place = stack.pop()
-    memo[place] = stack[-1]
+    index = stack.pop()
+    memo[index] = stack[-1]
     return after
 
 
@@ -305,15 +374,19 @@ def _get(data: bytes, at: int, stack: list[Any], memo: dict[int, Any]) -> int:
     return after
 
 
-_RARE: Final[dict[int, _Rare]] = {
+_OPCODES: Final[dict[int, _Opcode]] = {
     0x80: lambda data, at, stack, memo: at + 1 + len(data[at + 1 : at + 2]),  # PROTO
-    0x29: _made(lambda stack: stack.append(())),  # EMPTY_TUPLE
+    0x95: lambda data, at, stack, memo: at + 9,  # FRAME: the length of the next part, not needed with the whole data in memory
+    0x58: _sized(_UINT32, 4, _text),  # BINUNICODE
+    0x71: _binary_put,
+    0x72: _long_binary_put,
+    0x29: _on_stack(lambda stack: stack.append(())),  # EMPTY_TUPLE
     0x85: _tuple(1),
     0x86: _tuple(2),
     0x87: _tuple(3),
-    0x61: _made(_append),  # APPEND
-    0x73: _made(_set_item),  # SETITEM
-    0x47: _get_float,  # BINFLOAT
+    0x61: _on_stack(_append),
+    0x73: _on_stack(_set_item),
+    0x47: _binary_float,
     0x8C: _sized(_read_byte, 1, _text),  # SHORT_BINUNICODE
     0x8D: _sized(_UINT64, 8, _text),  # BINUNICODE8
     0x94: _memoize,
@@ -321,12 +394,7 @@ _RARE: Final[dict[int, _Rare]] = {
     0x42: _sized(_UINT32, 4, bytes),  # BINBYTES
     0x8E: _sized(_UINT64, 8, bytes),  # BINBYTES8
     0x8B: _sized(_UINT32, 4, _long),  # LONG4
-    0x30: _made(lambda stack: stack.pop()),  # POP
-    # after a mark: read_pickle has put the items since the mark on the stack as one list
-    0x31: _made(lambda stack: stack.pop()),  # POP_MARK
-    0x74: _made(lambda stack: stack.append(tuple(stack.pop()))),  # TUPLE
-    0x6C: _made(lambda stack: None),  # LIST
-    0x64: _made(_as_dict),  # DICT
+    0x30: _on_stack(lambda stack: stack.pop()),  # POP
     # protocol 0, in text
     0x49: _line(_number),  # INT
     0x4C: _line(_number),  # LONG
@@ -335,9 +403,9 @@ _RARE: Final[dict[int, _Rare]] = {
     0x70: _put,
     0x67: _get,
 }
-_SMALL: Final = frozenset({0x80, 0x47, 0x94, 0x43, 0x8C})  # those of the rarer that take no more memory than they have bytes
+_SMALL: Final = frozenset({0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})  # opcodes that make nothing larger than themselves
 _OPERAND: Final = {
     0x68: 1, 0x6A: 4, 0x4B: 1, 0x8A: 1, 0x4D: 2, 0x4A: 4, 0x58: 4, 0x71: 1, 0x72: 4, 0x80: 1, 0x47: 8, 0x8C: 1,
     0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8B: 4, 0x95: 8,
 }  # fmt: skip
-"""Bytes of operands, or of an operand's length, after an opcode: fewer are left where a file has been cut."""
+"""Bytes of operands, or of an operand's length, after an opcode; fewer are left if the file is truncated."""

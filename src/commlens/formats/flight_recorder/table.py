@@ -1,7 +1,7 @@
-"""The entries of one Flight Recorder dump, column by column, as the file has them.
+"""The entries of one Flight Recorder dump as columns of raw values.
 
-Two readers make this table, one in Python (:mod:`~commlens.formats.flight_recorder.entries`) and one in C; what the columns
-mean is worked out once, in :mod:`~commlens.formats.flight_recorder.to_columns`.
+Two readers build this table, one in Python (:mod:`~commlens.formats.flight_recorder.entries`) and one in C;
+:mod:`~commlens.formats.flight_recorder.to_columns` interprets it.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ Signature = tuple[Sizes, tuple[str, ...], Sizes, tuple[str, ...]]
 
 @dataclass(slots=True)
 class Table:
-    """Columns are sequences that numpy can take; tables hold each different value once."""
+    """One value per entry in each column, as sequences that numpy accepts; lists hold each distinct value once."""
 
-    about: dict[str, Any]  # everything of the file but its entries
+    about: dict[str, Any]  # the file's other keys
     groups: list[tuple[str, str]] = field(default_factory=list)  # name and description
     names: list[str] = field(default_factory=list)  # profiling names
     signatures: list[Signature] = field(default_factory=list)
     frames: list[tuple[str, int, str]] = field(default_factory=list)  # file, line, function
-    stacks: list[bytes] = field(default_factory=list)  # places in frames, innermost first, as 32-bit integers of the machine
+    stacks: list[bytes] = field(default_factory=list)  # indices into frames, innermost first, as native 32-bit integers
 
     group: Any = ()  # int32, index into groups
     name: Any = ()  # int32
     signature: Any = ()  # int32
-    stack: Any = ()  # int32, -1 none
+    stack: Any = ()  # int32, -1 for none
     state: Any = ()  # uint8: 0 scheduled, 1 started, 2 completed
     retired: Any = ()  # uint8
     is_p2p: Any = ()  # uint8
-    pg_id: Any = ()  # int64, -1 none, as in all that follow
+    pg_id: Any = ()  # int64, -1 for none, like all columns below
     record_id: Any = ()
     collective_seq_id: Any = ()
     p2p_seq_id: Any = ()
@@ -46,12 +46,12 @@ class Table:
     started_ns: Any = ()
     completed_ns: Any = ()
     timeout_ms: Any = ()
-    duration_ms: Any = ()  # float64, -1 none
+    duration_ms: Any = ()  # float64, -1 for none
 
-    left_out: int = 0  # entries that are not as entries are
-    strange_states: int = 0  # entries in a state that nobody knows, taken as scheduled
-    cut: bool = False  # the file ends too early
+    malformed: int = 0  # entries that were skipped
+    unknown_states: int = 0  # entries in an unknown state, treated as scheduled
+    truncated: bool = False
 
     def __len__(self) -> int:
-        """How many entries."""
-        return len(self.is_p2p)  # one byte each, where the column is bytes
+        """Return the number of entries."""
+        return len(self.is_p2p)  # one byte per entry if the column is bytes

@@ -1,4 +1,4 @@
-"""What a Flight Recorder dump's columns mean: process groups, operations, states, coalesced groups, and whose dump it is."""
+"""Interpret a Flight Recorder table: process groups, operations, states, coalesced groups, and the rank that wrote it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 
 from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, StackTable, Status
-from commlens.formats.flight_recorder.names import Named, dtype_of, parse_ranks, read_name
+from commlens.formats.flight_recorder.names import ProfilingName, dtype_of, parse_ranks, read_name
 from commlens.formats.flight_recorder.table import INT64_MAX, Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 
@@ -19,7 +19,7 @@ _DEFAULT_GROUP: Final = "default_pg"
 
 
 def columns_from_table(table: Table, source: str) -> RankColumns:
-    """The table's entries as columns that can be compared with those of other ranks."""
+    """Return the table's entries as columns that can be compared across ranks."""
     rows = RankColumns(source=source, version=_text(table.about.get("version")))
     rows.problems += _problems(table, rows.version)
     config = _config(table.about.get("pg_config"))
@@ -28,13 +28,13 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
 
     group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
     channel, rows.channels = _channels(table, group, name, named, config)
-    asked, rows.args = _asked(name, _ints(table.signature, "int32", length), named, table.signatures)
+    args_index, rows.args = _args(name, _ints(table.signature, "int32", length), named, table.signatures)
     rows.stacks = StackTable(table.frames, table.stacks)
     is_p2p = _ints(table.is_p2p, "bool", length)
     retired = _ints(table.retired, "bool", length)
     state = _ints(table.state, "uint8", length).copy()
     native = np.array([text.startswith("nccl:") for text in table.names] or [False])
-    failed = native[name] if length else retired  # NCCL's own recorder lets go of what is complete, or has timed out
+    failed = native[name] if length else retired  # NCCL retires an op that completed or timed out
     state[(state != COMPLETED) & retired & ~failed] = RETIRED
     sequence = np.where(is_p2p, _ints(table.p2p_seq_id, "int64", length), _ints(table.collective_seq_id, "int64", length))
     closing = np.array([one.closes for one in named] or [False])
@@ -46,7 +46,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     rows.set_columns(
         {
             "channel": channel,
-            "args_index": asked,
+            "args_index": args_index,
             "stack": _ints(table.stack, "int32", length),
             "sequence": sequence,
             "record_id": _ints(table.record_id, "int64", length),
@@ -69,7 +69,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     rows.groups = [_channel(key, "", "", config) for key in config if key[0]]
     rows.status = _status(table.about.get("pg_status"))
     rows.status_groups = _status_groups(rows, _ints(table.pg_id, "int64", length), channel)
-    _whose(rows, channel, name, named)
+    _infer_rank(rows, channel, name, named)
     return rows
 
 
@@ -85,16 +85,16 @@ def _text(value: Any) -> str:
 
 def _problems(table: Table, version: str) -> list[str]:
     found = []
-    if table.cut:
+    if table.truncated:
         found.append(
             f"the file ends in the middle: it was cut off while it was written or copied, and {len(table)} whole entries were read"
         )
-    if table.left_out:
-        found.append(f"{table.left_out} entries are not as entries are, and were left out")
-    if table.strange_states:
-        found.append(f"{table.strange_states} entries are in a state that is not known, and were taken as not completed")
-    if version not in KNOWN_VERSIONS and (version or not table.cut):
-        found.append(f"the format's version {version or '(none)'} is not known; it was read like 2.10")
+    if table.malformed:
+        found.append(f"{table.malformed} entries are malformed and were skipped")
+    if table.unknown_states:
+        found.append(f"{table.unknown_states} entries are in an unknown state and were treated as not completed")
+    if version not in KNOWN_VERSIONS and (version or not table.truncated):
+        found.append(f"the format version {version or '(none)'} is unknown; it was read like 2.10")
     return found
 
 
@@ -102,7 +102,7 @@ _Key = tuple[str, str]
 
 
 def _config(value: Any) -> dict[_Key, tuple[int, ...]]:
-    """Global ranks by the name and the description of a group. Native gloo has one group, without a name."""
+    """Return global ranks by a group's name and description. Native gloo has one group without a name."""
     found: dict[_Key, tuple[int, ...]] = {}
     if isinstance(value, dict):
         for key, about in value.items():
@@ -113,27 +113,27 @@ def _config(value: Any) -> dict[_Key, tuple[int, ...]]:
 
 
 def _description(value: Any) -> str:
-    """Torch says "undefined" of a group that was given none."""
+    """Return a group's description; torch writes "undefined" for none."""
     return value if isinstance(value, str) and value != "undefined" else ""
 
 
 @lru_cache(maxsize=65536)
-def _made_channel(name: str, description: str, ranks: tuple[int, ...], backend: str, device: str) -> Channel:
+def _interned_channel(name: str, description: str, ranks: tuple[int, ...], backend: str, device: str) -> Channel:
     return Channel(ProcessGroup(name=name, ranks=ranks, description=description, backend=backend), device)
 
 
 def _channel(key: _Key, backend: str, device: str, config: dict[_Key, tuple[int, ...]]) -> Channel:
     ranks = config.get(key)
-    if ranks is None:  # the description may be missing in one of the two places
+    if ranks is None:  # one of the two places may lack the description
         same = [found for (name, description), found in config.items() if name == key[0] and not (description and key[1])]
         ranks = same[0] if len(same) == 1 else ()
-    return _made_channel(key[0], key[1], ranks, backend, device)
+    return _interned_channel(key[0], key[1], ranks, backend, device)
 
 
 def _channels(
-    table: Table, group: Integers, name: Integers, named: list[Named], config: dict[_Key, tuple[int, ...]]
+    table: Table, group: Integers, name: Integers, named: list[ProfilingName], config: dict[_Key, tuple[int, ...]]
 ) -> tuple[Integers, list[Channel]]:
-    """A channel for each group and kind of backend."""
+    """Return a channel per group and backend, and each entry's index into them."""
     if not len(group):
         return np.zeros(0, "int32"), []
     kinds: dict[tuple[str, str], int] = {}
@@ -148,18 +148,20 @@ def _channels(
     return index, channels
 
 
-def _asked(name: Integers, signature: Integers, named: list[Named], signatures: list[Signature]) -> tuple[Integers, list[CollectiveArgs]]:
+def _args(
+    name: Integers, signature: Integers, named: list[ProfilingName], signatures: list[Signature]
+) -> tuple[Integers, list[CollectiveArgs]]:
     if not len(name):
         return np.zeros(0, "int32"), []
     ops: dict[tuple[str, str, str], int] = {}
     op = np.array([ops.setdefault((one.op, one.raw, one.device), len(ops)) for one in named])
     codes, index = _distinct(signature.astype("int64") * len(ops) + op[name])
     by_number = list(ops)
-    return index, [_made_asked(*by_number[code % len(ops)], signatures[code // len(ops)]) for code in codes.tolist()]
+    return index, [_interned_args(*by_number[code % len(ops)], signatures[code // len(ops)]) for code in codes.tolist()]
 
 
 @lru_cache(maxsize=16384)
-def _made_asked(op: str, raw: str, device: str, signature: Signature) -> CollectiveArgs:
+def _interned_args(op: str, raw: str, device: str, signature: Signature) -> CollectiveArgs:
     input_sizes, input_dtypes, output_sizes, output_dtypes = signature
     return CollectiveArgs(op, raw, _specs(input_sizes, input_dtypes, device), _specs(output_sizes, output_dtypes, device))
 
@@ -169,8 +171,8 @@ def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: 
     return tuple(TensorSpec(shape, dtype, device or "unknown") for shape, dtype in zip(sizes, names, strict=False))
 
 
-def _peers(channel: Integers, name: Integers, named: list[Named], channels: list[Channel]) -> Integers:
-    """The other's global rank of a send or a receive: its name has the rank in the group."""
+def _peers(channel: Integers, name: Integers, named: list[ProfilingName], channels: list[Channel]) -> Integers:
+    """Return the peers' global ranks; the names of sends and receives hold group ranks."""
     if not any(one.peer is not None for one in named):
         return np.full(len(name), -1, "int32")
     codes, index = _distinct(channel.astype("int64") * len(named) + name)
@@ -182,7 +184,7 @@ def _peers(channel: Integers, name: Integers, named: list[Named], channels: list
 
 
 def _distinct(codes: Integers) -> tuple[Integers, Integers]:
-    """The different values of a column, sorted, and which of them each is: ``np.unique``, faster where the values are small."""
+    """Return the sorted distinct values and each entry's index into them: ``np.unique``, but faster for small values."""
     top = int(codes.max())
     if top >= 1 << 16:
         return np.unique(codes, return_inverse=True)
@@ -192,14 +194,14 @@ def _distinct(codes: Integers) -> tuple[Integers, Integers]:
 
 
 def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: Integers) -> Integers:
-    """Number the coalesced groups: neighbours on a channel that share a sequence, with the entry that closes them."""
+    """Number the coalesced groups: consecutive entries of a channel with one sequence number, up to the closing entry."""
     numbers = np.zeros(len(channel), "int32")
     if len(channel) < 2:
         return numbers
-    lane = channel.astype("int64") * 2 + is_p2p
-    order = np.argsort(lane.astype("int16") if lane.max() < 1 << 15 else lane, kind="stable")
-    lane, sequence, closes = lane[order], sequence[order], closes[order]
-    same = (lane[1:] == lane[:-1]) & (sequence[1:] == sequence[:-1]) & (sequence[1:] >= 0) & ~closes[:-1]
+    stream = channel.astype("int64") * 2 + is_p2p
+    order = np.argsort(stream.astype("int16") if stream.max() < 1 << 15 else stream, kind="stable")
+    stream, sequence, closes = stream[order], sequence[order], closes[order]
+    same = (stream[1:] == stream[:-1]) & (sequence[1:] == sequence[:-1]) & (sequence[1:] >= 0) & ~closes[:-1]
     if not same.any():
         return numbers
     runs = np.cumsum(np.concatenate(([True], ~same)))
@@ -210,7 +212,7 @@ def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: 
 
 
 def _end_with_their_group(coalesced: Integers, closes: Integers, state: Integers, retired: Integers, completed: Integers) -> None:
-    """Members stay "scheduled" for ever; what became of them, the entry that closes their group says."""
+    """Copy the state of each coalesced group's closing entry to its members, which stay "scheduled" forever."""
     ends = np.flatnonzero(closes & (coalesced > 0))
     if not len(ends):
         return
@@ -233,17 +235,17 @@ def _status(value: Any) -> dict[str, Status]:
 
 
 def _number(value: Any) -> int:
-    """An integer; in JSON it is a text."""
+    """Return an integer, which is a string in JSON; -1 for anything else."""
     if isinstance(value, str) and len(value) < 20 and value.lstrip("-").isdecimal():
         value = int(value)
     return value if type(value) is int and -1 <= value <= INT64_MAX else -1
 
 
 def _status_groups(rows: RankColumns, pg_id: Integers, channel: Integers) -> dict[str, str]:
-    """Which group a status speaks of: that of the entries with the same id.
+    """Map each status's process-local group id to the name of its group, using entries with that id.
 
-    Ids and names are both given in the order in which groups are made, so where there are as many statuses as groups they
-    correspond one by one, also in a dump without entries. This holds only where the entries do not say otherwise.
+    Ids and names are both assigned in the order of group creation. So if there are as many statuses as groups and no entry
+    contradicts it, they correspond one by one, even in a dump without entries.
     """
     known: dict[str, str] = {}
     if len(pg_id) and pg_id.min() >= 0 and pg_id.max() < 1 << 16:
@@ -258,8 +260,8 @@ def _status_groups(rows: RankColumns, pg_id: Integers, channel: Integers) -> dic
     return known
 
 
-def _whose(rows: RankColumns, channel: Integers, name: Integers, named: list[Named]) -> None:
-    """Find the rank that wrote it: a member of every group, and the one that point-to-point operations speak of."""
+def _infer_rank(rows: RankColumns, channel: Integers, name: Integers, named: list[ProfilingName]) -> None:
+    """Infer the rank that wrote the dump: it is in every group and at one end of each point-to-point operation."""
     members: set[int] | None = None
     for group in [*rows.groups, *rows.channels]:
         if group.group.ranks:
@@ -267,11 +269,11 @@ def _whose(rows: RankColumns, channel: Integers, name: Integers, named: list[Nam
         if group.group.description == _DEFAULT_GROUP:
             rows.world_size = max(rows.world_size, len(group.group.ranks))
     for index, one in enumerate(named):
-        if one.me is not None:
+        if one.own_rank is not None:
             at = int(np.argmax(name == index))
             ranks = rows.channels[int(channel[at])].group.ranks
-            if one.me < len(ranks):
-                members = {ranks[one.me]} & (members if members is not None else {ranks[one.me]})
+            if one.own_rank < len(ranks):
+                members = {ranks[one.own_rank]} & (members if members is not None else {ranks[one.own_rank]})
     rows.possible_ranks = tuple(sorted(members or ()))
     if len(rows.possible_ranks) == 1:
         rows.rank = rows.possible_ranks[0]

@@ -1,0 +1,55 @@
+"""Read one rank's Flight Recorder dump into columns."""
+
+from __future__ import annotations
+
+from commlens.errors import FormatError
+from commlens.formats.columns import RankColumns
+from commlens.formats.flight_recorder.entries import build_table
+from commlens.formats.flight_recorder.json_data import read_json
+from commlens.formats.flight_recorder.native_entries import read_table
+from commlens.formats.flight_recorder.pickle_data import read_pickle
+from commlens.formats.flight_recorder.table import Table
+from commlens.formats.flight_recorder.to_columns import columns_from_table
+
+__all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
+
+
+def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
+    """Read a dump as torch wrote it or as Python pickled it again.
+
+    Args:
+        data: the file's content.
+        source: the file's name, for messages and :attr:`~commlens.formats.columns.RankColumns.source`.
+
+    Raises:
+        FormatError: the dump cannot be read; the message names the file.
+    """
+    try:
+        return columns_from_table(_read_pickled_table(data), source)
+    except FormatError as error:
+        raise FormatError(f"{source} cannot be read as a Flight Recorder dump. {error}") from None
+
+
+def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
+    """Read a dump as JSON, the result of ``_dump_fr_trace_json``. It has no stacks.
+
+    Args:
+        data: the file's content.
+        source: the file's name, for messages and :attr:`~commlens.formats.columns.RankColumns.source`.
+
+    Raises:
+        FormatError: the dump cannot be read; the message names the file.
+    """
+    try:
+        value, truncated = read_json(data)
+        return columns_from_table(build_table(value, truncated=truncated), source)
+    except FormatError as error:
+        raise FormatError(f"{source} cannot be read as Flight Recorder JSON. {error}") from None
+
+
+def _read_pickled_table(data: bytes) -> Table:
+    table = read_table(data)
+    if table is not None:
+        return table
+    pickled = read_pickle(data)
+    return build_table(pickled.value, truncated=pickled.truncated)
