@@ -134,6 +134,12 @@ def ranks_phrase(ranks: Iterable[int]) -> str:
     return f"ranks {text}"
 
 
+def ranks_and_verb(ranks: Iterable[int], singular: str, plural: str) -> str:
+    """``"rank 2 waits"``, ``"ranks 0-1,3 wait"``."""
+    members = set(ranks)
+    return f"{ranks_phrase(members)} {verb(members, singular, plural)}"
+
+
 def group_label(group: ProcessGroup, default: str = "default group") -> str:
     """The mesh dimension, else the description, else torch's name; ``default`` for the default group."""
     return default if _is_default(group) else group.label

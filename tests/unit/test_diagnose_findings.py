@@ -348,7 +348,7 @@ def test_a_tie_is_said_to_be_a_tie() -> None:
 
     verdict = judge(Job(2).run(program).logs())
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [0, 1], "medium")
-    assert any("cannot be told" in text for text in verdict.findings[0].evidence)
+    assert any("the rank at fault cannot be determined" in text for text in verdict.findings[0].evidence)
 
 
 def test_skip_then_another_op() -> None:

@@ -83,8 +83,8 @@ def test_long_lists_are_cut_and_say_so() -> None:
 
 
 def test_what_would_raise_the_confidence_is_said() -> None:
-    text = render(verdict(finding(confidence="low", would_raise_confidence="A dump of the other node would tell.")))
-    assert "Confidence: low. A dump of the other node would tell." in " ".join(text.split())
+    text = render(verdict(finding(confidence="low", would_raise_confidence="A dump of the other node would show it.")))
+    assert "Confidence: low. A dump of the other node would show it." in " ".join(text.split())
 
 
 def test_healthy() -> None:

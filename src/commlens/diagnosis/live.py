@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.alignment import Trouble, find_troubles
-from commlens.diagnosis.findings.context import Context, make_finding
-from commlens.diagnosis.findings.mismatch import find_disagreements
+from commlens.diagnosis.findings.context import Context, locate
+from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.index import World, build
 from commlens.diagnosis.select_job import choose
 from commlens.diagnosis.swap import Swap, find_swaps
@@ -54,15 +54,16 @@ def _swapped(world: World, key: ChannelKey, swap: Swap) -> Finding:
     group = first.channel.group
     others = [rank for rank in sorted(world.users[key]) if rank != swap.rank]
     where = f"{first.op} #{swap.number} to #{last} of {group_phrase(group)}"
-    return make_finding(
-        "mismatch/op", "in-collective", [swap.rank], others, "medium",
-        f"rank {swap.rank} issued {where} in another order than the others: what it means at {frame_phrase(first.source)} "
-        f"met what they mean at {frame_phrase(theirs.source)}",
-        f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}. "
+    finding = Finding(
+        kind="mismatch/op", why="in-collective", root_cause=True, culprits=[swap.rank], victims=others, confidence="medium",
+        summary=f"rank {swap.rank} issued {where} in another order than the others: its collective of {frame_phrase(first.source)} "
+        f"met the others' collective of {frame_phrase(theirs.source)}",
+        explanation=f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}. "
         f"{capital(ranks_phrase(others))}: {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. "
         "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
-        f"find out why rank {swap.rank} comes to {frame_phrase(first.source)} first here", first, first.source, [], None,
+        next_step=f"find out why rank {swap.rank} reaches {frame_phrase(first.source)} first here",
     )  # fmt: skip
+    return locate(finding, first, first.source)
 
 
 def _world(logs: Sequence[RankLog]) -> World | None:
@@ -75,7 +76,7 @@ def _found(world: World) -> list[tuple[Finding, Trouble]]:
     if not troubles:
         return []
     context = Context(world, troubles, Builder(world, troubles).build())
-    find_disagreements(context, {})
+    find_mismatches(context, {})
     found = sorted(zip(context.cases, troubles, strict=True), key=lambda pair: pair[0].order)
     return [(case.finding, trouble) for case, trouble in found]
 

@@ -1,4 +1,4 @@
-"""What the findings share: the world, the graph, and how ranks and waits are put in words."""
+"""The evidence that all findings are made from, the list of findings, and the phrases that several of them share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.index import View, World
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
-from commlens.model.verdict import CollectiveRef, Confidence, Finding, GroupRef, Kind, Why
-from commlens.text import args_phrase, capital, duration, frame_phrase, group_phrase, op_phrase, ranks_phrase, verb
+from commlens.model.verdict import CollectiveRef, Finding, GroupRef
+from commlens.text import args_phrase, capital, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, verb
 
 
 @dataclass
 class Case:
-    """A finding, with what decides its place among the others."""
+    """A finding and its weight among the others."""
 
     finding: Finding
-    blocked: int = 0  # ranks that wait because of it
+    blocked: int = 0  # number of ranks that wait because of it
     order: tuple[int, ...] = ()  # deterministic, earliest first
 
 
 class Context:
-    """What all findings are made from, and the phrases that they share."""
+    """The indexed ranks, their disagreements and their wait-for graph, and the findings made from them so far."""
 
     def __init__(self, world: World, troubles: list[Trouble], graph: Graph) -> None:
         self.world = world
@@ -34,13 +34,22 @@ class Context:
         self.graph = graph
         self.cases: list[Case] = []
 
-    def add(self, finding: Finding, node: Node | None = None, order: tuple[int, ...] = ()) -> None:
-        """Note a finding; it blocks what waits for ``node``."""
-        blocked = len(self.blocked_by([node])) if node is not None else 0
-        self.cases.append(Case(finding, blocked, order))
+    def add(
+        self, finding: Finding, op: Collective | None, frame: Frame | None, *, blocked: int = 0, order: tuple[int, ...] = ()
+    ) -> None:  # fmt: skip
+        """Add a finding on a collective and a source line.
+
+        Args:
+            finding: without its group, collective and source, which are filled in here.
+            op: the collective.
+            frame: the culprit's line.
+            blocked: number of ranks that wait because of it.
+            order: sorts findings that block equally many ranks.
+        """
+        self.cases.append(Case(locate(finding, op, frame), blocked, order))
 
     def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
-        """Ranks whose waiting ends in these."""
+        """Return the ranks whose wait ends at one of these nodes."""
         return sorted({node.rank for node in self.graph.reaching(nodes) if node.kind == "wait"})
 
     def name(self, rank: int) -> str:
@@ -51,75 +60,62 @@ class Context:
         return f"rank {rank}" + (f" ({', '.join(about)})" if about else "")
 
     def doing(self, view: View) -> Doing:
-        """What a rank does that is not where others wait for it. How long it has been quiet is not known without the dump's time."""
+        """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet time is unknown."""
         quiet = activity.quiet_ns(view.log) if view.log.captured_ns or not self.world.foreign else 0
         return activity.doing(view.log, view.fate, quiet_ns=quiet, stalled_after_ns=self.world.stalled_after_ns)
 
     def last(self, rank: int) -> str:
         """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""
-        view = self.world.views[rank]
-        op = view.last_op
+        op = self.world.views[rank].last_op
         if op is None:
-            return "nothing of it is in flight" if self.world.foreign else "it never issued a collective"
-        state = {
-            State.COMPLETED: "completed",
-            State.FAILED: "failed",
-            State.UNKNOWN: "was issued",
-        }.get(op.state, "is in flight")
-        return f"its last collective, {op_phrase(op)}, {state}"
+            return "it has nothing in flight" if self.world.foreign else "it never issued a collective"
+        states = {State.COMPLETED: "completed", State.FAILED: "failed", State.UNKNOWN: "was issued"}
+        return f"its last collective, {op_phrase(op)}, {states.get(op.state, 'is in flight')}"
 
-    def edges_into(self, node: Node) -> list[Edge]:
-        """Who waits for it directly."""
-        return self.graph.edges_into(node)
-
-    def waiting_at(self, edges: Sequence[Edge]) -> str:
-        """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM"``; by line where lines differ."""
-        places: dict[str, list[int]] = defaultdict(list)
+    def waiting(self, edges: Sequence[Edge]) -> str:
+        """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``; lines that differ are listed."""
+        by_line: dict[str, list[int]] = defaultdict(list)
         for edge in edges:
-            text = frame_phrase(edge.op.source)
-            places[text].append(edge.rank)
+            by_line[frame_phrase(edge.op.source)].append(edge.rank)
         parts = []
-        for text, ranks in sorted(places.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
-            where = f" at {text}" if text else ""
-            waited = self.longest(ranks)
+        for line, ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
+            waited = self.longest_wait(ranks)
             length = f" for {duration(waited)}" if waited >= self.world.stalled_after_ns else ""
-            has = verb(ranks, "has", "have")
-            parts.append(f"{ranks_phrase(ranks)} {has} been waiting{length}{where}")
-        what = args_phrase(edges[0].op) if edges else ""
-        return "; ".join(parts) + (f", {what}" if what else "")
+            parts.append(f"{ranks_and_verb(ranks, 'has', 'have')} been waiting{length}" + (f" at {line}" if line else ""))
+        args = args_phrase(edges[0].op)
+        return capital("; ".join(parts)) + (f", {args}." if args else ".")
 
-    def longest(self, ranks: Iterable[int]) -> int:
-        """For how long one of these has waited, in ns."""
+    def waiting_behind(self, ranks: Sequence[int], blocked: Iterable[int]) -> str:
+        """``"Ranks 4-7 wait behind them."``, for the blocked ranks that are not among ``ranks``; empty if there are none."""
+        more = sorted(set(blocked) - set(ranks))
+        return f"{capital(ranks_and_verb(more, 'waits', 'wait'))} behind {verb(ranks, 'it', 'them')}." if more else ""
+
+    def longest_wait(self, ranks: Iterable[int]) -> int:
+        """Return the longest time that one of these ranks has been waiting, in ns."""
         ages = [block.age_ns for rank in ranks if rank in self.world.views for block in self.world.views[rank].blocks.values()]
         return max(ages, default=0)
 
-    def behind(self, direct: Sequence[int], everybody: Sequence[int]) -> str:
-        """``"Ranks 4-7 wait behind them. "``; empty where nobody does."""
-        more = sorted(set(everybody) - set(direct))
-        return f"{capital(ranks_phrase(more))} {verb(more, 'waits', 'wait')} behind {verb(direct, 'it', 'them')}. " if more else ""
-
     def assumed(self, ranks: Iterable[int]) -> bool:
-        """Whether that these ranks wait is only concluded from an op in flight."""
+        """Return whether the wait of these ranks is only inferred from an op in flight."""
         blocks = [block for rank in ranks if rank in self.world.views for block in self.world.views[rank].blocks.values()]
         return bool(blocks) and all(block.how == "assumed" for block in blocks)
 
 
-def make_finding(
-    kind: Kind, reason: Why, culprits: Sequence[int], victims: Sequence[int], confidence: Confidence, summary: str, explanation: str,
-    next_step: str, op: Collective | None, frame: Frame | None, evidence: list[str], more: str | None, *, root: bool = True,
-) -> Finding:  # fmt: skip
-    """A finding on what ``op`` and ``frame`` name."""
-    group = reference = None
+def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:
+    """Fill in a finding's group and collective from ``op`` and its source from ``frame``, and sort its ranks."""
+    finding.culprits, finding.victims = sorted(finding.culprits), sorted(finding.victims)
     if op is not None:
-        known = op.channel.group
-        group = GroupRef(known.name, known.label, list(known.ranks))
-        reference = CollectiveRef(op.op, op.sequence_number, op.peer)
-    return Finding(
-        kind=kind, why=reason, root_cause=root, culprits=sorted(culprits), victims=sorted(victims), confidence=confidence, summary=summary,
-        explanation=explanation.strip(), next_step=next_step, group=group, collective=reference,
-        source=frame.where if frame is not None else None, source_file=f"{frame.file}:{frame.line}" if frame is not None else None,
-        function=frame.function if frame is not None else None, evidence=evidence, would_raise_confidence=more,
-    )  # fmt: skip
+        group = op.channel.group
+        finding.group = GroupRef(group.name, group.label, list(group.ranks))
+        finding.collective = CollectiveRef(op.op, op.sequence_number, op.peer)
+    if frame is not None:
+        finding.source, finding.source_file, finding.function = frame.where, f"{frame.file}:{frame.line}", frame.function
+    return finding
+
+
+def prose(*sentences: str) -> str:
+    """Join the sentences that are not empty."""
+    return " ".join(filter(None, sentences))
 
 
 def at_line(op: Collective) -> str:
@@ -133,15 +129,16 @@ def of_group(op: Collective) -> str:
 
 
 def most_waited(edges: Sequence[Edge]) -> Edge:
-    """The edge that stands for all: of the instance in which most ranks wait, the one that was waited for first."""
+    """Return the edge that stands for all: of the instance in which most ranks wait, the one announced first."""
     ranks: Counter[Instance] = Counter(edge.instance for edge in edges)
     return min(edges, key=lambda edge: (-ranks[edge.instance], edge.op.announced_ns, edge.instance, edge.rank))
 
 
-def op_at(view: View, which: Instance) -> Collective | None:
-    """A rank's own record of an instance."""
-    if which.sender < 0:
-        track = view.tracks.get(which.key)
-        return track.ops.get(which.number) if track is not None else None
-    peer, direction = (which.receiver, "send") if view.rank == which.sender else (which.sender, "recv")
-    return next((op for op in reversed(view.pairs.get((which.key, peer, direction), [])) if op.sequence_number == which.number), None)
+def op_at(view: View, instance: Instance) -> Collective | None:
+    """Return a rank's own record of an instance."""
+    if instance.sender < 0:
+        track = view.tracks.get(instance.key)
+        return track.ops.get(instance.number) if track is not None else None
+    peer, direction = (instance.receiver, "send") if view.rank == instance.sender else (instance.sender, "recv")
+    ops = reversed(view.pairs.get((instance.key, peer, direction), []))
+    return next((op for op in ops if op.sequence_number == instance.number), None)

@@ -1,4 +1,4 @@
-"""From the graph's sinks and cycles, the disagreements and the deaths to findings: what is a cause, and what follows from it."""
+"""Turn the sinks and cycles of the wait-for graph, the mismatches and the deaths into findings, and separate causes from consequences."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.findings.context import Case, Context
 from commlens.diagnosis.findings.cycle import find_cycles
 from commlens.diagnosis.findings.dead import find_deaths
-from commlens.diagnosis.findings.mismatch import find_disagreements
-from commlens.diagnosis.findings.missing import find_absences
-from commlens.diagnosis.findings.startup_and_exit import find_ended, find_left_over, find_starting
+from commlens.diagnosis.findings.mismatch import find_mismatches
+from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
+from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_starting
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
-from commlens.diagnosis.findings.unrecorded import find_unrecorded
 from commlens.diagnosis.index import World
 from commlens.diagnosis.wait_graph import Graph
 from commlens.model.verdict import Finding
@@ -18,20 +17,20 @@ from commlens.text import ranks_phrase
 
 
 def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Finding]:
-    """All findings, root causes first, by how many ranks they block."""
+    """Return all findings, root causes first, sorted by the number of ranks that they block."""
     context = Context(world, troubles, graph)
     sinks = graph.sinks()
-    find_disagreements(context, {node.detail: node for node in sinks if node.kind == "trouble"})
+    find_mismatches(context, {node.detail: node for node in sinks if node.kind == "trouble"})
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
     find_cycles(context)
-    find_absences(context, [node for node in sinks if node.kind == "absent"])
+    find_missing(context, [node for node in sinks if node.kind == "absent"])
     stuck = [node for node in sinks if node.kind == "stuck"]
-    if context.cases:  # who waits for what has been overwritten tells nothing where others do
+    if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
         stuck = [node for node in stuck if not all(world.views[edge.rank].head_lost for edge in graph.edges_into(node))]
     for node in find_left_behind(context, stuck) if world.foreign else stuck:
         find_stuck_inside(context, node)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
-    find_left_over(context)
+    find_fewer(context)
     if not context.cases:
         find_starting(context)
     if not any(case.finding.root_cause for case in context.cases):
@@ -40,23 +39,10 @@ def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Findin
         from commlens.diagnosis.findings.straggler import find_stragglers
 
         find_stragglers(context)
-    _tell_causes(context.cases)
-    _tell_refusals(context)
+    _demote_consequences(context.cases)
     context.cases.sort(key=_weight)
+    _add_refusals(context)
     return [case.finding for case in context.cases]
-
-
-def _tell_refusals(context: Context) -> None:
-    """Strict verification raised: say once, with the cause, that nothing was sent."""
-    refused = [rank for rank, view in sorted(context.world.views.items()) if view.fate.refused]
-    cause = next((case.finding for case in sorted(context.cases, key=_weight) if case.finding.root_cause), None)
-    if not refused or cause is None:
-        return
-    op = cause.collective
-    what = f"{op.op} #{op.sequence_number}" if op is not None and cause.kind.startswith("mismatch/") else "what the others waited in"
-    cause.evidence.append(
-        f"Strict verification refused {what}, before it was issued: {ranks_phrase(refused)} raised DistributedOperationException."
-    )
 
 
 def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
@@ -64,8 +50,22 @@ def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
     return (not finding.root_cause, finding.kind == "waiting", -case.blocked, case.order, finding.culprits)
 
 
-def _tell_causes(cases: list[Case]) -> None:
-    """Of several findings that blame the same ranks, the earliest disagreement is the cause: the others follow from it."""
+def _add_refusals(context: Context) -> None:
+    """If strict verification raised, add to the first root cause that nothing was sent."""
+    refused = [rank for rank, view in sorted(context.world.views.items()) if view.fate.refused]
+    cause = next((case.finding for case in context.cases if case.finding.root_cause), None)
+    if not refused or cause is None:
+        return
+    op = cause.collective
+    known = op is not None and cause.kind.startswith("mismatch/")
+    name = f"{op.op} #{op.sequence_number}" if op is not None and known else "the collective in which the others waited"
+    cause.evidence.append(
+        f"Strict verification refused {name} before it was issued: {ranks_phrase(refused)} raised DistributedOperationException."
+    )
+
+
+def _demote_consequences(cases: list[Case]) -> None:
+    """Of several findings that blame the same ranks, keep the earliest disagreement as the root cause."""
     roots = [case for case in cases if case.finding.root_cause]
     disagreements = [case for case in roots if case.finding.kind.startswith("mismatch/") or case.finding.why == "skipped"]
     for case in roots:
@@ -79,7 +79,7 @@ def _tell_causes(cases: list[Case]) -> None:
 
 
 def _follows(case: Case, other: Case, disagrees: bool) -> bool:
-    """Whether ``case`` is a consequence of the disagreement ``other``."""
+    """Return whether ``case`` is a consequence of the disagreement ``other``."""
     mine, theirs = case.finding, other.finding
     if not mine.culprits or not set(mine.culprits) <= set(theirs.culprits):
         return False

@@ -1,138 +1,152 @@
-"""Ranks that others wait for in vain, and those that visibly work, in words."""
+"""Ranks that others wait for: those that never arrive, those that visibly work, and those without a record."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from commlens.diagnosis.activity import Doing
-from commlens.diagnosis.findings.context import Context, make_finding, most_waited, op_at
+from commlens.diagnosis.findings.context import Context, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
-from commlens.diagnosis.wait_graph import Edge, Node
+from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State
-from commlens.model.verdict import Confidence
-from commlens.text import capital, duration, frame_phrase, op_phrase, ranks_phrase, verb
-
-
-def find_absences(context: Context, nodes: list[Node]) -> None:
-    """Ranks that do the same while the same collective waits for them are one finding."""
-    groups: dict[tuple[object, ...], list[tuple[Node, Doing]]] = defaultdict(list)
-    for node in nodes:
-        view = context.world.views[node.rank]
-        what = context.doing(view)
-        edges = context.edges_into(node)
-        first = most_waited(edges)
-        # Strict verification has given up waiting: that the rank works does not help any more.
-        in_time = what.works and not is_refusal(first.op.error)
-        groups[(first.instance, in_time, what.why, what.frame)].append((node, what))
-    for (_, works, _, _), members in sorted(groups.items(), key=lambda item: [m[0] for m in item[1]]):
-        if works:
-            _waiting(context, members)
-        else:
-            _missing(context, members)
-
+from commlens.model.verdict import Finding
+from commlens.text import capital, count, duration, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
 """Reasons that need no observation over time."""
+_WORK = {
+    "checkpoint-io": "busy with a checkpoint",
+    "compilation": "compiling",
+    "initialising": "initialising",
+    "data-loading": "loading data",
+    "finished": "shutting down",
+}
 
 
-def _who_waits(context: Context, nodes: list[Node]) -> tuple[Edge, list[Edge], list[int]]:
-    """What is waited for most of these nodes, all who wait in it, and their ranks."""
-    edges = [edge for node in nodes for edge in context.edges_into(node)]
-    main = most_waited(edges)
-    same = [edge for edge in edges if edge.instance == main.instance]
-    return main, same, sorted({edge.rank for edge in same})
+class Absence(NamedTuple):
+    """Ranks that do the same thing while others wait for them in one collective."""
+
+    ranks: list[int]
+    activities: list[Doing]  # one for each rank
+    edge: Edge  # stands for all waits: of the first rank in the collective in which most ranks wait
+    edges: list[Edge]  # all waits in that collective
+    waiting: list[int]  # ranks of these edges
+    blocked: list[int]  # also the ranks that wait behind them
+
+    @property
+    def doing(self) -> Doing:
+        """The activity, which the ranks share."""
+        return self.activities[0]
 
 
-def _missing(context: Context, members: list[tuple[Node, Doing]]) -> None:
-    nodes = [node for node, _ in members]
-    ranks = [node.rank for node in nodes]
-    what = members[0][1]
-    main, same, direct = _who_waits(context, nodes)
-    held = context.blocked_by(nodes)
-    culprits = ranks
-    views = [context.world.views[rank] for rank in ranks]
-    op, frame = main.op, what.frame
-    name = op_phrase(op)
-    who = ranks_phrase(ranks)
-    they_wait = f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} for {verb(ranks, 'it', 'them')}"
-    alone = what.why == "finished" and not op.is_point_to_point and len(direct) < len(ranks)
-    if alone:  # then the odd ones are those that go on
-        culprits = direct
-        summary = f"{ranks_phrase(direct)} {verb(direct, 'issues', 'issue')} {name}, but {who} {verb(ranks, 'has', 'have')} finished"
-        frame = op.source
-    elif op.is_point_to_point:
-        did = f"sent message #{op.sequence_number} to" if op.op == "recv" else f"received message #{op.sequence_number} from"
-        summary = f"{who} never {did} rank {main.rank}, which waits for it"
-    elif what.why == "finished":
-        summary = f"{who} finished without {name}; {they_wait}"
-    elif all(op_at(view, main.instance) is not None for view in views):
-        summary = f"{who} came to {name} when {ranks_phrase(direct)} had given up waiting for {verb(ranks, 'it', 'them')}"
-    else:
-        summary = f"{who} never reached {name}; {they_wait}"
-    if frame is None and what.why == "finished" and views[0].last_op is not None:
-        frame = views[0].last_op.source
-    explanation = f"{context.name(ranks[0])} {what.phrase}; {context.last(ranks[0])}. "
-    if len(ranks) > 1 and not alone:
-        explanation = f"{capital(who)}: " + explanation
-    explanation += capital(context.waiting_at(same)) + ". "
-    explanation += context.behind(direct, sorted(set(held) - set(ranks)))
-    evidence = _signs(ranks, members)
-    if what.why != "finished" and not context.world.foreign:
-        evidence += _stack_evidence(views[0])
-    failed = next((op for op in views[0].log.collectives[-1:] if op.state is State.FAILED), None)
-    if failed is not None and failed.error:
-        evidence.append(f"rank {ranks[0]}: {op_phrase(failed)} failed with {failed.error.splitlines()[0][:160]}.")
-    confidence: Confidence = "high" if what.observed or what.why in _SURE else "medium"
+def find_missing(context: Context, nodes: list[Node]) -> None:
+    """Make one finding for all ranks that do the same thing while the same collective waits for them."""
+    groups: dict[tuple[object, ...], list[tuple[Node, Doing]]] = defaultdict(list)
+    for node in nodes:
+        doing = context.doing(context.world.views[node.rank])
+        first = most_waited(context.graph.edges_into(node))
+        # After strict verification has given up waiting, a rank that works is too late.
+        in_time = doing.works and not is_refusal(first.op.error)
+        groups[(first.instance, in_time, doing.why, doing.frame)].append((node, doing))
+    for (_, works, _, _), members in sorted(groups.items(), key=lambda item: [m[0] for m in item[1]]):
+        absent = [node for node, _ in members]
+        edges = [edge for node in absent for edge in context.graph.edges_into(node)]
+        edge = most_waited(edges)
+        same = [other for other in edges if other.instance == edge.instance]
+        absence = Absence(
+            [node.rank for node in absent], [doing for _, doing in members], edge, same, sorted({other.rank for other in same}),
+            context.blocked_by(absent),
+        )  # fmt: skip
+        if works:
+            _waiting(context, absence, blocked=len(context.blocked_by(absent[:1])))
+        else:
+            _missing(context, absence)
+
+
+def _missing(context: Context, absence: Absence) -> None:
+    ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
+    view = context.world.views[ranks[0]]
+    finished = doing.why == "finished"
+    # If most members have finished, those that go on are the odd ones.
+    alone = finished and not op.is_point_to_point and len(waiting) < len(ranks)
+    culprits = sorted(waiting if alone else ranks)
+    frame = op.source if alone else doing.frame
+    if frame is None and finished and view.last_op is not None:
+        frame = view.last_op.source
+    lead = f"{capital(ranks_phrase(ranks))}: " if len(ranks) > 1 and not alone else ""
+    evidence = _signs(absence)
+    if not finished and not context.world.foreign:
+        evidence += _stack_evidence(view)
+    evidence += _failure_evidence(view)
+    sure = doing.observed or doing.why in _SURE
     more = None
-    if confidence == "medium":
-        more = "Whether it moves was not observed: run `commlens dump` on its node, which looks at the process for a while."
-        if context.world.foreign:
-            more = f"A recorder of collectives does not say what a rank does between them: a stack of {who} (py-spy dump) would."
-    if alone or context.assumed(direct):
-        confidence = "medium"
-    victims = sorted(set(held) - set(culprits))
-    context.add(
-        make_finding(
-            "missing", what.why, sorted(culprits), victims, confidence, summary, explanation, missing_step(what, sorted(culprits)), op,
-            frame, evidence, more,
+    if not sure and context.world.foreign:
+        more = (
+            f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
+        )
+    elif not sure:
+        more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
+    finding = Finding(
+        kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
+        confidence="high" if sure and not alone and not context.assumed(waiting) else "medium",
+        summary=_summary(context, absence, alone),
+        explanation=prose(
+            f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
+            context.waiting(absence.edges),
+            context.waiting_behind(waiting, set(absence.blocked) - set(ranks)),
         ),
-        nodes[0],
+        next_step=missing_step(doing, culprits), evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
-    context.cases[-1].blocked = len(held)
+    context.add(finding, op, frame, blocked=len(absence.blocked))
 
 
-def _waiting(context: Context, members: list[tuple[Node, Doing]]) -> None:
-    nodes = [node for node, _ in members]
-    ranks = [node.rank for node in nodes]
-    what = members[0][1]
-    main, same, direct = _who_waits(context, nodes)
-    held = sorted(set(context.blocked_by(nodes)) - set(ranks))
-    label = {
-        "checkpoint-io": "which handles a checkpoint",
-        "compilation": "which is compiling",
-        "initialising": "which is initialising",
-        "data-loading": "which is loading data",
-        "finished": "which is shutting down",
-    }.get(what.why, "which is at work")
+def _summary(context: Context, absence: Absence, alone: bool) -> str:
+    ranks, waiting, op = absence.ranks, absence.waiting, absence.edge.op
+    name, them = op_phrase(op), verb(ranks, "it", "them")
+    if alone:
+        return f"{ranks_and_verb(waiting, 'issues', 'issue')} {name}, but {ranks_and_verb(ranks, 'has', 'have')} finished"
+    if op.is_point_to_point:
+        did = f"sent message #{op.sequence_number} to" if op.op == "recv" else f"received message #{op.sequence_number} from"
+        return f"{ranks_phrase(ranks)} never {did} rank {absence.edge.rank}, which waits for it"
+    if absence.doing.why != "finished" and all(op_at(context.world.views[rank], absence.edge.instance) is not None for rank in ranks):
+        return f"{ranks_phrase(ranks)} reached {name} after {ranks_phrase(waiting)} had given up waiting for {them}"
+    did = "finished without" if absence.doing.why == "finished" else "never reached"
+    return f"{ranks_phrase(ranks)} {did} {name}; {ranks_and_verb(waiting, 'waits', 'wait')} for {them}"
+
+
+def _waiting(context: Context, absence: Absence, blocked: int) -> None:
+    ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
+    held = sorted(set(absence.blocked) - set(ranks))
     expecting = context.world.views[ranks[0]].log.expecting
-    if expecting is not None:
-        label = f"which is in a block marked as slow ({expecting})"
-    if len(ranks) > 1:
-        label = label.replace("which is", "which are").replace("handles", "handle")
-    length = f", {duration(context.longest(direct))} so far" if context.longest(direct) else ""
-    summary = f"{ranks_phrase(direct)} {verb(direct, 'waits', 'wait')} in {op_phrase(main.op)} for {ranks_phrase(ranks)}, {label}{length}"
-    explanation = f"{context.name(ranks[0])} {what.phrase}; {context.last(ranks[0])}. {capital(context.waiting_at(same))}. "
-    explanation += context.behind(direct, held)
-    signs = _signs(ranks, members)
-    step = f"wait; if {ranks_phrase(ranks)} should not take this long, look at {frame_phrase(what.frame)}" if what.frame else "wait"
-    finding = make_finding(
-        "waiting", what.why, [], held, "high" if what.observed else "medium", summary, explanation.strip(), step, main.op, what.frame,
-        signs, None, root=False,
+    who, waits = ranks_phrase(ranks), ranks_and_verb(waiting, "waits", "wait")
+    work = f"in a block marked as slow ({expecting})" if expecting is not None else _WORK.get(doing.why, "working")
+    waited = context.longest_wait(waiting)
+    finding = Finding(
+        kind="waiting", why=doing.why, root_cause=False, culprits=[], victims=held, confidence="high" if doing.observed else "medium",
+        summary=f"{waits} in {op_phrase(op)} for {who}, which {verb(ranks, 'is', 'are')} {work}"
+        + (f", {duration(waited)} so far" if waited else ""),
+        explanation=prose(
+            f"{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
+            context.waiting(absence.edges),
+            context.waiting_behind(waiting, held),
+        ),
+        next_step=f"wait; if {who} should not take this long, look at {frame_phrase(doing.frame)}" if doing.frame else "wait",
+        evidence=_signs(absence),
     )  # fmt: skip
-    context.add(finding, nodes[0])
+    context.add(finding, op, doing.frame, blocked=blocked)
+
+
+def _signs(absence: Absence) -> list[str]:
+    """``"rank 2: its stack does not move, it uses no CPU."``; ranks with the same signs share a sentence."""
+    same: dict[str, list[int]] = defaultdict(list)
+    for rank, doing in zip(absence.ranks, absence.activities, strict=True):
+        if doing.signs:
+            same[", ".join(doing.signs)].append(rank)
+    return [f"{ranks_phrase(ranks)}: {text}." for text, ranks in same.items()][:4]
 
 
 def _stack_evidence(view: View) -> list[str]:
@@ -140,14 +154,46 @@ def _stack_evidence(view: View) -> list[str]:
     if stack is None:
         note = view.log.observation.stacks_note
         return [f"There is no stack of rank {view.rank}" + (f": {note}." if note else ".")]
-    frames = [frame_phrase(f) for f in stack.frames if f.kind.value == "user"][:4]
+    frames = [frame_phrase(frame) for frame in stack.frames if frame.kind.value == "user"][:4]
     return [f"rank {view.rank} was in " + ", called by ".join(frames) + "."] if len(frames) > 1 else []
 
 
-def _signs(ranks: Sequence[int], members: Sequence[tuple[Node, Doing]]) -> list[str]:
-    """``"rank 2: its stack does not move, it uses no CPU."``, for ranks with the same signs once."""
-    same: dict[str, list[int]] = defaultdict(list)
-    for rank, (_, doing) in zip(ranks, members, strict=True):
-        if doing.signs:
-            same[", ".join(doing.signs)].append(rank)
-    return [f"{ranks_phrase(who)}: {text}." for text, who in same.items()][:4]
+def _failure_evidence(view: View) -> list[str]:
+    failed = next((op for op in view.log.collectives[-1:] if op.state is State.FAILED), None)
+    if failed is None or not failed.error:
+        return []
+    return [f"rank {view.rank}: {op_phrase(failed)} failed with {failed.error.splitlines()[0][:160]}."]
+
+
+def find_unrecorded(context: Context, nodes: list[Node]) -> None:
+    """Presume ranks without a record on this node dead; those of another node may be anywhere."""
+    others = any(case.finding.root_cause for case in context.cases)
+    groups: dict[tuple[Instance, str], list[Node]] = defaultdict(list)
+    for node in nodes:
+        groups[(most_waited(context.graph.edges_into(node)).instance, node.kind)].append(node)
+    for (_, kind), members in sorted(groups.items()):
+        edges = context.graph.edges_into(members[0])
+        ranks, waiting = [node.rank for node in members], sorted({edge.rank for edge in edges})
+        _unrecorded(context, ranks, waiting, edges, context.blocked_by(members), dead=kind == "no-record", others=others)
+
+
+def _unrecorded(
+    context: Context, ranks: list[int], waiting: list[int], edges: Sequence[Edge], blocked: list[int], *, dead: bool, others: bool
+) -> None:  # fmt: skip
+    op = most_waited(edges).op
+    who, they_wait = ranks_phrase(ranks), f"{ranks_and_verb(waiting, 'waits', 'wait')} in {op_phrase(op)}"
+    if dead:
+        summary = f"{who} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
+        step = f"look at the output of {who}: it ended before it could record anything, or its black box is lost"
+    else:
+        summary = f"{they_wait}, like all ranks with a record; there is no record of {who}"
+        step = f"dump the node of {who} too (`commlens dump`), and diagnose all nodes' dumps together"
+    culprits = ranks if dead or len(ranks) == 1 else []
+    finding = Finding(
+        kind="dead" if dead else "missing", why="unknown", root_cause=(dead and not context.world.foreign) or not others,
+        culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
+        explanation=prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), next_step=step,
+        evidence=[f"There are records of {len(context.world.views)} of {count(context.world.size, 'rank')}."],
+        would_raise_confidence=f"The records of {who} would show what happened there.",
+    )  # fmt: skip
+    context.add(finding, op, None, blocked=len(blocked))

@@ -1,126 +1,180 @@
-"""Collectives in which everybody is, and that do not complete, in words."""
+"""Collectives that all ranks have entered and that do not complete."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from commlens.diagnosis import activity
-from commlens.diagnosis.findings.context import Context, make_finding, op_at
+from commlens.diagnosis.activity import Doing
+from commlens.diagnosis.findings.context import Context, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
-from commlens.diagnosis.wait_graph import Instance, Node
-from commlens.model.collective import State
+from commlens.diagnosis.wait_graph import Edge, Instance, Node
+from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
-from commlens.text import capital, duration, op_phrase, ranks_phrase, verb
+from commlens.model.verdict import Finding
+from commlens.text import duration, op_phrase, ranks_and_verb, ranks_phrase, verb
+
+_HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
+"""Activities that keep a rank from taking part in a collective that it has entered."""
+
+
+class Meeting(NamedTuple):
+    """A collective or message that all its ranks have entered."""
+
+    instance: Instance
+    op: Collective
+    views: list[View]  # of its ranks that have a record
+    edges: Sequence[Edge]  # the waits in it
+    waiting: list[int]  # ranks of these edges
+    blocked: list[int]  # also the ranks that wait behind them
+
+    @property
+    def name(self) -> str:
+        """``"all_reduce #41 of group dp [0-3]"``, ``"message #3 from rank 0 to rank 1"``."""
+        at = self.instance
+        return op_phrase(self.op) if at.sender < 0 else f"message #{at.number} from rank {at.sender} to rank {at.receiver}"
 
 
 def find_stuck_inside(context: Context, node: Node) -> None:
-    """All arrived and agree: one of them is stopped or starved, it still moves data, or the network is the suspect."""
-    which = context.graph.instances[node.detail]
-    edges = context.edges_into(node)
-    op = edges[0].op
-    ranks = [r for r in (which.key[2] if which.sender < 0 else (which.sender, which.receiver)) if r in context.world.views]
-    views = [context.world.views[r] for r in ranks]
-    held = context.blocked_by([node])
-    direct = sorted({edge.rank for edge in edges})
-    failed = any(context.world.views[r].fate.failed for r in direct) or any(
-        block.how == "failed" for r in direct for block in context.world.views[r].blocks.values()
-    )
-    if not failed and not context.world.foreign and _since_last_arrival(views, which) < context.world.stalled_after_ns:
+    """Blame a rank that is stopped or starved inside; else report that data still moves, or suspect the network."""
+    meeting = _meeting(context, node)
+    failed = _failed(context, meeting.waiting)
+    if not failed and not context.world.foreign and _since_last_arrival(meeting) < context.world.stalled_after_ns:
         return
-    what = {view.rank: context.doing(view) for view in views}
-    culprits = [r for r in ranks if what[r].why in ("stopped", "uninterruptible-io", "throttled", "holding-gil") and not what[r].works]
-    busy = [r for r in ranks if _burns_cpu(context.world.views[r]) and op.channel.device == "cpu"]
-    name = op_phrase(op) if which.sender < 0 else f"message #{which.number} from rank {which.sender} to rank {which.receiver}"
-    waited = context.longest(direct)
-    if busy and not culprits and not failed:
-        summary = f"{ranks_phrase(ranks)} are in {name}, which still moves data, {duration(waited)} so far"
-        finding = make_finding(
-            "waiting", "in-collective", [], held, "medium", summary, f"{capital(context.waiting_at(edges))}.", "wait", op, op.source,
-            [f"{ranks_phrase(busy)} {verb(busy, 'uses', 'use')} CPU inside it."], None, root=False,
-        )  # fmt: skip
-        context.add(finding, node)
-        return
+    activities = {view.rank: context.doing(view) for view in meeting.views}
+    culprits = [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
+    busy = [view.rank for view in meeting.views if _burns_cpu(view) and meeting.op.channel.device == "cpu"]
     if culprits:
-        others = sorted(set(direct) - set(culprits)) or direct
-        summary = f"{ranks_phrase(culprits)} {what[culprits[0]].phrase} inside {name}"
-        summary += f"; {ranks_phrase(others)} {verb(others, 'waits', 'wait')} there"
-        reason = what[culprits[0]].why
-        step = missing_step(what[culprits[0]], culprits)
+        _held_up(context, meeting, culprits, activities[culprits[0]])
+    elif busy and not failed:
+        _still_moving(context, meeting, busy)
     else:
-        done = [r for r in ranks if _has_completed(context.world.views[r], which)]
-        rest = f"; {ranks_phrase(done)} completed it" if done else ", agree on it, and nobody has completed it"
-        there = [r for r in ranks if r not in done]
-        summary = f"{ranks_phrase(there)} {verb(there, 'is', 'are')} inside {name}{rest}"
-        reason = "in-collective"
-        step = "look at the network and the driver between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)"
-    errors = sorted({(o.error or "").splitlines()[0][:160] for o in (op_at(v, which) for v in views) if o is not None and o.error})
-    evidence = [f"It failed with: {text}." for text in errors[:3]]
-    explanation = f"{capital(context.waiting_at(edges))}. " + context.behind(direct, held)
-    unknown = None if culprits else "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where inside."
-    if unknown and context.world.foreign and not errors and not any(view.log.captured_ns for view in views):
-        unknown += " If the job may still run, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
-    finding = make_finding(
-        "stuck-inside", reason, culprits, sorted(set(held) - set(culprits)), "high" if culprits else "medium", summary,
-        explanation.strip(), step, op, op.source, evidence, unknown,
+        _no_progress(context, meeting)
+
+
+def _meeting(context: Context, node: Node) -> Meeting:
+    instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
+    members = instance.key[2] if instance.sender < 0 else (instance.sender, instance.receiver)
+    views = [context.world.views[rank] for rank in members if rank in context.world.views]
+    return Meeting(instance, edges[0].op, views, edges, sorted({edge.rank for edge in edges}), context.blocked_by([node]))
+
+
+def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Doing) -> None:
+    others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
+    finding = Finding(
+        kind="stuck-inside", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(meeting.blocked) - set(culprits)),
+        confidence="high", summary=f"{ranks_phrase(culprits)} {doing.phrase} inside {meeting.name}; "
+        f"{ranks_and_verb(others, 'waits', 'wait')} there",
+        explanation=_explanation(context, meeting), next_step=missing_step(doing, culprits),
+        evidence=[f"It failed with: {text}." for text in _errors(meeting)],
     )  # fmt: skip
-    context.add(finding, node)
+    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
+
+
+def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> None:
+    ranks = [view.rank for view in meeting.views]
+    waited = duration(context.longest_wait(meeting.waiting))
+    finding = Finding(
+        kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=meeting.blocked, confidence="medium",
+        summary=f"{ranks_phrase(ranks)} are in {meeting.name}, which still moves data, {waited} so far",
+        explanation=context.waiting(meeting.edges), next_step="wait",
+        evidence=[f"{ranks_and_verb(busy, 'uses', 'use')} CPU inside it."],
+    )  # fmt: skip
+    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
+
+
+def _no_progress(context: Context, meeting: Meeting) -> None:
+    done = [view.rank for view in meeting.views if _has_completed(view, meeting.instance)]
+    inside = [view.rank for view in meeting.views if view.rank not in done]
+    rest = f"; {ranks_phrase(done)} completed it" if done else " and agree on it, but no rank has completed it"
+    errors = _errors(meeting)
+    more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
+    if context.world.foreign and not errors and not any(view.log.captured_ns for view in meeting.views):
+        more += " If the job may still be running, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
+    finding = Finding(
+        kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
+        summary=f"{ranks_and_verb(inside, 'is', 'are')} inside {meeting.name}{rest}", explanation=_explanation(context, meeting),
+        next_step="look at the network and the drivers between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)",
+        evidence=[f"It failed with: {text}." for text in errors], would_raise_confidence=more,
+    )  # fmt: skip
+    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
+
+
+def _explanation(context: Context, meeting: Meeting) -> str:
+    return prose(context.waiting(meeting.edges), context.waiting_behind(meeting.waiting, meeting.blocked))
+
+
+def _errors(meeting: Meeting) -> list[str]:
+    """Return the first lines of the errors with which the collective failed on its ranks, three at most."""
+    ops = (op_at(view, meeting.instance) for view in meeting.views)
+    return sorted({op.error.splitlines()[0][:160] for op in ops if op is not None and op.error})[:3]
 
 
 def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
-    """Collectives that completed on other ranks: of several groups in the same place one finding. Returns the other nodes."""
+    """Find ranks that are stuck in collectives that completed on other ranks; one finding for all groups in the same place.
+
+    Returns:
+        The nodes that are not of this kind.
+    """
     others: list[Node] = []
     found: dict[tuple[str, int, str], list[tuple[Node, list[int]]]] = defaultdict(list)
     for node in nodes:
-        which = context.graph.instances[node.detail]
-        op = context.edges_into(node)[0].op
-        members = [r for r in which.key[2] if r in context.world.views] if which.sender < 0 else []
-        left = [r for r in members if not _has_ended(context.world.views[r], which)]
-        if op.op in ROOTED or not left or len(left) == len(members):
+        instance = context.graph.instances[node.detail]
+        op = context.graph.edges_into(node)[0].op
+        members = [rank for rank in instance.key[2] if rank in context.world.views] if instance.sender < 0 else []
+        stuck = [rank for rank in members if not _has_ended(context.world.views[rank], instance)]
+        if op.op in ROOTED or not stuck or len(stuck) == len(members):
             others.append(node)
         else:
-            found[(op.op, which.number, op.channel.group.label)].append((node, left))
+            found[(op.op, instance.number, op.channel.group.label)].append((node, stuck))
     for several in found.values():
-        _left_behind(context, [node for node, _ in several], sorted({rank for _, left in several for rank in left}))
+        _left_behind(context, [node for node, _ in several], sorted({rank for _, stuck in several for rank in stuck}))
     return others
 
 
 def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
-    """It takes everybody's part: where others came out of it, these ranks' own devices or processes do not get on."""
-    op = context.edges_into(nodes[0])[0].op
-    done = sorted({r for node in nodes for r in context.graph.instances[node.detail].key[2]} - set(ranks))
-    held = sorted(set(context.blocked_by(nodes)) - set(ranks))
+    op = context.graph.edges_into(nodes[0])[0].op
+    done = sorted({rank for node in nodes for rank in context.graph.instances[node.detail].key[2]} - set(ranks))
+    blocked = context.blocked_by(nodes)
+    victims = sorted(set(blocked) - set(ranks))
     who = ranks_phrase(ranks)
     name = op_phrase(op) if len(nodes) == 1 else f"{op.op} #{op.sequence_number} of {len(nodes)} groups {op.channel.group.label}"
-    summary = f"{who} {verb(ranks, 'does', 'do')} not come out of {name}, which completed on {ranks_phrase(done)}"
-    explanation = (
-        f"It takes every rank's part, so all of it had arrived: {who} {verb(ranks, 'has', 'have')} a device, driver or process "
-        "that does not get on. " + context.behind(ranks, held)
-    )
-    step = f"look at the GPU of {who} (dmesg for Xid errors, nvidia-smi -q), and at what its process printed"
-    finding = make_finding("stuck-inside", "in-collective", ranks, held, "high", summary, explanation, step, op, op.source, [], None)
-    context.add(finding, nodes[0])
-    context.cases[-1].blocked = len(context.blocked_by(nodes))
+    finding = Finding(
+        kind="stuck-inside", why="in-collective", root_cause=True, culprits=ranks, victims=victims, confidence="high",
+        summary=f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {name}, which completed on {ranks_phrase(done)}",
+        explanation=prose(
+            f"It needs data from every rank, so all of it had arrived: a device, driver or process of {who} makes no progress.",
+            context.waiting_behind(ranks, victims),
+        ),
+        next_step=f"look at the GPU of {who} (dmesg for Xid errors, nvidia-smi -q), and at the output of {verb(ranks, 'its', 'their')} "
+        f"{verb(ranks, 'process', 'processes')}",
+    )  # fmt: skip
+    context.add(finding, op, op.source, blocked=len(blocked))
 
 
-def _has_ended(view: View, which: Instance) -> bool:
-    """Whether another tool's dump says that the rank came out of a collective, if only by what is in flight behind it."""
-    if which.sender >= 0:
+def _failed(context: Context, ranks: list[int]) -> bool:
+    views = [context.world.views[rank] for rank in ranks]
+    return any(view.fate.failed or any(block.how == "failed" for block in view.blocks.values()) for view in views)
+
+
+def _has_ended(view: View, instance: Instance) -> bool:
+    """Return whether a foreign dump shows that the rank has left a collective, if only by a later one in flight."""
+    if instance.sender >= 0:
         return False
-    track = view.tracks.get(which.key)
-    if track is None or which.number > track.last:
-        return False
-    return which.number not in track.open
+    track = view.tracks.get(instance.key)
+    return track is not None and instance.number <= track.last and instance.number not in track.open
 
 
-def _has_completed(view: View, which: Instance) -> bool:
-    op = op_at(view, which)
+def _has_completed(view: View, instance: Instance) -> bool:
+    op = op_at(view, instance)
     return op is not None and op.state is State.COMPLETED
 
 
-def _since_last_arrival(views: Sequence[View], which: Instance) -> int:
-    ages = [view.now_ns - op.announced_ns for view in views if (op := op_at(view, which)) is not None]
+def _since_last_arrival(meeting: Meeting) -> int:
+    ages = [view.now_ns - op.announced_ns for view in meeting.views if (op := op_at(view, meeting.instance)) is not None]
     return min(ages, default=1 << 62)
 
 
