@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast native-check explore lint hooks changelog bench compat page clean
+.PHONY: help demo test test-fast native-check explore lint hooks changelog bench compat page schemas clean
 
 help: ## Say what there is to make
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ compat: ## Run all the tests on another torch, in an environment of its own: mak
 
 page: ## Build the HTML pages' scripts and styles anew from web/ (needs Node.js with npm; nothing else here does)
 	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
+
+schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their types
+	$(VENV)/bin/python tests/unit/make_schemas.py
 
 clean: ## Remove the virtual environments
 	rm -rf .venv .venv-torch-*

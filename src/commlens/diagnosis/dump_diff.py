@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from commlens.model.collective import user_frame
-from commlens.model.movement import Moved, Movement, Place
+from commlens.model.movement import Moved, Movement, MovementKind, Place
 from commlens.text import capital, count, duration, group_phrase, ranks_phrase, verb
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def compare_standings(before: Iterable[Standing], after: Iterable[Standing]) -> 
     first, second = {one.rank: one for one in before}, {one.rank: one for one in after}
     found: dict[tuple[str, str], Moved] = {}
 
-    def say(rank: int, kind: str, key: str, sentence: Callable[[list[int]], str]) -> None:
+    def say(rank: int, kind: MovementKind, key: str, sentence: Callable[[list[int]], str]) -> None:
         moved = found.setdefault((kind, key), Moved([], kind, ""))
         moved.ranks.append(rank)
         moved.sentence = sentence(moved.ranks)
@@ -81,7 +81,7 @@ def compare_standings(before: Iterable[Standing], after: Iterable[Standing]) -> 
     return movement
 
 
-Say = Callable[[int, str, str, Callable[[list[int]], str]], None]
+Say = Callable[[int, MovementKind, str, Callable[[list[int]], str]], None]
 
 
 def _compare(old: Standing, new: Standing, say: Say) -> None:

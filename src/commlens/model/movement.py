@@ -1,40 +1,43 @@
-"""What moved between two dumps of one job, as data."""
+"""The progress of a job between two dumps."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 MOVEMENT_SCHEMA: Final = "commlens.movement/1"
 
 
-class Place(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where a rank was."""
+MovementKind = Literal["still", "moved", "finished", "again", "only-before", "only-after"]
 
-    issued: int  # operations that it ever issued
-    in_flight: str = ""  # the oldest that had not ended: "all_reduce #41 of group dp [0-3]"; "" none
-    line: str = ""  # "train.py:81 step", that issued it
+
+class Place(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The position of a rank in a dump."""
+
+    issued: int  # operations that the rank ever issued
+    in_flight: str = ""  # the oldest operation in flight: "all_reduce #41 of group dp [0-3]"; "" if none
+    line: str = ""  # the user's line that issued it: "train.py:81 step"
 
 
 class Moved(msgspec.Struct):
-    """Ranks of which the same is to be said."""
+    """Ranks that made the same progress."""
 
     ranks: list[int]
-    kind: str  # "still", "moved", "finished", "again", "only-before", "only-after"
+    kind: MovementKind  # finished: the op in flight has ended and no new one was issued. again: fewer operations than before, so restarted
     sentence: str
-    before: Place | None = None  # of the first of them
+    before: Place | None = None  # position of the first of these ranks
     after: Place | None = None
 
 
 class Movement(msgspec.Struct, kw_only=True):
-    """What moved. False where no rank did."""
+    """The progress of all ranks. False if no rank made progress."""
 
     schema: str = MOVEMENT_SCHEMA
-    answer: str = ""
-    apart_s: float = 0.0  # between the two dumps, 0 where they do not say
-    ranks: list[Moved] = []  # those that stand still first
-    notes: list[str] = []
+    answer: str = ""  # in one sentence
+    apart_s: float = 0.0  # seconds between the last signs of life in the two dumps; 0 if unknown
+    ranks: list[Moved] = []  # ranks with the same progress together, ranks that stand still first
+    notes: list[str] = []  # sentences about ranks that were not compared or files that could not be read
 
     def __bool__(self) -> bool:
         return any(one.kind != "still" for one in self.ranks)

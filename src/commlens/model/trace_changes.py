@@ -1,4 +1,4 @@
-"""How two traces differ, as data."""
+"""The difference between two traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ COMPARISON_SCHEMA: Final = "commlens.comparison/1"
 
 
 class Change(msgspec.Struct, kw_only=True):
-    """One thing that is different in the second trace."""
+    """One difference in the second trace."""
 
     kind: str  # "new", "gone", "moved", "replaced", "count", "changed", "world-size"
     sentence: str
@@ -23,27 +23,27 @@ class Change(msgspec.Struct, kw_only=True):
     calls_after: float = 0
     wire_bytes_before: float = 0
     wire_bytes_after: float = 0
-    modules: int = 1  # so many modules that differ only in a number changed alike
-    ranks: list[int] = msgspec.field(default_factory=list)  # where traces of several ranks were compared: the ranks that changed so
+    modules: int = 1  # number of modules that changed alike and differ only in a number
+    ranks: list[int] = msgspec.field(default_factory=list)  # if traces of several ranks were compared: the ranks with this change
 
     @property
     def weight(self) -> float:
-        """Bytes on the wire that are affected: what the order of changes goes by."""
+        """Affected bytes on the wire, by which changes are sorted."""
         return max(abs(self.wire_bytes_after - self.wire_bytes_before), self.wire_bytes_before, self.wire_bytes_after)
 
 
 class Comparison(msgspec.Struct, kw_only=True):
-    """How a trace differs from another one, the most important change first. False where nothing changed."""
+    """The differences between two traces, the most important first. False if nothing changed."""
 
     schema: str = COMPARISON_SCHEMA
     answer: str = ""  # in one sentence
-    per_step: bool = False  # the traces cover different numbers of steps, so that calls and bytes are those of a step
+    per_step: bool = False  # the traces cover different numbers of steps, so calls and bytes are per step
     calls_before: float = 0
     calls_after: float = 0
     wire_bytes_before: float = 0
     wire_bytes_after: float = 0
     changes: list[Change] = msgspec.field(default_factory=list)
-    notes: list[str] = msgspec.field(default_factory=list)  # what was not compared, or is no change of the model
+    notes: list[str] = msgspec.field(default_factory=list)  # sentences about what was not compared, or is not a change of the model
 
     def __bool__(self) -> bool:
         return bool(self.changes)

@@ -1,8 +1,8 @@
-"""The answer: what is wrong, who did it, and what to do next. Text, JSON and HTML are renderings of it."""
+"""The verdict: what is wrong, which ranks are to blame, and what to do next. Text, JSON and HTML render it."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -28,7 +28,7 @@ Kind = Literal[
     "waiting",
     "healthy",
 ]
-"""``waiting`` claims no fault: the ranks wait for one that visibly works."""
+"""The fault. ``waiting`` claims no fault: the ranks wait for a rank that visibly works."""
 
 Why = Literal[
     "data-loading",
@@ -54,80 +54,83 @@ Why = Literal[
 
 Confidence = Literal["high", "medium", "low"]
 
+Rank = Annotated[int, msgspec.Meta(ge=0)]
+"""A global rank."""
+
 
 class GroupRef(msgspec.Struct, frozen=True):
-    """A process group, as the verdict names it."""
+    """A process group in a verdict."""
 
-    name: str
+    name: str  # torch's own name of the group
     description: str
-    ranks: list[int]
+    ranks: list[Rank]  # global ranks of its members, in group order
 
 
 class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A collective, as the verdict names it."""
+    """A collective in a verdict."""
 
     op: str
-    sequence_number: int
-    peer: int | None = None
+    sequence_number: Annotated[int, msgspec.Meta(ge=0)]
+    peer: int | None = None  # point-to-point only: the other rank, as the culprit or its victim names it
 
 
 class Finding(msgspec.Struct, kw_only=True):
-    """One thing that is wrong (or waits, or is odd)."""
+    """One fault, wait or anomaly."""
 
-    kind: Kind
-    why: Why
-    root_cause: bool
-    culprits: list[int]  # global ranks, sorted
-    victims: list[int]
+    kind: Kind  # the fault; "waiting" claims none: the ranks wait for a rank that visibly works
+    why: Why  # the class of the cause
+    root_cause: bool  # false: a consequence of another finding, or nothing is wrong
+    culprits: list[Rank]  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
+    victims: list[Rank]  # global ranks that wait or ended because of it, sorted
     confidence: Confidence
-    summary: str  # one sentence: the answer
-    explanation: str = ""  # the WHY: where the culprit is, since when, what the others wait for
+    summary: str  # the answer in one sentence
+    explanation: str = ""  # where the culprit is, since when, and what the others wait for
     next_step: str = ""
     group: GroupRef | None = None
     collective: CollectiveRef | None = None
-    source: str | None = None  # "train.py:57", the culprit's own line
-    source_file: str | None = None  # the same with its whole path
+    source: str | None = None  # the culprit's own line: file name and line number
+    source_file: str | None = None  # the same with the full path
     function: str | None = None
-    evidence: list[str] = []  # sentences, most telling first
+    evidence: list[str] = []  # sentences, the strongest first
     would_raise_confidence: str | None = None
 
 
 class Verdict(msgspec.Struct, kw_only=True):
-    """The whole diagnosis. The top level repeats the first root cause; ``findings`` holds all, root causes first."""
+    """The complete diagnosis. The top level repeats the first finding; ``findings`` holds all, root causes first."""
 
     schema: str = SCHEMA
-    kind: Kind = "healthy"
-    why: Why = "unknown"
-    root_cause: bool = False
-    culprits: list[int] = []
-    victims: list[int] = []
+    kind: Kind = "healthy"  # the fault; "waiting" claims none: the ranks wait for a rank that visibly works
+    why: Why = "unknown"  # the class of the cause
+    root_cause: bool = False  # false: a consequence of another finding, or nothing is wrong
+    culprits: list[Rank] = []  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
+    victims: list[Rank] = []  # global ranks that wait or ended because of it, sorted
     confidence: Confidence = "high"
-    summary: str = ""
+    summary: str = ""  # the answer in one sentence
     explanation: str = ""
     group: GroupRef | None = None
     collective: CollectiveRef | None = None
-    source: str | None = None
+    source: str | None = None  # the culprit's own line: file name and line number
     next_step: str = ""
-    findings: list[Finding] = []
-    missing_evidence: list[str] = []  # what could not be known, in sentences
+    findings: list[Finding] = []  # all findings, root causes first
+    missing_evidence: list[str] = []  # sentences about what could not be determined
     looked_at: str = ""  # "4 ranks, 812 collectives on 3 groups"
 
     @property
     def is_fault(self) -> bool:
-        """Whether something is wrong. Waiting for a rank that visibly works is not."""
+        """Whether something is wrong. Waiting for a rank that visibly works is not a fault."""
         return self.kind not in ("healthy", "waiting")
 
     def to_json(self) -> bytes:
-        """The verdict as JSON, indented, following ``commlens.verdict/1``."""
+        """Return the verdict as indented JSON that follows ``commlens.verdict/1``."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Return the HTML that a notebook shows."""
         return verdict_html(self)
 
     @classmethod
     def from_findings(cls, findings: list[Finding], **about: Any) -> Verdict:
-        """Build from findings in order of weight (root causes first). ``about`` fills looked_at and the like."""
+        """Build a verdict from findings, the most important first. ``about`` sets the other fields, such as looked_at."""
         if not findings:
             return cls(**about)
         first = findings[0]

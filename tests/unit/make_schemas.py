@@ -1,0 +1,96 @@
+"""``make schemas``: the published JSON schemas, generated from the types that they describe.
+
+A property's description is the comment behind its field, a definition's is the docstring of its class.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import io
+import json
+import textwrap
+import tokenize
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import commlens.reports
+from commlens.model import movement, trace, trace_changes, trace_summary, verdict
+from commlens.model.collective import Frame, ProcessGroup
+
+FOLDER = Path(commlens.reports.__file__).parent / "schemas"
+STABLE = "Later versions of commlens may add properties within version 1 only by publishing them here."
+ABOUT: dict[str, tuple[type[msgspec.Struct], str]] = {
+    "verdict": (verdict.Verdict, "Output of `commlens diagnose --json`. The top level repeats the first finding."),
+    "movement": (movement.Movement, "Output of `commlens compare --json` for two dumps of a job."),
+    "comparison": (trace_changes.Comparison, "Output of `commlens compare --json` for two traces."),
+    "trace-summary": (trace_summary.Summary, "Output of `commlens view --json` for a trace; for several, a list of these."),
+    "trace": (trace.TraceData, "A trace file: the collectives of one rank. A property that an event omits has its default."),
+}
+ALL_REQUIRED = {kind for kind, _ in ABOUT.values()} | {verdict.Finding, movement.Moved}
+"""Types whose JSON always has every property. In the others, properties with a default may be absent."""
+TYPES = {
+    kind.__name__: kind
+    for module in (movement, trace, trace_changes, trace_summary, verdict)
+    for kind in vars(module).values()
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+} | {"Frame": Frame, "ProcessGroup": ProcessGroup}
+
+
+def comments(kind: type) -> dict[str, str]:
+    """The comment behind each field of a class, as a sentence."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    by_line = {
+        token.start[0]: token.string.removeprefix("#").strip()
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type == tokenize.COMMENT
+    }
+    body = ast.parse(source).body[0].body  # type: ignore[attr-defined]
+    fields = {node.target.id: node.end_lineno for node in body if isinstance(node, ast.AnnAssign)}  # type: ignore[union-attr]
+    return {name: sentence(by_line[line]) for name, line in fields.items() if line in by_line}
+
+
+def sentence(comment: str) -> str:
+    text = comment[:1].upper() + comment[1:].replace("None", "null")
+    text = text.replace("None", "null") if text.startswith("None") else text
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+
+
+def schema(name: str) -> dict[str, Any]:
+    """One schema."""
+    root, description = ABOUT[name]
+    (_,), definitions = msgspec.json.schema_components([root], ref_template="#/$defs/{name}")
+    for title, definition in definitions.items():
+        definition.pop("title")
+        if title not in TYPES:
+            continue  # an enum
+        described = comments(TYPES[title])
+        for key, about in definition["properties"].items():
+            if key in described:
+                about["description"] = described[key]
+        if TYPES[title] in ALL_REQUIRED:
+            definition["required"] = list(definition["properties"])
+        definition["additionalProperties"] = False
+    whole = definitions.pop(root.__name__)
+    whole["properties"]["schema"] = {"const": f"commlens.{name}/1"}
+    head = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:commlens:{name}:1",
+        "title": f"commlens {name.replace('-', ' ')}, version 1",
+    }
+    return head | whole | {"description": f"{description} {STABLE}", "$defs": dict(sorted(definitions.items()))}
+
+
+def file_of(name: str) -> Path:
+    return FOLDER / f"{name}-1.schema.json"
+
+
+def content_of(name: str) -> str:
+    return json.dumps(schema(name), indent=2) + "\n"
+
+
+if __name__ == "__main__":
+    for name in ABOUT:
+        file_of(name).write_text(content_of(name), encoding="utf-8")
