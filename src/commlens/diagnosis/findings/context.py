@@ -118,6 +118,11 @@ def prose(*sentences: str) -> str:
     return " ".join(filter(None, sentences))
 
 
+def first_line(error: str) -> str:
+    """Return the first line of an error, short and without its full stop."""
+    return error.strip().partition("\n")[0][:160].rstrip(". ") or "an error without a message"
+
+
 def at_line(op: Collective) -> str:
     """``" (train.py:81)"``."""
     return f" ({op.source.where})" if op.source is not None else ""

@@ -145,7 +145,8 @@ def _skip_evidence(trouble: Trouble, culprits: list[int]) -> list[str]:
             f"the others' #{number} is {shift.skipped.op} at {skipped}, step {shift.skipped.step}."
         ]
     if shift is not None:
-        return [f"From #{number} on, each collective of {who} matches the others' collective {-shift.by} before."]
+        match = f"#{number} matches their #{number + shift.by}"
+        return [f"From #{number} on, the collectives of {who} match earlier ones of the others: {match}."]
     if trouble.habit:
         return [f"Until now, {who} issued this right after the collective that the others wait in; this time, that one is missing."]
     return []

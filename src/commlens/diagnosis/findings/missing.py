@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.activity import Doing
-from commlens.diagnosis.findings.context import Context, most_waited, op_at, prose
+from commlens.diagnosis.findings.context import Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
@@ -162,7 +162,7 @@ def _failure_evidence(view: View) -> list[str]:
     failed = next((op for op in view.log.collectives[-1:] if op.state is State.FAILED), None)
     if failed is None or not failed.error:
         return []
-    return [f"rank {view.rank}: {op_phrase(failed)} failed with {failed.error.splitlines()[0][:160]}."]
+    return [f"rank {view.rank}: {op_phrase(failed)} failed with {first_line(failed.error)}."]
 
 
 def find_unrecorded(context: Context, nodes: list[Node]) -> None:
@@ -184,7 +184,10 @@ def _unrecorded(
     who, they_wait = ranks_phrase(ranks), f"{ranks_and_verb(waiting, 'waits', 'wait')} in {op_phrase(op)}"
     if dead:
         summary = f"{who} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
-        step = f"look at the output of {who}: it ended before it could record anything, or its black box is lost"
+        ended = "it ended before it could record anything, or its black box is lost"
+        if len(ranks) > 1:
+            ended = "they ended before they could record anything, or their black boxes are lost"
+        step = f"look at the output of {who}: {ended}"
     else:
         summary = f"{they_wait}, like all ranks with a record; there is no record of {who}"
         step = f"dump the node of {who} too (`commlens dump`), and diagnose all nodes' dumps together"

@@ -41,11 +41,11 @@ def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None)
         did = "issued an extra" if trouble.shift is not None and trouble.shift.by < 0 else "skipped"
         where = f" at {frame_phrase(op.source)}" if op is not None and op.source is not None else ""
         return f"find the branch in which {culprits} {did} {op.op if op is not None else 'collective'}{where}"
-    mine = frame_phrase(first.source) or "the line"
+    mine = frame_phrase(first.source) or first.op
     if usual is None:
-        return f"compare the collectives that {culprits} issue at {mine}"
-    theirs = frame_phrase(usual.source) or "that"
-    if theirs == mine:
+        return f"compare the collectives that {culprits} issue" + (f" at {mine}" if first.source is not None else "")
+    theirs = frame_phrase(usual.source) or usual.op
+    if theirs == mine and usual.source is not None:
         return f"find out why {mine} issues something else on {culprits} than on the others"
     return f"compare {mine} on {culprits} with {theirs} on the others"
 
@@ -54,7 +54,9 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
     """Recommend a step for ranks that wait for each other."""
     where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
     if usual is not None and usual.op == "send":
-        return f"find out why rank {culprits[0]} skipped its send at {frame_phrase(usual.source)}"
+        return f"find out why rank {culprits[0]} skipped its send" + (
+            f" at {frame_phrase(usual.source)}" if usual.source is not None else ""
+        )
     if op.op == "recv":
         return f"find out which send should match the receive{where} on rank {culprits[0]}"
     return f"make all ranks use these groups in the same order: look at {ranks_phrase(culprits)}{where}"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Doing
-from commlens.diagnosis.findings.context import Context, op_at, prose
+from commlens.diagnosis.findings.context import Context, first_line, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
@@ -69,7 +69,7 @@ def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Doi
         confidence="high", summary=f"{ranks_phrase(culprits)} {doing.phrase} inside {meeting.name}; "
         f"{ranks_and_verb(others, 'waits', 'wait')} there",
         explanation=_explanation(context, meeting), next_step=missing_step(doing, culprits),
-        evidence=[f"It failed with: {text}." for text in _errors(meeting)],
+        evidence=_errors(meeting),
     )  # fmt: skip
     context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
@@ -89,7 +89,9 @@ def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> None:
 def _no_progress(context: Context, meeting: Meeting) -> None:
     done = [view.rank for view in meeting.views if _has_completed(view, meeting.instance)]
     inside = [view.rank for view in meeting.views if view.rank not in done]
-    rest = f"; {ranks_phrase(done)} completed it" if done else " and agree on it, but no rank has completed it"
+    rest = f"; {ranks_phrase(done)} completed it"
+    if not done:
+        rest = f"{' and agree on it' if len(inside) > 1 else ''}, but no rank has completed it"
     errors = _errors(meeting)
     more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
     if context.world.foreign and not errors and not any(view.log.captured_ns for view in meeting.views):
@@ -98,7 +100,7 @@ def _no_progress(context: Context, meeting: Meeting) -> None:
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
         summary=f"{ranks_and_verb(inside, 'is', 'are')} inside {meeting.name}{rest}", explanation=_explanation(context, meeting),
         next_step="look at the network and the drivers between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)",
-        evidence=[f"It failed with: {text}." for text in errors], would_raise_confidence=more,
+        evidence=errors, would_raise_confidence=more,
     )  # fmt: skip
     context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
@@ -108,9 +110,10 @@ def _explanation(context: Context, meeting: Meeting) -> str:
 
 
 def _errors(meeting: Meeting) -> list[str]:
-    """Return the first lines of the errors with which the collective failed on its ranks, three at most."""
+    """Return sentences with the errors of the ranks on which the collective failed, three at most."""
     ops = (op_at(view, meeting.instance) for view in meeting.views)
-    return sorted({op.error.splitlines()[0][:160] for op in ops if op is not None and op.error})[:3]
+    errors = sorted({first_line(op.error) for op in ops if op is not None and op.error})
+    return [f"It failed with: {error}." for error in errors[:3]]
 
 
 def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
