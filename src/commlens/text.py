@@ -60,6 +60,12 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
+def sentence(text: str) -> str:
+    """The text with a full stop. Not capitalised, since it may begin with ``rank 2`` or a file's name."""
+    text = text.strip()
+    return text if text.endswith((".", "!", "?")) else f"{text}."
+
+
 def joined(parts: Iterable[str], last: str = "and") -> str:
     """``"a, b and c"``."""
     items = list(parts)

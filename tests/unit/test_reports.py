@@ -74,7 +74,7 @@ def test_other_causes_and_consequences_are_told_apart() -> None:
     follows = finding(root_cause=False, summary="rank 7 waits too")
     text = render(verdict(finding(), other, follows))
     assert "Also wrong, independently\n  - rank 5 died of SIGKILL (a.py:3). It holds up rank 6." in text
-    assert "And\n  - rank 7 waits too" in text
+    assert "Also found\n  - rank 7 waits too" in text
 
 
 def test_long_lists_are_cut_and_say_so() -> None:
