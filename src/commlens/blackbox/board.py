@@ -96,7 +96,7 @@ class Board:
         self._used = 0
         self._head = 0
 
-    def word(self, offset: int, value: int) -> None:
+    def set_word(self, offset: int, value: int) -> None:
         """Write a live word in one store."""
         self._words[offset // WORD_SIZE] = value
 
@@ -109,7 +109,7 @@ class Board:
             offset = HEADER_SIZE + self._used * SLOT_SIZE
             SLOT_HEAD.pack_into(self.map, offset, key, position)
             self._used += 1
-            self.word(USED, self._used)
+            self.set_word(USED, self._used)
         return offset
 
     def announce(self, slot: int, number: int, signature: int, blob: int, extra: int) -> None:
@@ -125,11 +125,11 @@ class Board:
             _pack_entry(self.map, at, 0, 0, 0, 0, 0)
             self._words[(slot + LAST_AT) // WORD_SIZE] = number - 1
 
-    def waits(self, key: int, number: int, since: int) -> None:
+    def set_waiting(self, key: int, number: int, since: int) -> None:
         """Publish the collective that this rank waits in; key 0 for none."""
-        self.word(WAITING_SINCE, since)
-        self.word(WAITING_NUMBER, number)
-        self.word(WAITING, key)
+        self.set_word(WAITING_SINCE, since)
+        self.set_word(WAITING_NUMBER, number)
+        self.set_word(WAITING, key)
 
     def is_alive(self, position: int) -> bool:
         """Return whether a blob is still safe to refer to: less than half of the ring has been written since."""
@@ -148,14 +148,14 @@ class Board:
             position = self._head + 1
             at = BLOBS_AT + self._head % BLOBS_SIZE
             self._head += need
-            self.word(HEAD, self._head)
+            self.set_word(HEAD, self._head)
             self.map[at + BLOB.size : at + BLOB.size + len(payload)] = payload
             BLOB.pack_into(self.map, at, len(payload), zlib.crc32(payload, position & 0xFFFFFFFF), position)
         return position
 
     def close(self) -> None:
         """Mark the rank as finished and remove the file. Peers that have it mapped still see the mark."""
-        self.word(CLOSED, 1)
+        self.set_word(CLOSED, 1)
         with contextlib.suppress(OSError):
             self.path.unlink()
 

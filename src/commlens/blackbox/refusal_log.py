@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any, Final
 
 NAME: Final = "verify.alarms"
-_COUNT, _CHANGES, _END = range(3)  # words: number of refusals; number of boards created; bytes of refusals
+_COUNT, _BOARDS, _END = range(3)  # words: number of refusals; number of boards created; bytes of refusals
 _HEADER_SIZE: Final = 4096
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _SIZE: Final = _HEADER_SIZE + 508 * 1024
 _LONGEST: Final = 32 * 1024  # of a text, in characters
 
 
-class Alarms:
+class RefusalLog:
     """The file; the first rank creates it."""
 
     def __init__(self, folder: Path) -> None:
@@ -87,14 +87,14 @@ class Alarms:
                 self._words[_COUNT] = count + 1
         return content
 
-    def changes(self) -> int:
+    def boards_created(self) -> int:
         """Return how many boards were created. A rank that misses peers looks for their boards when this has grown."""
-        return self._words[_CHANGES]
+        return self._words[_BOARDS]
 
-    def tell_change(self) -> None:
+    def count_board(self) -> None:
         """Count a board that was created."""
         with self._locked():
-            self._words[_CHANGES] += 1
+            self._words[_BOARDS] += 1
 
     def close(self) -> None:
         """Close the file. It is removed with the job's folder, by the last rank."""

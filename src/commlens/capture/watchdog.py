@@ -42,7 +42,7 @@ class Watchdog:
         self._stacks_at = 0
         self._native_at = 0
         self._main_hash = 0
-        self._alarm_since = 0
+        self._refused_since = 0
         self._spoken = ""
         self._thread = threading.Thread(target=self._run, name="commlens-watchdog", daemon=True)
 
@@ -92,18 +92,18 @@ class Watchdog:
         if self._pipe_descriptor >= 0:
             self._read_pipe()
         if recorder.verifier is not None:
-            self._speak_for_the_stuck(recorder.verifier.unraised_alarm(), now)
+            self._speak_for_the_stuck(recorder.verifier.unraised_refusal(), now)
 
-    def _speak_for_the_stuck(self, alarm: str | None, now: int) -> None:
+    def _speak_for_the_stuck(self, refusal: str | None, now: int) -> None:
         """What this rank is to raise, and has not come to: it may be blocked in the backend's C++."""
-        if alarm is None:
-            self._alarm_since = 0
-        elif not self._alarm_since:
-            self._alarm_since = now
-        elif now - self._alarm_since > SPEAK_AFTER_NS and alarm != self._spoken:
-            self._spoken = alarm
+        if refusal is None:
+            self._refused_since = 0
+        elif not self._refused_since:
+            self._refused_since = now
+        elif now - self._refused_since > SPEAK_AFTER_NS and refusal != self._spoken:
+            self._spoken = refusal
             log.error(
-                "commlens: refused by other ranks; this one has not come to its next collective or wait, where it raises this:\n%s", alarm
+                "commlens: refused by other ranks; this one has not come to its next collective or wait, where it raises this:\n%s", refusal
             )
 
     def _write_oldest(self, oldest: Token | None) -> None:

@@ -61,7 +61,7 @@ class Verifier(Protocol):
     def pending_refusal(self) -> BaseException | None:
         """Return a refusal that this rank has not raised yet."""
 
-    def unraised_alarm(self) -> str | None:
+    def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread."""
 
     def group_destroyed(self) -> None:

@@ -1,8 +1,8 @@
-"""Accelerate's own debug mode, where commlens verifies too: its check costs what ours does, and says what ours does.
+"""Replace the check of Accelerate's own debug mode with commlens's, at its cost and with its message.
 
-Accelerate (tried with 1.15.0) gathers everybody's shapes over the user's process group before each of its operations. Where all ranks
-verify, their arguments are compared over the boards instead: nothing is sent, other ops cannot meet the check, and a rank
-that does not come is named.
+Accelerate (tried with 1.15.0) gathers all ranks' shapes over the user's process group before each of its operations. If all ranks
+verify, their arguments are compared on the boards instead: nothing is sent, no other op can be mistaken for the check, and a rank
+that does not arrive is named.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import functools
 import sys
 from typing import Any
 
-from commlens.verification.arguments import describe, packed
+from commlens.verification.arguments import describe, pack
 from commlens.verification.operation import next_call, verifier_of
 
 _MODULE = "accelerate.utils.operations"
 
 
 def take_over() -> None:
-    """Do so from now on, where Accelerate has been imported."""
+    """Replace the check from now on, if Accelerate has been imported."""
     operations = sys.modules.get(_MODULE)
     original = getattr(operations, "gather_object", None)
     if operations is None or original is None or hasattr(original, "__commlens__"):
@@ -28,7 +28,7 @@ def take_over() -> None:
     def gather_object(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
         if caller.f_code.co_name == "wrapper" and caller.f_globals is operations.__dict__ and _compared(caller):
-            return args[0]  # as if all others had the same
+            return args[0]  # as if all other ranks had gathered the same
         return original(*args, **kwargs)
 
     gather_object.__commlens__ = True  # type: ignore[attr-defined]
@@ -36,7 +36,7 @@ def take_over() -> None:
 
 
 def _compared(caller: Any) -> bool:
-    """Whether an operation's argument was compared with everybody's; False leaves it to Accelerate."""
+    """Return whether an operation's argument was compared with all ranks'; False leaves the check to Accelerate."""
     function, given = caller.f_locals.get("function"), caller.f_locals.get("tensor")
     distributed = sys.modules.get("torch.distributed")
     if function is None or distributed is None or not distributed.is_initialized():
@@ -48,5 +48,5 @@ def _compared(caller: Any) -> bool:
     path = "" if hasattr(given, "shape") else "tensor"
     name = f"{function.__module__}.{function.__qualname__}"
     with next_call(among) as number:
-        verifier.before_call(name, group, number, lambda: packed(describe({path: given}, lambda _: False)), caller.f_back)
+        verifier.before_call(name, group, number, lambda: pack(describe({path: given}, lambda _: False)), caller.f_back)
     return True

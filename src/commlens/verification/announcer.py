@@ -1,4 +1,4 @@
-"""Saying on our board what is about to be issued: of which channel, as which number, and in which words."""
+"""Announce this rank's collectives on its board: the channel, the number, and the arguments to compare."""
 
 from __future__ import annotations
 
@@ -14,181 +14,172 @@ from commlens.tap.groups import Channel, Group
 from commlens.tap.interned_args import InternedArgs
 from commlens.tap.token import Token
 from commlens.text import ranks_phrase
-from commlens.verification.call_site import users_operation
-from commlens.verification.channels import Call, Pending, Watched, label
+from commlens.verification.call_site import call_site
+from commlens.verification.channels import FunctionCall, Pending, VerifiedChannel, group_name
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
+from commlens.verification.waiting import may_be_early, needed, needed_at_issue
 
 log = logging.getLogger("commlens")
 
 _MASK = (1 << 64) - 1
-_KEPT = 10_000  # of signatures, and of blobs
+_KEPT = 10_000  # signatures, and blobs
+_COMPARED = ("op", "in", "out", "root", "is", "os")  # fields that a signature covers; the reduce op's code is added
 
 
 class Announcer:
-    """This rank's board, as its collectives are announced there."""
+    """This rank's board, and how its collectives are announced there."""
 
     def __init__(self, board: Board, bells: Any, peers: Peers, refusals: Refusals, exchange: Any) -> None:
         """Announce on a board.
 
         Args:
-            board: ours.
-            bells: what wakes who waits for us.
-            peers: the others.
-            refusals: what was refused begins a channel's next round.
-            exchange: what announces in C++, for all announcements to be made by one; None where Python does.
+            board: this rank's.
+            bells: wake the peers that wait for this rank.
+            peers: the peers' boards.
+            refusals: a refusal starts a channel's next round.
+            exchange: announces and verifies in C++; None with the Python engine. Only one of the two may write announcements.
         """
         self._board = board
-        self._say = board if exchange is None else exchange
+        self._writer = board if exchange is None else exchange
         self._exchange = exchange
         self._bells = bells
         self._peers = peers
         self._refusals = refusals
-        self._watched: dict[Any, Watched] = {}
+        self._channels: dict[Any, VerifiedChannel] = {}
         self._signatures: dict[int, tuple[InternedArgs, int]] = {}
-        self._blobs: dict[Any, tuple[Any, int]] = {}  # with what must live as long as the key is to mean it
+        self._blobs: dict[Any, tuple[Any, int]] = {}  # with the object whose id is in the key, to keep it alive
         self._threads: set[int] = set()
-        self._from_anybody: set[tuple[Channel, int]] = set()
+        self._from_any_source: set[tuple[Channel, int]] = set()
+        self._native_peers: set[int] = set()  # ranks whose boards the exchange has
 
     def announce(self, token: Token, frame: FrameType | None, reduce_op_code: int | None) -> Pending | None:
-        """Announce a collective; one that has been, by plan, is only found again. None where it is not compared with anybody's.
+        """Announce a collective, unless C++ has done so already; None if it is not compared with any peer's.
 
         Args:
-            token: the recorder's, of the op.
-            frame: where it was issued.
-            reduce_op_code: of its reduce op.
+            token: the recorder's token of the collective.
+            frame: the caller's frame.
+            reduce_op_code: the code of its reduce op.
         """
-        watched = self.channel(token.args)
-        if watched is None or not watched.slot:
+        channel = self.channel(token.args)
+        if channel is None or not channel.slot:
             return None
         code = 0 if reduce_op_code is None else reduce_op_code + 1
         signature = self.signature(token.args, code)
-        self._note(token.thread)
+        self._count_thread(token.thread)
         if token.announced is None:
-            number = self.in_round(watched, token.tagged_number or token.number)
-            token.announced = (watched.slot, number)
-            self._say.announce(watched.slot, number, signature, self.blob(token.args, code, token.stack, frame), code)
-            self._bells.ring(watched.peers)
-        return Pending(watched, token.announced[1], signature, code, token.args)
+            number = self._with_round(channel, token.tagged_number or token.number)
+            token.announced = (channel.slot, number)
+            self._writer.announce(channel.slot, number, signature, self._blob(token.args, code, token.stack, frame), code)
+            self._bells.ring(channel.peers)
+        return Pending(channel, token.announced[1], signature, code, token.args)
 
     def announce_call(self, name: str, group: Group, number: int, leaves: Any, thread: int, frame: FrameType | None) -> Pending | None:
-        """The same for a call of a user's function."""
-        watched = self._calls(name, group)
-        if not watched.slot:
+        """Announce a call of a user's function."""
+        channel = self._call_channel(name, group)
+        if not channel.slot:
             return None
-        self._note(thread)
-        call = Call(name, leaves)
+        self._count_thread(thread)
+        call = FunctionCall(name, leaves)
         signature = B.key_of(name, leaves)
-        position = self._call_blob(watched.key, signature, call, frame)
-        number = self.in_round(watched, number)
-        self._say.announce(watched.slot, number, signature, position, 0)
-        self._bells.ring(watched.peers)
-        return Pending(watched, number, signature, 0, call)
+        position = self._call_blob(channel.key, signature, call, frame)
+        number = self._with_round(channel, number)
+        self._writer.announce(channel.slot, number, signature, position, 0)
+        self._bells.ring(channel.peers)
+        return Pending(channel, number, signature, 0, call)
 
     def withdraw(self, slot: int, number: int) -> None:
-        """It was not issued: nobody is to meet its announcement."""
-        self._say.withdraw(slot, number)
+        """Remove an announcement: the collective was not issued."""
+        self._writer.withdraw(slot, number)
 
-    def groups_start_again(self) -> None:
-        """Their names do, with the next default group."""
-        self._watched.clear()
+    def plan(self, args: InternedArgs, code: int, stack: int) -> Any:
+        """Return how C++ verifies further collectives like one that was verified here; None if Python must do it.
+
+        Python does it on an accelerator, and for a collective that is not compared. ``commlens/native/exchange.hpp`` is the other side.
+
+        Args:
+            args: the collective's arguments.
+            code: its reduce op's code, plus 1.
+            stack: position of the stack that issues it.
+        """
+        if args.refused_locally or not args.channel.holds_works:
+            return None
+        generation = self._exchange.generation
+        channel = self.channel(args)
+        if channel is None or not channel.slot:
+            return None
+        own, peers = self._peers.rank, channel.peers
+        at_issue = peers if may_be_early(args) and channel.rooted_patience_ns else needed_at_issue(args, peers, own)
+        return self._exchange.plan(
+            self._native(channel), generation, self._with_round(channel, 0), self.signature(args, code),
+            self._known_blob((id(args), code, stack), args), code, at_issue, needed(args, peers, own),
+        )  # fmt: skip
+
+    def forget_groups(self) -> None:
+        """Forget all channels: the next default group starts the groups' names again."""
+        self._channels.clear()
 
     def peers_changed(self) -> None:
-        """Boards were made since: their ranks are peers from now on."""
-        for watched in self._watched.values():
-            watched.peers = self._peers.among(watched.members)
-            watched.native = None
+        """Look up every channel's peers again, after boards were created."""
+        for channel in self._channels.values():
+            channel.peers = self._peers.among(channel.members)
+            channel.native = None
 
-    def in_round(self, watched: Watched, number: int) -> int:
-        """The number as boards have it: after a refusal that all its members raise, the channel's next round begins."""
-        while watched.alarms_seen < self._refusals.raised:
-            ranks = self._refusals.ranks_of(watched.alarms_seen)
-            watched.alarms_seen += 1
-            if set(watched.members) <= set(ranks):
-                watched.round += 1
-        return watched.round << B.ROUND_SHIFT | number
-
-    def signature(self, asked: InternedArgs, code: int) -> int:
-        """What is equal where ranks ask for the same."""
-        known = self._signatures.get(id(asked))
-        if known is None or known[0] is not asked:
+    def signature(self, args: InternedArgs, code: int) -> int:
+        """Return a number that is equal on ranks with equal arguments."""
+        known = self._signatures.get(id(args))
+        if known is None or known[0] is not args:
             if len(self._signatures) > _KEPT:
                 self._signatures.clear()
-            content = asked.content
-            known = self._signatures[id(asked)] = (asked, B.key_of(*(content[field] for field in ("op", "in", "out", "root", "is", "os"))))
+            known = self._signatures[id(args)] = (args, B.key_of(*(args.content[field] for field in _COMPARED)))
         return (known[1] + code * 0x9E3779B97F4A7C15) & _MASK
 
-    def blob(self, asked: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
-        """Position of what was asked and where, for who must tell it in words: once for each stack."""
-        key = (id(asked), code, stack)
-        known, position = self._blobs.get(key, (None, 0))
-        if known is not asked or not position or not self._board.is_alive(position):
-            name, where = users_operation(frame, asked.op)
-            content = {
-                **{field: asked.content[field] for field in ("op", "dop", "in", "out", "root", "is", "os")},
-                "rop": L.reduce_op_of(code),
-                "name": name, "where": where, "peer": asked.peer, "tag": asked.tag, "async": asked.content["async"],
-            }  # fmt: skip
-            position = self._keep_blob(key, asked, self._board.add_blob(content))
-        return position
-
-    def blob_of(self, asked: InternedArgs, code: int, stack: int) -> int:
-        """The position of one that was made; 0 where it was not, or is too old to be referred to."""
-        known, position = self._blobs.get((id(asked), code, stack), (None, 0))
-        return position if known is asked and position and self._board.is_alive(position) else 0
-
-    def channel(self, asked: InternedArgs) -> Watched | None:
-        """Where it is announced; None for a message that nobody can say the partner of."""
-        channel = asked.channel
-        if asked.op in POINT_TO_POINT:
-            tag = asked.tag if channel.matches_tags else 0  # NCCL ignores tags
-            if asked.peer < 0 or asked.flags & L.FLAG_ANY_SOURCE:
-                if self._exchange is not None and (channel, tag) not in self._from_anybody:
-                    self._from_anybody.add((channel, tag))
-                    self._exchange.forget()  # plans of messages that are not compared from now on
-                return None  # which send it meets is not known before
-            sends = asked.op == "send"
+    def channel(self, args: InternedArgs) -> VerifiedChannel | None:
+        """Return the channel to announce on; None for a message whose partner cannot be known."""
+        channel = args.channel
+        identity: Any = channel
+        if args.op in POINT_TO_POINT:
+            tag = args.tag if channel.matches_tags else 0
+            if args.peer < 0 or args.flags & L.FLAG_ANY_SOURCE:
+                if self._exchange is not None and (channel, tag) not in self._from_any_source:
+                    self._from_any_source.add((channel, tag))
+                    self._exchange.forget()  # it has plans for messages that are not compared from now on
+                return None
+            sends = args.op == "send"
             if not sends and (-1, f"recv {tag}" if channel.matches_tags else "recv") in channel.pairs:
-                return None  # it has received from anybody, too: which message is the next one from this peer is not known
-            identity: Any = (channel, sends, asked.peer, tag)
-        else:
-            identity = channel
-        found = self._watched.get(identity)
+                return None  # after a receive from any source, this peer's next message is unknown
+            identity = (channel, sends, args.peer, tag)
+        found = self._channels.get(identity)
         if found is None:
-            found = self._watched[identity] = self._new_channel(channel, asked, identity)
+            found = self._channels[identity] = self._new_channel(channel, args, identity)
         return found
 
-    def _new_channel(self, channel: Channel, asked: InternedArgs, identity: Any) -> Watched:
+    def _new_channel(self, channel: Channel, args: InternedArgs, identity: Any) -> VerifiedChannel:
         group = channel.group
         parts: tuple[Any, ...] = (group.incarnation, group.name, group.ranks, channel.device)
-        if identity is channel:
-            members = group.ranks
-        else:
-            rank = self._peers.rank
-            pair = (rank, asked.peer) if asked.op == "send" else (asked.peer, rank)
-            parts, members = (*parts, *pair), pair
-        description: dict[str, Any] = {"group": label(group), "ranks": list(members)}
+        members = group.ranks
+        description: dict[str, Any] = {"group": group_name(group)}
         family = 0
         if identity is not channel:
-            family = description["family"] = B.key_of(*parts)
-            description["tag"] = identity[3]
-            parts = (*parts, identity[3])
+            rank, tag = self._peers.rank, identity[3]
+            members = (rank, args.peer) if args.op == "send" else (args.peer, rank)
+            family = B.key_of(*parts, *members)
+            description.update(family=family, tag=tag)
+            parts = (*parts, *members, tag)
         key = B.key_of(*parts)
-        slot = self._board.add_channel(key, description)
+        slot = self._board.add_channel(key, {**description, "ranks": list(members)})
         if not slot:
-            log.warning("commlens: more than %d channels: what goes over further ones is not verified", B.CHANNELS)
+            log.warning("commlens: more than %d channels are in use; collectives on further ones are not verified", B.CHANNELS)
         peers = self._peers.among(members)
         self._peers.warn_of(members, peers)
-        watched = Watched(group, key, slot, members, peers)
-        watched.family = family
-        return watched
+        return VerifiedChannel(group, key, slot, members, peers, family)
 
-    def _calls(self, name: str, group: Group) -> Watched:
-        """The channel of calls of functions in a group: one for all functions, as there is one for all collectives."""
-        found = self._watched.get(group)
+    def _call_channel(self, name: str, group: Group) -> VerifiedChannel:
+        """Return the channel for function calls of a group. All functions share it, as all collectives share one."""
+        found = self._channels.get(group)
         if found is None:
             key = B.key_of("calls", group.incarnation, group.name, group.ranks)
-            slot = self._board.add_channel(key, {"group": label(group), "ranks": list(group.ranks)})
+            slot = self._board.add_channel(key, {"group": group_name(group), "ranks": list(group.ranks)})
             peers = self._peers.among(group.ranks)
             left_out = [rank for rank in group.ranks if rank != self._peers.rank and rank not in peers]
             if left_out:
@@ -196,30 +187,68 @@ class Announcer:
                     "commlens: the arguments of %s are not compared with those of %s (on another node, or not verifying)",
                     name, ranks_phrase(left_out),
                 )  # fmt: skip
-            found = self._watched[group] = Watched(group, key, slot, group.ranks, peers)
+            found = self._channels[group] = VerifiedChannel(group, key, slot, group.ranks, peers)
         return found
 
-    def _call_blob(self, key: int, signature: int, call: Call, frame: FrameType | None) -> int:
-        place: list[Any] = []
-        below = frame
-        while below is not None:
-            place += (below.f_code, below.f_lasti)
-            below = below.f_back
-        known = (key, signature, *place)
-        _, position = self._blobs.get(known, (None, 0))
-        if not position or not self._board.is_alive(position):
-            content = {**call.content, "name": call.op, "where": users_operation(frame, "")[1]}
-            position = self._board.add_blob(content) or self._board.add_blob({**content, "leaves": None})
-            self._keep_blob(known, None, position)
+    def _with_round(self, channel: VerifiedChannel, number: int) -> int:
+        """Return the number as boards have it. After a refusal that all members of a channel raise, its next round starts."""
+        while channel.refusals_seen < self._refusals.raised:
+            ranks = self._refusals.ranks_of(channel.refusals_seen)
+            channel.refusals_seen += 1
+            if set(channel.members) <= set(ranks):
+                channel.round += 1
+        return channel.round << B.ROUND_SHIFT | number
+
+    def _native(self, channel: VerifiedChannel) -> Any:
+        if channel.native is None:
+            for rank in channel.peers:
+                if rank not in self._native_peers:
+                    self._native_peers.add(rank)
+                    self._exchange.add_peer(rank, self._peers[rank].map)
+            channel.native = self._exchange.channel(channel.key, channel.slot, channel.members, channel.peers)
+        return channel.native
+
+    # --- blobs: arguments and call sites, for messages
+
+    def _blob(self, args: InternedArgs, code: int, stack: int, frame: FrameType | None) -> int:
+        """Return the position of the blob of a collective at a call site, written once for each stack."""
+        key = (id(args), code, stack)
+        position = self._known_blob(key, args)
+        if not position:
+            name, where = call_site(frame, args.op)
+            content = {
+                **{field: args.content[field] for field in (*_COMPARED, "dop", "async")},
+                "rop": L.reduce_op_of(code), "name": name, "where": where, "peer": args.peer, "tag": args.tag,
+            }  # fmt: skip
+            position = self._keep_blob(key, args, self._board.add_blob(content))
         return position
 
-    def _keep_blob(self, key: Any, of: Any, position: int) -> int:
+    def _call_blob(self, channel_key: int, signature: int, call: FunctionCall, frame: FrameType | None) -> int:
+        places: list[Any] = []
+        caller = frame
+        while caller is not None:
+            places += (caller.f_code, caller.f_lasti)
+            caller = caller.f_back
+        key = (channel_key, signature, *places)
+        position = self._known_blob(key, None)
+        if not position:
+            content = {**call.content, "name": call.op, "where": call_site(frame, "")[1]}
+            position = self._board.add_blob(content) or self._board.add_blob({**content, "leaves": None})
+            self._keep_blob(key, None, position)
+        return position
+
+    def _known_blob(self, key: Any, of: InternedArgs | None) -> int:
+        """Return the position of a blob; 0 if it was not written, or is too old to be referred to."""
+        known, position = self._blobs.get(key, (None, 0))
+        return position if known is of and position and self._board.is_alive(position) else 0
+
+    def _keep_blob(self, key: Any, of: InternedArgs | None, position: int) -> int:
         if len(self._blobs) > _KEPT:
             self._blobs.clear()
         self._blobs[key] = (of, position)
         return position
 
-    def _note(self, thread: int) -> None:
+    def _count_thread(self, thread: int) -> None:
         if thread not in self._threads:
             self._threads.add(thread)
-            self._board.word(B.THREADS, len(self._threads))
+            self._board.set_word(B.THREADS, len(self._threads))

@@ -1,6 +1,6 @@
-"""The arguments of a function as data that ranks can compare: nested containers, their tensors, and what else is in them.
+"""The arguments of a function as data that ranks can compare: nested containers, tensors and other values.
 
-No torch: what has a shape and a dtype is a tensor.
+No torch: any object with a shape and a dtype counts as a tensor.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ _ASPECTS: Final = ("shape", "dtype", "device", "layout")
 
 
 class Leaf(msgspec.Struct, frozen=True, array_like=True):
-    """A container, a tensor or another value, and where in the arguments it is."""
+    """A container, a tensor or another value, and its path in the arguments."""
 
     path: str  # inputs["tokens"][0]
     kind: str  # "tensor", or the name of the type
-    detail: list[Any] | int | str | None = None  # a tensor's aspects, a container's keys or length, a value where values are compared
+    detail: list[Any] | int | str | None = None  # a tensor's aspects, a container's keys or length, a value if values are compared
 
 
 class LeafDisagreement(msgspec.Struct, frozen=True):
-    """Ranks called a function with arguments that do not fit."""
+    """Arguments that differ between ranks."""
 
-    aspect: str  # "structure", "shape", "dtype", "device", "layout", "value"; "argument" where there are too many to say in what
-    at: list[tuple[str, dict[int, tuple[str, str]]]]  # path, and by rank what is there in one or two words
+    aspect: str  # "structure", "shape", "dtype", "device", "layout", "value"; "argument" if there are too many leaves to compare
+    at: list[tuple[str, dict[int, tuple[str, str]]]]  # path; by rank, its content in one or two words
 
 
 def describe(arguments: Mapping[str, Any], compare_value: Callable[[str], bool], *, shapes: bool = True) -> list[Leaf]:
-    """All that is in the arguments, containers first.
+    """Return all leaves of the arguments, containers before their elements.
 
     Args:
-        arguments: by name.
-        compare_value: whether the plain values (numbers, text, booleans) below an argument of this name must be equal.
-        shapes: whether tensors' shapes must be.
+        arguments: the arguments by name.
+        compare_value: returns whether plain values (numbers, strings, booleans) in the argument of this name must be equal.
+        shapes: whether tensors must have equal shapes; otherwise only equal numbers of dimensions.
     """
     leaves: list[Leaf] = []
     for name, value in arguments.items():
@@ -81,15 +81,15 @@ def _walk(path: str, value: Any, into: list[Leaf], values: bool, shapes: bool, d
             _walk(child, item, into, values, shapes, depth + 1)
 
 
-def packed(leaves: Sequence[Leaf]) -> Any:
-    """The leaves for a blob: as they are, or compressed where there are many."""
+def pack(leaves: Sequence[Leaf]) -> Any:
+    """Return the leaves as JSON-compatible content of a blob, compressed if there are many."""
     plain = msgspec.to_builtins(leaves)
     text = json.dumps(plain).encode()
     return plain if len(text) <= PLAIN_SIZE else base64.b85encode(zlib.compress(text)).decode()
 
 
-def unpacked(content: Any) -> list[Leaf] | None:
-    """The leaves of a blob; None where it holds none that can be read."""
+def unpack(content: Any) -> list[Leaf] | None:
+    """Return the leaves of a blob; None if it has none that can be read."""
     try:
         plain = json.loads(zlib.decompress(base64.b85decode(content))) if isinstance(content, str) else content
         return msgspec.convert(plain, list[Leaf])
@@ -98,7 +98,7 @@ def unpacked(content: Any) -> list[Leaf] | None:
 
 
 def compare_leaves(leaves: Mapping[int, Sequence[Leaf] | None]) -> LeafDisagreement | None:
-    """In what the ranks' arguments differ: in their structure first, since without that nothing else can be told."""
+    """Compare the ranks' arguments: their structure first, since nothing else can be compared without it."""
     if any(each is None for each in leaves.values()):
         return LeafDisagreement("argument", [])
     by_path = {rank: {leaf.path: leaf for leaf in each or ()} for rank, each in leaves.items()}
@@ -106,7 +106,7 @@ def compare_leaves(leaves: Mapping[int, Sequence[Leaf] | None]) -> LeafDisagreem
     found: list[tuple[str, dict[int, tuple[str, str]]]] = []
     for path in paths:
         if any(path.startswith((f"{above}[", f"{above}.")) for above, _ in found):
-            continue  # said already, of what it is in
+            continue  # its container differs already
         here = {rank: each.get(path) for rank, each in by_path.items()}
         if len({_structure(leaf) for leaf in here.values()}) > 1:
             found.append((path, {rank: (_structure_words(leaf), "") for rank, leaf in here.items()}))

@@ -1,7 +1,7 @@
-"""What to call an operation: the library function that the user's line called, and that line.
+"""Name an operation for the user: the library function that the user's line called, and that line.
 
-Knows the parts of torch and Accelerate that communicate by the files they live in (torch 2.6 to 2.15, Accelerate 1.15); of another
-version it may name a function less well known, never a wrong line.
+The parts of torch and Accelerate that communicate are known by their files (torch 2.6 to 2.15, Accelerate 1.15). On another version
+the name may be that of an inner function; the line is right in any case.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from commlens.model.collective import FrameKind
 from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
 
-_DEEPEST = 400  # frames; a deeper recursion keeps its inner part
+_DEEPEST = 400  # frames; of a deeper stack, only the innermost are read
 _WRAPPERS = frozenset(
     {"wrapper", "wrapped", "inner", "_fn", "<lambda>", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl",
      "_no_grad_wrapper", "__enter__", "__exit__", "compile_wrapper", "apply"}
@@ -29,11 +29,11 @@ _ACCELERATE = "accelerate.utils.operations"
 
 
 class _Step(NamedTuple):
-    """A frame of a library's."""
+    """A frame of a library."""
 
     kind: FrameKind
     module: str
-    function: str  # with its class, where there is one: "Accelerator.gather"
+    function: str  # with its class, if any: "Accelerator.gather"
     frame: FrameType
 
     @property
@@ -41,13 +41,13 @@ class _Step(NamedTuple):
         return self.function.rpartition(".")[2]
 
 
-def users_operation(frame: FrameType | None, op: str) -> tuple[str, str]:
-    """``("accelerate.utils.operations.broadcast", "train.py:21 in main")`` of the stack that ends (innermost) with ``frame``.
+def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
+    """Return ``("accelerate.utils.operations.broadcast", "train.py:21 in main")`` for the stack whose innermost frame is ``frame``.
 
-    The name is ``torch.distributed.<op>`` where the user's line issued it directly; the line is empty where no frame is the user's.
+    The name is ``torch.distributed.<op>`` if the user's line issued the op directly. The line is empty if no frame is the user's.
     """
     if frame is None and op == "all_reduce":
-        # A thread of C++'s own (autograd's, on an accelerator): what communicates there is DDP's reducer.
+        # A C++ thread (autograd's, on an accelerator): DDP's reducer issues it.
         return "torch.nn.parallel.DistributedDataParallel (backward)", ""
     steps: list[_Step] = []
     for _ in range(_DEEPEST):
@@ -64,7 +64,7 @@ def users_operation(frame: FrameType | None, op: str) -> tuple[str, str]:
 
 
 def _name(steps: list[_Step], op: str) -> str:
-    """The part of torch that communicates, else the library nearest to torch, else the outermost public function of torch.distributed.
+    """Return the part of torch that communicates, else the library closest to torch, else the outermost public torch.distributed function.
 
     Args:
         steps: innermost first.
@@ -80,7 +80,7 @@ def _name(steps: list[_Step], op: str) -> str:
 
 
 def _sharding(steps: list[_Step]) -> str:
-    """DDP, FSDP, DTensor and tensor parallelism."""
+    """Return the name of DDP, FSDP, DTensor or tensor parallelism; "" if none of them is in the stack."""
     modules = {step.module for step in steps}
     if any(module.startswith("torch.distributed.fsdp._fully_shard") for module in modules):
         names = [step.plain for step in steps if step.module.startswith("torch.distributed.fsdp._fully_shard")]
@@ -91,14 +91,14 @@ def _sharding(steps: list[_Step]) -> str:
         phase = next((step.plain for step in steps if step.module == _DDP), "")
         return f"torch.nn.parallel.DistributedDataParallel{' (forward)' if 'forward' in phase else ''}"
     if steps[0].module == "torch.autograd.graph":
-        return "torch.nn.parallel.DistributedDataParallel (backward)"  # from C++, below autograd: its reducer
+        return "torch.nn.parallel.DistributedDataParallel (backward)"  # its reducer, called from C++
     if any(module.startswith("torch.distributed.tensor") for module in modules):
         return _dtensor(steps)
     return ""
 
 
 def _phase(names: list[str]) -> str:
-    """Of the innermost function that says it."""
+    """Return " (forward)" or " (backward)" by the innermost function whose name says so."""
     phase = next((word for name in names for word in ("backward", "forward") if word in name), "")
     return f" ({phase})" if phase else ""
 
@@ -117,7 +117,7 @@ def _dtensor(steps: list[_Step]) -> str:
 
 
 def _library(steps: list[_Step]) -> str:
-    """The outermost function of the package nearest to torch: of Accelerate under a trainer that uses it."""
+    """Return the outermost function of the package closest to torch: of Accelerate, under a trainer that uses it."""
     nearest = next((step for step in steps if step.kind is FrameKind.LIBRARY), None)
     if nearest is None:
         return ""
@@ -127,7 +127,7 @@ def _library(steps: list[_Step]) -> str:
         if step.kind is FrameKind.LIBRARY and step.module.partition(".")[0] != package:
             break
         wrapped = step.frame.f_locals.get("function") if step.module == _ACCELERATE and step.plain == "wrapper" else None
-        if wrapped is not None:  # its decorators, below which its own check may communicate for the function
+        if wrapped is not None:  # Accelerate's decorator, whose own check may communicate for the function
             name = f"{wrapped.__module__}.{wrapped.__qualname__}"
         elif step.kind is FrameKind.LIBRARY and _is_public(step):
             name = _full_name(step)
@@ -140,7 +140,7 @@ def _is_public(step: _Step) -> bool:
 
 
 def _full_name(step: _Step) -> str:
-    """As one would import it, as far as the file tells."""
+    """Return a function's name as one would import it, as far as its file shows."""
     function = _with_class(step)
     module = step.module
     if module == "torch.distributed.distributed_c10d":
@@ -153,7 +153,7 @@ def _full_name(step: _Step) -> str:
 
 
 def _with_class(step: _Step) -> str:
-    """Python 3.11 knows a function's class; before, the object tells."""
+    """Return a function's name with its class. Before Python 3.11, the class is that of ``self``."""
     qualified: str = getattr(step.frame.f_code, "co_qualname", "")
     if qualified:
         return qualified.replace(".<locals>", "")

@@ -1,4 +1,4 @@
-"""What is verified: channels as boards have them, and ops that were announced on one."""
+"""Verified channels, and collectives that were announced on one."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Any, Final
 from commlens.tap.groups import Group
 from commlens.tap.interned_args import InternedArgs
 
-ROOTED_PATIENCE_NS: Final = 1_000_000_000  # a root may legally leave before the others come: so long it waits for them
+ROOTED_PATIENCE_NS: Final = 1_000_000_000  # how long a rank of a rooted op waits for ranks that it does not need
 
 
-class Watched:
-    """A channel of ours, or one direction between two of its ranks."""
+class VerifiedChannel:
+    """A channel of this rank, or the messages of one tag from one rank to another."""
 
-    __slots__ = ("alarms_seen", "family", "group", "key", "members", "native", "peers", "rooted_patience_ns", "round", "slot")
+    __slots__ = ("family", "group", "key", "members", "native", "peers", "refusals_seen", "rooted_patience_ns", "round", "slot")
 
-    def __init__(self, group: Group, key: int, slot: int, members: tuple[int, ...], peers: list[int]) -> None:
+    def __init__(self, group: Group, key: int, slot: int, members: tuple[int, ...], peers: list[int], family: int = 0) -> None:
         self.group = group
         self.key = key
-        self.slot = slot  # on our own board; 0 where it has no room
+        self.slot = slot  # on this rank's own board; 0 if it has none left
         self.members = members  # global ranks
-        self.peers = peers  # those whose boards can be read here
-        self.native: Any = None  # the same in C++, while the peers are these
+        self.peers = peers  # members whose boards can be read here
+        self.family = family  # of messages: the key of all tags in this direction
+        self.native: Any = None  # the same channel in C++, until the peers change
         self.rooted_patience_ns = ROOTED_PATIENCE_NS
-        self.round = 0  # how many refusals all its members raised: what is tried again after one does not meet the first attempt
-        self.alarms_seen = 0
-        self.family = 0  # of a message's direction: the key that all tags of it share
+        self.round = 0  # number of refusals that all members raised: a retry must not match the first attempt
+        self.refusals_seen = 0
 
 
-class Call:
-    """A call of a user's function, in the place of a collective."""
+class FunctionCall:
+    """A call of a user's function, verified like a collective."""
 
     __slots__ = ("content", "op", "peer", "tag")
 
@@ -40,20 +40,20 @@ class Call:
 
 
 class Pending:
-    """An announced op whose comparison is not complete."""
+    """An announced collective that has not been compared with all peers yet."""
 
-    __slots__ = ("absent", "asked", "channel", "code", "number", "signature")
+    __slots__ = ("absent", "args", "channel", "code", "number", "signature")
 
-    def __init__(self, channel: Watched, number: int, signature: int, code: int, asked: InternedArgs | Call) -> None:
+    def __init__(self, channel: VerifiedChannel, number: int, signature: int, code: int, args: InternedArgs | FunctionCall) -> None:
         self.channel = channel
         self.number = number  # with its round
         self.signature = signature
         self.code = code  # of the reduce op, plus 1
-        self.asked = asked
+        self.args = args
         self.absent: list[int] = channel.peers
 
 
-def label(group: Group) -> str:
-    """What people call a group."""
-    described = "" if group.description == "undefined" else group.description  # what torch says of a group that nobody described
+def group_name(group: Group) -> str:
+    """Return the name of a group in messages: mesh dimension, description or torch's name."""
+    described = "" if group.description == "undefined" else group.description  # torch's word for no description
     return group.mesh_dim or described or group.name

@@ -12,8 +12,8 @@ from commlens.matching.collectives import compare_collectives
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.model.ops import POINT_TO_POINT
-from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpacked
-from commlens.verification.channels import Call, Pending, label
+from commlens.verification.arguments import LeafDisagreement, compare_leaves, unpack
+from commlens.verification.channels import FunctionCall, Pending, group_name
 from commlens.verification.messages import Row, Subject, leaves_text, mismatch_text
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
@@ -70,7 +70,7 @@ class Comparison:
     def subject(self, pending: Pending) -> Subject:
         """Return the collective as a refusal names it."""
         group = pending.channel.group
-        return Subject(label(group), group.ranks, pending.number & B.NUMBER_MASK)
+        return Subject(group_name(group), group.ranks, pending.number & B.NUMBER_MASK)
 
     def rows(self, pending: Pending) -> list[Row]:
         """Return a table row for each rank that has announced, this one included."""
@@ -102,13 +102,13 @@ class Comparison:
         return found
 
     def _disagreement(self, pending: Pending, announced: _Announcements) -> Disagree | LeafDisagreement | None:
-        if isinstance(pending.asked, Call) and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1:
-            return compare_leaves({rank: unpacked(blob.get("leaves")) for rank, _, blob in announced if blob is not None})
+        if isinstance(pending.args, FunctionCall) and len({blob["op"] for _, _, blob in announced if blob is not None}) == 1:
+            return compare_leaves({rank: unpack(blob.get("leaves")) for rank, _, blob in announced if blob is not None})
         key = tuple((rank, signature) for rank, signature, _ in announced)
         if key in self._agreed:
             return None
         by_rank = {rank: _arguments(blob) for rank, _, blob in announced if blob is not None}
-        if pending.asked.op in POINT_TO_POINT:
+        if pending.args.op in POINT_TO_POINT:
             if len(by_rank) < 2:
                 return None
             sender, receiver = pending.channel.members
@@ -146,8 +146,8 @@ def table_row(rank: int, blob: dict[str, Any]) -> Row:
 
 
 def _own_blob(pending: Pending) -> dict[str, Any]:
-    asked = pending.asked
-    return {**asked.content, "rop": L.reduce_op_of(pending.code), "peer": asked.peer, "tag": asked.tag, "name": "", "where": ""}
+    args = pending.args
+    return {**args.content, "rop": L.reduce_op_of(pending.code), "peer": args.peer, "tag": args.tag, "name": "", "where": ""}
 
 
 def _arguments(blob: dict[str, Any]) -> CollectiveArgs:

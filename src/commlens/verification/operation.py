@@ -1,7 +1,7 @@
-"""``commlens.verify_operation``: compare the arguments of one's own multi-rank function across ranks, before it runs.
+"""``commlens.verify_operation``: compare the arguments of a user's multi-rank function across ranks before it runs.
 
-Nothing is sent over the user's process groups: the ranks of a node read each other's boards, and wait for each other there,
-for at most as long as they would for a collective.
+Nothing is sent over the user's process groups: the ranks of a node read each other's boards, and wait there for each other
+at most as long as for a collective.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, ParamSpec, TypeVar, overload
 
 from commlens.errors import DistributedOperationException
-from commlens.verification.arguments import describe, packed
+from commlens.verification.arguments import describe, pack
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 GROUP_NAMES = ("group", "process_group")
-"""Parameters that say which ranks call the function, where the decorator does not."""
+"""Parameters that hold the process group, unless the decorator names one."""
 
 _calls: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # by process group
 
@@ -47,20 +47,20 @@ def verify_operation(
         @commlens.verify_operation(values=["op"])
         def gather_metrics(inputs, op="mean"): ...
 
-    Where verification is on (``commlens launch --debug``, ``with commlens.verify()``), a call waits until the group's other ranks on
-    this node call it too. Then lists, tuples, dicts, named tuples and dataclasses must have the same elements, tensors the same shapes,
-    dtypes and device types, and everything else the same types; if not, all of them raise, and the function runs on none. Elsewhere
-    the decorator does nothing, and what is on other nodes is not compared, which is said once.
+    With verification on (``commlens launch --debug``, ``with commlens.verify()``), a call waits until the group's other ranks on this
+    node call the function too. Then lists, tuples, dicts, named tuples and dataclasses must have the same elements, tensors the same
+    shapes, dtypes and device types, and everything else the same types; otherwise all these ranks raise, and the function runs on none.
+    Ranks on other nodes are not compared, which is logged once. With verification off, the decorator does nothing.
 
     Args:
         function: the function. Its name must be the same on all ranks.
         group: the process group whose ranks call it, or the name of the parameter that holds it. By default a parameter
             ``group`` or ``process_group``, else all ranks.
-        values: whether numbers, text and booleans must be equal too: everywhere, or in the arguments of these names.
-        shapes: False where tensors may differ in size, and only the number of dimensions must be the same.
+        values: whether numbers, strings and booleans must be equal too: in all arguments, or in those with these names.
+        shapes: False if tensors may differ in size and need only the same number of dimensions.
 
     Raises:
-        DistributedOperationException: from the decorated function: the arguments do not fit, or a rank did not come.
+        DistributedOperationException: raised by the decorated function: the arguments do not match, or a rank did not arrive.
     """
     if function is None:
         return functools.partial(verify_operation, group=group, values=values, shapes=shapes)
@@ -79,14 +79,14 @@ def verify_operation(
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            return function(*args, **kwargs)  # which says it best itself
+            return function(*args, **kwargs)  # it raises the same error
         bound.apply_defaults()
         among = _group(group, bound.arguments) or distributed.group.WORLD
         verifier, known = verifier_of(among)
         with next_call(among) as number:
             if verifier is not None and verifier.is_active:
                 verifier.before_call(
-                    name, known, number, lambda: packed(describe(bound.arguments, compare_value, shapes=shapes)), sys._getframe(1)
+                    name, known, number, lambda: pack(describe(bound.arguments, compare_value, shapes=shapes)), sys._getframe(1)
                 )
         return function(*args, **kwargs)
 
@@ -102,7 +102,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _group(group: Any, arguments: dict[str, Any]) -> Any:
-    """The process group of a call; None for the default one."""
+    """Return the process group of a call; None for the default one."""
     if isinstance(group, str):
         return arguments[group]
     if group is not None:
@@ -112,9 +112,9 @@ def _group(group: Any, arguments: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def next_call(among: Any) -> Iterator[int]:
-    """The number of this call among those of such functions in the group: verified or not, all ranks count alike.
+    """Number the calls of decorated functions in a group. Calls count on all ranks alike, whether they verify or not.
 
-    A call that is refused inside does not count: the function did not run.
+    A call that is refused does not count: the function did not run.
     """
     try:
         number = _calls[among] = _calls.get(among, 0) + 1
@@ -130,7 +130,7 @@ def next_call(among: Any) -> Iterator[int]:
 
 
 def verifier_of(among: Any) -> tuple[Any, Any]:
-    """The process's verifier and what the recorder knows of the group; nothing where there is none."""
+    """Return the process's verifier and the recorder's view of the group; None for both without a verifier."""
     from commlens.tap.torch_patches import active_recorder
 
     recorder = active_recorder()

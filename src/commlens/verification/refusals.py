@@ -1,86 +1,102 @@
-"""Refusals of this rank, and those that others have posted for it to raise."""
+"""Refusals: the exception, and which of the job's posted refusals this rank has raised."""
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
-from commlens.blackbox.refusal_log import Alarms
+from commlens.blackbox.refusal_log import RefusalLog
+from commlens.errors import DistributedOperationException
 from commlens.verification.channels import Pending
-from commlens.verification.refusal_exception import refusal
 
 
 class Refusals:
-    """The job's alarms, as far as this rank has raised them."""
+    """The job's refusals, and up to where this rank has raised them."""
 
-    def __init__(self, alarms: Alarms, rank: int, bells: Any) -> None:
-        self._alarms = alarms
+    def __init__(self, posted: RefusalLog, rank: int, bells: Any) -> None:
+        self._posted = posted
         self._rank = rank
-        self._bells = bells  # what wakes who is concerned
-        self.raised = alarms.count()  # what was posted before our time is not for us
+        self._bells = bells  # wake the ranks that a refusal concerns
+        self.raised = posted.count()  # refusals from before this rank verified are not for it
 
     def raise_new(self) -> None:
-        """Raise the oldest that concerns us and has not been raised.
+        """Raise the oldest refusal that concerns this rank and has not been raised.
 
         Raises:
             DistributedOperationException: there is one.
         """
-        count = self._alarms.count()
+        count = self._posted.count()
         while self.raised < count:
-            alarm = self._alarms.read(self.raised)
+            posted = self._posted.read(self.raised)
             self.raised += 1
-            if alarm and self._concerns_us(alarm):
-                raise refusal(str(alarm.get("text", "")), str(alarm.get("kind", "")))
+            if self._concerns_this_rank(posted):
+                raise _exception(posted)
 
     def skip(self) -> None:
-        """What was posted until now is told by others."""
-        self.raised = self._alarms.count()
+        """Do not raise what has been posted so far."""
+        self.raised = self._posted.count()
 
     def unraised(self) -> str | None:
-        """The text of one that concerns us and was not raised."""
-        for at in range(self.raised, self._alarms.count()):
-            alarm = self._alarms.read(at)
-            if alarm and self._concerns_us(alarm):
-                return str(alarm.get("text", ""))
-        return None
+        """Return the text of the first refusal that concerns this rank and has not been raised."""
+        new = (self._posted.read(at) for at in range(self.raised, self._posted.count()))
+        return next((str(posted.get("text", "")) for posted in new if self._concerns_this_rank(posted)), None)
 
     def ranks_of(self, index: int) -> Iterable[int]:
-        """Whom an alarm concerns."""
-        ranks = self._alarms.read(index).get("ranks", ())
+        """Return the ranks that a refusal concerns."""
+        ranks = self._posted.read(index).get("ranks", ())
         return ranks if isinstance(ranks, list) else ()
 
     def raise_if_posted(self, pending: Pending) -> None:
-        """Raise what somebody has posted of this very op, and nothing else.
+        """Raise a refusal of this very collective.
 
         Raises:
-            DistributedOperationException: it was posted.
+            DistributedOperationException: another rank has posted one.
         """
-        for at in range(self.raised, self._alarms.count()):
-            alarm = self._alarms.read(at)
-            if alarm.get("key") == pending.channel.key and alarm.get("number") == pending.number:
+        for at in range(self.raised, self._posted.count()):
+            posted = self._posted.read(at)
+            if posted.get("key") == pending.channel.key and posted.get("number") == pending.number:
                 self.skip()
-                raise refusal(str(alarm.get("text", "")), str(alarm.get("kind", "")))
+                raise _exception(posted)
 
     def post(self, pending: Pending, kind: str, text: str, *, about: tuple[int, int] | None = None, ranks: Iterable[int] = ()) -> NoReturn:
-        """Post it and raise; what was posted about the same before is raised instead.
+        """Post a refusal and raise it; if another rank has posted one of the same collective before, raise that one.
 
         Args:
-            pending: the op that is not issued.
-            kind: of the refusal.
-            text: its words.
-            about: key and number of the op that it is told of, where that is another.
-            ranks: whom it concerns besides those of the op.
+            pending: the collective that is not issued.
+            kind: the kind of fault, ``mismatch/shape``.
+            text: the message.
+            about: key and number of the collective that all ranks post it under, if not ``pending``.
+            ranks: the ranks that it concerns besides the channel's members.
 
         Raises:
             DistributedOperationException: always.
         """
         key, number = about or (pending.channel.key, pending.number)
         concerned = sorted({*pending.channel.members, *ranks})
-        alarm = self._alarms.post(key, number, {"kind": kind, "text": text, "by": self._rank, "ranks": concerned})
-        self.raised = max(self.raised, self._alarms.count())
+        posted = self._posted.post(key, number, {"kind": kind, "text": text, "by": self._rank, "ranks": concerned})
+        self.raised = max(self.raised, self._posted.count())
         self._bells.wake(concerned)
-        raise refusal(str(alarm.get("text") or text), str(alarm.get("kind") or kind))
+        raise _exception({"kind": kind, "text": text, **posted})
 
-    def _concerns_us(self, alarm: dict[str, Any]) -> bool:
-        ranks = alarm.get("ranks")
+    def _concerns_this_rank(self, posted: dict[str, Any]) -> bool:
+        ranks = posted.get("ranks")
         return isinstance(ranks, list) and self._rank in ranks
+
+
+def _exception(posted: dict[str, Any]) -> DistributedOperationException:
+    """Return a :class:`commlens.DistributedOperationException` that also is Accelerate's, if accelerate is loaded."""
+    operations = sys.modules.get("accelerate.utils.operations")
+    accelerates = getattr(operations, "DistributedOperationException", None)
+    text = str(posted.get("text", ""))
+    error = _both(accelerates)(text) if isinstance(accelerates, type) else DistributedOperationException(text)
+    error.kind = str(posted.get("kind", ""))
+    return error
+
+
+@functools.lru_cache(maxsize=2)
+def _both(accelerates: type[Exception]) -> type[DistributedOperationException]:
+    both: Any = type("DistributedOperationException", (DistributedOperationException, accelerates), {"__module__": "commlens"})
+    result: type[DistributedOperationException] = both
+    return result

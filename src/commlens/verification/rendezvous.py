@@ -1,4 +1,4 @@
-"""Where verification begins in the middle of a program: ranks let each other come there, for a while."""
+"""The rendezvous where ranks start to verify in the middle of a program: they wait for each other, for a limited time."""
 
 from __future__ import annotations
 
@@ -12,68 +12,74 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.board import Board
 from commlens.verification.peers import Peers, is_gone
 
-ENTRY_PATIENCE_NS: Final = 10_000_000_000  # who enters `commlens.verify()` waits for the others at most so long
-ENTRY_NAP_S: Final = 500e-6
-EVERY_MEETING: Final = 1 << 62  # of whoever verifies from first to last
+PATIENCE_NS: Final = 10_000_000_000  # the longest wait for ranks that do not arrive
+NAP_S: Final = 500e-6
+ALL_RENDEZVOUS: Final = 1 << 62  # number for a rank that verifies from its first collective to its last
 
 
-class Meetings:
-    """The first, the second ... time that this rank begins to verify."""
+class Rendezvous:
+    """This rank's first, second, ... start of verification."""
 
     def __init__(
-        self, folder: Path, board: Board, peers: Peers, late: frozenset[int], timeout_s: Callable[[], float], look_again: Callable[[], None]
+        self,
+        folder: Path,
+        board: Board,
+        peers: Peers,
+        late: frozenset[int],
+        timeout_s: Callable[[], float],
+        find_new_boards: Callable[[], None],
     ) -> None:
-        """Meet the ranks of a node.
+        """Meet the other ranks of a node.
 
         Args:
-            folder: the job's, with the ranks' black boxes.
-            board: ours, which says that we are there.
-            peers: the others.
-            late: ranks that switch verification on together with us, in the middle of a job.
-            timeout_s: how long a peer may be silent.
-            look_again: finds boards that were made since.
+            folder: the job's folder of black boxes.
+            board: this rank's board, which shows that it has arrived.
+            peers: the peers' boards.
+            late: the ranks that enable verification in mid-job together with this one.
+            timeout_s: returns how many seconds a peer may be silent.
+            find_new_boards: looks for boards that were created since.
         """
         self._folder = folder
         self._board = board
         self._peers = peers
         self._late = late
         self._timeout_s = timeout_s
-        self._look_again = look_again
+        self._find_new_boards = find_new_boards
         self._count = 0
-        self._here: list[int] = []  # ranks to wait for
-        self._in_vain: dict[int, int] = {}  # how often they did not come
+        self._expected: list[int] = []  # ranks to wait for
+        self._missed: dict[int, int] = {}  # rank: how often it did not arrive
 
     def meet(self) -> list[int]:
-        """Let all recorded ranks of this node come; at most for a while, since they need not.
+        """Wait for all recorded ranks on this node. They need not arrive, so the wait is limited, and shorter for ranks that missed one.
 
         Returns:
-            Those that were waited for in vain for the first time. They are waited for less and less.
+            The ranks that did not arrive, named once each.
         """
         began = time.monotonic_ns()
-        patience = min(int(self._timeout_s() * 1e9) or ENTRY_PATIENCE_NS, ENTRY_PATIENCE_NS)
-        self._here = self._here or self._recorded_here()
-        meeting = self._count + 1
-        self._board.word(B.PRESENT, meeting)
+        patience = min(int(self._timeout_s() * 1e9) or PATIENCE_NS, PATIENCE_NS)
+        self._expected = self._expected or self._recorded_ranks()
+        number = self._count + 1
+        self._board.set_word(B.PRESENT, number)
         while True:
-            absent = [rank for rank in self._here if not self._is_at(rank, meeting)]
+            absent = [rank for rank in self._expected if not self._has_reached(rank, number)]
             missing = [rank for rank in absent if not self._is_alone(rank)]
             waited = time.monotonic_ns() - began
-            if not any(waited < patience // 10 ** self._in_vain.get(rank, 0) for rank in missing):
+            if not any(waited < patience // 10 ** self._missed.get(rank, 0) for rank in missing):
                 break
-            time.sleep(ENTRY_NAP_S)
-            self._here = self._recorded_here()
+            time.sleep(NAP_S)
+            self._expected = self._recorded_ranks()
         if absent:
-            # Not counted: the meeting that did not come about is the next one, for those who come later, too.
-            self._board.word(B.PRESENT, self._count)
-            self._board.word(B.ALONE, 1)
+            # Do not count it: the same number is the next rendezvous, for ranks that arrive later, too.
+            self._board.set_word(B.PRESENT, self._count)
+            self._board.set_word(B.ALONE, 1)
         else:
-            self._count = meeting
+            self._count = number
         for rank in missing:
-            self._in_vain[rank] = self._in_vain.get(rank, 0) + 1
+            self._missed[rank] = self._missed.get(rank, 0) + 1
         return self._peers.first_warning_of(missing)
 
-    def _recorded_here(self) -> list[int]:
-        """The other ranks of the job that live on this node, by their boxes."""
+    def _recorded_ranks(self) -> list[int]:
+        """Return the other ranks of the job that are alive on this node, by their black boxes."""
         ranks = set(self._late)
         for box in job_dirs.boxes(self._folder):
             rank, pid = int(box.name.removeprefix("rank").split(".")[0]), job_dirs.box_pid(box)
@@ -82,10 +88,10 @@ class Meetings:
                 ranks.add(rank)
         return sorted(ranks)
 
-    def _is_at(self, rank: int, meeting: int) -> bool:
-        self._look_again()
+    def _has_reached(self, rank: int, number: int) -> bool:
+        self._find_new_boards()
         board = self._peers.get(rank)
-        return board is not None and board.word(B.PRESENT) >= meeting
+        return board is not None and board.word(B.PRESENT) >= number
 
     def _is_alone(self, rank: int) -> bool:
         board = self._peers.get(rank)

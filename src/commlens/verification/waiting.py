@@ -20,7 +20,7 @@ from commlens.errors import FormatError
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import frame_phrase, ranks_phrase
-from commlens.verification.channels import Call, Pending
+from commlens.verification.channels import FunctionCall, Pending
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
 from commlens.verification.messages import absence_text, cycle_text, tag_text
@@ -42,27 +42,27 @@ HAS_FINISHED: Final = "has finished"
 _now = time.monotonic_ns
 
 
-def needed(asked: InternedArgs | Call, ranks: list[int], own: int) -> list[int]:
+def needed(args: InternedArgs | FunctionCall, ranks: list[int], own: int) -> list[int]:
     """Return those of ``ranks`` without which the op cannot complete on rank ``own``."""
-    op = asked.op
+    op = args.op
     if op in NEEDS_ALL:
         return ranks
     if op in POINT_TO_POINT:
         return ranks if op == "recv" else []
-    root = asked.content["root"]
+    root = args.content["root"]
     if op in ("broadcast", "scatter"):
         return [rank for rank in ranks if rank == root]
     return ranks if root == own else []
 
 
-def needed_at_issue(asked: InternedArgs, ranks: list[int], own: int) -> list[int]:
+def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
     """Return those of ``ranks`` to wait for before issue, for as long as it takes: only if the caller waits for the op anyway."""
-    return needed(asked, ranks, own) if asked.synchronous and asked.op not in COLLECTING else []
+    return needed(args, ranks, own) if args.synchronous and args.op not in COLLECTING else []
 
 
-def may_be_early(asked: InternedArgs) -> bool:
+def may_be_early(args: InternedArgs) -> bool:
     """Return whether ranks may legally complete an op before others arrive, but mostly do not, so that a short wait pays."""
-    return asked.synchronous and asked.op not in NEEDS_ALL and asked.op not in POINT_TO_POINT
+    return args.synchronous and args.op not in NEEDS_ALL and args.op not in POINT_TO_POINT
 
 
 class Waiting:
@@ -98,21 +98,21 @@ class Waiting:
         self._cycles = Cycles(peers)
         self._timeout_s = timeout_s
 
-    def before_issue(self, pending: Pending, asked: InternedArgs, when_in_vain: Callable[[], None]) -> None:
+    def before_issue(self, pending: Pending, args: InternedArgs, when_in_vain: Callable[[], None]) -> None:
         """Wait before issue, as far as the op's semantics allow.
 
         Args:
             pending: the announced op.
-            asked: its arguments.
+            args: its arguments.
             when_in_vain: called if ranks did not arrive that need not: further ops of the channel do not wait for them.
 
         Raises:
             DistributedOperationException: it must not be issued.
         """
-        must = needed_at_issue(asked, pending.absent, self._peers.rank)
+        must = needed_at_issue(args, pending.absent, self._peers.rank)
         if must:
             self.wait(pending, must)
-        if pending.absent and may_be_early(asked) and pending.channel.rooted_patience_ns:
+        if pending.absent and may_be_early(args) and pending.channel.rooted_patience_ns:
             self.wait(pending, pending.absent, pending.channel.rooted_patience_ns)
             if pending.absent:
                 pending.channel.rooted_patience_ns = 0  # this program's ranks do not meet here: do not delay it again
@@ -124,7 +124,7 @@ class Waiting:
         Raises:
             DistributedOperationException: they do not match or do not arrive.
         """
-        self.wait(pending, needed(pending.asked, pending.absent, self._peers.rank))
+        self.wait(pending, needed(pending.args, pending.absent, self._peers.rank))
 
     def wait(self, pending: Pending, ranks: Iterable[int], patience_ns: int | None = None) -> None:
         """Wait until all of these ranks have announced, for ``patience_ns`` at most if given.
@@ -140,7 +140,7 @@ class Waiting:
         warned = False
         thread = threading.get_ident()
         if patience_ns is None:  # a bounded wait ends by itself, so it must not count in a cycle
-            self._board.waits(pending.channel.key, pending.number, began)
+            self._board.set_waiting(pending.channel.key, pending.number, began)
         try:
             while wanted & set(pending.absent):
                 now = _now()
@@ -162,12 +162,12 @@ class Waiting:
                         warned = True
                         log.warning(
                             "commlens: rank %d has waited %.0f s in %s #%d of group %s for %s",
-                            self._peers.rank, (now - began) / 1e9, pending.asked.op, pending.number & B.NUMBER_MASK,
+                            self._peers.rank, (now - began) / 1e9, pending.args.op, pending.number & B.NUMBER_MASK,
                             self._comparison.subject(pending).group, ranks_phrase(absent),
                         )  # fmt: skip
         finally:
             self._bells.awake(thread)
-            self._board.waits(0, 0, 0)
+            self._board.set_waiting(0, 0, 0)
 
     def refuse_if_ended(self, pending: Pending) -> None:
         """Refuse the op at once if a rank that it needs has finished: if C++ waits for it, there is no later check.
@@ -175,7 +175,7 @@ class Waiting:
         Raises:
             DistributedOperationException: a rank that it needs has finished.
         """
-        absent = needed(pending.asked, pending.absent, self._peers.rank)
+        absent = needed(pending.args, pending.absent, self._peers.rank)
         if any(self._peers[rank].word(B.CLOSED) for rank in absent):
             self._check(pending, absent, 0)
 

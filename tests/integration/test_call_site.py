@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 import torch.distributed._functional_collectives as functional
 from commlens.tap import tap
-from commlens.verification.call_site import users_operation
+from commlens.verification.call_site import call_site
 
 NAMES = {}
 
 class Listener:
     def begin(self, spec, arguments):
-        NAMES.setdefault(case, []).append(users_operation(sys._getframe(1).f_back, spec.name))
+        NAMES.setdefault(case, []).append(call_site(sys._getframe(1).f_back, spec.name))
     def returned(self, token, result): pass
     def raised(self, token, error): pass
 
@@ -106,7 +106,7 @@ def test_the_operation_is_the_librarys_and_the_line_the_users(names: dict[str, l
 
 
 def test_a_thread_of_cpps_own_has_no_line():
-    from commlens.verification.call_site import users_operation
+    from commlens.verification.call_site import call_site
 
-    assert users_operation(None, "all_reduce") == ("torch.nn.parallel.DistributedDataParallel (backward)", "")
-    assert users_operation(None, "broadcast") == ("torch.distributed.broadcast", "")
+    assert call_site(None, "all_reduce") == ("torch.nn.parallel.DistributedDataParallel (backward)", "")
+    assert call_site(None, "broadcast") == ("torch.distributed.broadcast", "")

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 from commlens.blackbox import board as B
 from commlens.blackbox import refusal_log, wakeup
 from commlens.blackbox.board import Board, PeerBoard
-from commlens.blackbox.refusal_log import Alarms
+from commlens.blackbox.refusal_log import RefusalLog
 from commlens.blackbox.wakeup import Bells
 from commlens.native import cache
 
@@ -30,9 +30,9 @@ class Rank:
     """A rank's board and what announces on it, in C++."""
 
     def __init__(self, module: Any, folder: Path, rank: int) -> None:
-        self.alarms = Alarms(folder)
+        self.refusals = RefusalLog(folder)
         self.board = Board(folder / f"rank{rank}.1{B.SUFFIX}", rank, 1)
-        self.exchange = module.Exchange(self.board.map, self.alarms.map, rank)
+        self.exchange = module.Exchange(self.board.map, self.refusals.map, rank)
         self.exchange.caught_up(True, 0, None)
         self.slot = self.board.add_channel(KEY, {"ranks": [0, 1]})
 
@@ -44,7 +44,7 @@ def test_the_layouts_in_cpp_are_those_of_boards_and_bells(module: Any) -> None:
     assert layout.pop("bell of 300") == wakeup._bell(300)
     for name, value in layout.items():
         assert value == getattr(wakeup, name), name
-    assert (refusal_log._COUNT, refusal_log._CHANGES) == (0, 1)
+    assert (refusal_log._COUNT, refusal_log._BOARDS) == (0, 1)
 
 
 def test_python_reads_what_cpp_announces_and_withdraws(module: Any, tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_python_reads_what_cpp_announces_and_withdraws(module: Any, tmp_path: Pa
 
 
 def test_bells_in_cpp_and_in_python_hear_each_other(module: Any, tmp_path: Path) -> None:
-    ours, theirs = Rank(module, tmp_path, 0), Bells(Alarms(tmp_path).map, 1)
+    ours, theirs = Rank(module, tmp_path, 0), Bells(RefusalLog(tmp_path).map, 1)
     heard = theirs.listen(0, thread=1)
     ours.exchange.ring([1])
     assert theirs.listen(0, thread=1) == heard + 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from commlens.verification.arguments import compare_leaves, describe, packed, unpacked
+from commlens.verification.arguments import compare_leaves, describe, pack, unpack
 
 Point = collections.namedtuple("Point", "x y")
 
@@ -25,7 +25,7 @@ def compared(*values: Any, compare_values: bool = False, shapes: bool = True) ->
     leaves = {}
     for rank, value in enumerate(values):
         described = describe({"inputs": value}, lambda name: compare_values, shapes=shapes)
-        assert unpacked(packed(described)) == described
+        assert unpack(pack(described)) == described
         leaves[rank] = described
     return compare_leaves(leaves)
 
@@ -93,7 +93,7 @@ def test_a_container_within_itself_comes_to_an_end():
 
 def test_many_leaves_are_packed_small_and_what_cannot_be_read_is_said():
     many = describe({"inputs": [ones(1)] * 3000}, lambda name: False)
-    assert isinstance(packed(many), str) and len(packed(many)) < 32 * 1024 and unpacked(packed(many)) == many
+    assert isinstance(pack(many), str) and len(pack(many)) < 32 * 1024 and unpack(pack(many)) == many
     for damaged in (None, "not packed", [1, 2], "zz" * 30):
-        assert unpacked(damaged) is None
+        assert unpack(damaged) is None
     assert compare_leaves({0: many, 1: None}).aspect == "argument"
