@@ -43,7 +43,7 @@ def test_foreign_dumps(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "joined.csv") == 0
     found = lines(tmp_path / "joined.csv")
     assert sorted({line["rank"] for line in found}) == ["0", "1", "2", "3"]
-    assert f"{len(found)} operations of 4 ranks were written to {tmp_path}/joined.csv" in capsys.readouterr().err
+    assert f"Wrote {len(found)} operations of 4 ranks to {tmp_path}/joined.csv" in capsys.readouterr().err
 
 
 def test_black_boxes_in_an_archive(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_html(reads: Callable[..., None], tmp_path: Path, capsys: pytest.Capture
     reads(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(), [])
     assert commands.main(["diagnose", "--html", str(tmp_path / "new" / "verdict.html"), "dumps"]) == 1
     said = capsys.readouterr()
-    assert said.out.startswith("VERDICT  ") and said.err == f"commlens: the page is {tmp_path}/new/verdict.html\n"
+    assert said.out.startswith("VERDICT  ") and said.err == f"commlens: Wrote {tmp_path}/new/verdict.html: open it in a browser.\n"
     page = (tmp_path / "new" / "verdict.html").read_text()
     assert page.startswith("<!doctype html>") and "VERDICT  rank 2 never reached" in page
     assert commands.main(["diagnose", "--html", str(tmp_path), "dumps"]) == 2

@@ -143,7 +143,7 @@ def test_the_layout_in_cpp_is_the_layouts(native_cache: Path, monkeypatch: pytes
 def test_what_was_built_is_not_built_again(native_cache: Path, run_commlens: RunCommlens):
     done = run_commlens("build-native", environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
     assert done.returncode == 0, done.stderr
-    assert "has been built before" in done.stdout
+    assert "exists already, built on" in done.stdout
 
 
 def test_doctor_says_which_engine_and_why(native_cache: Path, run_commlens: RunCommlens):
@@ -170,7 +170,7 @@ def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Pa
     problems = done.stdout.split("What would not work here:")[1]
     for words in (
         "checksum differs",
-        "fits into no folder in memory",
+        "no folder in memory has room",
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0",
         "COMMLENS_STALL_TIMEOUT is 'soon'",
     ):

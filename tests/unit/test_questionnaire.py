@@ -81,7 +81,7 @@ def written(home: Path) -> Path:
 def test_answers_are_written_with_their_comments_and_read_back(home: Path):
     status, screen = at_a_terminal(home, "y\nabort\nsoon\n30\n\n/scratch/my dumps\n5\n")
     assert status == 0, screen
-    assert "That is not accepted: it takes a number of seconds above 0." in screen
+    assert "That is not accepted. Enter a number of seconds above 0." in screen
     for question in QUESTIONS:
         assert question.question in screen and question.explanation in screen
         assert f"# {question.explanation}" in written(home).read_text()
@@ -89,7 +89,7 @@ def test_answers_are_written_with_their_comments_and_read_back(home: Path):
     expected = Settings(debug=True, on_mismatch="abort", stall_timeout=30.0, dump_dir="/scratch/my dumps", keep_dumps=5)
     assert resolved.settings == expected
     assert {resolved.origins[question.name] for question in QUESTIONS} == {str(written(home))}
-    assert f"Written: {written(home)}" in screen
+    assert f"Wrote {written(home)}" in screen
 
 
 def test_run_again_the_files_values_are_the_defaults_and_the_rest_stays(home: Path):
@@ -126,7 +126,7 @@ def test_leaving_in_the_middle_writes_nothing(home: Path):
 def test_what_wins_over_an_answer_is_said(home: Path):
     status, screen = at_a_terminal(home, "n\n\n\n\n\n\n", ACCELERATE_DEBUG_MODE="1")
     assert status == 0
-    assert "debug is true here all the same, because ACCELERATE_DEBUG_MODE is set." in screen
+    assert "debug is still true here, because ACCELERATE_DEBUG_MODE overrides the file." in screen
 
 
 def test_where_nobody_can_be_asked_it_says_what_to_type(run_commlens: RunCommlens, home: Path):

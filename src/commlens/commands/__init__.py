@@ -1,6 +1,6 @@
-"""The command line: one file per verb, and the list of them.
+"""The command line: one file per verb, and the list of verbs.
 
-A verb's module is imported only when it is called, so that ``commlens --help`` starts at once. A command is a class with
+A verb's module is imported only when the verb is used, so that ``commlens --help`` starts at once. A command is a class with
 ``name``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``; the docstring of the class is its help.
 """
 
@@ -18,7 +18,7 @@ from commlens.errors import CommandError, CommlensError
 
 
 class Command(Protocol):
-    """What a verb's class has."""
+    """The interface of a verb's class."""
 
     name: str
 
@@ -26,30 +26,30 @@ class Command(Protocol):
         """Declare the verb's options."""
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Do it, and return the process's exit status."""
+        """Run the command, and return the process's exit status."""
 
 
 class Entry(NamedTuple):
-    """A line of the list: enough for ``commlens --help`` without importing the verb's module."""
+    """A verb in the list: enough for ``commlens --help`` without importing the verb's module."""
 
-    name: str  # of the verb, and of its module; the class is called like it: LaunchCommand in launch.py
-    help: str  # the first line of the class's docstring; a test holds the two together
-    runs_user_code: bool = False  # then what the user's program raises is its own affair
+    name: str  # of the verb and its module; the class is named after it: LaunchCommand in launch.py
+    help: str  # the first line of the class's docstring; a test compares the two
+    runs_user_code: bool = False  # exceptions of the user's program are then passed on
 
     def load(self) -> Command:
-        """Import the module and make the command."""
+        """Import the module and create the command."""
         module = importlib.import_module(f"commlens.commands.{self.module}")
         command: Command = getattr(module, self.class_name)()
         return command
 
     @property
     def module(self) -> str:
-        """Name of the module in this package."""
+        """The name of the module in this package."""
         return self.name.replace("-", "_")
 
     @property
     def class_name(self) -> str:
-        """Name of the class in it."""
+        """The name of the class in that module."""
         return "".join(part.capitalize() for part in self.name.split("-")) + "Command"
 
 
@@ -59,23 +59,23 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("run", "Run a script as one worker with a black box, under any other launcher.", runs_user_code=True),
     Entry("trace", "Run a script and trace which collectives it issues, when, why, and how many bytes.", runs_user_code=True),
     Entry("preview", "Trace any rank of any number of ranks in one process, without GPUs or a network.", runs_user_code=True),
-    Entry("diagnose", "Say from dumps or black boxes what is wrong, and which rank did it."),
+    Entry("diagnose", "Diagnose dumps or black boxes: name the fault, the rank, the collective and the line."),
     Entry("status", "Show what every rank on this node is doing right now."),
-    Entry("dump", "Write a dump of a job on this node: running, stuck or dead."),
+    Entry("dump", "Save a dump of a running, stuck or dead job on this node."),
     Entry("view", "Show what a trace holds: which collectives, where, why, and how many bytes."),
     Entry("compare", "Say what changed from one trace to another, or moved between two dumps of a job."),
-    Entry("convert", "Write dumps of any origin for other tools."),
-    Entry("config", "Ask a few questions and write the settings file; config show prints what is in force."),
-    Entry("build-native", "Compile the native engine for this torch and Python: recording then costs less."),
-    Entry("doctor", "Say what is here, which engine records, and what would not work."),
+    Entry("convert", "Convert dumps to Flight Recorder files, Perfetto, Parquet or CSV."),
+    Entry("config", "Write the settings file by asking questions; config show prints the settings in use."),
+    Entry("build-native", "Build the native engine for this torch and Python, which makes recording cheaper."),
+    Entry("doctor", "Check this environment: versions, the recording engine, and what would not work."),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The ``commlens`` command.
+    """Run the ``commlens`` command.
 
     Returns:
-        The exit status: 2 for wrong usage, else what the verb says.
+        The exit status: 2 for wrong usage, otherwise the verb's.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if _runs_user_code(arguments):
             raise
-        # Whoever read us (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        # The reader (`| head`) has closed the pipe. Without this, Python would complain again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except KeyboardInterrupt:
@@ -122,7 +122,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _documentation(kind: type[Command]) -> str:
-    """The docstring without its indentation: what inspect.getdoc gives, without the time that importing inspect takes."""
+    """Return the docstring without its indentation, like inspect.getdoc, which takes too long to import."""
     first, _, rest = (kind.__doc__ or "").partition("\n")
     return f"{first}\n{textwrap.dedent(rest)}".strip()
 
@@ -144,17 +144,17 @@ def _runs_user_code(arguments: list[str]) -> bool:
 
 
 def help_text() -> str:
-    """What ``commlens --help`` prints."""
+    """Return the text of ``commlens --help``."""
     lines = [
         "usage: commlens COMMAND [options]",
         "",
-        "Which rank, which collective, which line stopped a distributed PyTorch job.",
+        "Find the rank, the collective and the line that stopped a distributed PyTorch job.",
         "",
         "commands:",
         *(f"  {entry.name:<13}{entry.help}" for entry in COMMANDS),
         "",
         "options:",
-        "  -h, --help     show this, or after a command that command's help",
+        "  -h, --help     show this help; after a command, its help",
         "  -V, --version  show the version",
         "",
         "Start with:  commlens demo",

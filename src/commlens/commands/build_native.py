@@ -11,10 +11,10 @@ from commlens.errors import MissingDependency
 
 
 class BuildNativeCommand:
-    """Compile the native engine for this torch and Python: recording then costs less.
+    """Build the native engine for this torch and Python, which makes recording cheaper.
 
-    What was built is kept in $COMMLENS_NATIVE_DIR, else in $XDG_CACHE_HOME/commlens/native (~/.cache), and every process with the same
-    torch and Python uses it from then on. On a cluster: in the image, or on one node with the folder shared. Without it commlens
+    The build is kept in $COMMLENS_NATIVE_DIR, otherwise in $XDG_CACHE_HOME/commlens/native (~/.cache). Every process with the same
+    torch and Python then uses it. For a cluster, build it into the image, or on one node into a shared folder. Without it, commlens
     records in Python.
     """
 
@@ -22,11 +22,11 @@ class BuildNativeCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("-o", "--output", metavar="DIR", help="the cache to build into; point COMMLENS_NATIVE_DIR there to use it")
-        parser.add_argument("-f", "--force", action="store_true", help="build even where that has been done")
+        parser.add_argument("-o", "--output", metavar="DIR", help="build into this folder; set COMMLENS_NATIVE_DIR to it to use the build")
+        parser.add_argument("-f", "--force", action="store_true", help="build again even if there is a build")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Build, and say in a line what was done."""
+        """Build, and print what was built and where it is."""
         import importlib.util
 
         if importlib.util.find_spec("torch") is None:
@@ -38,19 +38,18 @@ class BuildNativeCommand:
         if sys.stderr.isatty():
             from rich.console import Console
 
-            with Console(stderr=True).status("Building the native engine: mostly 30 to 60 s") as shown:
+            with Console(stderr=True).status("Building the native engine: usually 30 to 60 s") as shown:
                 made, new = build.build(
                     directory,
                     force=arguments.force,
-                    progress=lambda what: shown.update(f"Building the native engine, mostly 30 to 60 s: {what}"),
+                    progress=lambda step: shown.update(f"Building the native engine, usually 30 to 60 s: {step}"),
                 )
         else:
             made, new = build.build(directory, force=arguments.force)
-        wanted = made.about["for"]
-        what = f"torch {wanted['torch']} and Python {wanted['python']}"
+        target = f"torch {made.about['for']['torch']} and Python {made.about['for']['python']}"
         if new:
-            print(f"The native engine for {what} was built in {time.monotonic() - began:.0f} s with {made.about['compiler']}.")
+            print(f"Built the native engine for {target} in {time.monotonic() - began:.0f} s with {made.about['compiler']}.")
         else:
-            print(f"The native engine for {what} has been built before, on {made.about['built']} with {made.about['compiler']}.")
+            print(f"The native engine for {target} exists already, built on {made.about['built']} with {made.about['compiler']}.")
         print(f"It is in {made.folder}")
         return 0

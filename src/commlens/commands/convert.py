@@ -1,4 +1,4 @@
-"""``commlens convert``: dumps of any origin, written for other tools."""
+"""``commlens convert``: dumps of any origin, converted for other tools."""
 
 from __future__ import annotations
 
@@ -18,25 +18,27 @@ FORMATS = ("fr-pickle", "fr-json", "perfetto", "parquet", "csv")
 
 
 class ConvertCommand:
-    """Write dumps of any origin for other tools.
+    """Convert dumps to Flight Recorder files, Perfetto, Parquet or CSV.
 
-    fr-pickle and fr-json are what PyTorch's Flight Recorder writes, one file for each rank: torchfrtrace reads the pickles.
-    perfetto is a timeline for ui.perfetto.dev, with what never ended left open. parquet and csv are the joined table.
-    Exit status: 0 all is written, 2 wrong usage or not written, 3 not enough evidence could be read.
+    fr-pickle and fr-json are the files of PyTorch's Flight Recorder, one per rank; torchfrtrace reads the pickles. perfetto is a
+    timeline for ui.perfetto.dev, in which collectives that never ended stay open. parquet and csv are one table of all ranks.
+    Exit status: 0 everything was written, 2 wrong usage or a file could not be written, 3 too little evidence could be read.
     """
 
     name = "convert"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
-        parser.add_argument("paths", nargs="+", metavar="PATH", help="what commlens diagnose takes: files, folders, archives, URLs, -")
-        parser.add_argument("--to", required=True, choices=FORMATS, help="the format")
-        parser.add_argument("-o", "--output", required=True, metavar="OUT", help="the file to write; for fr-pickle and fr-json the folder")
-        parser.add_argument("--force", action="store_true", help="overwrite files that exist")
+        parser.add_argument("paths", nargs="+", metavar="PATH", help="dumps as for commlens diagnose: files, folders, archives, URLs, -")
+        parser.add_argument("--to", required=True, choices=FORMATS, help="convert to this format")
+        parser.add_argument(
+            "-o", "--output", required=True, metavar="OUT", help="the file to write (for fr-pickle and fr-json: the folder)"
+        )
+        parser.add_argument("--force", action="store_true", help="overwrite existing files")
         add_selection(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read, write, say what was left out."""
+        """Read the dumps, write the files, and print what was left out."""
         from commlens.dumps.discover import discover
         from commlens.dumps.parallel import read_ranks
 
@@ -54,12 +56,12 @@ class ConvertCommand:
                 count[1] += len(chosen)
                 groups.update(group_names(rows.channels))
                 yield chosen
-            # Here, so that what was begun is deleted.
+            # Raised in here, so that a file that was begun is deleted.
             if not count[0]:
-                raise EvidenceError("There is nothing to convert: no rank's dump could be read.")
+                raise EvidenceError("There is nothing to convert, because no rank's dump could be read.")
             if not count[1] and arguments.group:
                 raise CommandError(
-                    f"No operation is of group {' or '.join(arguments.group)}. The groups here: {', '.join(sorted(groups)) or 'none'}."
+                    f"No operation belongs to group {' or '.join(arguments.group)}. Groups: {', '.join(sorted(groups)) or 'unknown'}."
                 )
 
         groups: set[str] = set()
@@ -74,18 +76,18 @@ class ConvertCommand:
             for text in dict.fromkeys(problems):
                 print(f"commlens: {text}", file=sys.stderr)
         where = f"{target}/" if in_folder else str(target)
-        print(f"{count[1]} operations of {count[0]} ranks were written to {where}", file=sys.stderr)
+        print(f"Wrote {count[1]} operations of {count[0]} ranks to {where}", file=sys.stderr)
         return 0
 
 
 def _check_target(target: Path, in_folder: bool, force: bool) -> None:
     if in_folder:
         if target.exists() and not target.is_dir():
-            raise OutputError(f"{target} is a file, and a folder is needed: one file for each rank is written.")
+            raise OutputError(f"{target} is a file, but the output must be a folder: one file per rank is written.")
         if not force and target.is_dir() and any(target.iterdir()):
             raise OutputError(f"{target} is not empty, will not write into it without --force.")
     elif target.is_dir():
-        raise OutputError(f"{target} is a folder, and a file was to be written there. Name a file in it.")
+        raise OutputError(f"{target} is a folder, but the output must be a file. Name a file in it.")
     elif not force and target.is_file():
         raise OutputError(f"File already exists, will not overwrite without --force: {target}")
 
@@ -102,7 +104,7 @@ def _write_folder(several: Iterator[RankColumns], target: Path, to: str, problem
 
 
 def _write_file(several: Iterator[RankColumns], target: Path, to: str) -> None:
-    """Piece by piece into a file beside it, which takes its place when all is well and something was written."""
+    """Write to a temporary file next to the target, which replaces the target if nothing fails."""
     from commlens.atomic_write import replacing
 
     with replacing(target) as temporary:

@@ -16,40 +16,41 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from commlens.commands.table import print_table
 from commlens.errors import CommandError, MissingDependency
 from commlens.model.verdict import Verdict
 from commlens.scenarios import DEFAULT, SCENARIOS, Ending, Scenario, Truth, find
 from commlens.text import ranks_phrase
 
 TIMEOUT_S = 180.0
-"""No scenario takes longer, or something is wrong with this machine."""
+"""More than any scenario takes."""
 
 DUMPED = "commlens: dump saved in"
-"""How the watcher's line after a verdict begins."""
+"""The beginning of the watcher's line after a verdict."""
 
 
 class DemoCommand:
     """Run a real multi-process job with one fault in it, and diagnose it.
 
-    Small real programs over gloo on this machine's CPU, each with one fault at a known rank and line. You watch it train and hang
-    (or die); then the launcher's watcher says which rank, which collective and which line did it, and ends the job. The exit
-    status is 0 when that was the truth.
+    Each scenario is a small real program over gloo on this machine's CPU, with one fault at a known rank and line. You see it train
+    and then hang or die. The launcher's watcher names the rank, the collective and the line, and ends the job.
+    Exit status: 0 the verdict was correct, 1 it was not, 2 wrong usage.
     """
 
     name = "demo"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("scenario", nargs="?", default=DEFAULT, help=f"which fault; {DEFAULT} by default")
-        parser.add_argument("--list", action="store_true", help="name the scenarios and leave")
-        parser.add_argument("--nproc-per-node", type=int, default=4, metavar="N", help="number of processes: 2, 4 or 8; 4 by default")
+        parser.add_argument("scenario", nargs="?", default=DEFAULT, help=f"the scenario to run (default: {DEFAULT})")
+        parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
+        parser.add_argument("--nproc-per-node", type=int, default=4, metavar="N", help="start N processes: 2, 4 or 8 (default: 4)")
         parser.add_argument(
-            "--stall-timeout", type=float, default=3.0, metavar="S", help="seconds until a wait is looked into; 3 by default"
+            "--stall-timeout", type=float, default=3.0, metavar="S", help="diagnose a stalled collective after S seconds (default: 3)"
         )
-        parser.add_argument("--dump-dir", type=Path, metavar="DIR", help="keep the dump here; by default in a new temporary folder")
+        parser.add_argument("--dump-dir", type=Path, metavar="DIR", help="save the dump here (default: a new temporary folder)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the job and compare the verdict with the truth."""
+        """Run the job, and compare the verdict with the known fault."""
         if arguments.list:
             print_list()
             return 0
@@ -57,7 +58,7 @@ class DemoCommand:
         world_size = arguments.nproc_per_node
         if world_size not in scenario.worlds:
             worlds = ", ".join(map(str, scenario.worlds))
-            raise CommandError(f"The scenario {scenario.name} runs with {worlds} processes: --nproc-per-node {world_size} is none of them.")
+            raise CommandError(f"The scenario {scenario.name} runs with {worlds} processes, not {world_size}: change --nproc-per-node.")
         if importlib.util.find_spec("torch") is None:
             raise MissingDependency.torch("commlens demo")
         reason = scenario.impossible()
@@ -70,48 +71,38 @@ class DemoCommand:
 
 
 def print_list() -> None:
-    """The scenarios in a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("scenario", no_wrap=True)
-    table.add_column("what happens")
-    table.add_column("processes", no_wrap=True)
-    for scenario in SCENARIOS:
-        name = f"{scenario.name} *" if scenario.name == DEFAULT else scenario.name
-        table.add_row(name, scenario.summary, ", ".join(map(str, scenario.worlds)))
-    console = Console()
-    console.print(table)
-    console.print("\n* the default. Run one with: commlens demo SCENARIO", highlight=False)
+    """Print a table of the scenarios."""
+    rows = [(f"{each.name} *" if each.name == DEFAULT else each.name, each.summary, ", ".join(map(str, each.worlds))) for each in SCENARIOS]
+    print_table(rows, headings=("scenario", "what happens", "processes"))
+    print("\n* the default. Run one with: commlens demo SCENARIO")
 
 
 def introduce(scenario: Scenario, world_size: int, stall_timeout: float) -> None:
-    """Say what is about to happen."""
+    """Print which scenario runs, and where its program is."""
     print(f"commlens demo: {scenario.name} ({scenario.summary}), {world_size} processes over gloo, stall timeout {stall_timeout:g} s.")
     print(f"The program is {Path(__file__).parents[1] / 'scenarios' / 'programs' / scenario.program}.py\n", flush=True)
 
 
 def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir: Path) -> int:
-    """Run it under ``commlens launch`` and wait for its end, showing its output as it comes.
+    """Run a scenario under ``commlens launch`` until it ends, and show its output.
 
     Returns:
         The exit status of ``commlens launch``.
 
     Raises:
-        CommandError: it took longer than TIMEOUT_S.
+        CommandError: the job took longer than TIMEOUT_S.
     """
     command = [sys.executable, "-m", "commlens", "launch"]
     command += ["--stall-timeout", str(stall_timeout), "--on-stall", "abort", "--dump-dir", str(dump_dir)]
     command += ["--nproc-per-node", str(world_size), "-m", "commlens.scenarios", scenario.name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if sys.stdout.isatty():  # what the launcher prints passes through a pipe
+    if sys.stdout.isatty():  # the launcher's output passes through a pipe
         environment.update(FORCE_COLOR="1", COLUMNS=str(shutil.get_terminal_size().columns))
     piped: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with (
         subprocess.Popen(command, env=environment, text=True, errors="replace", start_new_session=True, **piped) as process,
-        _ended_with_us(process),
+        _ended_with_this_process(process),
     ):
         too_long = threading.Timer(TIMEOUT_S, _end, [process])
         too_long.start()
@@ -123,33 +114,33 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
             in_time = too_long.is_alive()
             too_long.cancel()
     if not in_time:
-        raise CommandError(f"The job did not end within {TIMEOUT_S:.0f} s; it was ended.", exit_code=1)
+        raise CommandError(f"The job did not end within {TIMEOUT_S:.0f} s, so it was killed.", exit_code=1)
     if left_out:
-        print(f"({left_out} lines in which torchrun reports the end of the job are left out.)")
+        print(f"(torchrun's own report on the end of the job, {left_out} lines, is left out.)")
     return status
 
 
 def show(lines: Iterable[str]) -> int:
-    """Print the job's output, but not the wall of text with which torchrun ends: it begins after the verdict.
+    """Print the job's output, without torchrun's long report after the verdict.
 
     Returns:
         How many lines were left out.
     """
-    told = False
+    has_verdict = False
     left_out = 0
     for line in lines:
-        if told and not line.startswith("commlens:"):
+        if has_verdict and not line.startswith("commlens:"):
             left_out += 1
             continue
-        told = told or line.startswith(DUMPED)
+        has_verdict = has_verdict or line.startswith(DUMPED)
         sys.stdout.write(line)
         sys.stdout.flush()
     return left_out
 
 
 @contextlib.contextmanager
-def _ended_with_us(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Whatever happens here (Ctrl-C included), nothing of the job is left."""
+def _ended_with_this_process(process: subprocess.Popen[str]) -> Iterator[None]:
+    """Leave no process of the job behind, even after Ctrl-C."""
     try:
         yield
     finally:
@@ -167,12 +158,12 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _python_path() -> str:
-    """The workers find this very commlens, installed or not."""
+    """Return a PYTHONPATH on which the workers find this commlens, installed or not."""
     return os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]))
 
 
 def read_verdict(dump_dir: Path) -> Verdict | None:
-    """What the newest dump says; None when nothing was dumped."""
+    """Diagnose the newest dump. None if there is no dump."""
     from commlens.diagnosis.conclusion import diagnose_logs
     from commlens.dumps.read import read_evidence
 
@@ -184,43 +175,43 @@ def read_verdict(dump_dir: Path) -> Verdict | None:
 
 
 def differences(verdict: Verdict | None, truth: Truth) -> list[str]:
-    """In what the verdict is not the truth, in sentences."""
+    """Return how the verdict differs from the known fault, in clauses."""
     if verdict is None:
         return [] if truth.kinds == ("healthy",) else ["no fault was found"]
     found = []
     if verdict.kind not in truth.kinds:
-        found.append(f"the verdict's kind is {verdict.kind}, the truth is {' or '.join(truth.kinds)}")
+        found.append(f"the verdict's kind is {verdict.kind} instead of {' or '.join(truth.kinds)}")
     if tuple(verdict.culprits) != truth.culprits:
-        blamed = ranks_phrase(verdict.culprits) if verdict.culprits else "nobody"
-        found.append(f"the verdict blames {blamed}, the truth is {ranks_phrase(truth.culprits) if truth.culprits else 'nobody'}")
+        blamed, culprits = (ranks_phrase(ranks) if ranks else "no rank" for ranks in (verdict.culprits, truth.culprits))
+        found.append(f"the verdict blames {blamed} instead of {culprits}")
     if truth.whys and verdict.why not in truth.whys:
-        found.append(f"the verdict's reason is {verdict.why}, the truth is {' or '.join(truth.whys)}")
+        found.append(f"the verdict's reason is {verdict.why} instead of {' or '.join(truth.whys)}")
     if truth.ops and (verdict.collective is None or verdict.collective.op not in truth.ops):
         op = verdict.collective.op if verdict.collective else "none"
-        found.append(f"the verdict's collective is {op}, the truth is {' or '.join(truth.ops)}")
+        found.append(f"the verdict's collective is {op} instead of {' or '.join(truth.ops)}")
     if truth.lines and verdict.source not in truth.lines:
-        found.append(f"the verdict's line is {verdict.source}, the truth is {' or '.join(truth.lines)}")
+        found.append(f"the verdict's line is {verdict.source} instead of {' or '.join(truth.lines)}")
     return found
 
 
 def conclude(scenario: Scenario, world_size: int, dump_dir: Path, *, given: bool) -> int:
-    """Compare with the truth and say what to try next. Returns the exit status."""
+    """Compare the verdict with the known fault, and print what to try next. Returns the exit status."""
     verdict = read_verdict(dump_dir)
     wrong = differences(verdict, scenario.truth(world_size))
     print(flush=True)
     if wrong:
-        print(f"This is not what the scenario holds: {'; '.join(wrong)}. Please report it, with the dump in {dump_dir}.")
+        print(f"The verdict is wrong: {'; '.join(wrong)}. Please report it with the dump in {dump_dir}.")
         return 1
     if verdict is None:
-        print("Nothing was wrong, and commlens said so by its silence.")
+        print("The scenario has no fault, and commlens reported none.")
         if not given:
             with contextlib.suppress(OSError):
                 dump_dir.rmdir()
     else:
-        print("That is the truth: the fault was put there.")
+        print("The verdict is correct: this is the fault in the scenario.")
         if scenario.ending is Ending.ENDS:
-            print("The job itself had noticed nothing.")
-    print("Next: `commlens demo --list` for other faults, or `commlens launch --nproc-per-node 4 train.py` for a job of your own.")
+            print("The job itself ended without an error.")
+    print("Next: `commlens demo --list` lists other faults; `commlens launch --nproc-per-node 4 train.py` runs your own job.")
     return 0
 
 

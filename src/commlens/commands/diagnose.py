@@ -1,4 +1,4 @@
-"""``commlens diagnose``: dumps in, verdict out."""
+"""``commlens diagnose``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EXIT_FAULT = 1
 
 
 class DiagnoseCommand:
-    """Say from dumps or black boxes what is wrong, and which rank did it.
+    """Diagnose dumps or black boxes: name the fault, the rank, the collective and the line.
 
-    Exit status: 0 nothing is wrong (or the ranks wait for one that visibly works), 1 a fault was found, 2 wrong usage, 3 not
-    enough evidence could be read.
+    Exit status: 0 no fault was found (or the ranks wait for a rank that is visibly working), 1 a fault was found, 2 wrong usage,
+    3 too little evidence could be read.
     """
 
     name = "diagnose"
@@ -31,23 +31,30 @@ class DiagnoseCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
         parser.add_argument(
-            "paths", nargs="+", metavar="PATH", help="dumps: files, folders, archives, URLs, in any order; - is a list of paths"
+            "paths",
+            nargs="+",
+            metavar="PATH",
+            help="dumps: files, folders, archives or URLs, in any order; - reads a list of paths from standard input",
         )
         parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
-        parser.add_argument("--html", type=Path, metavar="FILE", help="also write the verdict as one HTML page that needs no network")
+        parser.add_argument("--html", type=Path, metavar="FILE", help="also write the verdict as an HTML page that works without a network")
         parser.add_argument(
             "--stalled-after", type=_seconds, default=1.0, metavar="S",
-            help="a collective in flight for less than S seconds in a process that runs is not stuck (default: 1)",
+            help="treat a collective of a running process as stuck only after S seconds in flight (default: 1)",
         )  # fmt: skip
-        _add_entries(parser.add_argument_group("the entries around the fault, side by side"))
+        _add_entries(parser.add_argument_group("the records around the fault, side by side"))
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read the evidence, diagnose, print."""
+        """Read the evidence, diagnose it, and print the verdict."""
         side_by_side = arguments.entries is not None or arguments.stacks
         if arguments.json and side_by_side:
-            raise CommandError("--entries and --stacks print a table for people. For data there is commlens convert --to csv.")
+            raise CommandError(
+                "--entries and --stacks print text, so --json cannot be given with them. For data, use commlens convert --to csv."
+            )
         if not side_by_side and (arguments.group or arguments.ranks):
-            raise CommandError("--group and --ranks choose what --entries shows: give it, too. A verdict is always made from everything.")
+            raise CommandError(
+                "--group and --ranks only select what --entries shows: give --entries, too. The verdict always uses all evidence."
+            )
         from commlens.commands.progress import ProgressBar
         from commlens.diagnosis.api import examine_paths
         from commlens.dumps.sources import name_paths
@@ -71,21 +78,21 @@ class DiagnoseCommand:
             from commlens.reports.verdict_page import verdict_html
 
             write_whole(arguments.html, verdict_html(*examined, stalled_after_s=arguments.stalled_after))
-            print(f"commlens: the page is {arguments.html}", file=sys.stderr)
+            print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         return exit_status(verdict)
 
 
 def exit_status(verdict: Verdict) -> int:
-    """1 for a fault, else 0."""
+    """Return 1 for a fault, otherwise 0."""
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
 
 
 def _add_entries(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--entries", nargs="?", type=_rows, const=0, metavar="N",
-        help="show them, aligned by their numbers, one column for all ranks that did the same; N rows (default: as fit on the screen)",
+        help="show N rows of records, aligned by sequence number; ranks that did the same share a column (default: as fits the screen)",
     )  # fmt: skip
-    group.add_argument("--stacks", action="store_true", help="with the stacks that issued them")
+    group.add_argument("--stacks", action="store_true", help="also show the stacks that issued them")
     add_selection(group)
 
 

@@ -6,20 +6,20 @@ import argparse
 
 
 class DumpCommand:
-    """Write a dump of a job on this node: running, stuck or dead.
+    """Save a dump of a running, stuck or dead job on this node.
 
-    The black boxes are read from outside, so the job need not help and does not notice.
+    It reads the black boxes from outside, so it needs no help from the job and does not disturb it.
     """
 
     name = "dump"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Which job, and where to."""
-        parser.add_argument("job", nargs="?", metavar="JOB|PID", help="the job's name or its beginning, or the pid of a rank; default: all")
-        parser.add_argument("-o", "--output", metavar="DIR", help="folder for dumps (default: the setting dump_dir, commlens-dumps)")
+        """Declare the options."""
+        parser.add_argument("job", nargs="?", metavar="JOB|PID", help="a job's name or its beginning, or a rank's pid (default: all jobs)")
+        parser.add_argument("-o", "--output", metavar="DIR", help="save below this folder (default: the setting dump_dir, commlens-dumps)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Write the dumps, print the folders."""
+        """Save the dumps, and print their folders."""
         from commlens.config import load_settings
         from commlens.watch.jobs import find_jobs
         from commlens.watch.snapshot import dump

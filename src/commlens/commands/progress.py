@@ -1,4 +1,4 @@
-"""A progress bar for what takes long: on a terminal, after two seconds, and gone when it is done."""
+"""A progress bar for long operations: shown on a terminal after two seconds, removed at the end."""
 
 from __future__ import annotations
 
@@ -12,29 +12,27 @@ _EVERY_S: Final = 0.2
 
 
 class ProgressBar:
-    """Call it with how many are done and how many there are.
-
-    It draws when it is called and has no thread: a process with one may not be forked safely.
+    """A progress bar that is drawn when it is called: a thread would make it unsafe to fork the process.
 
     Args:
-        what: "reading dumps".
+        label: for example "reading dumps".
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, label: str) -> None:
+        self._label = label
         self._drawn = time.monotonic() + _QUIET_S - _EVERY_S
         self._terminal = sys.stderr is not None and sys.stderr.isatty()
         self._bar: Any = None
         self._task: Any = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Show it, unless it was shown just now."""
+        """Draw how many are done, unless it was drawn just now."""
         now = time.monotonic()
         if not self._terminal or now - self._drawn < _EVERY_S:
             return
         self._drawn = now
         if self._bar is None:
-            self._bar, self._task = _bar(self._what, total)
+            self._bar, self._task = _bar(self._label, total)
         self._bar.update(self._task, completed=done, total=total)
         self._bar.refresh()
 
@@ -46,11 +44,11 @@ class ProgressBar:
             self._bar.stop()
 
 
-def _bar(what: str, total: int) -> tuple[Any, Any]:
+def _bar(label: str, total: int) -> tuple[Any, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=Console(stderr=True), auto_refresh=False, transient=True)
     bar.start()
-    return bar, bar.add_task(what, total=total)
+    return bar, bar.add_task(label, total=total)

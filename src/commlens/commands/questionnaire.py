@@ -1,4 +1,4 @@
-"""The questions of ``commlens config``, and the text of the file that their answers make."""
+"""The questions of ``commlens config``, and the text of the settings file."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from commlens.config import ACCEPTED, NAMES, Settings
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about one setting."""
+    """The question about one setting."""
 
     name: str
     question: str
-    explanation: str  # in a line; it becomes the setting's comment in the file
+    explanation: str  # one line; also the setting's comment in the file
 
 
 QUESTIONS: Final = (
     Question(
         "debug",
         "Verify every collective before it is issued?",
-        "A bad one then raises on every rank and nothing is sent. For debugging: it costs time. `commlens launch --debug` does it once.",
+        "A mismatched one then raises on every rank and nothing is sent. It costs time; `commlens launch --debug` does it for one run.",
     ),
     Question(
         "on_mismatch",
-        "When ranks are seen to disagree, warn or abort?",
-        "Without verifying, too, the watcher compares what the ranks issue. `abort` ends the job; `warn` only says so.",
+        "When ranks disagree, warn or abort?",
+        "The watcher always compares the collectives that the ranks issue. `warn` prints the verdict; `abort` also ends the job.",
     ),
     Question(
         "stall_timeout",
-        "After how many seconds is a collective that nobody completes a stall?",
-        "Then the verdict is printed: which rank, which collective, which line. Above what your slowest healthy step takes.",
+        "After how many seconds is an unfinished collective a stall?",
+        "The verdict is then printed: the rank, the collective and the line. Choose more than your slowest healthy step takes.",
     ),
     Question(
         "on_stall",
         "When the job stalls, warn or abort?",
-        "`abort` ends the job after the verdict, and frees its machines; `warn` lets it go on, should it be able to.",
+        "`warn` prints the verdict and lets the job go on; `abort` then ends it, which frees its machines.",
     ),
     Question(
         "dump_dir",
-        "Where do dumps go?",
-        "One folder for each job below it. A path that does not begin with / counts from where the job is started.",
+        "Where are dumps saved?",
+        "One folder per job below it. A relative path starts from the directory in which the job is started.",
     ),
     Question(
         "keep_dumps",
-        "How many jobs' dumps are kept there?",
-        "Older ones are removed; what commlens did not write is never touched.",
+        "How many jobs' dumps are kept?",
+        "Older ones are removed. Files that commlens did not write are never touched.",
     ),
 )
 _YES_NO: Final = {"y": "yes", "n": "no"}
 
 
 def ask(present: Settings, read: Callable[[str], str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Ask about each of them, the present values being the defaults.
+    """Ask every question, with the present values as the defaults.
 
     Args:
         present: the values that an empty answer keeps.
-        read: shows a prompt and returns a line; its EOFError and KeyboardInterrupt are the caller's.
+        read: shows a prompt and returns a line; its EOFError and KeyboardInterrupt are passed on.
         say: prints a line.
 
     Returns:
@@ -78,31 +78,31 @@ def ask(present: Settings, read: Callable[[str], str], say: Callable[[str], None
                 answers[question.name] = ACCEPTED[question.name].parse(_YES_NO.get(text.lower(), text) if is_switch else text)
                 break
             except (ValueError, TypeError, OverflowError):
-                say(f"  That is not accepted: it takes {'yes or no' if is_switch else ACCEPTED[question.name].words}.")
+                say(f"  That is not accepted. Enter {'yes or no' if is_switch else ACCEPTED[question.name].words}.")
     return answers
 
 
 def settings_file(answers: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    """The file's text.
+    """Return the text of the settings file.
 
     Args:
-        answers: what was asked.
-        kept: settings that stood in the file before and are not asked about.
+        answers: the answers by setting.
+        kept: the file's other settings, which no question is about.
     """
     lines = [
-        "# Settings of commlens, written by `commlens config`, which can be run again.",
-        "# COMMLENS_* variables and the command line win over this file; `commlens config show` prints what is in force.",
+        "# Settings of commlens, written by `commlens config`. Run it again to change them.",
+        "# COMMLENS_* variables and the command line override this file; `commlens config show` prints the settings in force.",
     ]
     for question in QUESTIONS:
         lines += ["", f"# {question.question}", f"# {question.explanation}", _line(question.name, answers[question.name])]
     others = [name for name in NAMES if name in kept and name not in answers]
     if others:
-        lines += ["", "# Not asked about, as they were:", *(_line(name, kept[name]) for name in others)]
+        lines += ["", "# Kept from the previous file:", *(_line(name, kept[name]) for name in others)]
     return "\n".join(lines) + "\n"
 
 
 def shown(value: Any) -> str:
-    """A value as it would be written in YAML; ``-`` for none."""
+    """Return a value as YAML would write it; ``-`` for None."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -111,7 +111,7 @@ def shown(value: Any) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    """``name: value`` as YAML reads it back."""
+    """Return ``name: value`` in YAML."""
     import yaml
 
     if value is None:

@@ -18,7 +18,7 @@ class RunCommand:
     name = "run"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Settings, then the program and its own arguments, which are not looked at."""
+        """Declare the settings, then the program with its own arguments, which are passed on unchanged."""
         from commlens.launch.options import add_settings
 
         parser.usage = "commlens run [settings] script.py ... | commlens run [settings] -m module ..."
@@ -27,16 +27,16 @@ class RunCommand:
         parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Become the program."""
+        """Replace this process by the program."""
         from commlens.config import settings_environment, variable_of
         from commlens.launch import worker
         from commlens.launch.options import OPTIONS, settings_from
 
         program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
         if not program:
-            raise CommandError("Which program? For example: commlens run train.py --lr 0.1")
+            raise CommandError("Name the program to run, for example: commlens run train.py --lr 0.1")
         given = settings_from(arguments)
-        # Only what was given here: the rest a worker finds by itself, in the same places.
+        # Pass on only what was given here: the worker finds the rest in the same places.
         chosen = {name for name in OPTIONS if given.origins[name] == "command line"}
         names = {variable_of(name) for name in chosen}
         environment = {name: value for name, value in settings_environment(given.settings).items() if name in names}

@@ -1,4 +1,4 @@
-"""Options that choose a part of what dumps hold, the same for every verb that takes dumps."""
+"""Options that select ranks, groups and files, the same for every verb that reads dumps."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 def add_selection(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """Declare ``--ranks``, ``--group`` and ``--prefix``."""
-    parser.add_argument("--ranks", type=ranks, metavar="RANKS", help="only these ranks: 0-7,12 or 0-56:8")
+    parser.add_argument("--ranks", type=ranks, metavar="RANKS", help="use only these ranks, such as 0-7,12 or 0-56:8")
     parser.add_argument(
         "--group", action="append", default=[], metavar="NAME",
-        help="only this process group, by its name, description or mesh dimension; may be given several times",
+        help="use only this process group, given by name, description or mesh dimension; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="take only files whose name begins so, and read the rank after it")
+    parser.add_argument("--prefix", default="", metavar="TEXT", help="read only files whose names begin with TEXT followed by the rank")
 
 
 def ranks(text: str) -> frozenset[int]:
-    """``"0-7,12"`` as argparse wants it."""
+    """Parse ``"0-7,12"`` for argparse."""
     try:
         found = frozenset(parse_ranks(text))
     except ValueError:
         found = frozenset()
     if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a set of ranks like 0-7,12")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a set of ranks such as 0-7,12")
     return found
 
 
 def group_names(channels: Iterable[Channel]) -> set[str]:
-    """What groups are called, for an error that lists them."""
+    """Return the groups' names, for an error message."""
     return {one.group.label if one.group.label == one.group.name else f"{one.group.label} ({one.group.name})" for one in channels}

@@ -1,4 +1,4 @@
-"""What commlens finds in this environment, in words: for ``commlens doctor``. Every look is on its own: none may fail the others."""
+"""What ``commlens doctor`` reports about this environment. The checks are independent: if one fails, the others still run."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ MEGABYTE = 1_000_000
 
 @dataclass
 class Report:
-    """What was found."""
+    """Facts and problems of this environment."""
 
     facts: list[tuple[str, str]] = field(default_factory=list)  # a name, and words in one line or more
     problems: list[str] = field(default_factory=list)  # sentences
 
 
 def examine(config_file: str | None = None) -> Report:
-    """Look at everything.
+    """Check everything.
 
     Raises:
-        ConfigError: a settings file was named, and cannot be read.
+        ConfigError: the settings file that was named cannot be read.
     """
     report = Report()
     resolved = config.load_settings(config_file=config_file, strict=False)
     if config_file is not None:
         config.load_settings(config_file=config_file)
     report.problems += [f"A setting is ignored: {warning}" for warning in resolved.warnings]
-    looks: list[tuple[str, Callable[[Report], str]]] = [
+    checks: list[tuple[str, Callable[[Report], str]]] = [
         ("commlens", lambda _: f"{__version__} in {Path(__file__).parents[1]}"),
         ("Python", lambda _: f"{platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"),
         ("system", lambda _: _system()),
@@ -53,11 +53,11 @@ def examine(config_file: str | None = None) -> Report:
         ("packages", _packages),
         ("settings", lambda _: _settings(resolved)),
     ]
-    for name, look in looks:
+    for name, check in checks:
         try:
-            report.facts.append((name, look(report)))
+            report.facts.append((name, check(report)))
         except Exception as error:
-            report.facts.append((name, f"could not be found out: {type(error).__name__}: {error}"))
+            report.facts.append((name, f"unknown: {type(error).__name__}: {error}"))
     return report
 
 
@@ -71,16 +71,14 @@ def _has_torch() -> bool:
 
 def _torch(report: Report) -> str:
     if not _has_torch():
-        report.problems.append(
-            "Nothing can be recorded, traced or verified without torch: pip install 'commlens[torch]'. Diagnosing works."
-        )
+        report.problems.append("Recording, tracing and verifying need torch: pip install 'commlens[torch]'. Diagnosing works without it.")
         return "not installed"
     import torch
 
     built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}" if torch.version.hip else "CPU only"
     git = str(getattr(torch.version, "git_version", "") or "")[:12]
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
-        report.problems.append(f"torch {torch.__version__} is older than 2.6, the first that commlens was made for.")
+        report.problems.append(f"torch {torch.__version__} is older than 2.6, the first version that commlens supports.")
     return f"{torch.__version__} ({built_for}, C++11 ABI {int(torch._C._GLIBCXX_USE_CXX11_ABI)}, {git}) in {Path(torch.__file__).parent}"
 
 
@@ -90,7 +88,7 @@ def _backends(report: Report) -> str:
     import torch.distributed as dist
 
     if not dist.is_available():
-        report.problems.append("This torch was built without torch.distributed: there are no collectives to record.")
+        report.problems.append("This torch was built without torch.distributed, so there are no collectives to record.")
         return "torch.distributed is not available"
     names = ("gloo", "nccl", "mpi", "ucc", "xccl")
     found = [name for name in names if getattr(dist, f"is_{name}_available", lambda: False)()]
@@ -103,7 +101,7 @@ def _backends(report: Report) -> str:
 
 def _gpus(_: Report) -> str:
     if not _has_torch():
-        return "not looked for without torch"
+        return "unknown without torch"
     import torch
 
     if not torch.cuda.is_available():
@@ -125,12 +123,12 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
     try:
         module = native.load()
     except native.NativeEngineError as error:
-        report.problems.append(f"The native engine is not used: {error}")
+        report.problems.append(f"The native engine cannot be used: {error}")
         return f"python, because the native engine is damaged; {said}"
     if module is None:
         if wanted == "native":
-            report.problems.append(f"The setting engine asks for the native engine, and {native.NOT_BUILT}.")
-        return f"python, because {native.NOT_BUILT}; {said}\nbuilds are looked for in {cache}"
+            report.problems.append(f"The setting engine is native, but {native.NOT_BUILT}.")
+        return f"python, because {native.NOT_BUILT}; {said}\nthe cache of builds is {cache}"
     build = native.find()
     assert build is not None
     about = f"built on {build.about['built']} with {build.about['compiler']}"
@@ -155,7 +153,7 @@ def _shared_memory(report: Report, settings: config.Settings) -> str:
         report.problems.append("Nothing is recorded, because box_entries is 0.")
     elif not room:
         report.problems.append(
-            f"A rank's black box of {need / MEGABYTE:.1f} MB fits into no folder in memory: nothing is recorded. "
+            f"Nothing is recorded, because no folder in memory has room for a rank's black box of {need / MEGABYTE:.1f} MB. "
             "Give the container more shared memory (docker run --shm-size=1g), or name a folder with COMMLENS_BOX_DIR."
         )
     return "\n".join(lines) or "no folder in memory was found"
@@ -167,21 +165,21 @@ def _ptrace(report: Report) -> str:
     scope = _first_line(Path("/proc/sys/kernel/yama/ptrace_scope"))
     program = pyspy.find()
     limits = {
-        "": "no Yama, so the processes of the same user can be looked into",
-        "0": "the processes of the same user can be looked into",
-        "1": "only child processes can be looked into (ptrace_scope 1)",
-        "2": "only an administrator can look into processes (ptrace_scope 2)",
-        "3": "nobody can look into processes (ptrace_scope 3)",
+        "": "the processes of the same user can be traced (no Yama)",
+        "0": "the processes of the same user can be traced (ptrace_scope 0)",
+        "1": "only child processes can be traced (ptrace_scope 1)",
+        "2": "only root can trace processes (ptrace_scope 2)",
+        "3": "no process can be traced (ptrace_scope 3)",
     }
     words = limits.get(scope, f"ptrace_scope is {scope}")
     if os.geteuid() == 0 and scope in ("1", "2"):
-        words += ", and this is one"
+        words += ", and this is root"
     elif scope in ("1", "2", "3"):
         report.problems.append(
-            f"The stack of a rank that runs no Python code cannot be taken from outside: {words}. A container needs --cap-add=SYS_PTRACE."
+            f"The stack of a rank whose watchdog thread cannot run cannot be read: {words}. A container needs --cap-add=SYS_PTRACE."
         )
     if program is None:
-        report.problems.append("The stack of a rank that holds the GIL cannot be taken without py-spy: pip install 'commlens[stacks]'.")
+        report.problems.append("The stack of a rank that holds the GIL cannot be read without py-spy: pip install 'commlens[stacks]'.")
     return f"{words}; py-spy is {'at ' + program if program else 'not installed'}"
 
 
@@ -191,11 +189,11 @@ def _autoload(report: Report) -> str:
     off = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0"
     on = config.is_switched_on(os.environ)
     if not installed:
-        report.problems.append("COMMLENS=1 does nothing here, because commlens was not installed with its entry point: pip install it.")
+        report.problems.append("COMMLENS=1 does nothing here, because commlens's entry point is not installed: install commlens with pip.")
     if off:
         report.problems.append("COMMLENS=1 does nothing here, because TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading extensions.")
     words = f"COMMLENS={os.environ[config.SWITCH]}" if config.SWITCH in os.environ else "COMMLENS is not set"
-    return f"{words}: processes that import torch here are {'recorded' if on and installed and not off else 'not recorded by themselves'}"
+    return f"{words}: processes that import torch here are {'recorded' if on and installed and not off else 'not recorded automatically'}"
 
 
 def _packages(_: Report) -> str:

@@ -42,14 +42,14 @@ def torchrun_parser() -> argparse.ArgumentParser:
         raise MissingDependency.torch("commlens launch", error) from None
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "commlens launch"
-    parser.description = "torchrun with commlens in every worker. All of torchrun's options are accepted and mean what they mean there."
+    parser.description = "Run torchrun with commlens in every worker. All of torchrun's options are accepted and work as in torchrun."
     add_settings(parser)
     group = parser.add_argument_group("tracing")
     group.add_argument(
         "--trace", dest="commlens_trace", metavar="[=FIRST:LAST]",
-        help="trace every worker's collectives, of all optimizer steps or of these (2:4 is steps 2 and 3)",
+        help="trace every worker's collectives, in all optimizer steps or in these (2:4 is steps 2 and 3)",
     )  # fmt: skip
-    group.add_argument("--trace-dir", dest="commlens_trace_dir", metavar="DIR", help="where the traces go (default commlens-trace)")
+    group.add_argument("--trace-dir", dest="commlens_trace_dir", metavar="DIR", help="save the traces here (default commlens-trace)")
     return parser
 
 
