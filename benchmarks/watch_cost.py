@@ -48,9 +48,11 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
             kind = number % len(OPS)
             index = box.next_index()
             at = time.monotonic_ns()
-            offset = box.announce(
-                index, at, group, asked[kind], stacks[kind], 0, number, number // 100, 0, 0, os.getpid(), L.FLAG_ENTERED, -1, 0
-            )
+            record = L.Record(
+                index, at, group, asked[kind], stacks[kind],
+                sequence_number=number, step=number // 100, thread=os.getpid(), flags=L.FLAG_ENTERED,
+            )  # fmt: skip
+            offset = box.announce(record)
             box.mark_outcome(offset, index, L.OUTCOME_COMPLETED, L.HOW_WAIT)
             pending.append((offset, index))
         if now - beat > 0.25:

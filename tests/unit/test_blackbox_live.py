@@ -166,7 +166,7 @@ def beat_for_ever(path: str) -> None:
         box.word(L.STEPS, number)
         box.heartbeat()
         index, now = box.next_index(), time.monotonic_ns()
-        slot = box.announce(index, now, group, asked, 0, 0, index, 0, 0, 0, 7, L.FLAG_ENTERED, -1, 0)
+        slot = box.announce(L.Record(index, now, group, asked, sequence_number=index, thread=7, flags=L.FLAG_ENTERED))
         box.wait_began(slot, index, now, 7, True)
         box.wait_completed(slot, index, now, 7)
         if number == 100:
@@ -206,7 +206,7 @@ class TestTheRealWriter:
             "group": group, "asked": asked, "stack": stack, "module": 0, "sequence_number": index, "step": 3, "coalescing_id": 0, "tag": -7,
             "thread": 99, "flags": L.FLAG_ENTERED, "peer": -1, "members": 0,
         }  # fmt: skip
-        return index, now, box.announce(index, now, **(words | fields))
+        return index, now, box.announce(L.Record(index, now, **(words | fields)))
 
     def read(self, box: BoxWriter) -> Collective:
         log = read_box(box.path)

@@ -40,7 +40,7 @@ for line in sys.stdin:
     word, *rest = line.split()
     if word == "announce":
         index, now = box.next_index(), time.monotonic_ns()
-        offset = box.announce(index, now, group, asked, stack, 0, index, 0, 0, 0, os.getpid(), L.FLAG_ENTERED, -1, 0)
+        offset = box.announce(L.Record(index, now, group, asked, stack, sequence_number=index, thread=os.getpid(), flags=L.FLAG_ENTERED))
         box.word(L.OLDEST_SINCE, now); box.word(L.OLDEST_INDEX, index)
     elif word == "done":
         box.mark(offset, L.DONE, index, time.monotonic_ns())

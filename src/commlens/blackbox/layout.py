@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from typing import Final
+from typing import Final, NamedTuple
 
 MAGIC: Final = b"COMMLENS"
 VERSION: Final = 1
@@ -52,12 +52,30 @@ PHASE_CLOSED: Final = 2  # said goodbye
 PHASE_CLOSED_BY_EXCEPTION: Final = 3  # said goodbye after an uncaught exception
 
 # --- records -----------------------------------------------------------------------------------------------------
-# index (from 1), announced (CLOCK_MONOTONIC ns), blobs: group, asked, stack, module label (0: none),
-# sequence number, step, coalescing id, tag, native thread id, flags, peer (global rank, -1), coalesced members
-RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")
+RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")  # the fields of Record
 SEQUENCE_NUMBER: Final = 48  # u64
 RECORD_CRC_AT: Final = RECORD.size  # u32: CRC-32 of the bytes before it
 RECORD_SIZE: Final = 192
+
+
+class Record(NamedTuple):
+    """The announced part of a record, field by field as ``RECORD`` packs it."""
+
+    record_index: int  # from 1
+    announced_ns: int  # CLOCK_MONOTONIC
+    group: int  # this and the next three: positions of blobs, 0 for none
+    asked: int
+    stack: int = 0
+    module: int = 0
+    sequence_number: int = 0
+    step: int = 0
+    coalescing_id: int = 0
+    tag: int = 0
+    thread: int = 0  # native id
+    flags: int = 0
+    peer: int = -1  # global rank
+    members: int = 0  # of a coalesced group
+
 
 FLAG_COALESCED_MEMBER: Final = 1 << 0
 FLAG_COALESCED_END: Final = 1 << 1  # closes a coalesced group

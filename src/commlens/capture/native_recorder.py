@@ -282,10 +282,11 @@ class NativeRecorder(Recorder):
             args.blob = self.writer.add_blob(content)
             stack = self.engine.stack_position(2)
             index, now = self.writer.next_index(), time.monotonic_ns()
-            offset = self.writer.announce(
-                index, now, channel_blob, args.blob, stack, 0, number, self.steps, identity, 0,
-                threading.get_native_id(), args.flags, -1, members,
+            record = L.Record(
+                index, now, channel_blob, args.blob, stack, sequence_number=number, step=self.steps, coalescing_id=identity,
+                thread=threading.get_native_id(), flags=args.flags, members=members,
             )  # fmt: skip
+            offset = self.writer.announce(record)
             return self.engine.group_token(args, first, index, offset, now)
         except Exception as error:
             self._failed(error)

@@ -166,7 +166,7 @@ class Recorder:
             index = writer.next_index()
             now = _monotonic()
             offset = writer.announce(
-                index, now, channel.blob, args.blob, stack, 0, number, self.steps, coalescing_id, args.tag, thread, flags, args.peer, 0
+                (index, now, channel.blob, args.blob, stack, 0, number, self.steps, coalescing_id, args.tag, thread, flags, args.peer, 0)
             )
             token = Token(index, offset, args, now, thread, number, stack)
             if args.next_tagged is not None:
@@ -530,10 +530,11 @@ class Recorder:
             args.blob = self.writer.add_blob(content)
             index = self.writer.next_index()
             now = _monotonic()
-            offset = self.writer.announce(
-                index, now, channel.blob, args.blob, self.stacks.position(sys._getframe(2)), 0, group.sequence_number,
-                self.steps, group.id, 0, thread, args.flags, -1, len(group.members),
+            record = L.Record(
+                index, now, channel.blob, args.blob, self.stacks.position(sys._getframe(2)), sequence_number=group.sequence_number,
+                step=self.steps, coalescing_id=group.id, thread=thread, flags=args.flags, members=len(group.members),
             )  # fmt: skip
+            offset = self.writer.announce(record)
             return Token(index, offset, args, now, thread)
         except Exception as error:
             self._failed(error)
