@@ -280,7 +280,7 @@ class TestRegions:
         assert [regions.by_rank[1][name]["told"] for name in ("crossed", "from anybody", "the next")] == [None] * 3
 
     def test_where_one_rank_lacks_it_it_is_told_and_the_job_goes_on(self, regions: Told):
-        assert "rank 1 did not come to where verification begins" in regions.logs[0]
+        assert "rank 1 did not reach the point where verification begins" in regions.logs[0]
         assert regions.logs[0].count("\n") == 1 and regions.logs[1] == ""
         for results in regions.by_rank:
             assert 1 < results["alone"] < 5
@@ -317,6 +317,5 @@ def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(tmp_path: Path, w
         assert told.logs == ["", ""]
     else:
         assert told.both("late") is None
-        assert (
-            told.logs[0] == "commlens: collectives are not verified here: rank 1 did not switch that on at the same point of the program\n"
-        )
+        wanted = "collectives are not verified here: rank 1 did not switch verification on at the same point of the program"
+        assert told.logs[0] == f"commlens: {wanted}\n"

@@ -1,6 +1,6 @@
-"""Which engine records in this process: the native one where it was built for this very torch and Python, else the one in Python.
+"""The choice of engine: the native one if it was built for this very torch and Python, else the one in Python.
 
-The two write the same records. docs/native.md says how the native one is built.
+Both write the same records. docs/native.md says how the native engine is built.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger("commlens")
 
 @dataclass(frozen=True)
 class Engine:
-    """How a box and its recorder are made."""
+    """An engine: how to make a box and its recorder."""
 
     name: str  # "python" or "native"
     box_writer: Callable[..., BoxWriter]
@@ -29,7 +29,7 @@ class Engine:
 
 
 def why_not_native() -> str:
-    """Why the native engine cannot record in this process, in words; empty where it can. Installs nothing."""
+    """Return why the native engine cannot record in this process; empty if it can. Installs nothing."""
     try:
         return "" if native.load() is not None else native.NOT_BUILT
     except native.NativeEngineError as error:
@@ -37,7 +37,7 @@ def why_not_native() -> str:
 
 
 def choose(wanted: str) -> Engine:
-    """The engine for the setting ``engine``. Never raises: where the native one cannot be, that is said in one line if it was args for."""
+    """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was asked for cannot be used."""
     if wanted != "python":
         module, why = _native_module()
         if module is not None:
@@ -48,13 +48,13 @@ def choose(wanted: str) -> Engine:
 
 
 def _native_module() -> tuple[Any, str]:
-    """The module with its kernels installed, or None and why, in words; no words where it simply was not built."""
+    """Return the module with its kernels installed, or None and the reason; no reason if it was simply not built."""
     try:
         module = native.load()
         if module is None:
             return None, ""
         if not tap.use_native(module):
-            return None, "collectives of this process were traced before, by kernels in Python that stay"
+            return None, "this process traced collectives before, with kernels in Python, which stay installed"
         return module, ""
     except Exception as error:
         return None, f"the native engine cannot be used: {error}"

@@ -1,7 +1,7 @@
-"""The recorder where the native engine was built: C++ on the hot path, and here what is rare.
+"""The recorder with the native engine: C++ does the hot path, and Python the rare work.
 
-``commlens/native/recorder.hpp`` does per collective what :class:`commlens.capture.recorder.Recorder` does, and writes the same
-records. It calls the methods under "from C++" where something is seen for the first time or has failed.
+``commlens/native/recorder.hpp`` does for each collective what :class:`commlens.capture.recorder.Recorder` does, and writes the same
+records. It calls the methods under "called from C++" when something is new or has failed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
 from commlens.capture import stacks
-from commlens.capture.recorder import Recorder, error_of
+from commlens.capture.completion import error_of
+from commlens.capture.recorder import Recorder
 from commlens.tap import tap
 from commlens.tap.groups import Channel, Groups
 from commlens.tap.interned_args import InternedArgs, describe
@@ -36,7 +37,7 @@ class NativeBoxWriter(BoxWriter):
 
     @property
     def last_index(self) -> int:
-        """Of the records that were announced."""
+        """Index of the newest announced record."""
         return self.engine.last_index if self.engine is not None else 0
 
     @last_index.setter
@@ -46,7 +47,7 @@ class NativeBoxWriter(BoxWriter):
 
     @property
     def side_floor(self) -> int:
-        """Blobs up to here are too old to be referred to by new records."""
+        """Position up to which blobs are too old for new records to refer to."""
         return self.engine.side_floor if self.engine is not None else 0
 
     @side_floor.setter
@@ -58,25 +59,25 @@ class NativeBoxWriter(BoxWriter):
 
 
 class NativeGroups(Groups):
-    """Groups of which C++ keeps what it needs of each collective."""
+    """The groups, of which C++ has its own copy."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()
         self._engine = engine
 
     def started_again(self) -> None:
-        """A default group is being made: names start again."""
+        """Forget all groups: a new default group starts their names again."""
         super().started_again()
         self._engine.forget_groups()
 
     def renamed(self, channel: Channel) -> None:
-        """What was written of a channel holds no longer."""
+        """Describe a channel anew: its group got another name."""
         super().renamed(channel)
         self._engine.renamed(channel)
 
 
 class _ReduceOp:
-    """A reduce op as a verifier reads it."""
+    """A reduce op in the form in which a verifier reads it."""
 
     def __init__(self, code: int) -> None:
         self.op = code
@@ -98,16 +99,16 @@ class NativeRecorder(Recorder):
     # --- switching
 
     def attach(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         self.engine.attach()
 
     def detach(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._module.detach()
 
     @property
     def verifier(self) -> Verifier | None:
-        """Who compares every collective with the peers' before it is issued."""
+        """The verifier, which compares every collective with the peers' before it is issued."""
         return self._verifier
 
     @verifier.setter
@@ -116,27 +117,27 @@ class NativeRecorder(Recorder):
         self.engine.verify(verifier.exchange if verifier is not None else None)
 
     def make_exchange(self, board: Any, shared: Any, rank: int) -> Any:
-        """What announces and compares in C++ where all agree: on a rank's board, and the page that all ranks share."""
+        """Make the C++ part of verification, from a rank's board and the page that all ranks share."""
         return self._module.Exchange(board, shared, rank)
 
     def tapped_wait(self, original: Any, slow: Any) -> Any:
-        """A method ``wait`` of Works that records in C++; ``slow`` is what to call while somebody in Python listens, too."""
+        """Return a ``Work.wait`` that records in C++, and calls ``slow`` while a tracer in Python listens, too."""
         return self._module.tapped_wait(original, slow)
 
     @property
     def listens_to_waits(self) -> bool:
-        """C++ does."""
+        """False: C++ sees them."""
         return False
 
     @property
     def reads_reduce_ops(self) -> bool:
-        """C++ does, of every torch."""
+        """True: C++ can, in every torch."""
         return True
 
-    # --- from C++
+    # --- called from C++
 
     def describe_args(self, name: str, arguments: tuple[Any, ...], address: int) -> InternedArgs:
-        """What was args for, seen for the first time; ``address`` is the process group's."""
+        """Intern the arguments of an op, on first sight; ``address`` is that of the process group."""
         spec = self._specs[name]
         process_group = tap.unbox_group(arguments[spec.process_group])
         if address not in self._watched_groups:
@@ -148,32 +149,32 @@ class NativeRecorder(Recorder):
         self.engine.forget_group(address)
 
     def args_blob(self, args: InternedArgs) -> int:
-        """Position of its description; 0 where it is too large."""
+        """Return the position of their description; 0 if it is too large."""
         return self.writer.add_blob(args.content)
 
     def channel_blob(self, channel: Channel) -> int:
-        """Position of its description."""
+        """Return the position of its description."""
         return self.writer.add_blob(channel.describe())
 
     def python_stack(self, skip: int) -> int:
-        """Position of the stack above this call, without its ``skip`` innermost frames."""
+        """Return the position of the calling stack, without its ``skip`` innermost frames."""
         frames = stacks.frames_of(sys._getframe(1 + skip))
         return self.writer.add_blob({"k": "stack", "f": frames})
 
     def native_stack(self) -> int:
-        """The same with C++ frames."""
+        """Return the position of the calling stack with its C++ frames."""
         return self.stacks.native_position()
 
     def error_of(self, work: Any) -> BaseException | None:
-        """Why a Work that says it is completed failed."""
+        """Return the error of a completed Work; None if it succeeded."""
         return error_of(work)
 
-    def report_native_error(self, what: str) -> None:
-        """An error of ours."""
-        self._failed(RuntimeError(what))
+    def report_native_error(self, text: str) -> None:
+        """Count an error of the C++ code."""
+        self._failed(RuntimeError(text))
 
     def verify_before_issue(self, native: Any, reduce_op: int) -> Token:
-        """Compare a collective with the peers' before it is issued, where C++ could not do all of it. Only a refusal is raised."""
+        """Compare a collective with the peers' before it is issued, if C++ cannot decide alone. Raises only a refusal."""
         verifier = self.verifier
         token = Token(native.index, native.offset, native.args, native.since, native.thread, native.number, native.stack)
         token.tagged_number = native.tagged_number
@@ -185,16 +186,16 @@ class NativeRecorder(Recorder):
             verifier.before_issue(token, sys._getframe(1), _ReduceOp(reduce_op) if reduce_op >= 0 else None)
         except BaseException as error:
             self.withdraw(token)
-            self._mark_failed(token, error)
+            self.mark_failed(token.offset, token.index, error, 0, L.HOW_RETURN)
             raise error.with_traceback(None) from error.__cause__
         return token
 
     def make_plan(self, args: InternedArgs, stack: int, reduce_op: int) -> Any:
-        """How the next one like this is verified in C++; None where that is for Python alone."""
+        """Return how C++ verifies the next collective like this; None if Python must do it."""
         return self.verifier.plan(args, stack, reduce_op) if self.verifier is not None else None
 
     def verify_before_wait(self, native: Any) -> None:
-        """A thread is about to wait for an op (None: one that nobody knows) that C++ could not settle. Only a refusal is raised."""
+        """Finish comparing before a thread waits, if C++ cannot decide alone; None for a Work without a record. Raises only a refusal."""
         verifier = self.verifier
         if verifier is None:
             return
@@ -210,40 +211,40 @@ class NativeRecorder(Recorder):
             raise error.with_traceback(None) from error.__cause__
 
     def after_verified_issue(self, token: Token) -> None:
-        """The backend has what was compared."""
+        """Note that the backend accepted a collective that Python had verified."""
         if token.args.refused_locally and self.verifier is not None:
             self.verifier.announce_late(token)
 
     def was_not_issued(self, args: InternedArgs, error: BaseException) -> bool:
-        """Whether the backend refused an op before anything was sent."""
+        """Return whether the backend refused an op before anything was sent."""
         return was_not_issued(args.op, error)
 
     def withdraw(self, token: Token) -> None:
-        """What was announced to the peers meets none of theirs."""
+        """Take back the announcement of a collective that was not issued."""
         if self.verifier is not None:
             self.verifier.withdraw(token)
 
     def forget_number(self, offset: int, index: int) -> None:
-        """The record's number is a later one's now."""
+        """Remove the number from a record: a later one has it now."""
         self.writer.forget_number(offset, index)
 
-    # --- completion, for whoever asks from Python
+    # --- completion, as Python callers see it
 
     def wait_begins(self, work: Any) -> Any:
-        """A thread is about to block in ``work.wait()``."""
+        """Note that a thread is about to block in ``work.wait()``."""
         token = self.engine.wait_begins(work)
         self.engine.verify_wait(token)
         return token
 
     def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
-        """That wait is over."""
+        """Note that this wait ended."""
         self.engine.wait_ended(token, error)
 
     def _after_wait(self, token: Any, error: BaseException | None) -> None:
         self.engine.wait_ended(token, error)
 
     def tensor_wait_begins(self, tensor: Any) -> Any:
-        """A thread is about to block in ``wait_tensor(tensor)``."""
+        """Note that a thread is about to block in ``wait_tensor(tensor)``."""
         token = self.engine.tensor_wait_begins(tensor)
         if token is None and self.verifier is None:
             return None
@@ -251,27 +252,27 @@ class NativeRecorder(Recorder):
         return None, token
 
     def sweep(self) -> Any:
-        """Look at what is in flight, from the watchdog thread. Returns the oldest that is not done."""
+        """Poll the collectives in flight, from the watchdog thread, and return the oldest one that is not done."""
         for token in self.engine.take_on_accelerator():
             self.on_accelerator.append(Token(token.index, token.offset, token.args, token.since, token.thread))
         return self.engine.sweep()
 
     def held(self) -> int:
-        """How many Works are held, and outputs remembered."""
+        """Return how many Works are held and outputs remembered."""
         return int(self.engine.held())
 
     def release(self) -> None:
-        """Let go of every Work."""
+        """Drop every Work."""
         self.engine.release()
 
     # --- coalesced groups
 
     def coalescing_starts(self) -> None:
-        """``ProcessGroup._start_coalescing`` was called."""
+        """Note a call of ``ProcessGroup._start_coalescing``."""
         self.engine.coalescing_starts()
 
     def coalescing_ends(self) -> Any:
-        """``ProcessGroup._end_coalescing`` is about to be called: record the group as one collective."""
+        """Record a coalesced group as one collective, before ``ProcessGroup._end_coalescing`` runs."""
         try:
             ended = self.engine.coalescing_ends()
             if ended is None:
@@ -293,14 +294,14 @@ class NativeRecorder(Recorder):
             return None
 
     def group_returned(self, token: Any, work: Any) -> None:
-        """``ProcessGroup._end_coalescing`` returned ``work``."""
+        """Note that ``ProcessGroup._end_coalescing`` returned ``work``."""
         try:
             self.engine.group_returned(token, work)
         except Exception as error:
             self._failed(error)
 
     def raised(self, token: Any, error: BaseException) -> None:
-        """Closing a coalesced group raised."""
+        """Note that closing a coalesced group raised."""
         try:
             self.mark_failed(token.offset, token.index, error, 0, L.HOW_RETURN)
         except Exception as ours:

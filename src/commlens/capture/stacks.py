@@ -1,4 +1,4 @@
-"""Python stacks: interned on the hot path, and of all threads for the watchdog."""
+"""Python stacks: interned on the hot path, and of all threads for the watchdog thread."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CACHE_LIMIT = 20_000
 
 
 class StackTable:
-    """Positions in the side table of stacks that have been seen.
+    """The stacks seen so far, and their positions in the side table.
 
-    A stack's key is its code objects and instruction offsets. The code objects are kept, since an id is only good as long as
-    its object lives. Symbols (file, line) are looked up once, when a stack is new.
+    The key of a stack is its code objects and instruction offsets. The table keeps the code objects, since an id is valid only
+    while its object lives. Symbols (file, line) are looked up once, when a stack is new.
     """
 
     def __init__(self, writer: Any) -> None:
@@ -25,7 +25,7 @@ class StackTable:
         self._known: dict[tuple[int, ...], tuple[int, list[CodeType], list[list[Any]]]] = {}
 
     def position(self, frame: FrameType | None) -> int:
-        """Position of the stack that ends (innermost) with ``frame``; 0 when there is none."""
+        """Return the position of the stack whose innermost frame is ``frame``; 0 without a frame."""
         if frame is None:
             return 0
         walk: FrameType | None = frame
@@ -42,7 +42,7 @@ class StackTable:
         return self._add(packed, frame, known)
 
     def native_position(self) -> int:
-        """The same with C++ frames, which are not interned: for those who ask for them."""
+        """Return the position of the current stack with its C++ frames, which are not interned."""
         position: int = self._writer.add_blob({"k": "stack", "f": native_frames()})
         return position
 
@@ -65,7 +65,7 @@ class StackTable:
 
 
 def shortened(frames: list[list[Any]]) -> list[list[Any]]:
-    """At most MAX_FRAMES, the middle left out: the ends of a deep recursion tell more than its inside."""
+    """Return at most MAX_FRAMES frames, without the middle: the two ends of a deep recursion say more than its inside."""
     if len(frames) <= MAX_FRAMES:
         return frames
     half = MAX_FRAMES // 2
@@ -73,7 +73,7 @@ def shortened(frames: list[list[Any]]) -> list[list[Any]]:
 
 
 def frames_of(frame: FrameType | None) -> list[list[Any]]:
-    """``[[file, line, function], ...]``, innermost first."""
+    """Return ``[[file, line, function], ...]``, innermost first."""
     frames: list[list[Any]] = []
     while frame is not None:
         frames.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
@@ -82,10 +82,7 @@ def frames_of(frame: FrameType | None) -> list[list[Any]]:
 
 
 def all_threads() -> tuple[list[dict[str, Any]], int]:
-    """Every thread's stack as the evidence holds it, the main thread first, and a hash of the main thread's.
-
-    The calling thread is left out.
-    """
+    """Return the stacks of all other threads as the evidence holds them, the main thread first, and a hash of the main thread's."""
     own = threading.get_ident()
     known = {thread.ident: thread for thread in threading.enumerate()}
     threads: list[dict[str, Any]] = []
@@ -112,10 +109,10 @@ def all_threads() -> tuple[list[dict[str, Any]], int]:
     return threads, main_hash
 
 
-# Whoever holds a frame of another thread when that frame returns takes over its locals, and ends them, in the wrong thread and too
-# late: a guard that torch keeps in a local then never restores what it set (on torch 2.6 that broke compilations). So another
-# thread's frames must not outlive the hold of the interpreter's lock, which any step of bytecode may lose. Each of the two
-# functions below walks in a single call of C, in which it cannot be lost, and keeps only code objects and line numbers.
+# A thread that holds another thread's frame when that frame returns takes over its locals, and drops them in the wrong thread and too
+# late: a guard that torch keeps in a local then never restores its setting (on torch 2.6 that broke compilations). So another
+# thread's frames must not outlive our hold on the GIL, which any bytecode may release. Each of the two functions below walks the
+# frames in a single C call, which cannot release it, and keeps only code objects and line numbers.
 
 
 def _threads_with_frames() -> list[int]:
@@ -123,14 +120,14 @@ def _threads_with_frames() -> list[int]:
 
 
 def _walked(ident: int) -> list[tuple[CodeType, int | None, int]]:
-    """``(code, line, offset of the instruction)`` of each frame of a thread, innermost first; none when the thread has ended."""
+    """Return ``(code, line, instruction offset)`` for each frame of a thread, innermost first; empty if the thread has ended."""
     innermost = map(operator.methodcaller("get", ident), itertools.starmap(sys._current_frames, [()]))
     frame_by_frame = itertools.accumulate(itertools.chain(innermost, itertools.repeat("f_back")), getattr)
     return list(map(operator.attrgetter("f_code", "f_lineno", "f_lasti"), iter(frame_by_frame.__next__, None)))
 
 
 def native_frames(limit: int = 64) -> list[list[Any]]:
-    """C++ and Python frames of the calling thread, innermost first, by torch's own unwinder. Slow: for those who ask for it."""
+    """Return the C++ and Python frames of the calling thread, innermost first, by torch's own unwinder, which is slow."""
     from torch._C._profiler import gather_traceback, symbolize_tracebacks
 
     (frames,) = symbolize_tracebacks([gather_traceback(True, False, True)])

@@ -1,7 +1,7 @@
-"""The rank's own thread: heartbeat, completion, the oldest op in flight, and where every thread is.
+"""The watchdog thread of a rank: heartbeat, completion, the oldest collective in flight, and the stacks of all threads.
 
-It runs four times a second and costs a few tens of microseconds each time. Everything it learns goes into the black box, so
-that whoever reads it from outside needs no help from this process.
+It runs four times a second and costs a few tens of microseconds each time. It writes everything it learns into the black box, so
+that a reader outside needs no help from this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger("commlens")
 
 TICK_S = 0.25
 STACKS_EVERY_NS = 1_000_000_000
-SPEAK_AFTER_NS = 1_000_000_000
+REPORT_REFUSAL_AFTER_NS = 1_000_000_000
 NATIVE_EVERY_NS = 1_000_000_000
 _monotonic = time.monotonic_ns
 
@@ -43,16 +43,16 @@ class Watchdog:
         self._native_at = 0
         self._main_hash = 0
         self._refused_since = 0
-        self._spoken = ""
+        self._reported = ""
         self._thread = threading.Thread(target=self._run, name="commlens-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._open_pipe()
         self._thread.start()
 
     def stop(self, timeout: float = 1.0) -> None:
-        """End, waiting at most ``timeout`` seconds."""
+        """Stop the thread; wait for it at most ``timeout`` seconds."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -69,10 +69,10 @@ class Watchdog:
             except Exception as error:
                 if not self._failed:
                     self._failed = True
-                    log.warning("commlens: the watchdog thread met an error and goes on: %s: %s", type(error).__name__, error)
+                    log.warning("commlens: the watchdog thread goes on after an error: %s: %s", type(error).__name__, error)
 
     def tick(self) -> None:
-        """One round."""
+        """Do one round of the work."""
         recorder, writer = self._recorder, self._recorder.writer
         now = _monotonic()
         writer.heartbeat()
@@ -88,22 +88,22 @@ class Watchdog:
             writer.word(L.MAIN_STACK_SINCE, 0)
             self._main_hash = 0
         elif now - self._idle_since >= STACKS_EVERY_NS // 2 and now - self._stacks_at >= STACKS_EVERY_NS:
-            self._look_at_stacks(now)
+            self._write_stacks(now)
         if self._pipe_descriptor >= 0:
             self._read_pipe()
         if recorder.verifier is not None:
-            self._speak_for_the_stuck(recorder.verifier.unraised_refusal(), now)
+            self._report_refusal(recorder.verifier.unraised_refusal(), now)
 
-    def _speak_for_the_stuck(self, refusal: str | None, now: int) -> None:
-        """What this rank is to raise, and has not come to: it may be blocked in the backend's C++."""
+    def _report_refusal(self, refusal: str | None, now: int) -> None:
+        """Log a refusal that this rank should raise but has not: it may be blocked in the backend's C++."""
         if refusal is None:
             self._refused_since = 0
         elif not self._refused_since:
             self._refused_since = now
-        elif now - self._refused_since > SPEAK_AFTER_NS and refusal != self._spoken:
-            self._spoken = refusal
+        elif now - self._refused_since > REPORT_REFUSAL_AFTER_NS and refusal != self._reported:
+            self._reported = refusal
             log.error(
-                "commlens: refused by other ranks; this one has not come to its next collective or wait, where it raises this:\n%s", refusal
+                "commlens: refused by other ranks; this one has not reached its next collective or wait, where it raises this:\n%s", refusal
             )
 
     def _write_oldest(self, oldest: Token | None) -> None:
@@ -111,7 +111,7 @@ class Watchdog:
         writer.word(L.OLDEST_SINCE, oldest.since if oldest is not None else 0)
         writer.word(L.OLDEST_INDEX, oldest.index if oldest is not None else 0)
 
-    def _look_at_stacks(self, now: int) -> None:
+    def _write_stacks(self, now: int) -> None:
         self._stacks_at = now
         threads, main_hash = stacks.all_threads()
         writer = self._recorder.writer
@@ -120,7 +120,7 @@ class Watchdog:
             self._main_hash = main_hash
             writer.word(L.MAIN_STACK_SINCE, now)
 
-    # --- a named pipe, as torch's recorder has it: any byte dumps
+    # --- a named pipe, like that of torch's recorder: any byte makes a dump
 
     def _open_pipe(self) -> None:
         if self._pipe is None:
@@ -134,8 +134,8 @@ class Watchdog:
 
     def _read_pipe(self) -> None:
         try:
-            asked = os.read(self._pipe_descriptor, 4096)
+            received = os.read(self._pipe_descriptor, 4096)
         except BlockingIOError:
             return
-        if asked and self._on_pipe is not None:
+        if received and self._on_pipe is not None:
             self._on_pipe()

@@ -1,0 +1,340 @@
+"""How the recorder learns that a collective is done: its call returns, a thread waits for it, or polling finds it complete."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import time
+import weakref
+from typing import Any
+
+from commlens.blackbox import layout as L
+from commlens.blackbox.writer import BoxWriter
+from commlens.capture import backend_progress
+from commlens.capture.thread_id import current
+from commlens.tap.groups import Channel
+from commlens.tap.token import Token, Verifier
+
+log = logging.getLogger("commlens")
+
+_HOLD_WEAKLY_AFTER_NS = 200_000_000
+_HELD_LIMIT = 512
+_monotonic = time.monotonic_ns
+
+
+class CompletionTracker:
+    """The recorder's collectives in flight, and the records of how they end."""
+
+    def __init__(self, writer: BoxWriter, *, timing: bool = False) -> None:
+        self.writer = writer
+        self.timing = timing
+        self.synchronous: dict[int, Token] = {}  # by thread: the call that issued it waits for it right away
+        self.in_flight: dict[Any, Token] = {}  # Work (its one Python object) to token; removed as soon as it is done
+        self.weakly_held: dict[int, Token] = {}  # by record index: in flight, its Work held by a weak reference only
+        self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
+        self.on_accelerator: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # their Works are never held
+        self.verifier: Verifier | None = None
+        self.lost = 0  # records lost to an error of commlens
+        self._logged = False
+
+    # --- the backend's call returned
+
+    def returned_work(self, token: Token, work: Any) -> None:
+        """Note that the backend's call returned.
+
+        Args:
+            token: the collective's.
+            work: its Work; None if the call waited for the collective itself.
+        """
+        now = _monotonic()
+        self.writer.mark(token.offset, L.RETURNED, token.index, now)
+        if work is None:
+            self._done(token, L.HOW_RETURN, now)
+        elif token.args.channel.holds_works:
+            self._hold(token, work)
+        else:
+            # Holding a Work on an accelerator would keep tensors alive, and polling it queries an event. Only torch's recorder knows.
+            self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+            self.on_accelerator.append(token)
+
+    def _hold(self, token: Token, work: Any) -> None:
+        in_flight = self.in_flight
+        if in_flight:
+            # Amortised: each new collective polls the oldest one, so that no Work (and no tensor) is held for long.
+            try:
+                oldest, oldest_token = next(iter(in_flight.items()))
+            except (RuntimeError, StopIteration):  # another thread has just removed it
+                pass
+            else:
+                if not oldest_token.args.wait_only and oldest.is_completed():
+                    self._completed(oldest, oldest_token, L.HOW_POLL)
+                elif len(in_flight) >= _HELD_LIMIT:
+                    self._evict(oldest, oldest_token)
+        in_flight[work] = token
+        for pointer in token.pointers:
+            self.by_pointer[pointer] = token
+
+    def _evict(self, work: Any, token: Token) -> None:
+        """Drop the oldest Work when too many are held: its state cannot be learned any more, unless a thread waits for it."""
+        if token.args.wait_only:
+            self._hold_weakly(work, token)
+        elif self.in_flight.pop(work, None) is not None:
+            token.unknown = True
+            self._forget_pointers(token)
+            self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+
+    def _hold_weakly(self, work: Any, token: Token) -> None:
+        """Replace the reference to a Work by a weak one."""
+        token.work_ref = weakref.ref(work)
+        self.weakly_held[token.index] = token
+        if self.in_flight.pop(work, None) is None:  # its wait has just ended
+            self.weakly_held.pop(token.index, None)
+
+    def _completed(self, work: Any, token: Token, how: int) -> None:
+        if self.in_flight.pop(work, None) is not None:
+            self._forget_pointers(token)
+            error = error_of(work)
+            if error is None:
+                self._done(token, how, _monotonic())
+            else:
+                self.mark_failed(token.offset, token.index, error, 0, how)
+
+    def _forget_pointers(self, token: Token) -> None:
+        for pointer in token.pointers:
+            if self.by_pointer.get(pointer) is token:
+                del self.by_pointer[pointer]
+
+    def _done(self, token: Token, how: int, now: int) -> None:
+        if self.timing and how == L.HOW_RETURN:
+            self._time(token, now)
+        self.writer.mark(token.offset, L.DONE, token.index, now)
+        self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_COMPLETED, how)
+
+    def _time(self, token: Token, now: int) -> None:
+        """Record the duration. Only for collectives whose end was seen as it happened, not for those found done by polling."""
+        self.writer.mark_value(token.offset, L.DURATION, token.index, (now - token.since) // L.TICK_NS)
+
+    def mark_failed(self, offset: int, index: int, error: BaseException, thread: int, how: int) -> None:
+        """Record that a collective ended with an error.
+
+        Args:
+            offset: of its record's slot.
+            index: of its record.
+            error: the error.
+            thread: native id of the thread that waited for it; 0 for none.
+            how: how the end was learned, one of the ``HOW_`` constants.
+        """
+        writer = self.writer
+        text = f"{type(error).__name__}: {error}"[:2000]
+        writer.mark_value(offset, L.FAILURE, index, writer.add_blob({"k": "text", "text": text}))
+        writer.mark(offset, L.DONE, index, _monotonic())
+        writer.mark_outcome(offset, index, L.OUTCOME_FAILED, how, thread)
+
+    # --- a thread waits
+
+    def wait_begins(self, work: Any) -> Token | None:
+        """Note that a thread is about to block in ``work.wait()``."""
+        try:
+            token = self.in_flight.get(work)
+            if token is None and self.synchronous:
+                token = self.synchronous.get(current.id)
+            if token is None and self.weakly_held:
+                token = next((t for t in list(self.weakly_held.values()) if t.work_ref() is work), None)
+            if token is not None:
+                self._mark_wait(token)
+        except Exception as error:
+            self._failed(error)
+            return None
+        if self.verifier is not None:
+            self._verify_wait(self.verifier, token)
+        return token
+
+    def _mark_wait(self, token: Token) -> None:
+        token.waiting = True
+        self.writer.wait_began(token.offset, token.index, _monotonic(), current.id, token.args.synchronous)
+
+    def _verify_wait(self, verifier: Verifier, token: Token | None) -> None:
+        try:
+            verifier.before_wait(token.index if token is not None else 0)
+        except BaseException as error:
+            if token is not None:
+                self._after_wait(token, error)
+            raise
+
+    def error_to_raise(self, error: BaseException) -> BaseException:
+        """Return the exception to raise for a backend's error: a peer's refusal, if there is one, since it names the cause."""
+        refusal = self.verifier.pending_refusal() if self.verifier is not None else None
+        if refusal is None:
+            return error
+        refusal.__cause__ = error
+        return refusal
+
+    def wait_ended(self, work: Any, token: Token, error: BaseException | None) -> None:
+        """Note that the wait for ``work`` ended."""
+        if token.args.synchronous:
+            self.synchronous.pop(token.thread, None)
+        else:
+            self.in_flight.pop(work, None)
+        self._after_wait(token, error)
+
+    def _after_wait(self, token: Token, error: BaseException | None) -> None:
+        try:
+            if self.weakly_held:
+                self.weakly_held.pop(token.index, None)
+            if token.pointers:
+                self._forget_pointers(token)
+            if error is None:
+                now = _monotonic()
+                self.writer.wait_completed(token.offset, token.index, now, current.id)
+                if self.timing:
+                    self._time(token, now)
+            else:
+                self.mark_failed(token.offset, token.index, error, current.id, L.HOW_WAIT)
+        except Exception as ours:
+            self._failed(ours)
+
+    def tensor_wait_begins(self, tensor: Any) -> tuple[Any, Token | None] | None:
+        """Note that a thread is about to block in ``wait_tensor(tensor)``."""
+        try:
+            token = self.by_pointer.get(tensor.data_ptr()) if self.by_pointer else None
+            if token is None and self.verifier is None:
+                return None
+            if token is not None:
+                self._mark_wait(token)
+            work = next((work for work, other in list(self.in_flight.items()) if other is token), None)
+        except Exception as error:
+            self._failed(error)
+            return None
+        if self.verifier is not None:
+            self._verify_wait(self.verifier, token)
+        return work, token
+
+    def tensor_wait_ended(self, held: tuple[Any, Token | None], error: BaseException | None) -> None:
+        """Note that this wait ended."""
+        work, token = held
+        if error is not None and self.verifier is not None:
+            refusal = self.error_to_raise(error)
+            if refusal is not error:
+                raise refusal
+        if token is None:
+            return
+        if work is not None:
+            self.in_flight.pop(work, None)
+        self._after_wait(token, error)
+
+    # --- polling, from the watchdog thread
+
+    def sweep(self) -> Token | None:
+        """Poll the collectives in flight and return the oldest one that is not done.
+
+        A Work that cannot say whether it is done (gloo's reduce_scatter, send and recv) is held only until the next sweep, because
+        it would keep tensors alive. A weak reference replaces it, which lives as long as the user's own handle. Once the user drops
+        that handle without a wait, the state cannot be learned any more.
+        """
+        oldest: Token | None = None
+        now = _monotonic()
+        for work, token in list(self.in_flight.items()):
+            if token.args.wait_only:
+                if now - token.since > _HOLD_WEAKLY_AFTER_NS:
+                    self._hold_weakly(work, token)
+            elif work.is_completed():
+                self._completed(work, token, L.HOW_POLL)
+                continue
+            oldest = _older(oldest, token)
+        work = None  # the loop's variable must not keep the last one alive
+        for thread, token in list(self.synchronous.items()):
+            if token.waiting:
+                oldest = _older(oldest, token)
+            elif now - token.since > _HOLD_WEAKLY_AFTER_NS and self.synchronous.pop(thread, None) is token:
+                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)  # its caller never waited
+        for index, token in list(self.weakly_held.items()):
+            if self.overwritten(index):
+                self.weakly_held.pop(index, None)
+                self._forget_pointers(token)
+            elif token.waiting:
+                oldest = _older(oldest, token)
+            elif token.work_ref() is None and not token.unknown:
+                token.unknown = True
+                self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+            elif not token.unknown:
+                oldest = _older(oldest, token)
+        return oldest
+
+    def held(self) -> int:
+        """Return how many Works are held and outputs remembered."""
+        return len(self.in_flight) + len(self.by_pointer)
+
+    def overwritten(self, index: int) -> bool:
+        """Return whether a newer record has taken the slot of this one."""
+        return index + self.writer.capacity <= self.writer.last_index
+
+    def release(self) -> None:
+        """Drop every Work."""
+        self.synchronous.clear()
+        self.in_flight.clear()
+        self.weakly_held.clear()
+        self.by_pointer.clear()
+
+    # --- accelerators: only torch's recorder knows
+
+    def learn_from_native(self) -> None:
+        """Mark the collectives that torch's recorder reports as complete."""
+        by_channel: dict[Channel, list[Token]] = {}
+        for token in list(self.on_accelerator):
+            if self.overwritten(token.index):
+                self._drop_on_accelerator(token)
+            elif not token.args.wait_only or token.args.op == "reduce_scatter":
+                by_channel.setdefault(token.args.channel, []).append(token)
+        # Read after listing the tokens: a collective issued in between is only in torch's count, which errs towards "in flight".
+        statuses = backend_progress.group_statuses() if by_channel else {}
+        for channel, tokens in by_channel.items():
+            process_group = channel.group.ref()
+            status = statuses.get(backend_progress.group_id(process_group) or "") if process_group is not None else None
+            if status is None:
+                continue
+            # Both count the collectives of this channel, from different starts. The last one that torch enqueued is our last record.
+            split = max(0, len(tokens) - max(0, status.enqueued - status.completed))
+            for token in tokens[:split]:
+                self._drop_on_accelerator(token)
+                self._done(token, L.HOW_NATIVE_RECORDER, _monotonic())
+            for token in tokens[split:]:
+                if not token.waiting:
+                    token.waiting = True
+                    self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NATIVE_RECORDER)
+
+    def _drop_on_accelerator(self, token: Token) -> None:
+        with contextlib.suppress(ValueError):
+            self.on_accelerator.remove(token)
+
+    def oldest_on_accelerator(self) -> Token | None:
+        """Return the oldest collective on an accelerator that torch's recorder reports as in flight."""
+        return next((token for token in list(self.on_accelerator) if token.waiting), None)
+
+    def _failed(self, error: Exception) -> None:
+        """Count an error of commlens, and log the first one."""
+        self.lost += 1
+        try:
+            self.writer.word(L.LOST, self.lost)
+        finally:
+            if not self._logged:
+                self._logged = True
+                log.warning("commlens could not record a collective and goes on without it: %s: %s", type(error).__name__, error)
+
+
+def _older(oldest: Token | None, token: Token) -> Token:
+    return token if oldest is None or token.index < oldest.index else oldest
+
+
+def error_of(work: Any) -> Exception | None:
+    """Return the error of a Work whose ``is_completed()`` is true, as it also is after a failure; None if it succeeded or has no future."""
+    try:
+        future = work.get_future()
+    except Exception:
+        return None
+    try:
+        if future.done():
+            future.value()
+    except Exception as error:
+        return error
+    return None

@@ -1,0 +1,159 @@
+"""The rank's black box in the job's folder of memory-backed files, and the node's watcher process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import platform
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from commlens import config
+from commlens.blackbox import job_dirs
+from commlens.capture import rank_environment
+
+log = logging.getLogger("commlens")
+
+
+def make_box(settings: config.Settings, rank: int, world_size: int, box_writer: Callable[..., Any]) -> tuple[Path, Any] | None:
+    """Make the black box of a rank in the first folder that has room.
+
+    Args:
+        settings: the settings.
+        rank: the global rank.
+        world_size: the number of ranks; 0 if it is not known.
+        box_writer: makes the box, given its path and the fields of its header.
+
+    Returns:
+        The job's folder and the box; None if this process is a rank's child, or, with one line in the log, if no folder has room.
+    """
+    if _is_child_of_a_rank(settings):
+        return None
+    problems: list[str] = []
+    for root in job_dirs.box_roots(settings.box_dir):
+        try:
+            job_dir = job_dirs.user_folder(root) / (settings.job or job_dirs.job_identity(os.environ))
+            job_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _locked(job_dir):
+                _move_stale_boxes(job_dir)
+                return job_dir, box_writer(
+                    job_dir / job_dirs.box_name(rank, os.getpid()),
+                    capacity=settings.box_entries,
+                    rank=rank,
+                    world_size=world_size,
+                    local_rank=rank_environment.local_rank(),
+                    start_ticks=job_dirs.start_ticks(os.getpid()),
+                    about=_about(job_dir.name),
+                )
+        except OSError as error:
+            problems.append(f"{root}: {error.strerror or error}")
+    where = "; ".join(problems) or "no memory-backed folder found (set COMMLENS_BOX_DIR to name one)"
+    log.warning("commlens: rank %d is not recorded: %s", rank, where)
+    return None
+
+
+@contextlib.contextmanager
+def _locked(job_dir: Path) -> Iterator[None]:
+    with (job_dir / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _is_child_of_a_rank(settings: config.Settings) -> bool:
+    """Return whether an ancestor has a box: then this is a worker of a rank, however it was started."""
+    owners = {job_dirs.box_pid(box) for job in job_dirs.live_jobs(settings.box_dir) for box in job_dirs.boxes(job)}
+    pid = os.getppid()
+    for _ in range(64):
+        if pid <= 1:
+            return False
+        if pid in owners:
+            return True
+        pid = job_dirs.parent_of(pid)
+    return False
+
+
+def _move_stale_boxes(job_dir: Path) -> None:
+    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started."""
+    started = time.time() - _age_s()
+    for box in job_dirs.boxes(job_dir):
+        with contextlib.suppress(OSError):
+            if job_dirs.start_ticks(job_dirs.box_pid(box)) == 0 and box.stat().st_mtime < started - 1:
+                aside = job_dir.with_name(f"{job_dir.name}.before-{int(box.stat().st_mtime)}")
+                aside.mkdir(mode=0o700, exist_ok=True)
+                box.rename(aside / box.name)
+
+
+def _age_s() -> float:
+    """Return the seconds since this process started."""
+    try:
+        uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        return max(0.0, uptime - job_dirs.start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK"))
+    except (OSError, ValueError):
+        return 0.0
+
+
+def _about(job: str) -> dict[str, Any]:
+    """Return the JSON object of the box's header."""
+    import torch
+
+    from commlens.version import __version__
+
+    boot_id = namespace = ""
+    with contextlib.suppress(OSError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii", errors="replace").strip()
+    with contextlib.suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    coverage = ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"] if torch.cuda.is_available() else []
+    return {
+        "job": job,
+        "host": platform.node(),
+        "boot_id": boot_id,
+        "pid_namespace": namespace,
+        "restart": max(rank_environment.number("TORCHELASTIC_RESTART_COUNT"), 0),
+        "script": " ".join(sys.argv)[:300],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commlens": __version__,
+        "prefixes": {
+            "torch": str(Path(torch.__file__).parent),
+            "commlens": str(Path(__file__).parents[1]),
+            "python": sorted({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}),
+        },
+        "coverage": coverage,
+    }
+
+
+def start_watcher(settings: config.Settings, job_dir: Path) -> None:
+    """Start the node's watcher process, which survives a SIGKILL of this one. Only the lowest local rank does."""
+    local_rank = rank_environment.local_rank()
+    if local_rank > 0 or (local_rank < 0 and not _claim(job_dir / ".watcher")):
+        return
+    environ = {**os.environ, **config.settings_environment(settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    environ.pop("COMMLENS", None)
+    # Through a shell that ends at once: a program that waits for its children must not meet a child of ours.
+    subprocess.run(
+        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "commlens.watch", str(job_dir)],
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+        close_fds=True,
+        timeout=10,
+        check=True,
+    )
+
+
+def _claim(path: Path) -> bool:
+    """Create a file; return False if another rank has created it."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        return False
+    return True

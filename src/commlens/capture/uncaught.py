@@ -1,0 +1,47 @@
+"""The uncaught exception of a rank, in its black box and in torchelastic's error file."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from commlens.blackbox import layout as L
+from commlens.errors import DistributedOperationException
+
+
+def record_exception(writer: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Write an uncaught exception into the black box, and a refusal also into torchelastic's error file."""
+    first_line = str(error).strip().splitlines()[:1]
+    frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
+    text = f"{kind.__name__}: {first_line[0][:500]}" if first_line else kind.__name__
+    writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
+    refusal = _refusal_in(error)
+    if refusal is not None:
+        _write_error_file(str(refusal))
+
+
+def _refusal_in(error: BaseException) -> BaseException | None:
+    """Return the refusal that an exception is or was raised from: ours, or Accelerate's own of the same name."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None or (isinstance(seen, DistributedOperationException) and seen.kind):
+            return seen
+        if type(seen).__name__ == "DistributedOperationException" and seen.__cause__ is None:
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _write_error_file(text: str) -> None:
+    """Write the file that torchelastic's summary of failures shows, which otherwise only a decorated ``main`` writes."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path and not Path(path).exists():
+        content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps(content), encoding="utf-8")
