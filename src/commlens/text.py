@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
+from commlens.model.ops import BARRIERS
+
 if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
 
@@ -201,7 +203,7 @@ def tensors_phrase(specs: Sequence[TensorSpec]) -> str:
 def args_phrase(op: Collective) -> str:
     """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without tensors."""
     specs = op.args.payload
-    if not specs or op.op in ("barrier", "monitored_barrier"):
+    if not specs or op.op in BARRIERS:
         return ""
     text = tensors_phrase(specs)
     if op.args.reduce_op:

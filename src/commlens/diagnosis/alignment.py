@@ -16,9 +16,7 @@ from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
 from commlens.matching.point_to_point import compare_pair, pair_messages
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
-
-UNEVEN = frozenset({"all_to_all", "gather", "scatter"})
-"""Ops whose ranks may have tensors of other sizes by right."""
+from commlens.model.ops import UNEVEN
 
 
 @dataclass

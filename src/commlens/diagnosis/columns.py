@@ -10,7 +10,7 @@ import numpy as np
 from commlens.diagnosis.extract import DONE, Extract, Integers
 from commlens.diagnosis.routine import letters
 from commlens.model.collective import Channel, Collective, CollectiveArgs, LearnedHow, State
-from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ops import POINT_TO_POINT, UNEVEN
 
 
 class Catalogue:
@@ -44,7 +44,7 @@ def signature(asked: CollectiveArgs) -> Hashable:
     specs = asked.inputs or asked.outputs
     if asked.op == "scatter":
         specs = asked.outputs or asked.inputs[:1]
-    if asked.op in ("all_to_all", "gather", "scatter") or not specs:
+    if asked.op in UNEVEN or not specs:
         return (asked.op, frozenset(spec.dtype for spec in specs))
     return (asked.op, tuple((spec.shape, spec.dtype) for spec in specs))
 

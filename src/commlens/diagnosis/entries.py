@@ -20,6 +20,7 @@ from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths
 from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
+from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.verdict import Verdict
 from commlens.text import group_phrase, tensors_phrase
 
@@ -62,7 +63,7 @@ def wanted_by(verdict: Verdict, groups: Sequence[str] = (), only: Collection[int
     named = {group.name, group.description} if group is not None else set()
     if groups and not named & set(groups):
         return Wanted(groups[0], only=chosen, culprits=tuple(verdict.culprits), kind=verdict.kind)
-    messages = collective is not None and collective.op in ("send", "recv")
+    messages = collective is not None and collective.op in POINT_TO_POINT
     return Wanted(
         group=group.name if group is not None else "",
         ranks=tuple(group.ranks) if group is not None else (),
@@ -238,7 +239,7 @@ def _op(asked: CollectiveArgs, peer: int) -> str:
 
 def _tensors(asked: CollectiveArgs) -> str:
     specs = asked.payload
-    if not specs or "barrier" in asked.op:
+    if not specs or asked.op in BARRIERS:
         return ""
     if asked.op == "all_to_all":  # its sizes differ from rank to rank, as they may
         return " ".join(dict.fromkeys(f"{one.dtype}[...]" for one in specs))

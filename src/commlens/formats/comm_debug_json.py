@@ -10,15 +10,9 @@ import msgspec
 
 from commlens.errors import FormatError
 from commlens.model.collective import ProcessGroup
-from commlens.model.ops import WIRE_OPS, wire_op
+from commlens.model.ops import api_wire_op
 from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
 
-_FUNCTIONAL: Final[dict[str, str]] = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-}
 _UNKNOWN: Final = (
     "This was CommDebugMode's JSON, which holds counts by module only: bytes, groups, order, times, steps, owners, causes and lines "
     "of code are unknown. What it counts for a module and not for one of its children is taken as the module's own."
@@ -103,16 +97,8 @@ def _collectives(data: TraceData, module: _Module, children: list[_Module], site
             # What no module has: CommDebugMode calls it forward wherever it was, in the optimizer, too.
             known = None if site is None and phase is Phase.FORWARD else phase
             data.events.append(
-                TraceEvent(sequence=len(data.events) + 1, op=_wire(name), api=name, phase=known, group=0, site=site, count=own)
+                TraceEvent(sequence=len(data.events) + 1, op=api_wire_op(name), api=name, phase=known, group=0, site=site, count=own)
             )
-
-
-def _wire(name: str) -> str:
-    own = name.rsplit(".", 1)[-1]
-    if own in WIRE_OPS:
-        return wire_op(own)
-    own = own.removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_autograd")
-    return _FUNCTIONAL.get(own, own)
 
 
 def _ops(data: TraceData, module: _Module, site: str | None) -> None:

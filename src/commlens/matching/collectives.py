@@ -12,10 +12,8 @@ from commlens.matching.answer import Agree, Answer, Aspect, Disagree, Party, Sev
 from commlens.matching.splits import compare_splits
 from commlens.matching.tensors import is_sparse, squeezed, total, wire_dtype, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
-from commlens.model.ops import REDUCING, ROOTED
+from commlens.model.ops import BARRIERS, REDUCING, ROOTED
 from commlens.text import ranks_phrase, tensors_phrase
-
-_BARRIERS = frozenset({"barrier", "monitored_barrier"})
 
 
 def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int] = ()) -> Answer:
@@ -31,7 +29,7 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
     if answer is not None:
         return answer
     op = next(iter(by_rank.values())).op
-    if op in _BARRIERS:
+    if op in BARRIERS:
         return Agree()
     unknown: list[str] = []
     later: Disagree | None = None

@@ -1,13 +1,46 @@
-"""Names of collectives: the dispatcher's, torch's recorder's and ours.
+"""Semantics of collectives: their names in the dispatcher, recorders and logs, and which ranks they involve how.
 
-Ranks that call different forms of one collective (``all_gather`` into a list on one, into a tensor on
-another) meet on the wire, so they are compared by their *wire op*, the canonical name used here.
-The dispatcher's names are those of ``c10d::*`` in torch 2.6 to 2.15.
+Ranks that call different forms of one collective (``all_gather`` into a list on one rank, into a tensor on another) meet on the
+wire. So records are compared by their *wire op*, the canonical name used here.
 """
 
 from __future__ import annotations
 
 from typing import Final
+
+COALESCED: Final = "coalesced"
+"""Wire op of a record that closes a coalesced group, or that stands for a group of different ops."""
+
+POINT_TO_POINT: Final = frozenset({"send", "recv"})
+"""Wire ops between two ranks: matched by pair, never by the group's sequence number."""
+
+BARRIERS: Final = frozenset({"barrier", "monitored_barrier"})
+"""Wire ops without data."""
+
+NEEDS_ALL: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}) | BARRIERS
+"""Wire ops that complete on no rank before all ranks have arrived."""
+
+SENT_BY_ROOT: Final = frozenset({"broadcast", "scatter"})
+"""Wire ops that send the root's data to the other ranks."""
+
+SENT_TO_ROOT: Final = frozenset({"gather", "reduce"})
+"""Wire ops that send the other ranks' data to the root. Some ranks complete once the root has entered, so the root must not delay its
+part until all ranks have arrived."""
+
+ROOTED: Final = SENT_BY_ROOT | SENT_TO_ROOT
+"""Wire ops with a root, which some ranks may legally leave before others have arrived."""
+
+REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+"""Wire ops with a reduce op."""
+
+UNEVEN: Final = frozenset({"all_to_all", "gather", "scatter"})
+"""Wire ops whose tensors may legally differ in size between ranks."""
+
+IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce"}) | POINT_TO_POINT
+"""Wire ops whose input is also their output."""
+
+GLOO_WAIT_ONLY: Final = frozenset({"reduce_scatter"}) | POINT_TO_POINT
+"""Wire ops whose gloo Work never reports completion (torch 2.6 to 2.15); only a wait reveals it."""
 
 WIRE_OPS: Final[dict[str, str]] = {
     "allreduce_": "all_reduce",
@@ -32,22 +65,105 @@ WIRE_OPS: Final[dict[str, str]] = {
     "recv_": "recv",
     "recv_any_source_": "recv",
 }
-"""Dispatcher name (without ``c10d::``) to wire op."""
+"""Dispatcher name without ``c10d::`` (torch 2.6 to 2.15) to wire op."""
 
-POINT_TO_POINT: Final = frozenset({"send", "recv"})
-"""Wire ops between two ranks: matched by pair, never by the group's sequence number."""
+RECORDER_OPS: Final[dict[str, str]] = {
+    "_broadcast_oop": "broadcast",
+    "_reduce_oop": "reduce",
+    "_all_gather_base": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "all_gather_single": "all_gather",
+    "all_gather_v": "all_gather",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_v": "reduce_scatter",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_barrier": "barrier",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "all_to_all_v_single": "all_to_all",
+    "recvAnySource": "recv",
+    "recv_any_source": "recv",
+    "coalesced": COALESCED,
+    "ALLGATHER_coalesced": COALESCED,
+    "REDUCE_SCATTER_coalesced": COALESCED,
+    "ALLREDUCE_coalesced": COALESCED,
+}
+"""Name in the profiler and recorder of torch's backends (torch 2.2 to 2.15) to wire op."""
 
-ROOTED: Final = frozenset({"broadcast", "reduce", "gather", "scatter"})
-"""Wire ops with a root, which some ranks may legally leave before others have arrived."""
+WATCHDOG_OPS: Final[dict[str, str]] = {
+    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "_ALLREDUCE_SPARSE": "all_reduce", "BROADCAST": "broadcast",
+    "_BROADCAST_OOP": "broadcast", "REDUCE": "reduce", "_REDUCE_OOP": "reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather",
+    "ALLGATHER_COALESCED": "all_gather", "ALLGATHER_INTO_TENSOR_COALESCED": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter", "REDUCE_SCATTER_TENSOR_COALESCED": "reduce_scatter", "ALLTOALL": "all_to_all",
+    "ALLTOALL_BASE": "all_to_all", "GATHER": "gather", "SCATTER": "scatter", "BARRIER": "barrier", "SEND": "send", "RECV": "recv",
+    "RECVANYSOURCE": "recv",
+}  # fmt: skip
+"""c10d's OpType, as the watchdog prints it, to wire op."""
 
-REDUCING: Final = frozenset({"all_reduce", "reduce", "reduce_scatter"})
-"""Wire ops that take a reduce op."""
+FUNCTIONAL_OPS: Final[dict[str, str]] = {
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "shard_dim_alltoall": "all_to_all",
+}
+"""Name of a functional collective to wire op."""
+
+NCCL_NAMES: Final[dict[str, str]] = {
+    "allreduce_": "all_reduce",
+    "allreduce_coalesced_": "allreduce_coalesced",
+    "broadcast_": "broadcast",
+    "reduce_": "reduce",
+    "allgather_": "all_gather",
+    "_allgather_base_": "_all_gather_base",
+    "allgather_coalesced_": "all_gather",
+    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
+    "reduce_scatter_": "reduce_scatter",
+    "_reduce_scatter_base_": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
+    "alltoall_": "all_to_all",
+    "alltoall_base_": "all_to_all",
+    "gather_": "gather",
+    "scatter_": "scatter",
+    "barrier": "barrier",
+    "monitored_barrier_": "barrier",
+}
+"""Dispatcher name to the name in NCCL's recorder."""
 
 
 def wire_op(dispatcher_name: str) -> str:
-    """The canonical name of a ``c10d`` op; an op nobody knows yet keeps its own name, without underscores at its ends."""
+    """Return the wire op of a ``c10d`` op; an unknown op keeps its name without the underscores at its ends."""
     name = dispatcher_name.removeprefix("c10d::").split(".")[0]
     return WIRE_OPS.get(name, name.strip("_"))
+
+
+def recorder_wire_op(name: str) -> str:
+    """Return the wire op of a name in a recorder: ``"all_gather"`` for ``"_all_gather_base"``. An unknown op keeps its name."""
+    closes = name.endswith("_coalesced") and name[:1].isupper()
+    return COALESCED if closes else RECORDER_OPS.get(name, name)
+
+
+def watchdog_wire_op(op_type: str) -> str:
+    """Return the wire op of an OpType: ``"all_gather"`` for ``"_ALLGATHER_BASE"``. An unknown op keeps its name in lower case."""
+    return WATCHDOG_OPS.get(op_type, op_type.strip("_").lower())
+
+
+def api_wire_op(name: str) -> str:
+    """Return the wire op of a name in CommDebugMode: ``"all_gather"`` for ``"c10d_functional.all_gather_into_tensor"``."""
+    name = name.rsplit(".", 1)[-1]
+    if name in WIRE_OPS:
+        return WIRE_OPS[name]
+    name = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_autograd")
+    return FUNCTIONAL_OPS.get(name, name)
 
 
 def matches_by_tag(backend: str) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from commlens.model.ops import BARRIERS, POINT_TO_POINT
+
 RULE: Final = (
     "bytes through one rank's link, one direction, by the ring algorithm (the bus bytes of nccl-tests), with n ranks: "
     "all_reduce 2(n-1)/n of the input; all_gather (n-1)/n of the output; reduce_scatter, all_to_all (n-1)/n of the input; "
@@ -29,9 +31,9 @@ def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) ->
     if world_size <= 1:
         return 0
     most = max(input_bytes, output_bytes)
-    if op in ("broadcast", "reduce", "send", "recv"):
+    if op in POINT_TO_POINT or op in ("broadcast", "reduce"):
         return most
-    if op in ("barrier", "monitored_barrier"):
+    if op in BARRIERS:
         return 0
     rounds = 2 if op == "all_reduce" else 1
     return rounds * most * (world_size - 1) // world_size

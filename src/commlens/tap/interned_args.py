@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from commlens.blackbox import layout as L
-from commlens.model.ops import POINT_TO_POINT, wire_op
+from commlens.model.ops import GLOO_WAIT_ONLY, POINT_TO_POINT, wire_op
 from commlens.tap import tap
 from commlens.tap.groups import Channel, Group
 from commlens.tap.rejections import will_be_refused
@@ -44,8 +44,7 @@ class InternedArgs:
         # gloo matches messages by tag, others by order alone: what meets what is counted accordingly.
         self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.matches_tags else None
         self.synchronous = content["async"] is False and channel.blocks_caller  # as far as torch says: 2.6 does not
-        # gloo's Work of these never says that it is done (torch 2.6 to 2.15): only a wait tells.
-        self.wait_only = self.op in ("reduce_scatter", "send", "recv")
+        self.wait_only = self.op in GLOO_WAIT_ONLY
         self.refused_locally = False  # the backend will refuse it on this rank: it meets no other's
 
 

@@ -21,6 +21,7 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.model.network import US, Estimate, Network, Part
+from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import TraceData
 from commlens.traces.wording import label
 
@@ -112,7 +113,7 @@ def collective_seconds(
     size = len(ranks)
     if size <= 1:
         return 0.0
-    if op in ("send", "recv"):
+    if op in POINT_TO_POINT:
         far = peer is None or peer // network.ranks_per_node != rank // network.ranks_per_node
         if peer is None:
             far = nodes_of(ranks, network) > 1
@@ -142,7 +143,7 @@ def _hops(op: str, size: int, nodes: int, network: Network) -> float:
     ring = far * network.inter_latency + (size - 1 - max(0, far - 1)) * network.intra_latency
     per_node = max(1, size // nodes)
     tree = math.ceil(math.log2(nodes)) * network.inter_latency + math.ceil(math.log2(per_node)) * network.intra_latency
-    if op in ("all_reduce", "barrier", "monitored_barrier"):
+    if op == "all_reduce" or op in BARRIERS:
         return 2 * min(ring, tree)
     if op in ("broadcast", "reduce"):
         return tree

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from commlens.model.collective import ProcessGroup
+from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.traces import wording
@@ -54,7 +55,7 @@ def _amount(data: TraceData) -> tuple[int, int, bool]:
     """Collectives, bytes on the wire, and whether bytes are known."""
     calls = sum(event.count for event in data.events)
     total = sum(event.wire_bytes * event.count for event in data.events)
-    return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op.endswith("barrier") for event in data.events)
+    return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op in BARRIERS for event in data.events)
 
 
 def _answer(data: TraceData, calls: int, total: int, known: bool, kept_of: int | None) -> str:
@@ -235,7 +236,7 @@ def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
         text += f", {owner_words(events)}"
     if first.cause is not None:
         text += f", {wording.cause_words(first.cause)}"
-    if first.op in ("send", "recv"):
+    if first.op in POINT_TO_POINT:
         peers = sorted({event.peer for event in events if event.peer is not None})
         if peers:
             text += f", {'to' if first.op == 'send' else 'from'} {wording.ranks_phrase(peers)}"

@@ -11,7 +11,7 @@ import msgspec
 
 from commlens.matching.answer import Disagree
 from commlens.model.collective import CollectiveArgs
-from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ops import POINT_TO_POINT, SENT_BY_ROOT
 from commlens.text import format_ranks, ranks_phrase, verb
 from commlens.verification.arguments import LeafDisagreement
 
@@ -162,7 +162,7 @@ def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     where = f"group {subject.group}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
     roots = {args.root for args in arrived}
     if len(roots) == 1 and (root := next(iter(roots))) is not None:
-        where += f", src {root}" if ops & {"broadcast", "scatter"} else f", dst {root}"
+        where += f", src {root}" if ops & SENT_BY_ROOT else f", dst {root}"
     if aspect == "op" or not names:
         return f"Operation: {f'`{plain}`  ' if plain else ''}({where})"
     if len(names) == 1 and plain and not names[0].startswith("torch.distributed."):

@@ -17,7 +17,7 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.board import Board
 from commlens.blackbox.reader import read_box
 from commlens.errors import FormatError
-from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_ROOT
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import frame_phrase, ranks_phrase
 from commlens.verification.channels import FunctionCall, Pending
@@ -28,12 +28,6 @@ from commlens.verification.peers import Peers, is_gone, process_state
 from commlens.verification.refusals import Refusals
 
 log = logging.getLogger("commlens")
-
-NEEDS_ALL: Final = frozenset({"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier", "monitored_barrier"})
-"""Wire ops that complete on no rank before all ranks have arrived."""
-
-COLLECTING: Final = frozenset({"gather", "reduce"})
-"""Wire ops that complete on some ranks once the root has entered them, so the root must not hold its part back until all have arrived."""
 
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
@@ -50,14 +44,14 @@ def needed(args: InternedArgs | FunctionCall, ranks: list[int], own: int) -> lis
     if op in POINT_TO_POINT:
         return ranks if op == "recv" else []
     root = args.content["root"]
-    if op in ("broadcast", "scatter"):
+    if op in SENT_BY_ROOT:
         return [rank for rank in ranks if rank == root]
     return ranks if root == own else []
 
 
 def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
     """Return those of ``ranks`` to wait for before issue, for as long as it takes: only if the caller waits for the op anyway."""
-    return needed(args, ranks, own) if args.synchronous and args.op not in COLLECTING else []
+    return needed(args, ranks, own) if args.synchronous and args.op not in SENT_TO_ROOT else []
 
 
 def may_be_early(args: InternedArgs) -> bool:

@@ -6,43 +6,9 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
-__all__ = ["CLOSING", "ProfilingName", "dtype_of", "parse_ranks", "read_name"]
+from commlens.model.ops import COALESCED, recorder_wire_op
 
-CLOSING: Final = "coalesced"
-"""The op of the entry that ends a coalesced group."""
-
-_WIRE_OPS: Final = {
-    "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce",
-    "_all_gather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_v": "all_gather",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_v": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_barrier": "barrier",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "all_to_all_v_single": "all_to_all",
-    "recvAnySource": "recv",
-    "recv_any_source": "recv",
-    "coalesced": CLOSING,
-    "ALLGATHER_coalesced": CLOSING,
-    "REDUCE_SCATTER_coalesced": CLOSING,
-    "ALLREDUCE_coalesced": CLOSING,
-}
-"""Names that torch's backends give their operations in its profiler and recorder, torch 2.2 to 2.15."""
+__all__ = ["ProfilingName", "dtype_of", "parse_ranks", "read_name"]
 
 _DEVICES: Final = {
     "nccl": "cuda",
@@ -77,7 +43,7 @@ class ProfilingName(NamedTuple):
     @property
     def closes(self) -> bool:
         """Whether the entry closes a coalesced group."""
-        return self.op == CLOSING
+        return self.op == COALESCED
 
 
 @lru_cache(maxsize=4096)
@@ -91,8 +57,7 @@ def read_name(name: str) -> ProfilingName:
         op = "send" if found[1] == "send" else "recv"
         return ProfilingName(op, found[1], backend, device, int(found[2]), int(found[3]) if found[3].isdecimal() else None)
     raw = raw.split(" ")[0]
-    op = _WIRE_OPS.get(raw, raw)
-    return ProfilingName(CLOSING if raw.endswith("_coalesced") and raw[:1].isupper() else op, raw, backend, device)
+    return ProfilingName(recorder_wire_op(raw), raw, backend, device)
 
 
 def dtype_of(name: str) -> str:

@@ -11,7 +11,7 @@ import time
 from typing import Final, NamedTuple
 
 __all__ = ["INTERESTING", "Child", "Group", "Progress", "Speaker", "Timeout", "child_of", "group_of", "moment_of", "progress_of", "size_of",
-           "speaker_of", "timeouts_of", "unix_ns", "wire_op_of"]  # fmt: skip
+           "speaker_of", "timeouts_of", "unix_ns"]  # fmt: skip
 
 INTERESTING: Final = re.compile(
     rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
@@ -44,16 +44,6 @@ _CHILD_EXIT: Final = re.compile(r"\s+exitcode\s+: (-?\d{1,5}) \(pid: (\d+)\)")
 _CHILD_HOST: Final = re.compile(r"\s+host\s+: (\S{1,255})\s*$")
 _CHILD_TIME: Final = re.compile(r"\s+time\s+: (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _GLOG: Final = re.compile(r"[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
-
-_OPS: Final = {
-    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "_ALLREDUCE_SPARSE": "all_reduce", "BROADCAST": "broadcast",
-    "_BROADCAST_OOP": "broadcast", "REDUCE": "reduce", "_REDUCE_OOP": "reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather",
-    "ALLGATHER_COALESCED": "all_gather", "ALLGATHER_INTO_TENSOR_COALESCED": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
-    "_REDUCE_SCATTER_BASE": "reduce_scatter", "REDUCE_SCATTER_TENSOR_COALESCED": "reduce_scatter", "ALLTOALL": "all_to_all",
-    "ALLTOALL_BASE": "all_to_all", "GATHER": "gather", "SCATTER": "scatter", "BARRIER": "barrier", "SEND": "send", "RECV": "recv",
-    "RECVANYSOURCE": "recv",
-}  # fmt: skip
-"""c10d's OpType, as the watchdog prints it."""
 
 
 class Speaker(NamedTuple):
@@ -195,8 +185,3 @@ def unix_ns(text: str) -> int:
         return calendar.timegm(time.strptime(text, "%Y-%m-%d_%H:%M:%S")) * 1_000_000_000
     except ValueError:
         return 0
-
-
-def wire_op_of(op: str) -> str:
-    """``"all_gather"`` for ``"_ALLGATHER_BASE"``; an OpType that nobody knows yet in lower case."""
-    return _OPS.get(op, op.strip("_").lower())

@@ -10,6 +10,7 @@ from typing import Any, Final
 from commlens.formats.columns import DTYPES, STARTED, RankColumns, Status, stack_of
 from commlens.formats.torch_log import lines as L
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.ops import COALESCED, POINT_TO_POINT, watchdog_wire_op
 from commlens.model.ranklog import End, Observation
 
 _RANKS_MAX: Final = 100_000
@@ -22,7 +23,7 @@ _RAISED: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|W
 _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
-_CANNOT_PLACE: Final = frozenset({"send", "recv", "coalesced"})
+_CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 """Of these a line says neither the peer nor which count its number belongs to."""
 
 
@@ -207,7 +208,7 @@ class Teller:
         name = group.name or ("0" if group.is_default else "")
         timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
         for timeout in timeouts.values():
-            if not name or L.wire_op_of(timeout.op) in _CANNOT_PLACE:
+            if not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE:
                 rows.troubles.append(f"{_timed_out(timeout)}{_in_words(group)}")
         if not name:  # the process's own number of a group: other ranks have others for it
             return
@@ -217,7 +218,7 @@ class Teller:
             rows.status[name] = _status(progress)
             rows.status_groups[name] = name
         for number, timeout in timeouts.items():
-            if L.wire_op_of(timeout.op) in _CANNOT_PLACE or (progress is not None and number <= progress.completed):
+            if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (progress is not None and number <= progress.completed):
                 continue
             if channel not in rows.channels:
                 rows.channels.append(channel)
@@ -235,7 +236,7 @@ class Teller:
 
 def _asked(timeout: L.Timeout) -> CollectiveArgs:
     """What the watchdog says: the operation and how many elements, but neither shape nor dtype."""
-    return CollectiveArgs(L.wire_op_of(timeout.op), timeout.op, _elements(timeout.inputs), _elements(timeout.outputs))
+    return CollectiveArgs(watchdog_wire_op(timeout.op), timeout.op, _elements(timeout.inputs), _elements(timeout.outputs))
 
 
 def _elements(count: int | None) -> tuple[TensorSpec, ...]:
@@ -243,7 +244,7 @@ def _elements(count: int | None) -> tuple[TensorSpec, ...]:
 
 
 def _timed_out(timeout: L.Timeout) -> str:
-    return f"{L.wire_op_of(timeout.op)} #{timeout.number} timed out after {timeout.timeout_ms / 1000:g} s"
+    return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out after {timeout.timeout_ms / 1000:g} s"
 
 
 def _in_words(group: L.Group) -> str:

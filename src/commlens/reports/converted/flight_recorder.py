@@ -14,30 +14,11 @@ import msgspec
 
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
+from commlens.model.ops import IN_PLACE, NCCL_NAMES, POINT_TO_POINT
 from commlens.text import ranks_phrase
 
 VERSION: Final = "2.10"
 
-_NAMES: Final = {
-    "allreduce_": "all_reduce",
-    "allreduce_coalesced_": "allreduce_coalesced",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "_all_gather_base",
-    "allgather_coalesced_": "all_gather",
-    "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "_reduce_scatter_base",
-    "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "barrier": "barrier",
-    "monitored_barrier_": "barrier",
-}
-"""The dispatcher's name to the one that torch's recorder has for it. Names that came from a recorder stay as they are."""
 _BACKENDS: Final = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"})
 """Those that torchfrtrace knows."""
 _DTYPES: Final = {
@@ -47,7 +28,6 @@ _DTYPES: Final = {
 }  # fmt: skip
 _MESSAGES_FROM: Final = 1_000_000
 """Where numbers of messages begin: torchfrtrace takes a collective and a message of one number for a coalesced group, and fails."""
-_IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv"})
 _STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "scheduled"}
 
 
@@ -161,8 +141,8 @@ def _backend(channel: Channel) -> str:
 
 def _name(asked: CollectiveArgs, channel: Channel, rank: int, peer: int) -> str | None:
     """``all_reduce``, ``send 0->1`` with ranks of the group; None where the format has no name for it."""
-    if asked.op not in ("send", "recv"):
-        return _NAMES.get(asked.dispatcher_op, asked.dispatcher_op)
+    if asked.op not in POINT_TO_POINT:
+        return NCCL_NAMES.get(asked.dispatcher_op, asked.dispatcher_op)
     ranks = channel.group.ranks
     if peer not in ranks or rank not in ranks:
         return None
@@ -176,7 +156,7 @@ Sizes = tuple[list[list[int]], list[str]]
 def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
     """Sizes and dtypes of inputs and outputs. A list of one tensor for each rank counts as one tensor, as NCCL's group flattens it."""
     inputs, outputs = asked.inputs, asked.outputs
-    if asked.op in _IN_PLACE:
+    if asked.op in IN_PLACE:
         inputs = outputs = inputs or outputs
     if asked.dispatcher_op == "allgather_":
         outputs = _flat(outputs)
