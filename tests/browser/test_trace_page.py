@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import commlens
-from commlens.reports.trace_page import trace_page
 from commlens.traces.network import preset
 from commlens.traces.ranks import RankTraces
 
@@ -23,7 +22,7 @@ Look = Callable[..., Any]
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the pages, each made once."""
     folder = tmp_path_factory.mktemp("trace-pages")
-    (folder / "usual.html").write_bytes(trace_page(RankTraces([commlens.Trace(training())]), name="x.json"))
+    (folder / "usual.html").write_bytes(RankTraces([commlens.Trace(training())]).to_html(name="x.json"))
     return folder
 
 
@@ -187,7 +186,7 @@ def test_bytes_why_and_parameters(usual):
 
 def test_strings_of_a_file_stay_text(open_page, tmp_path):
     path = tmp_path / "hostile.html"
-    path.write_bytes(trace_page(RankTraces([commlens.Trace(hostile())]), name=HOSTILE, notes=[HOSTILE]))
+    path.write_bytes(RankTraces([commlens.Trace(hostile())]).to_html(name=HOSTILE, notes=[HOSTILE]))
     page = open_page(path, ready="h1")
     page.get_by_role("button", name="Open all").click()
     row(page, "all_", "Collectives in order").click()
@@ -211,7 +210,7 @@ def test_it_fits_and_can_be_used_by_everybody(usual, serious_faults, dark, width
 
 def test_a_long_trace_puts_few_rows_into_the_document(open_page, tmp_path):
     path = tmp_path / "long.html"
-    path.write_bytes(trace_page(RankTraces([commlens.Trace(training(layers=32, steps=100))]), name="long.json"))
+    path.write_bytes(RankTraces([commlens.Trace(training(layers=32, steps=100))]).to_html(name="long.json"))
     page = open_page(path, ready="h1")
     assert "12,800 collectives" in page.inner_text("h1")
     page.get_by_role("button", name="Open all").click()
@@ -230,7 +229,7 @@ def test_a_long_trace_puts_few_rows_into_the_document(open_page, tmp_path):
 def test_ranks_that_differ_are_chosen_from_and_times_can_be_estimated(open_page, tmp_path):
     ranks = RankTraces(commlens.Trace(training(rank, layers=3 if rank == 2 else 2)) for rank in range(4))
     path = tmp_path / "ranks.html"
-    path.write_bytes(trace_page(ranks, name="traces", names=[f"trace-{rank}.json" for rank in range(4)], network=preset("h100-ib")))
+    path.write_bytes(ranks.to_html(name="traces", names=[f"trace-{rank}.json" for rank in range(4)], network=preset("h100-ib")))
     page = open_page(path, ready="h1")
     assert "rank 2" in page.locator(".ranks").inner_text() and "rank 0 of 8" in page.inner_text("h1")
     assert "Times are estimated for h100-ib" in page.inner_text("main") and "if none were hidden" in page.inner_text("h1")

@@ -10,8 +10,8 @@ import pytest
 
 import commlens
 from commlens.formats.trace_json import encode, read_trace
-from commlens.reports.trace_page import compare_page, trace_page, viewer_page
-from commlens.traces.diff_ranks import compare_ranks
+from commlens.reports.trace_page import viewer_page
+from commlens.traces.diff_ranks import compare_page, compare_ranks
 from commlens.traces.ranks import RankTraces
 
 from .traces_to_look_at import HOSTILE, hostile, training
@@ -95,7 +95,7 @@ def test_what_is_dropped_is_read_like_what_commlens_view_reads(viewer, open_page
     dropped = everything(page)
     assert "aten.addmm.default" not in dropped  # passes are closed
     written = tmp_path / "page.html"
-    written.write_bytes(trace_page(RankTraces([commlens.Trace(read_trace(source))]), name=source.name))
+    written.write_bytes(RankTraces([commlens.Trace(read_trace(source))]).to_html(name=source.name))
     other = open_page(written, ready="h1")
     assert everything(other) == dropped
     # Everything that PyTorch's viewer shows is there: modules, types, parameters' shardings, counts by pass, ops with shapes and shardings.

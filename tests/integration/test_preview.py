@@ -85,7 +85,7 @@ def test_buckets_of_ddp_have_owners(report):
 def test_fake_tensors_need_no_memory_and_say_what_was_made_up(report):
     size, blind = report["huge"]
     assert size == 2 << 40
-    assert blind == ["Values of fake tensors were made up where the program asked for them: preview_programs.py:157."]
+    assert blind == ["The program read values of fake tensors, which were invented: preview_programs.py:157."]
 
 
 def test_the_process_is_left_as_it_was(report):
@@ -99,10 +99,10 @@ def test_steps_end_a_preview(report):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("rank", "CommandError: There is no rank 4 in a world of 4"),
+        ("rank", "CommandError: There is no rank 4 in a world of size 4"),
         ("raises", "ZeroDivisionError: division by zero"),
-        ("values", "CommandError: aten.nonzero.default at preview_programs.py"),
-        ("group", "CommandError: A process group exists already in this process"),
+        ("values", "CommandError: The shape of the result of aten.nonzero.default at preview_programs.py"),
+        ("group", "CommandError: This process already has a process group"),
     ],
 )
 def test_errors_are_the_programs_own_or_sentences(report, name, message):
@@ -143,9 +143,9 @@ def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(tmp_path):
     done = preview(*options, "train.py", "--rank", "3", expect=7, cwd=tmp_path)
     assert "started as 9 ['train.py', '--rank', '3'] __main__" in done.stdout
     assert "started as 0" not in done.stdout
-    assert done.stderr == "commlens: An object is needed that rank 0 broadcasts: running the program as rank 0 up to there.\n"
+    assert done.stderr == "commlens: The program needs an object that rank 0 broadcasts: running it as rank 0 up to that point.\n"
     assert "3 collectives" in done.stdout
-    assert "An estimate of the time per step on a100-ib, changed, not a measurement" in done.stdout
+    assert "Estimated time per step on a100-ib, changed, not a measurement" in done.stdout
     assert "12.5 GB/s per rank between nodes" in " ".join(done.stdout.split())
     saved = json.loads((tmp_path / "x.json").read_text())
     assert (saved["rank"], saved["world_size"], saved["preview"]) == (9, 16, True)
@@ -161,7 +161,7 @@ def test_a_script_that_raises_is_shown_until_there(tmp_path):
     assert trace == "Traceback (most recent call last):"
     assert done.stderr.count("  File ") == 1
     assert (error, empty) == ("ValueError: a bad batch", "")
-    assert note == "commlens: the program failed, and the trace is of what came before that."
+    assert note == "commlens: the program failed; the trace covers the time before the failure."
     assert "3 collectives" in done.stdout
 
 
@@ -169,7 +169,7 @@ def test_a_script_that_raises_is_shown_until_there(tmp_path):
     ("arguments", "message"),
     [
         (["--world-size", "4", "nothing.py"], "The program nothing.py cannot be read"),
-        (["--world-size", "4", "--rank", "4", "x.py"], "There is no rank 4 in a world of 4"),
+        (["--world-size", "4", "--rank", "4", "x.py"], "There is no rank 4 in a world of size 4"),
         (["--world-size", "4", "--network", "h100", "x.py"], "There is no network preset 'h100'. Did you mean"),
         (["--world-size", "4", "--step-time", "1s", "x.py"], "--step-time needs a network"),
         (["--world-size", "4"], "Which program?"),

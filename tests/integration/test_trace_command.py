@@ -156,7 +156,7 @@ def test_launch_traces_some_steps_and_a_rank_that_torchrun_ends_saves_too(tmp_pa
     if not version("torch").startswith("2.6."):  # whose torchrun lists only those that it did not end itself
         assert f"exitcode  : {-signal.SIGTERM}" in done.stderr  # it died of what it was sent
     assert "rank 0 of 2" in done.stderr
-    assert "commlens view traces/trace-rank0.json shows all of it" in done.stderr
+    assert "commlens view traces/trace-rank0.json shows the whole trace" in done.stderr
 
 
 ALONE = """
@@ -225,7 +225,7 @@ def test_a_trace_that_cannot_be_saved_does_the_job_no_harm(alone):
     [
         (["nothing.py"], "The program nothing.py cannot be read"),
         ([], "Which program?"),
-        (["--steps", "3:1", "alone.py", "exit"], "Steps are given as"),
+        (["--steps", "3:1", "alone.py", "exit"], "is not a range of steps: give FIRST:LAST"),
     ],
 )
 def test_wrong_usage_is_a_sentence(tmp_path, arguments, message):

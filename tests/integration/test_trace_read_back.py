@@ -103,7 +103,7 @@ def run(out: Path, backend: str, size: int, ranks: int) -> str:
 def test_a_trace_of_a_tensor_parallel_mlp_is_read(tmp_path, capsys):
     output = run(tmp_path, "fake", 4, 1)
     path = tmp_path / "traces" / "trace-rank0.json.gz"
-    assert "- all_reduce: 1 expected, and there are 2:" in output and "program.py:" in output
+    assert "- all_reduce: expected 1, found 2:" in output and "program.py:" in output
     trace = commlens.Trace.load(path)
     assert trace.counts(by=("phase", "op")) == {("forward", "all_reduce"): 1, ("outside", "all_reduce"): 1, ("outside", "barrier"): 1}
     assert trace.coverage.dispatched == trace.coverage.recorded == 3
@@ -121,8 +121,8 @@ def test_a_trace_of_a_tensor_parallel_mlp_is_read(tmp_path, capsys):
 def test_two_ranks_side_by_side(tmp_path, capsys):
     run(tmp_path, "gloo", 2, 2)
     ranks = read_ranks([tmp_path / "traces"]).ranks
-    assert ranks.answer() == "All 2 ranks issued the same." and ranks.differences() == []
+    assert ranks.answer() == "All 2 ranks issued the same collectives." and ranks.differences() == []
     assert not compare_ranks(ranks, ranks)
     assert commands.main(["view", str(tmp_path / "traces")]) == 0
-    assert capsys.readouterr().out.startswith("All 2 ranks issued the same.\n\n4 collectives")
+    assert capsys.readouterr().out.startswith("All 2 ranks issued the same collectives.\n\n4 collectives")
     assert commands.main(["compare", str(tmp_path / "golden-0.json"), str(tmp_path / "golden-1.json")]) == 0

@@ -115,9 +115,9 @@ def test_what_is_printed_calls_itself_an_estimate():
     out = io.StringIO()
     print_estimate(estimate(_trace(), NET, step_time=0.05), out, width=100)
     text = " ".join(out.getvalue().split())
-    assert "An estimate" in text
+    assert "Estimated time per step" in text
     assert "not a measurement" in text
-    assert "60 ms, 120% of a step of 50 ms: they cannot all be hidden" in text
+    assert "60 ms, 120% of a 50 ms step: computation cannot hide all of them" in text
     assert "100 GB/s inside a node of 4, 10 GB/s per rank between nodes" in text
 
 

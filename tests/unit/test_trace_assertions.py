@@ -52,34 +52,34 @@ def test_whatever_holds_a_trace(tmp_path):
 
 def test_too_many_with_their_lines():
     assert failure({"all_reduce": 1}, phase="outside") == (
-        "The collectives (phase=outside) are not as expected:\n"
-        "- all_reduce: 1 expected, and there are 2:\n"
-        "    #16 all_reduce on tp [0-3], outside of every module, float32 64 B, at train.py:29 (clip_grad_norm_)\n"
-        "    #32 all_reduce on tp [0-3], outside of every module, float32 64 B, at train.py:29 (clip_grad_norm_)"
+        "Unexpected collectives (phase=outside):\n"
+        "- all_reduce: expected 1, found 2:\n"
+        "    #16 all_reduce on tp [0-3], outside all modules, float32 64 B, at train.py:29 (clip_grad_norm_)\n"
+        "    #32 all_reduce on tp [0-3], outside all modules, float32 64 B, at train.py:29 (clip_grad_norm_)"
     )
 
 
 def test_none_and_a_misspelt_one():
     text = failure({"allreduce": 16, "broadcast": 1, "all_gather": 8, "reduce_scatter": 8})
-    assert "- allreduce: 16 expected, and there is none (did you mean 'all_reduce'?)" in text
-    assert "- broadcast: 1 expected, and there is none\n" in text
-    assert "- all_reduce: none expected, and there are 16:" in text and "... and 11 more" in text
+    assert "- allreduce: expected 16, found none (did you mean 'all_reduce'?)" in text
+    assert "- broadcast: expected 1, found none\n" in text
+    assert "- all_reduce: expected none, found 16:" in text and "... and 11 more" in text
     assert "all_gather:" not in text
 
 
 def test_none_on_a_limit_and_a_total():
-    assert "- nothing may be on tp, and there are 6:\n    #9 all_reduce on tp [0-3], backward of MLP.layers.3.net1" in failure(
+    assert "- expected no collectives on tp, found 6:\n    #9 all_reduce on tp [0-3], backward of MLP.layers.3.net1" in failure(
         none_on="tp", phase="backward"
     )
     text = failure(max_bytes=1000, module="layers.0.net2")
-    assert "- 12.0 kB on the wire, and at most 1.0 kB is allowed (11,000 bytes too many). The costliest:\n    #2 all_reduce" in text
-    assert "- 3 collectives expected, and there are 32:" in failure(3)
+    assert "- expected at most 1.0 kB on the wire, found 12.0 kB (11,000 bytes too many). The costliest:\n    #2 all_reduce" in text
+    assert "- expected 3 collectives, found 32:" in failure(3)
 
 
 def test_an_incomplete_trace_never_passes():
     data = training()
     data.coverage = Coverage(40, 32)
-    with pytest.raises(AssertionError, match="8 collectives that passed the dispatcher are not in it"):
+    with pytest.raises(AssertionError, match="it lacks 8 dispatched collectives"):
         assert_comms(data, none_on="ep")
 
 
@@ -105,7 +105,7 @@ def test_a_golden_file_is_written_once_and_held_to(tmp_path, monkeypatch):
     with pytest.raises(AssertionError) as caught:
         assert_matches_golden(commlens.Trace(training(dtype="bfloat16")), golden)
     assert "8 all_gather on dp in forward of MLP.layers.0-3: dtype bfloat16 instead of float32" in str(caught.value)
-    assert "COMMLENS_UPDATE_GOLDEN=1 writes the file anew" in str(caught.value)
+    assert "COMMLENS_UPDATE_GOLDEN=1, which rewrites the file" in str(caught.value)
     assert golden.read_bytes() == before
     assert_matches_golden(training(steps=1), golden, update=True)
     assert commlens.Trace.load(golden).calls == 16

@@ -62,8 +62,8 @@ def test_filters(x, capsys, filters, answer):
 
 
 def test_nothing_matches(x, capsys):
-    assert run(capsys, "view", x, "--mesh-dim", "ep") == (0, "", "commlens: No collective has mesh_dim ep. There is: dp, tp.\n")
-    assert "No collective has all of these values together." in run(capsys, "view", x, "--phase", "forward", "--op", "reduce_scatter")[2]
+    assert run(capsys, "view", x, "--mesh-dim", "ep") == (0, "", "commlens: No collective has mesh_dim ep. Existing values: dp, tp.\n")
+    assert "No collective matches all filters." in run(capsys, "view", x, "--phase", "forward", "--op", "reduce_scatter")[2]
     status, _, err = run(capsys, "view", x, "--phase", "backwards")
     assert status == 2 and err == "commlens: There is no phase 'backwards'. Did you mean 'backward'?\n"
 
@@ -141,13 +141,13 @@ def test_perfetto_slices_of_a_track_nest(tmp_path):
 def test_summarised_events_have_no_times(tmp_path, capsys):
     path = tmp_path / "x.json"
     commlens.Trace(one_event(count=5, started_ns=0, returned_ns=0, wait_began_ns=0, wait_ended_ns=0, last_step=4)).save(path)
-    assert "5 collectives were summarised and have no times" in run(capsys, "view", path, "--perfetto", tmp_path / "p.json")[2]
+    assert "5 collectives are summarised, have no times" in run(capsys, "view", path, "--perfetto", tmp_path / "p.json")[2]
 
 
 def test_a_folder_of_ranks(folder, capsys):
     status, out, err = run(capsys, "view", folder)
     assert status == 0 and err == ""
-    assert out.startswith("All 8 ranks issued the same.\n\n32 collectives, 340 kB")
+    assert out.startswith("All 8 ranks issued the same collectives.\n\n32 collectives, 340 kB")
     (folder / "notes.json").write_text("{}")
     (folder / "README").write_text("hello")
     status, out, err = run(capsys, "view", folder, "--rank", "3")
@@ -164,7 +164,9 @@ def test_ranks_that_differ(folder, capsys):
     data.events.pop()
     commlens.Trace(data).save(folder / "trace-rank3.json.gz")
     status, out, _ = run(capsys, "view", *sorted(folder.iterdir()))
-    assert status == 0 and out.startswith("Ranks 0-2,4-7 and rank 3 issued different things.\n  - rank 3 issued 1 fewer all_reduce on tp")
+    assert status == 0 and out.startswith(
+        "Ranks 0-2,4-7 and rank 3 issued different collectives.\n  - rank 3 issued 1 fewer all_reduce on tp"
+    )
     assert len(json.loads(run(capsys, "view", folder, "--json")[1])) == 8
 
 
@@ -173,7 +175,7 @@ def test_bad_input(tmp_path, x, capsys):
     for arguments, message in (
         (["view", tmp_path / "bad.json"], "bad.json is not a trace: it holds no JSON.\n"),
         (["view", tmp_path / "none.json"], "There is no file"),
-        (["view", x, x], "are both of rank 0: give one file for each rank, or compare them with commlens compare.\n"),
+        (["view", x, x], "are both from rank 0: give one file per rank, or compare them with commlens compare.\n"),
         (["compare", x, tmp_path / "bad.json"], "it holds no JSON."),
     ):
         status, out, err = run(capsys, *arguments)
@@ -196,9 +198,9 @@ def test_compare(tmp_path, x, capsys):
 
 
 def test_compare_of_folders(folder, x, capsys):
-    assert run(capsys, "compare", folder, folder)[:2] == (0, "8 ranks together. Nothing changed: 256 collectives, 2.7 MB on the wire.\n")
+    assert run(capsys, "compare", folder, folder)[:2] == (0, "8 ranks compared. Nothing changed: 256 collectives, 2.7 MB on the wire.\n")
     status, out, _ = run(capsys, "compare", folder, x)
-    assert status == 0 and "Only the first has a trace of ranks 1-7: not compared." in out
+    assert status == 0 and "Not compared: ranks 1-7, traced only in the first run." in out
 
 
 @pytest.mark.launches

@@ -51,8 +51,8 @@ def test_times_lines_order_and_threads_are_no_change():
 
 def test_gone_and_new():
     gone = edited(lambda event: None if event.through else event)
-    assert sentences(gone) == ["gone: gone: 2 all_reduce on tp outside of every module, 192 B on the wire"]
-    assert sentences(training(), gone) == ["new: new: 2 all_reduce on tp outside of every module, 192 B on the wire"]
+    assert sentences(gone) == ["gone: gone: 2 all_reduce on tp outside all modules, 192 B on the wire"]
+    assert sentences(training(), gone) == ["new: new: 2 all_reduce on tp outside all modules, 192 B on the wire"]
 
 
 def test_layers_are_told_together():
@@ -101,18 +101,16 @@ def test_placements_cause_reduce_op_and_more():
 
 def test_moved_to_another_phase_module_or_group():
     optimizer = edited(set_if(lambda event: event.through is not None, phase=Phase.OPTIMIZER))
-    assert sentences(optimizer) == ["moved: 2 all_reduce on tp: moved from outside of every module to the optimizer's step"]
+    assert sentences(optimizer) == ["moved: 2 all_reduce on tp: moved from outside all modules to the optimizer step"]
     module = edited(set_if(lambda event: event.site == "MLP.layers.1.net1", site="MLP.layers.1.norm"))
     assert sentences(module) == ["moved: 2 all_reduce on tp: moved from backward of MLP.layers.1.net1 to backward of MLP.layers.1.norm"]
     group = edited(set_if(lambda event: event.through is not None, group=0))
-    assert sentences(group) == ["moved: 2 all_reduce on tp outside of every module: now on dp, group size 2 instead of 4"]
+    assert sentences(group) == ["moved: 2 all_reduce on tp outside all modules: now on dp, group size 2 instead of 4"]
 
 
 def test_replaced():
     data = edited(set_if(lambda event: event.through is not None, op="all_gather", wire_bytes=48))
-    assert sentences(data) == [
-        "replaced: 2 all_reduce on tp outside of every module: replaced by all_gather, 48 B on the wire instead of 96 B"
-    ]
+    assert sentences(data) == ["replaced: 2 all_reduce on tp outside all modules: replaced by all_gather, 48 B on the wire instead of 96 B"]
 
 
 def test_the_largest_first():
@@ -125,14 +123,14 @@ def test_the_largest_first():
 def test_a_larger_world():
     data = training()
     data.world_size = 16
-    assert sentences(data) == ["world-size: the world has 16 ranks, where it had 8"]
+    assert sentences(data) == ["world-size: the world size is 16 instead of 8"]
 
 
 def test_other_numbers_of_steps_are_compared_by_the_step():
     comparison = commlens.Trace(training(steps=2)).compare(commlens.Trace(training(steps=4)))
     assert not comparison and comparison.per_step
-    assert comparison.answer == "Nothing changed: 16 collectives a step, 170 kB on the wire."
-    assert comparison.notes == ["The first covers 2 steps, the second 4: figures are those of a step."]
+    assert comparison.answer == "Nothing changed: 16 collectives per step, 170 kB on the wire."
+    assert comparison.notes == ["The first trace covers 2 steps, the second 4; figures are per step."]
     one_more = training(steps=4)
     one_more.events.append(msgspec.structs.replace(one_more.events[0]))
     (change,) = commlens.Trace(training(steps=2)).compare(commlens.Trace(one_more)).changes
@@ -147,7 +145,7 @@ def test_another_name_of_the_model_is_noted_once():
 
     comparison = commlens.Trace(training()).compare(commlens.Trace(edited(renamed)))
     assert not comparison
-    assert comparison.notes == ["The model's class is MLP in the first and FSDPMLP in the second; modules are compared without it."]
+    assert comparison.notes == ["The model's class is MLP in the first trace and FSDPMLP in the second: modules are compared without it."]
 
 
 def test_summarised_and_whole_traces_are_equal():
@@ -189,7 +187,7 @@ def one_more(rank: int, *layers: int) -> TraceData:
 
 def test_all_ranks_alike():
     merged = merge(ranks())
-    assert merged.answer() == "All 8 ranks issued the same." and merged.differences() == []
+    assert merged.answer() == "All 8 ranks issued the same collectives." and merged.differences() == []
     assert merged.classes() == [list(range(8))]
     assert len(merged.to_rows()) == 8 * 32 and {row["rank"] for row in merged.to_rows()} == set(range(8))
     assert len(merged) == 8 and merged[3].data.rank == 3
@@ -197,17 +195,17 @@ def test_all_ranks_alike():
 
 def test_a_rank_that_issued_more():
     merged = merge(ranks((3, one_more(3, 1))))
-    assert merged.answer() == "Ranks 0-2,4-7 and rank 3 issued different things."
-    assert merged.differences() == ["rank 3 issued 2 more all_gather on tp in backward of MLP.layers.1 than ranks 0-2,4-7 (2 against 0)"]
+    assert merged.answer() == "Ranks 0-2,4-7 and rank 3 issued different collectives."
+    assert merged.differences() == ["rank 3 issued 2 more all_gather on tp in backward of MLP.layers.1 than ranks 0-2,4-7 (2 instead of 0)"]
     folded = merge(ranks((3, one_more(3, 0, 1, 2))))
     assert folded.differences() == [
-        "rank 3 issued 2 more all_gather on tp in backward of MLP.layers.0-2 each than ranks 0-2,4-7 (2 against 0)"
+        "rank 3 issued 2 more all_gather on tp in backward of MLP.layers.0-2 each than ranks 0-2,4-7 (2 instead of 0)"
     ]
 
 
 def test_sizes_that_differ():
     assert merge(ranks((0, training(0, dtype="bfloat16")))).differences()[0] == (
-        "rank 0: all_gather on dp in forward of MLP.layers.0 is bfloat16 16.0 kB, on ranks 1-7 float32 32.0 kB"
+        "rank 0: all_gather on dp in forward of MLP.layers.0 is bfloat16 16.0 kB; on ranks 1-7 it is float32 32.0 kB"
     )
 
 
@@ -215,9 +213,9 @@ def test_order_that_differs():
     data = training(5)
     data.events[0], data.events[1] = data.events[1], data.events[0]
     merged = merge(ranks((5, data)))
-    assert merged.answer() == "All 8 ranks issued the same, but not in the same order."
+    assert merged.answer() == "All 8 ranks issued the same collectives, but not in the same order."
     assert merged.differences() == [
-        "rank 5 has another order than rank 0 from #1 on: all_reduce on tp in forward of MLP.layers.0.net2, where rank 0 has all_gather "
+        "rank 5's order differs from rank 0's from #1 on: all_reduce on tp in forward of MLP.layers.0.net2, where rank 0 has all_gather "
         "on dp in forward of MLP.layers.0"
     ]
 
@@ -232,10 +230,10 @@ def test_messages_are_compared_by_pairs():
         return training(rank, change=change)
 
     pairs = [commlens.Trace(sends(rank, 2)) for rank in range(8)]
-    assert merge(pairs).answer() == "All 8 ranks issued the same." and merge(pairs).differences() == []
+    assert merge(pairs).answer() == "All 8 ranks issued the same collectives." and merge(pairs).differences() == []
     pairs[3] = commlens.Trace(sends(3, 1))
-    assert merge(pairs).answer() == "All 8 ranks issued the same; not every message has both its ends."
-    assert merge(pairs).differences() == ["rank 2 sent 4 messages to rank 3 on tp, which received 2"]
+    assert merge(pairs).answer() == "All 8 ranks issued the same collectives; some sends and receives do not match."
+    assert merge(pairs).differences() == ["rank 2 sent 4 messages to rank 3 on tp, but rank 3 received 2"]
     assert merge(pairs[3:]).differences() == []  # whoever sends to rank 3 is not here
     for event in pairs[3].events:
         event.peer = None
@@ -243,9 +241,9 @@ def test_messages_are_compared_by_pairs():
 
 
 def test_missing_and_double_ranks():
-    assert merge(ranks()[:6]).answer() == "The 6 ranks here issued the same. There is no trace of ranks 6-7."
-    assert merge(ranks()[:1]).answer() == "One trace, of rank 0 of 8."
-    with pytest.raises(commlens.CommandError, match="Two of the traces are of rank 0"):
+    assert merge(ranks()[:6]).answer() == "The 6 ranks here issued the same collectives. There is no trace of ranks 6-7."
+    assert merge(ranks()[:1]).answer() == "One trace, from rank 0 of 8."
+    with pytest.raises(commlens.CommandError, match="Two traces are from rank 0"):
         merge([*ranks(), *ranks()[:1]])
     with pytest.raises(commlens.CommandError, match="no traces"):
         merge([])
@@ -253,8 +251,8 @@ def test_missing_and_double_ranks():
 
 def test_many_classes():
     merged = merge(ranks(*((rank, one_more(rank, *range(rank))) for rank in (1, 2, 3))))
-    assert merged.answer() == "The 8 ranks are of 4 classes that issued different things: 0,4-7; 1; 2; 3."
-    assert merged.filter(phase="forward").answer() == "All 8 ranks issued the same."
+    assert merged.answer() == "The 8 ranks fall into 4 classes that issued different collectives: 0,4-7; 1; 2; 3."
+    assert merged.filter(phase="forward").answer() == "All 8 ranks issued the same collectives."
 
 
 def test_runs_are_compared_rank_by_rank():
@@ -266,8 +264,8 @@ def test_runs_are_compared_rank_by_rank():
         3,
         5,
     ]
-    assert comparison.answer.startswith("8 ranks together. 1 change: 260 collectives instead of 256")
+    assert comparison.answer.startswith("8 ranks compared. 1 change: 260 collectives instead of 256")
     partly = compare_ranks(merge(ranks()[:4]), before)
-    assert not partly and partly.notes == ["Only the second has a trace of ranks 4-7: not compared."]
+    assert not partly and partly.notes == ["Not compared: ranks 4-7, traced only in the second run."]
     everywhere = compare_ranks(before, merge([commlens.Trace(one_more(rank, 1)) for rank in range(8)]))
     assert everywhere.changes[0].sentence.startswith("new: 2 all_gather")

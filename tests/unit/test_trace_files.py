@@ -254,7 +254,7 @@ def test_comm_debug_modes_json_is_read(tmp_path):
     assert "bytes, groups, order, times" in trace.coverage.blind[0]
     out = trace.to_summary()
     assert not out.bytes_known and out.answer == "8 collectives, by CommDebugMode's count."
-    assert out.by_mesh_dim == [] and out.coverage == "CommDebugMode makes no self-check."
+    assert out.by_mesh_dim == [] and out.coverage == "CommDebugMode's JSON has no self-check."
     assert "bytes" not in render(out).split("This was CommDebugMode's JSON")[0]
 
 

@@ -15,8 +15,8 @@ from traces import training
 import commlens
 from commlens.commands import main
 from commlens.formats.trace_json import encode, write_trace
-from commlens.reports import trace_page as trace_page_module
-from commlens.reports.trace_page import VIEWER_FILE, trace_page, viewer_page
+from commlens.reports.trace_page import VIEWER_FILE, viewer_page
+from commlens.traces import ranks as ranks_module
 from commlens.traces.ranks import RankTraces
 
 HOSTILE = "<img src=x onerror=alert(1)>"
@@ -61,16 +61,16 @@ def test_ranks_are_in_it_by_class(tmp_path, capsys):
         write_trace(training(rank, layers=3 if rank == 2 else 4), tmp_path / f"{rank}.json")
     assert main(["view", str(tmp_path), "-o", str(tmp_path / "out" / "x.html")]) == 0
     head, traces = carried((tmp_path / "out" / "x.html").read_bytes())
-    assert head["ranks"]["classes"] == ["rank 0, like all of ranks 0-1,3", "rank 2"]
-    assert head["ranks"]["answer"].startswith("Ranks 0-1,3 and rank 2 issued different things.") and head["ranks"]["differences"]
+    assert head["ranks"]["classes"] == ["rank 0, for ranks 0-1,3", "rank 2"]
+    assert head["ranks"]["answer"].startswith("Ranks 0-1,3 and rank 2 issued different collectives.") and head["ranks"]["differences"]
     assert [name.rsplit(", ", 1)[1] for name in head["names"]] == ["rank 0", "rank 2"]
     assert traces.count('"schema": "commlens.trace/1"') == 2
 
 
 def test_more_classes_than_a_page_holds_are_said(monkeypatch):
-    monkeypatch.setattr(trace_page_module, "MOST_CLASSES", 2)
-    head, traces = carried(trace_page(RankTraces(commlens.Trace(training(rank, layers=rank + 1)) for rank in range(3)), name="x"))
-    assert head["notes"] == ["There are 3 classes of ranks; one of each of the 2 largest is here."]
+    monkeypatch.setattr(ranks_module, "MOST_CLASSES", 2)
+    head, traces = carried(RankTraces(commlens.Trace(training(rank, layers=rank + 1)) for rank in range(3)).to_html(name="x"))
+    assert head["notes"] == ["There are 3 classes of ranks; this page shows one rank of each of the 2 largest."]
     assert traces.count('"schema"') == 2
 
 
@@ -88,7 +88,7 @@ def test_view_without_a_file_makes_an_empty_viewer(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--network", "h100-ib"], "--network is for the page: give -o FILE, too."),
+        (["--network", "h100-ib"], "--network is for the page: add -o FILE."),
         (["--network", "h100", "-o", "x.html"], "There is no network preset 'h100'."),
         (["-o", "."], ". is a folder"),
     ],
@@ -115,7 +115,7 @@ def test_of_several_ranks_one_that_changed_stands_side_by_side(tmp_path):
             write_trace(training(rank, layers=layers if rank else 4), tmp_path / name / f"{rank}.json")
     assert main(["compare", str(tmp_path / "before"), str(tmp_path / "after"), "--html", str(tmp_path / "c.html")]) == 1
     head, traces = carried((tmp_path / "c.html").read_bytes())
-    assert head["notes"] == ["The changes are those of ranks 0-2; side by side stands rank 1."]
+    assert head["notes"] == ["The changes cover ranks 0-2; the side-by-side view shows rank 1."]
     assert traces.count('"rank": 1,') == 2
 
 

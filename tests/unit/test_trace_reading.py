@@ -116,7 +116,7 @@ def test_counts_and_bytes():
     assert trace().counts(by=("mesh_dim", "op"))["tp", "all_reduce"] == 16
     assert trace().bytes(by="phase")["outside"] == 2 * wire_bytes("all_reduce", 4, 64, 64)
     assert trace().bytes(by="op", of="output")["all_gather"] == 8 * 32000
-    with pytest.raises(commlens.SelectionError, match="no bytes of 'air'"):
+    with pytest.raises(commlens.SelectionError, match="kind of bytes 'air'"):
         trace().bytes(of="air")  # type: ignore[arg-type]
 
 
@@ -127,12 +127,12 @@ def test_summarised_events_count_in_full():
     assert summarised.filter(step="3:13").calls == 10
     part = summarised.filter(step="5:8")
     assert part.calls == 0
-    assert any("10 summarised collectives cannot be told apart by step" in text for text in part.coverage.blind)
+    assert any("10 summarised collectives cannot be assigned to a step" in text for text in part.coverage.blind)
 
 
 def test_a_part_says_what_it_is_part_of():
     part = trace().filter(phase="backward").filter(mesh_dim="tp")
-    assert part.coverage.blind == ["This is the part with mesh_dim=tp: 6 of 14 collectives."]
+    assert part.coverage.blind == ["Filtered by mesh_dim=tp: 6 of 14 collectives."]
     assert part.to_summary().answer == "6 of 32 collectives, 36.0 kB on the wire, rank 0 of 8."
     assert trace().coverage.blind == []
 
@@ -170,9 +170,9 @@ def test_the_summary_by_eye():
         "36.0 kB 11% 6 all_reduce on tp (4 ranks): backward of MLP.layers.1-3.net1, DTensor Partial(sum) -> Replicate(), to run mm "
         "(implicit), at train.py:28" in one_line
     )
-    assert "2 all_reduce on tp (4 ranks): outside of every module, at train.py:29 (clip_grad_norm_)" in one_line
-    assert "All 32 collectives that were dispatched are recorded; none is unclassified." in one_line
-    assert "Bytes are those on the wire: through one rank's link" in one_line
+    assert "2 all_reduce on tp (4 ranks): outside all modules, at train.py:29 (clip_grad_norm_)" in one_line
+    assert "All 32 dispatched collectives are recorded; none is unclassified." in one_line
+    assert "Bytes are bytes on the wire: through one rank's link" in one_line
 
 
 @pytest.mark.parametrize("width", [30, 40, 200])
@@ -204,20 +204,17 @@ def test_what_is_missing_or_unclassified_is_said():
     data = rec.finish()
     summary = commlens.Trace(data).to_summary()
     assert summary.coverage == (
-        "All 2 collectives that were dispatched are recorded; 2 unclassified: all_reduce at train.py:12 (1) and broadcast at "
-        "train.py:13 (1)."
+        "All 2 dispatched collectives are recorded; 2 unclassified: all_reduce at train.py:12 (1) and broadcast at train.py:13 (1)."
     )
     assert not summary.complete
     data.coverage = Coverage(5, 2, 0, ["Symmetric memory is not seen."])
     text = render(commlens.Trace(data).to_summary())
-    assert "2 of 5 collectives that passed the dispatcher are recorded" in text and "Symmetric memory is not seen." in text
+    assert "2 of 5 dispatched collectives are recorded" in text and "Symmetric memory is not seen." in text
 
 
 def test_an_empty_trace():
     empty = commlens.Trace(TraceData(rank=1, world_size=2))
-    assert render(empty.to_summary()) == (
-        "No collective was issued by rank 1 of 2.\n\nNone was dispatched and none is missing; nothing is unclassified.\n"
-    )
+    assert render(empty.to_summary()) == ("No collectives, rank 1 of 2.\n\nNo collective was dispatched, so none is missing.\n")
     assert empty.to_rows() == [] and empty.counts() == {}
 
 
@@ -239,7 +236,7 @@ def test_ddp_buckets_and_point_to_point():
         "1 all_reduce on default (8 ranks): backward of DDP, for DDP's bucket 0 (net.0.weight, net.0.bias and 1 more), at train.py:12"
         in whys
     )
-    assert "1 send on default (8 ranks): outside of every module, to rank 1, at train.py:13" in whys
+    assert "1 send on default (8 ranks): outside all modules, to rank 1, at train.py:13" in whys
 
 
 def test_owner_elsewhere_is_named():

@@ -1,4 +1,4 @@
-"""``commlens compare``: what is different between two traces, or what moved between two dumps of a job, in words."""
+"""``commlens compare``: report what changed between two traces, or between two dumps of a job."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ EXIT_CHANGED = 1
 
 
 class CompareCommand:
-    """Say what changed from one trace to another, or moved between two dumps of a job.
+    """Report what changed between two traces, or which ranks progressed between two dumps of a job.
 
-    Traces: collectives that are new, gone, moved, or carry something else. Times, lines of code and the order of issue do not
-    count. Folders with one file for each rank are compared rank by rank. Golden files of tests are traces, too.
-    Dumps, of any origin: which ranks went on from the first to the second, and which stand where they stood.
-    Exit status: 0 nothing changed, 1 something did, 2 wrong usage or a file that is neither.
+    Traces: collectives that are new, gone, moved or changed. Times, lines of code and the order of issue are ignored. Folders with
+    one file per rank are compared rank by rank. Golden files of tests are traces too.
+    Dumps, from any source: which ranks progressed from the first to the second, and which did not.
+    Exit status: 0 if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor dump.
     """
 
     name = "compare"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
-        parser.add_argument("before", metavar="BEFORE", help="a trace file or a folder with one for each rank; or a job's dump")
-        parser.add_argument("after", metavar="AFTER", help="the other one")
+        parser.add_argument("before", metavar="BEFORE", help="a trace file, a folder with one per rank, or a job's dump")
+        parser.add_argument("after", metavar="AFTER", help="the same kind, taken later")
         parser.add_argument(
             "--json", action="store_true", help="print the changes as JSON (schema commlens.comparison/1, for dumps commlens.movement/1)"
         )
-        parser.add_argument("-o", "--html", metavar="FILE", help="of traces, write one HTML page: what changed, and both side by side")
-        parser.add_argument("--force", action="store_true", help="overwrite a file that is there")
+        parser.add_argument("-o", "--html", metavar="FILE", help="write one HTML page with the changes and both traces side by side")
+        parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read, compare, print."""
-        of_dumps = [_holds_dumps(path) for path in (arguments.before, arguments.after)]
-        if all(of_dumps):
+        """Read, compare and print."""
+        are_dumps = [_holds_dumps(path) for path in (arguments.before, arguments.after)]
+        if all(are_dumps):
             if arguments.html:
-                raise CommandError("--html is for traces; commlens diagnose --html makes a page of a dump.")
+                raise CommandError("--html is for traces; commlens diagnose --html writes a page for a dump.")
             return _compare_dumps(arguments)
-        if any(of_dumps):
-            dump, trace = (arguments.before, arguments.after)[:: 1 if of_dumps[0] else -1]
-            raise CommandError(f"{dump} is a dump and {trace} is none: give two dumps of one job, or two traces.")
-        from commlens.traces.diff_ranks import compare_ranks
+        if any(are_dumps):
+            dump, trace = (arguments.before, arguments.after)[:: 1 if are_dumps[0] else -1]
+            raise CommandError(f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces.")
+        from commlens.traces.diff_ranks import compare_page, compare_ranks
         from commlens.traces.files import read_ranks
 
         before, after = read_ranks([arguments.before]), read_ranks([arguments.after])
@@ -51,7 +51,6 @@ class CompareCommand:
         comparison.notes += [*before.notes, *after.notes]
         if arguments.html:
             from commlens.atomic_write import write_whole
-            from commlens.reports.trace_page import compare_page
 
             page = compare_page(before.ranks, after.ranks, comparison, names=(arguments.before, arguments.after))
             write_whole(Path(arguments.html), page, overwrite=arguments.force)
@@ -69,7 +68,7 @@ class CompareCommand:
 
 
 def _holds_dumps(path: str) -> bool:
-    """By content: whether there is a black box or a foreign dump. Traces are none."""
+    """Check the content for black boxes or another tool's dumps. Traces are neither."""
     from commlens.dumps.detect import TEXT
     from commlens.dumps.discover import discover
 

@@ -19,39 +19,39 @@ EXIT_PROGRAM_FAILED = 1
 
 
 class PreviewCommand:
-    """Trace any rank of any number of ranks in one process, without GPUs or a network.
+    """Trace one rank of a job of any size, in one process, without GPUs or a network.
 
-    The script runs unchanged, on torch's fake backend: nothing is sent, every collective is seen. For example:
+    The script runs unchanged on torch's fake backend, which sends nothing; every collective is traced. For example:
     commlens preview --world-size 1024 --rank 3 --fake-tensors --network h100-ib train.py --lr 0.1
     """
 
     name = "preview"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Options, then the program and its own arguments, which are not looked at."""
+        """Declare the options, then the program and its own arguments, which are passed through."""
         from commlens.traces.network import PRESETS, parse_bandwidth, parse_duration
 
         parser.usage = "commlens preview --world-size N [options] script.py ... | -m module ..."
         parser.add_argument("--world-size", type=int, required=True, metavar="N", help="number of ranks")
-        parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to be (default 0)")
-        parser.add_argument("--fake-tensors", action="store_true", help="tensors without memory: for models that would not fit here")
+        parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to preview (default 0)")
+        parser.add_argument("--fake-tensors", action="store_true", help="tensors without memory, for models that do not fit here")
         parser.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
-        parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: tensor ops, too")
+        parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: also trace tensor ops")
         parser.add_argument("--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
         parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
-        group = parser.add_argument_group("estimate of time", "figures replace the preset's; without any of these there is no estimate")
+        group = parser.add_argument_group("time estimate", "needs a preset or figures; figures replace the preset's")
         group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))
         bandwidth, duration = _figure(parse_bandwidth), _figure(parse_duration)
-        group.add_argument("--intra-bandwidth", type=bandwidth, metavar="RATE", help="of one rank inside a node, one direction: 450GB/s")
-        group.add_argument("--inter-bandwidth", type=bandwidth, metavar="RATE", help="of one rank between nodes: 50GB/s or 400Gb/s")
-        group.add_argument("--intra-latency", type=duration, metavar="TIME", help="of one hop inside a node: 2us")
-        group.add_argument("--inter-latency", type=duration, metavar="TIME", help="of one hop between nodes: 4us")
-        group.add_argument("--ranks-per-node", type=int, metavar="N", help="default: the preset's, else 8")
-        group.add_argument("--step-time", type=duration, metavar="TIME", help="how long a step takes, for the share: 1.2s")
+        group.add_argument("--intra-bandwidth", type=bandwidth, metavar="RATE", help="per rank inside a node, in one direction: 450GB/s")
+        group.add_argument("--inter-bandwidth", type=bandwidth, metavar="RATE", help="per rank between nodes: 50GB/s or 400Gb/s")
+        group.add_argument("--intra-latency", type=duration, metavar="TIME", help="per hop inside a node: 2us")
+        group.add_argument("--inter-latency", type=duration, metavar="TIME", help="per hop between nodes: 4us")
+        group.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks per node (default: the preset's, else 8)")
+        group.add_argument("--step-time", type=duration, metavar="TIME", help="duration of a step, to show communication's share: 1.2s")
         parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the program, print the summary and the estimate."""
+        """Run the program; print the summary and the estimate."""
         program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
         if not program:
             raise CommandError("Which program? For example: commlens preview --world-size 64 train.py --lr 0.1")
@@ -71,7 +71,7 @@ class PreviewCommand:
             raise error
         if isinstance(error, SystemExit):
             return error.code if isinstance(error.code, int) else 0 if error.code is None else EXIT_PROGRAM_FAILED
-        print("\ncommlens: the program failed, and the trace is of what came before that.", file=sys.stderr)
+        print("\ncommlens: the program failed; the trace covers the time before the failure.", file=sys.stderr)
         return EXIT_PROGRAM_FAILED
 
 
@@ -86,7 +86,7 @@ def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: 
     check_world(arguments.world_size, arguments.rank)
 
     def run_program() -> None:
-        with _ImportsForgotten(program, arguments.module):
+        with _FreshImports(program, arguments.module):
             worker.execute(program, module=arguments.module)
 
     runner = Preview(
@@ -96,7 +96,7 @@ def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: 
         fake_tensors=arguments.fake_tensors,
         depth=arguments.depth,
         steps=arguments.steps,
-        say=lambda text: print(f"commlens: {text}", file=sys.stderr),
+        report=lambda text: print(f"commlens: {text}", file=sys.stderr),
     )
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     try:
@@ -116,8 +116,8 @@ def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: 
     return trace, error
 
 
-class _ImportsForgotten(contextlib.AbstractContextManager[None]):
-    """The program may be run again, as another rank: its own modules are then imported afresh, as in a process of its own."""
+class _FreshImports(contextlib.AbstractContextManager[None]):
+    """Removes the program's own modules afterwards, so that a run as another rank imports them again."""
 
     def __init__(self, program: list[str], module: bool) -> None:
         self._folder = str(Path.cwd() if module else Path(program[0]).resolve().parent)
@@ -141,7 +141,7 @@ def _network(arguments: argparse.Namespace) -> Network | None:
     }
     network = network_from(arguments.network, given)
     if network is None and arguments.step_time is not None:
-        raise CommandError("--step-time needs a network to estimate with, for example --network h100-ib.")
+        raise CommandError("--step-time needs a network, for example --network h100-ib.")
     if (arguments.ranks_per_node or 1) < 1:
         raise CommandError("--ranks-per-node must be at least 1.")
     return network

@@ -10,32 +10,35 @@ DIRECTORY = "commlens-trace"
 
 
 class TraceCommand:
-    """Run a script and trace which collectives it issues, when, why, and how many bytes.
+    """Run a script and trace its collectives: when, why, and how many bytes.
 
-    Under torchrun, one file for each rank: torchrun --nproc-per-node 2 -m commlens trace train.py; or: commlens launch --trace.
+    Under torchrun, write one file per rank: torchrun --nproc-per-node 2 -m commlens trace train.py; or: commlens launch --trace.
     """
 
     name = "trace"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Options, then the program and its own arguments, which are not looked at."""
+        """Declare the options, then the program and its own arguments, which are passed through."""
         parser.usage = "commlens trace [options] script.py ... | commlens trace [options] -m module ..."
-        parser.add_argument("--steps", metavar="FIRST:LAST", help="trace only these optimizer steps, counted from 0 (2:4 is 2 and 3)")
+        parser.add_argument("--steps", metavar="FIRST:LAST", help="trace only these optimizer steps, counted from 0; 2:4 for steps 2 and 3")
         parser.add_argument(
             "--depth",
             choices=("collectives", "ops"),
             default="collectives",
-            help="ops: tensor ops, too, which is felt (default collectives)",
+            help="ops: also trace tensor ops, which slows training noticeably (default collectives)",
         )
         parser.add_argument(
-            "--output", metavar="DIR", default=DIRECTORY, help=f"folder for trace-rank0.json and so on, or trace.json (default {DIRECTORY})"
+            "--output",
+            metavar="DIR",
+            default=DIRECTORY,
+            help=f"folder for trace-rank0.json, ... or trace.json (default {DIRECTORY})",
         )
-        parser.add_argument("--no-summary", action="store_true", help="print nothing at the end")
+        parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
         parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
         parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the program in this interpreter, as if we were not there."""
+        """Run the program in this interpreter, unchanged."""
         from commlens.launch import trace_worker
 
         program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program

@@ -1,4 +1,4 @@
-"""``commlens view``: a trace file, in words or as a page."""
+"""``commlens view``: show a trace as text, as JSON or as an HTML page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlens.errors import CommandError
-from commlens.text import size
+from commlens.text import ranks_phrase, size
 
 if TYPE_CHECKING:
     from commlens.traces.ranks import RankTraces
@@ -19,21 +19,21 @@ _FILTERS = {
     "op": "all_reduce, all_gather, ...",
     "mesh-dim": "mesh dimension",
     "group": "mesh dimension, description or name of the process group",
-    "module": "path of a module, with or without the model's class: it and its children; * stands for one part",
-    "owner": "library (FSDP2, DDP) or wrapped block whose parameters are carried",
-    "cause": "implicit, explicit, or the op that made DTensor redistribute",
-    "source": "train.py:57, train.py, or a function",
+    "module": "path of a module and its children, with or without the model's class; * matches one part",
+    "owner": "library (FSDP2, DDP) or wrapped block that owns the parameters",
+    "cause": "implicit, explicit, or the op for which DTensor redistributes",
+    "source": "train.py:57, train.py, or a function's name",
     "dtype": "float32, bfloat16, ...",
-    "step": "optimizer step from 0, or 2:4 for 2 and 3",
+    "step": "optimizer step, counted from 0; 2:4 for steps 2 and 3",
 }
 
 
 class ViewCommand:
-    """Show what a trace holds: which collectives, where, why, and how many bytes.
+    """Show a trace: which collectives a rank issued, where, why, and how many bytes.
 
-    Given the files of several ranks, or a folder of them, says first whether all ranks issued the same, and where they differ; then
-    shows one of the largest class. CommDebugMode's JSON is read, too. With -o the trace is one HTML page that works without a network;
-    without any file, an empty page that takes a file dropped on it. Exit status: 0, or 2 when a file is no trace.
+    Given several ranks' files, or a folder of them, first report whether all ranks issued the same collectives and where they differ,
+    then show one rank of the largest class. CommDebugMode's JSON works too. With -o, write one HTML page that works offline. Without
+    any file, write an empty page that shows a trace dropped on it. Exit status: 0, or 2 if a file is not a trace.
     """
 
     name = "view"
@@ -42,47 +42,47 @@ class ViewCommand:
         """Declare the verb's options."""
         from commlens.traces.network import PRESETS
 
-        parser.add_argument("paths", nargs="*", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one for each rank")
+        parser.add_argument("paths", nargs="*", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one per rank")
         filters = parser.add_argument_group(
-            "filters", "show only what has these values; several, with commas or by repeating, are a choice"
+            "filters", "show only collectives with these values; separate alternatives with commas, or repeat the option"
         )
         for name, text in _FILTERS.items():
             filters.add_argument(f"--{name}", action="append", metavar="VALUE", help=text)
-        filters.add_argument("--rank", type=int, metavar="N", help="of several ranks' files, this one")
-        forms = parser.add_argument_group("what to print instead of the summary").add_mutually_exclusive_group()
+        filters.add_argument("--rank", type=int, metavar="N", help="show this rank of several")
+        forms = parser.add_argument_group("output instead of the summary").add_mutually_exclusive_group()
         forms.add_argument("--events", action="store_true", help="every collective, in order")
-        forms.add_argument("--ops", action="store_true", help="every tensor op, in order, where the trace was made with depth ops")
-        forms.add_argument("--json", action="store_true", help="the summary as JSON (of several ranks: a list of them)")
+        forms.add_argument("--ops", action="store_true", help="every tensor op, in order, if the trace has depth ops")
+        forms.add_argument("--json", action="store_true", help="the summary as JSON; a list for several ranks")
         forms.add_argument("--rows", action="store_true", help="every collective as one line of JSON")
         files = parser.add_argument_group("files to write")
-        files.add_argument("-o", "--html", metavar="FILE", help="one HTML page with everything in it, to look at in a browser")
-        files.add_argument("--network", metavar="PRESET", help=f"estimate times for the page: {', '.join(PRESETS)}")
-        files.add_argument("--csv", metavar="FILE", help="every collective as one line of CSV; - is standard output")
+        files.add_argument("-o", "--html", metavar="FILE", help="one HTML page with everything, for a browser")
+        files.add_argument("--network", metavar="PRESET", help=f"estimate times on a network, for the page: {', '.join(PRESETS)}")
+        files.add_argument("--csv", metavar="FILE", help="every collective as one line of CSV; - for standard output")
         files.add_argument("--perfetto", metavar="FILE", help="Chrome trace event JSON for ui.perfetto.dev")
-        files.add_argument("--force", action="store_true", help="overwrite a file that is there")
+        files.add_argument("--force", action="store_true", help="overwrite existing files")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read, cut, print."""
+        """Read the traces, filter them, and print or write the output."""
         from commlens.traces.files import read_ranks
 
         if not arguments.paths:
             return _empty_viewer(arguments)
         if arguments.network and not arguments.html:
-            raise CommandError("--network is for the page: give -o FILE, too. commlens preview prints an estimate.")
+            raise CommandError("--network is for the page: add -o FILE. commlens preview prints an estimate.")
         read = read_ranks(arguments.paths)
         ranks, wanted = read.ranks, self._wanted(arguments)
         for note in read.notes:
-            _say(note)
+            _print_note(note)
         if arguments.rank is not None:
             from commlens.traces.ranks import RankTraces
 
             if arguments.rank not in ranks.by_rank:
-                raise CommandError(f"There is no trace of rank {arguments.rank} here; there are those of {_listed(ranks)}.")
+                raise CommandError(f"There is no trace of rank {arguments.rank}; there are traces of {ranks_phrase(ranks.ranks)}.")
             ranks = RankTraces([ranks[arguments.rank]])
         whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
         nothing = bool(wanted) and not any(trace.ops if arguments.ops else trace.events for trace in ranks)
         if nothing:
-            _say(_nothing(whole, wanted))
+            _print_note(_why_nothing_matches(whole, wanted))
         wrote = self._write(ranks, arguments)
         if arguments.html:
             _write_page(ranks, read.notes, arguments)
@@ -115,7 +115,7 @@ class ViewCommand:
             field = name.replace("-", "_")
             values = getattr(arguments, field)
             if values:
-                # A cause may hold commas itself: "(Shard(dim=0), Replicate())".
+                # A cause may contain commas: "(Shard(dim=0), Replicate())".
                 wanted[field] = values if name == "cause" else [part for value in values for part in value.split(",") if part]
         return wanted
 
@@ -133,35 +133,34 @@ class ViewCommand:
                 sys.stdout.write(text)
             else:
                 write_whole(Path(arguments.csv), text.encode(), overwrite=arguments.force)
-                _say(f"Wrote {arguments.csv}: {len(rows)} rows.")
+                _print_note(f"Wrote {arguments.csv}: {len(rows)} rows.")
         if arguments.perfetto:
             from commlens.reports.trace_perfetto import to_perfetto
 
             content, left_out = to_perfetto((trace.data.rank, trace.data.started_unix_ns, trace.to_rows()) for trace in ranks)
             write_whole(Path(arguments.perfetto), content, overwrite=arguments.force)
-            _say(f"Wrote {arguments.perfetto}: open it at https://ui.perfetto.dev.")
+            _print_note(f"Wrote {arguments.perfetto}: open it at https://ui.perfetto.dev.")
             if left_out:
-                _say(f"{left_out} collectives were summarised and have no times: they are not in it.")
+                _print_note(f"{left_out} collectives are summarised, have no times, and are left out.")
             if any(trace.data.preview for trace in ranks):
-                _say("This is a preview, made without a network: its times mean nothing.")
+                _print_note("This trace is a preview without a network: its times mean nothing.")
         return bool(arguments.csv or arguments.perfetto)
 
 
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
     from commlens.atomic_write import write_whole
-    from commlens.reports.trace_page import trace_page
     from commlens.traces.network import preset
 
     name = Path(arguments.paths[0]).name or arguments.paths[0]
     names = [name] if len(ranks) == 1 else [f"{name}, rank {rank}" for rank in ranks.ranks]
     network = preset(arguments.network) if arguments.network else None
-    page = trace_page(ranks, name=name, names=names, notes=notes, network=network)
+    page = ranks.to_html(name=name, names=names, notes=notes, network=network)
     write_whole(Path(arguments.html), page, overwrite=arguments.force)
-    _say(f"Wrote {arguments.html} ({size(len(page))}): open it in a browser.")
+    _print_note(f"Wrote {arguments.html} ({size(len(page))}): open it in a browser.")
 
 
 def _empty_viewer(arguments: argparse.Namespace) -> int:
-    """Write the page that waits for a file, and open it where somebody sits before a browser."""
+    """Write the empty viewer, and open it if the user has a browser."""
     import webbrowser
 
     from commlens.atomic_write import write_whole
@@ -169,17 +168,17 @@ def _empty_viewer(arguments: argparse.Namespace) -> int:
 
     given = [name for name, value in vars(arguments).items() if value and name not in ("command", "html", "force", "paths")]
     if given:
-        raise CommandError("Which trace? For example: commlens view x.json. Without any option, commlens view makes an empty viewer page.")
+        raise CommandError("Which trace? For example: commlens view x.json. Without any option, commlens view writes an empty viewer page.")
     path, page = Path(arguments.html or VIEWER_FILE), viewer_page()
     if not path.is_file() or path.read_bytes() != page:
         write_whole(path, page, overwrite=arguments.force)
     opened = not arguments.html and sys.stdout.isatty() and has_browser() and webbrowser.open(path.resolve().as_uri())
-    _say(f"{'Opened' if opened else 'Wrote'} {path}: {'drop' if opened else 'open it in a browser and drop'} a trace on it.")
+    _print_note(f"{'Opened' if opened else 'Wrote'} {path}: {'drop' if opened else 'open it in a browser and drop'} a trace on it.")
     return 0
 
 
 def has_browser() -> bool:
-    """Whether a browser would have a screen to open on: on a cluster's node a text browser would take the terminal."""
+    """Check for a display: without one, as on a cluster node, a text browser would take over the terminal."""
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
 
 
@@ -193,21 +192,17 @@ def _print_summary(ranks: RankTraces) -> None:
     ranks[shown].summary()
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"commlens: {text}", file=sys.stderr)
 
 
-def _listed(ranks: RankTraces) -> str:
-    from commlens.text import ranks_phrase
-
-    return ranks_phrase(ranks.ranks)
-
-
-def _nothing(ranks: RankTraces, wanted: dict[str, Any]) -> str:
-    """Which of the filters is to blame, and what there is."""
+def _why_nothing_matches(ranks: RankTraces, wanted: dict[str, Any]) -> str:
+    """Name the filter that matches nothing, and the values that exist."""
     for name, values in wanted.items():
         if not any(trace.filter(**{name: values}).events for trace in ranks):
-            there = sorted({str(value) for trace in ranks for value in trace.counts(by=name) if value is not None})
-            listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "")
-            return f"No collective has {name} {' or '.join(values)}. " + (f"There is: {listed}." if there else f"None has any {name}.")
-    return "No collective has all of these values together."
+            existing = sorted({str(value) for trace in ranks for value in trace.counts(by=name) if value is not None})
+            listed = ", ".join(existing[:8]) + (", ..." if len(existing) > 8 else "")
+            return f"No collective has {name} {' or '.join(values)}. " + (
+                f"Existing values: {listed}." if existing else f"None has any {name}."
+            )
+    return "No collective matches all filters."

@@ -98,7 +98,7 @@ def launch(argv: Sequence[str]) -> int:
         return 1
     finally:
         if tracing:
-            trace_summary.say_what_was_traced(settings.trace_dir, since=started)
+            trace_summary.print_trace_summary(settings.trace_dir, since=started)
     return 0
 
 

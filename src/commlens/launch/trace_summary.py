@@ -1,4 +1,4 @@
-"""What the launcher says of its workers' traces when the job has ended."""
+"""The launcher's summary of its workers' traces at the end of a job."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 from commlens.errors import CommlensError
 
 
-def say_what_was_traced(directory: str, *, since: float) -> None:
-    """Print, on standard error, a few lines on the first rank's trace, and where all of them are.
+def print_trace_summary(directory: str, *, since: float) -> None:
+    """Print a short summary of the first rank's trace, and where the traces are, on standard error.
 
     Args:
-        directory: where the workers saved them.
-        since: Unix time when the job began; older files are another job's.
+        directory: where the workers saved their traces.
+        since: Unix time of the job's start; older files belong to other jobs.
     """
     from commlens.reports.trace_short import short_summary
     from commlens.traces.trace import Trace
@@ -28,10 +28,8 @@ def say_what_was_traced(directory: str, *, since: float) -> None:
         print(short_summary(Trace.load(files[0]).to_summary()), file=sys.stderr)
         shown = os.path.relpath(directory)
         if len(files) == 1:
-            print(f"commlens: commlens view {os.path.relpath(files[0])} shows all of it.", file=sys.stderr)
+            print(f"commlens: commlens view {os.path.relpath(files[0])} shows the whole trace.", file=sys.stderr)
         else:
-            print(
-                f"commlens: {len(files)} traces in {shown}; commlens view {shown} merges them and says where ranks differ.", file=sys.stderr
-            )
+            print(f"commlens: {len(files)} traces in {shown}; commlens view {shown} shows where ranks differ.", file=sys.stderr)
     except (CommlensError, OSError) as error:
         print(f"commlens: the traces in {directory} could not be read: {error}", file=sys.stderr)

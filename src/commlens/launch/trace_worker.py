@@ -1,4 +1,4 @@
-"""The worker half of ``commlens trace``: the user's program in this interpreter, with a tracer beside it."""
+"""The worker side of ``commlens trace``: run the user's program in this interpreter under a tracer."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def run(program: Sequence[str], *, module: bool, directory: str, steps: str | No
     Args:
         program: the script's path (or the module's name) and its arguments.
         module: run as ``python -m``.
-        directory: where the trace goes.
+        directory: where to save the trace.
         steps: optimizer steps to trace.
-        depth: how much is traced.
-        summary: whether the first rank says in a few lines what it saw, on standard error.
+        depth: ``collectives`` or ``ops``.
+        summary: print a short summary on standard error, on the first rank.
 
     Raises:
-        CommandError: the program cannot be read, or ``steps`` is no range of steps.
+        CommandError: the program cannot be read, or ``steps`` is not a range of steps.
         MissingDependency: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
@@ -45,19 +45,19 @@ def run(program: Sequence[str], *, module: bool, directory: str, steps: str | No
     finally:
         trace = traced.finish()
         if trace is not None and summary and traced.is_first_rank:
-            _say(trace, str(traced.saved), traced.rank)
+            _print_summary(trace, str(traced.saved), traced.rank)
 
 
-def _say(trace: Trace, path: str, rank: int | None) -> None:
+def _print_summary(trace: Trace, path: str, rank: int | None) -> None:
     from commlens.reports.trace_short import short_summary
 
     try:
         if rank is not None:
             folder = os.path.relpath(os.path.dirname(path))  # noqa: PTH120 - for showing
-            more = f"One file for each rank in {folder}; commlens view {os.path.relpath(path)} shows this one."
+            more = f"One file per rank in {folder}; commlens view {os.path.relpath(path)} shows this one."
         else:
-            more = f"commlens view {os.path.relpath(path)} shows all of it."
+            more = f"commlens view {os.path.relpath(path)} shows the whole trace."
         sys.stdout.flush()
         print(f"{short_summary(trace.to_summary())}\ncommlens: {more}", file=sys.stderr)
     except Exception as error:
-        print(f"commlens: the trace is in {path}; it could not be summed up: {type(error).__name__}: {error}", file=sys.stderr)
+        print(f"commlens: the trace is in {path}, but it could not be summarised: {type(error).__name__}: {error}", file=sys.stderr)

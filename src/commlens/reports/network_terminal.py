@@ -1,4 +1,4 @@
-"""An estimate of collectives' time on a terminal, called what it is."""
+"""A time estimate on a terminal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import IO, TYPE_CHECKING
 
 from rich.text import Text
 
-from commlens.reports.trace_terminal import _table, console
+from commlens.reports.trace_terminal import console, data_table
 from commlens.text import number, size
 
 if TYPE_CHECKING:
@@ -17,15 +17,15 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
     """Print an estimate as a table by mesh dimension.
 
     Args:
-        estimate: what to print.
-        file: where to; standard output by default.
-        width: columns; by default those of the terminal.
+        estimate: the estimate.
+        file: standard output by default.
+        width: columns; the terminal's by default.
     """
     net = estimate.network
     out = console(file, width)
     out.print()
-    out.print(Text(f"An estimate of the time per step on {net.name}, not a measurement", style="bold"))
-    table = _table("mesh dimension", "ranks", "nodes", "calls", "bytes", "time", "share", numbers=6)
+    out.print(Text(f"Estimated time per step on {net.name}, not a measurement", style="bold"))
+    table = data_table("mesh dimension", "ranks", "nodes", "calls", "bytes", "time", "share", numbers=6)
     for part in estimate.parts:
         share = f"{part.seconds / estimate.seconds:.0%}" if estimate.seconds else ""
         calls, carried = part.calls / estimate.steps, part.wire_bytes / estimate.steps
@@ -39,17 +39,17 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
             share,
         )
     out.print(table)
-    over = "the step" if estimate.steps == 1 else f"each of {estimate.steps} steps on average"
-    answer = f"All collectives of {over}, one after another: {seconds(estimate.seconds_per_step)}"
+    scope = "the step" if estimate.steps == 1 else f"an average step (of {estimate.steps})"
+    answer = f"All collectives of {scope}, one after another: {seconds(estimate.seconds_per_step)}"
     if estimate.share is not None and estimate.step_time is not None:
-        answer += f", {estimate.share:.0%} of a step of {seconds(estimate.step_time)}"
+        answer += f", {estimate.share:.0%} of a {seconds(estimate.step_time)} step"
         if estimate.share > 1:
-            answer += ": they cannot all be hidden behind computation"
+            answer += ": computation cannot hide all of them"
     out.print(Text(answer + ".", style="bold"))
     out.print(
         Text(
             f"Line rates: {_rate(net.intra_bandwidth)} inside a node of {net.ranks_per_node}, {_rate(net.inter_bandwidth)} per rank "
-            f"between nodes; {seconds(net.intra_latency)} and {seconds(net.inter_latency)} per hop. Overlap and congestion are not in it.",
+            f"between nodes; {seconds(net.intra_latency)} and {seconds(net.inter_latency)} per hop. Overlap and congestion are ignored.",
             style="dim",
         )
     )
@@ -58,7 +58,7 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
 
 
 def seconds(value: float) -> str:
-    """``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``."""
+    """Format seconds: ``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``."""
     for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if value >= factor * 0.9995 or unit == "us":
             shown = value / factor

@@ -1,4 +1,4 @@
-"""A trace's rows as CSV and as JSON lines."""
+"""The rows of a trace as CSV and as JSON lines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 
 def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """Comma-separated, with a header; None is an empty cell."""
+    """Render rows as CSV with a header; None becomes an empty cell."""
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, lineterminator="\n")
     writer.writeheader()
@@ -20,5 +20,5 @@ def to_csv(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
 
 
 def to_json_lines(rows: Iterable[Mapping[str, Any]]) -> str:
-    """One JSON object a line."""
+    """Render rows as one JSON object per line."""
     return "".join(msgspec.json.encode(dict(row)).decode() + "\n" for row in rows)

@@ -1,4 +1,4 @@
-"""A trace in a notebook: a few small tables of plain HTML, without script or style of their own."""
+"""A trace in a notebook: small tables of plain HTML without scripts or styles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _REASONS = 5
 
 
 def summary_html(summary: Summary) -> str:
-    """The answer, where the bytes go, the costliest reasons, and the self-check. Everything that comes from the trace is text."""
+    """Render the summary: breakdowns, the costliest reasons and the self-check. All text from the trace is escaped."""
     known = summary.bytes_known
     breakdowns = (("mesh dimension", summary.by_mesh_dim), ("pass", summary.by_phase), ("collective", summary.by_op))
     parts = [f"<p><b>{escape(summary.answer)}</b></p>"]
     parts += [_table(title, rows, known=known) for title, rows in breakdowns if rows and summary.calls]
     if summary.why:
         items = "".join(f"<li>{size(why.wire_bytes) + ': ' if known else ''}{escape(why.sentence)}</li>" for why in summary.why[:_REASONS])
-        parts.append(f"<p>Why, the costliest first:</p><ul>{items}</ul>")
+        parts.append(f"<p>Why, costliest first:</p><ul>{items}</ul>")
     parts.append(f"<p>{escape(' '.join([summary.coverage, *summary.blind]))}</p>")
     return f"<div>{''.join(parts)}</div>"
 
@@ -37,7 +37,7 @@ def _table(title: str, rows: Sequence[Total], *, known: bool) -> str:
 
 
 class Framed:
-    """A page inside a notebook's cell: what ``Trace.show()`` gives."""
+    """A page inside a notebook's cell, as ``Trace.show()`` returns it."""
 
     def __init__(self, page: bytes, height: int) -> None:
         self._page = page
@@ -49,4 +49,4 @@ class Framed:
         return f'<iframe sandbox="allow-scripts" srcdoc="{content}" style="width: 100%; height: {self._height}px; border: 0"></iframe>'
 
     def __repr__(self) -> str:
-        return "<the trace's page: a notebook shows it; Trace.write_html(path) writes it into a file>"
+        return "<the trace's page: shown in notebooks; Trace.write_html(path) writes it to a file>"

@@ -1,8 +1,8 @@
-"""A trace as Chrome trace event JSON, which ui.perfetto.dev and chrome://tracing open.
+"""A trace as Chrome trace event JSON, for ui.perfetto.dev and chrome://tracing.
 
-One process for each rank, one track for each issuing thread: a slice for each issue and one for each wait, joined by an arrow.
-Beside them one track for each group, with what is in flight from issue to the end of the wait. The fields of a collective are the
-slice's arguments. The format: Google's "Trace Event Format".
+Each rank is a process and each issuing thread a track, with a slice for each issue and each wait, joined by an arrow. Each group has
+a track of its own with the collectives in flight, from issue to the end of the wait. A collective's fields are the slice's arguments.
+The format is Google's "Trace Event Format".
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 import msgspec
 
-_NEVER_SHOWN = ("rank", "started_ns", "returned_ns", "wait_began_ns", "wait_ended_ns", "count", "last_step", "thread")
+_HIDDEN = ("rank", "started_ns", "returned_ns", "wait_began_ns", "wait_ended_ns", "count", "last_step", "thread")
 _MICROSECOND = 1000.0
 
 
 def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tuple[bytes, int]:
-    """Render rows.
+    """Render rows as JSON.
 
     Args:
-        ranks: of each rank its number, when its trace began (Unix ns), and its rows (``Trace.to_rows()``).
+        ranks: for each rank its number, the start of its trace (Unix ns), and its rows (``Trace.to_rows()``).
 
     Returns:
-        The JSON, and how many collectives have no times (summarised ones) and are therefore not in it.
+        The JSON, and the number of collectives left out because they are summarised and have no times.
     """
     traces = list(ranks)
     origin = min((started for _, started, _ in traces if started), default=0)
@@ -44,12 +44,12 @@ def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tu
                 continue
             thread = row["thread"]
             issues.setdefault(thread, []).append((began, returned))
-            about = {name: value for name, value in row.items() if value is not None and value != "" and name not in _NEVER_SHOWN}
+            arguments = {name: value for name, value in row.items() if value is not None and value != "" and name not in _HIDDEN}
             name = f"{row['op']} {row['group']}"
             at = (began + shift) / _MICROSECOND
             common = {"cat": row["phase"], "pid": rank}
             events.append(
-                {"ph": "X", "name": name, "tid": thread, "ts": at, "dur": (returned - began) / _MICROSECOND, "args": about, **common}
+                {"ph": "X", "name": name, "tid": thread, "ts": at, "dur": (returned - began) / _MICROSECOND, "args": arguments, **common}
             )
             end = returned
             if row["wait_ended_ns"]:
@@ -60,19 +60,19 @@ def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tu
             flight = {"name": name, "cat": "in flight", "pid": rank, "id2": {"local": f"{row['group']}#{row['sequence']}"}}
             events.append({"ph": "b", "ts": at, "tid": thread, "args": {"module": row["module"], "sequence": row["sequence"]}, **flight})
             events.append({"ph": "e", "ts": (end + shift) / _MICROSECOND, "tid": thread, **flight})
-        events += _placed(rank, shift, waits, issues)
+        events += _wait_events(rank, shift, waits, issues)
         for thread in sorted(issues):
             name = "main thread" if thread == 0 else f"thread {thread}"
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": name}})
     return msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms"}), left_out
 
 
-def _placed(
+def _wait_events(
     rank: int, shift: int, waits: list[tuple[int, int, int, dict[str, Any]]], issues: Mapping[int, list[tuple[int, int]]]
 ) -> Iterable[dict[str, Any]]:
-    """Waits on the thread's track where they nest there; else, since another thread waited, on a track of their own."""
+    """Yield the waits: on the issuing thread's track if they nest there, else (another thread waited) on a separate track."""
     spans = {thread: sorted(spans) for thread, spans in issues.items()}
-    lanes: dict[int, list[list[int]]] = {}  # thread -> of each lane the ends of the waits that are open, innermost last
+    lanes: dict[int, list[list[int]]] = {}  # thread -> per lane, the ends of the open waits, innermost last
     for thread, began, ended, about in sorted(waits, key=lambda wait: (wait[1], -wait[2])):
         open_ends = lanes.setdefault(thread, [[]])
         number = 0 if _nests(spans[thread], began, ended) else 1
@@ -100,7 +100,7 @@ def _lane(thread: int, number: int) -> int:
 
 
 def _nests(spans: list[tuple[int, int]], began: int, ended: int) -> bool:
-    """Whether a slice lies beside, inside or around the thread's issues, which do not overlap one another."""
+    """Check that a slice does not partly overlap any of the thread's issues, which do not overlap one another."""
     before = bisect.bisect_right(spans, (began, ended)) - 1
     if before >= 0 and spans[before][0] < began < spans[before][1] < ended:
         return False

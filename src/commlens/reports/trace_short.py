@@ -1,4 +1,4 @@
-"""A trace in a few plain lines: what a command says at the end of somebody else's output."""
+"""A trace in a few plain lines, printed after a program's own output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ROWS = 6
 
 
 def short_summary(summary: Summary) -> str:
-    """The answer, the mesh dimensions and the ops, one line each, and what is not known."""
+    """Return the answer, the mesh dimensions and the ops, one line each, and the self-check if it failed."""
     lines = [summary.answer]
     for title, rows in (("by mesh dimension", summary.by_mesh_dim), ("by op", summary.by_op)):
         if rows:

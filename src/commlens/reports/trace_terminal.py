@@ -1,4 +1,4 @@
-"""A trace on a terminal: the answer first, then where the bytes go, then why, then the self-check."""
+"""Traces on a terminal: summary, collectives, ops, comparisons and differences between ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from commlens.model.trace_summary import ModuleTotal, Summary, Total
 from commlens.model.wire_bytes import RULE_IN_SHORT
 from commlens.text import number, size
 
-_WIDEST = 120  # longer lines are hard to read
-_MOST_MODULES = 30
-_MOST_CHANGES = 40
+_MAX_WIDTH = 120  # longer lines are hard to read
+_MAX_MODULES = 30
+_MAX_CHANGES = 40
 
 
 def console(file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> Console:
-    """A console on a file: plain where the file is no terminal, at most 120 columns wide where nothing else is asked."""
+    """Return a console: plain text if the file is not a terminal, at most 120 columns unless a width is given."""
     out = file if file is not None else sys.stdout
     made = Console(file=out, width=width, force_terminal=colour, no_color=colour is False, highlight=False, emoji=False, markup=False)
     if width is None:
-        made.width = min(made.width, _WIDEST)
+        made.width = min(made.width, _MAX_WIDTH)
     return made
 
 
@@ -37,28 +37,28 @@ def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int |
     """Print a summary.
 
     Args:
-        summary: what to print.
-        file: where to; standard output by default.
-        width: columns; those of the terminal by default, 80 where there is none, at most 120.
-        colour: whether to use colour; by default where the file is a terminal that wants it.
+        summary: the summary.
+        file: standard output by default.
+        width: columns; the terminal's by default (80 without one, at most 120).
+        colour: use colour; by default only on a terminal that supports it.
     """
     _print(_summary(summary), file, width, colour)
 
 
 def print_comparison(comparison: Comparison, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
-    """Print what is different between two traces. The arguments are those of :func:`print_summary`."""
+    """Print the changes between two traces. The arguments are those of :func:`print_summary`."""
     parts: list[RenderableType] = [Text(comparison.answer, style="bold yellow" if comparison else "bold green")]
     if comparison:
-        parts += ["", *(_bullet(_sentence(change.sentence)) for change in comparison.changes[:_MOST_CHANGES])]
-        if len(comparison.changes) > _MOST_CHANGES:
-            parts.append(_bullet(f"{len(comparison.changes) - _MOST_CHANGES} more; --json lists them all."))
+        parts += ["", *(_bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES])]
+        if len(comparison.changes) > _MAX_CHANGES:
+            parts.append(_bullet(f"{len(comparison.changes) - _MAX_CHANGES} more changes; --json lists all of them."))
     if comparison.notes:
         parts += ["", *(Text(note, style="dim") for note in comparison.notes)]
     _print(parts, file, width, colour)
 
 
 def print_differences(sentences: Sequence[str], answer: str, file: IO[str] | None = None, *, width: int | None = None) -> None:
-    """Print how ranks differ: the answer, then one line for each difference."""
+    """Print how ranks differ: the answer, then one line per difference."""
     parts: list[RenderableType] = [Text(answer, style="bold yellow" if sentences else "bold green")]
     parts += [_bullet(_sentence(text)) for text in sentences]
     _print(parts, file, width, None)
@@ -75,11 +75,11 @@ def print_events(
     """Print every collective, in order.
 
     Args:
-        rows: what ``Trace.to_rows()`` gives.
-        whys: the reason of each, in words.
-        with_rank: whether rows are of several ranks.
-        file: where to; standard output by default.
-        width: columns; those of the terminal by default.
+        rows: the result of ``Trace.to_rows()``.
+        whys: the reason of each row.
+        with_rank: the rows are from several ranks, so show the rank.
+        file: standard output by default.
+        width: columns; the terminal's by default.
     """
     steps = any(row["step"] or row["last_step"] for row in rows)
     counted = any(row["count"] > 1 for row in rows)
@@ -94,7 +94,7 @@ def print_events(
         span = f"{row['step']}-{row['last_step']}" if row["last_step"] != row["step"] else str(row["step"])
         numbers = [*[str(row["rank"])] * with_rank, str(row["sequence"]), *[number(row["count"])] * counted, *[span] * steps]
         ranks = f" [{row['group_ranks']}]" if row["group_ranks"] else ""
-        texts = [_op_of(row), f"{row['group']}{ranks}", *[_carried(row)] * carrying]
+        texts = [_op_of(row), f"{row['group']}{ranks}", *[_payload(row)] * carrying]
         where = Text(f"{row['phase']} of {row['module']}" if row["module"] else str(row["phase"]))
         for about in (why, _line(row)):
             where.append(f", {about}" if about else "", style="dim")
@@ -103,9 +103,9 @@ def print_events(
 
 
 def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: int | None = None) -> None:
-    """Print tensor ops, in order, with their inputs' shapes and, of DTensor ops, placements."""
+    """Print tensor ops in order, with input shapes and, for DTensor ops, placements."""
     if not ops:
-        _print([Text("No tensor ops: a trace has them where it was made with depth ops.")], file, width, None)
+        _print([Text("No tensor ops: only a trace with depth ops has them.")], file, width, None)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("op", no_wrap=True, overflow="ellipsis")
@@ -114,7 +114,7 @@ def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: in
     for op in ops:
         phase = "unclassified" if op.phase is None else op.phase.value
         shapes = [f"[{', '.join(map(str, shape))}]" for shape in op.input_shapes]
-        # Where the op has DTensors only, each shape has its placements.
+        # If all inputs are DTensors, each shape has placements.
         inputs = [" ".join(pair) for pair in zip(shapes, op.input_placements, strict=False)]
         inputs += shapes[len(inputs) :] or list(op.input_placements[len(inputs) :])
         table.add_row(Text(op.name), Text(f"{phase} of {op.site}" if op.site else phase), Text(", ".join(inputs)))
@@ -126,7 +126,7 @@ def _op_of(row: Mapping[str, Any]) -> str:
     return f"{row['op']} {towards} {row['peer']}" if towards and row["peer"] is not None else str(row["op"])
 
 
-def _carried(row: Mapping[str, Any]) -> str:
+def _payload(row: Mapping[str, Any]) -> str:
     most = max(row["input_bytes"], row["output_bytes"])
     return " ".join(part for part in (row["dtype"], size(most) if most else None, row["reduce_op"]) if part)
 
@@ -138,7 +138,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def render(summary: Summary, width: int = 80) -> str:
-    """A summary as plain text, for logs and tests."""
+    """Return a summary as plain text, for logs and tests."""
     out = io.StringIO()
     print_summary(summary, out, width=width, colour=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -150,7 +150,7 @@ def _print(parts: Sequence[RenderableType], file: IO[str] | None, width: int | N
         for part in parts:
             out.print(part)
     text = captured.get()
-    # Tables fill their columns with blanks, which nobody wants in a file or a pipe.
+    # Tables pad their columns with blanks, which do not belong in a file or a pipe.
     out.file.write(text if out.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
@@ -164,22 +164,22 @@ def _summary(summary: Summary) -> list[RenderableType]:
             parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known)]
         if summary.by_module:
             parts += ["", _modules(summary.by_module, known=known)]
-            if len(summary.by_module) > _MOST_MODULES:
+            if len(summary.by_module) > _MAX_MODULES:
                 parts.append(
-                    Text(f"  {len(summary.by_module) - _MOST_MODULES} more modules; --module PATH shows a part, --json all", "dim")
+                    Text(f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH shows some of them, --json all", "dim")
                 )
         if summary.why:
-            parts += ["", Text("why, the costliest first" if known else "why", style="bold"), _reasons(summary, known=known)]
+            parts += ["", Text("why, costliest first" if known else "why", style="bold"), _reasons(summary, known=known)]
     parts.append("")
     parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
     parts += [Text(_sentence(text), style="dim") for text in summary.blind]
     if known and summary.calls:
-        parts.append(Text(f"Bytes are those on the wire: {RULE_IN_SHORT}.", style="dim"))
+        parts.append(Text(f"Bytes are bytes on the wire: {RULE_IN_SHORT}.", style="dim"))
     return parts
 
 
-def _table(*columns: str, numbers: int = 0) -> Table:
-    """A table whose last ``numbers`` columns hold numbers."""
+def data_table(*columns: str, numbers: int = 0) -> Table:
+    """Return an empty table whose last ``numbers`` columns are right-aligned."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
     for place, name in enumerate(columns):
         numeric = place >= len(columns) - numbers
@@ -189,7 +189,7 @@ def _table(*columns: str, numbers: int = 0) -> Table:
 
 def _breakdown(title: str, rows: list[Total], total: int, *, known: bool) -> Table:
     with_ranks = any(row.group_size for row in rows)
-    table = _table(title, *["ranks"] * with_ranks, "calls", *["bytes", "share"] * known, numbers=1 + with_ranks + 2 * known)
+    table = data_table(title, *["ranks"] * with_ranks, "calls", *["bytes", "share"] * known, numbers=1 + with_ranks + 2 * known)
     for row in rows:
         ranks = [str(row.group_size) if row.group_size else "various"] * with_ranks
         carried = [size(row.wire_bytes), f"{row.wire_bytes / total:.0%}" if total else ""] * known
@@ -198,11 +198,11 @@ def _breakdown(title: str, rows: list[Total], total: int, *, known: bool) -> Tab
 
 
 def _modules(rows: list[ModuleTotal], *, known: bool) -> Table:
-    table = _table("module", *["own", "bytes"][: 1 + known], *["with children", "bytes"][: 1 + known], numbers=2 + 2 * known)
+    table = data_table("module", *["own", "bytes"][: 1 + known], *["with children", "bytes"][: 1 + known], numbers=2 + 2 * known)
     above: list[str] = []
-    for row in rows[:_MOST_MODULES]:
+    for row in rows[:_MAX_MODULES]:
         above = above[: row.depth]
-        # A folded parent may stand for other numbers than its child: what counts is how many parts of the path it has.
+        # A folded parent may cover other numbers than its child, so compare lengths of paths, not text.
         parts = row.path.split(".")
         start = len(above[-1].split(".")) if above else 0
         above.append(row.path)

@@ -1,4 +1,4 @@
-"""Holding a test to what a model communicates: :func:`assert_comms` and :func:`assert_matches_golden`."""
+"""Assertions on a model's communication, for tests: :func:`assert_comms` and :func:`assert_matches_golden`."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ import msgspec
 
 from commlens.errors import SelectionError
 from commlens.model.trace import Coverage, Depth, TraceData, TraceEvent
+from commlens.text import count, number, size
 from commlens.traces import fields, wording
 from commlens.traces.trace import Trace
 
 UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
-"""Set to 1, golden files are written instead of compared."""
+"""If set to 1, golden files are written instead of compared."""
 
 _MOST_SHOWN = 5
 
 
 def as_trace(source: Any) -> Trace:
-    """A trace of whatever holds one: a ``Trace``, ``TraceData``, a path, an object with ``trace()`` (CommDebugMode) or ``data``.
+    """Return the trace of a ``Trace``, ``TraceData``, a path, or an object with ``trace()`` (CommDebugMode) or ``data``.
 
     Raises:
-        SelectionError: it holds none.
-        FormatError: it is a path, and no trace is there.
+        SelectionError: the object has no trace.
+        FormatError: the file is not a trace.
     """
     if isinstance(source, Trace):
         return source
@@ -40,7 +41,7 @@ def as_trace(source: Any) -> Trace:
     data = getattr(source, "data", None)
     if isinstance(data, TraceData):
         return Trace(data)
-    raise SelectionError(f"A trace, a path of one or a CommDebugMode was expected, not {type(source).__name__}.")
+    raise SelectionError(f"Expected a trace, the path of a trace file or a CommDebugMode, not {type(source).__name__}.")
 
 
 def assert_comms(
@@ -52,22 +53,22 @@ def assert_comms(
     max_bytes: int | None = None,
     **only: Any,
 ) -> None:
-    """Assert what was communicated.
+    """Assert which collectives a trace contains.
 
-    ``assert_comms(trace, {"all_reduce": 1})`` holds when there is one all_reduce and nothing else;
-    ``assert_comms(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"), phase="backward")`` looks at the backward only.
+    ``assert_comms(trace, {"all_reduce": 1})`` passes for exactly one all_reduce and no other collective;
+    ``assert_comms(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"), phase="backward")`` checks only backward.
 
     Args:
-        trace: a :class:`commlens.Trace`, a path of one, or a ``commlens.CommDebugMode``.
-        counts: value of ``by`` -> number of collectives: all there may be among those looked at. A number alone is that of all.
-        by: the field, or fields, that ``counts`` goes by.
-        none_on: mesh dimensions or groups on which nothing may be.
-        max_bytes: the most bytes on the wire.
-        **only: look only at collectives with these values; fields as in :meth:`commlens.Trace.filter`.
+        trace: a :class:`commlens.Trace`, the path of a trace file, or a ``commlens.CommDebugMode``.
+        counts: the expected number of collectives for each value of ``by``, with no others allowed; or one total.
+        by: the field, or fields, of the keys of ``counts``.
+        none_on: mesh dimensions or groups that must have no collectives.
+        max_bytes: the maximum bytes on the wire.
+        **only: check only collectives with these values; fields as in :meth:`commlens.Trace.filter`.
 
     Raises:
-        AssertionError: something is different. The message says what, with the lines of code that issued it.
-        SelectionError: there is no such field.
+        AssertionError: the trace differs. The message shows the collectives and the lines of code that issued them.
+        SelectionError: unknown field.
     """
     __tracebackhide__ = True  # pytest shows the test's own line
     whole = as_trace(trace)
@@ -77,40 +78,40 @@ def assert_comms(
     if isinstance(counts, Mapping):
         problems += _wrong_counts(part, counts, by)
     elif counts is not None and part.calls != counts:
-        problems.append(f"{wording.count(counts, 'collective')} expected, and there {_are(part.calls)}:" + _shown(data, data.events))
+        problems.append(f"expected {count(counts, 'collective')}, found {_number(part.calls)}:" + _shown(data, data.events))
     unwanted = [none_on] if isinstance(none_on, str) else list(none_on or [])
     for name in unwanted:
         found = part.filter(group=name).events
         if found:
-            number = sum(event.count for event in found)
-            problems.append(f"nothing may be on {name}, and there {_are(number)}:" + _shown(data, found))
+            calls = sum(event.count for event in found)
+            problems.append(f"expected no collectives on {name}, found {_number(calls)}:" + _shown(data, found))
     if max_bytes is not None and part.wire_bytes > max_bytes:
         costliest = sorted(data.events, key=lambda event: -event.wire_bytes * event.count)
         over = part.wire_bytes - max_bytes
         problems.append(
-            f"{wording.size(part.wire_bytes)} on the wire, and at most {wording.size(max_bytes)} is allowed "
-            f"({wording.number(over)} bytes too many). The costliest:" + _shown(data, costliest)
+            f"expected at most {size(max_bytes)} on the wire, found {size(part.wire_bytes)} "
+            f"({number(over)} bytes too many). The costliest:" + _shown(data, costliest)
         )
     lost = data.coverage.dispatched - data.coverage.recorded
     if lost > 0:
-        problems.append(f"the trace is not complete: {wording.count(lost, 'collective')} that passed the dispatcher are not in it")
+        problems.append(f"the trace is incomplete: it lacks {count(lost, 'dispatched collective')}")
     if problems:
         raise AssertionError(_message(problems, only))
 
 
 def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: bool | None = None) -> None:
-    """Assert that a trace is what a golden file says.
+    """Assert that a trace matches a golden file.
 
-    The file holds how many collectives of which kind are issued where: no times, lines of code, versions or absolute paths, so
-    that it changes only when the communication does. It is a trace file: ``commlens view`` and ``commlens compare`` read it.
+    The file records the number, kind and place of collectives, without times, lines of code, versions or absolute paths, so it
+    changes only with the communication. It is a trace file: ``commlens view`` and ``commlens compare`` read it.
 
     Args:
-        trace: a :class:`commlens.Trace`, a path of one, or a ``commlens.CommDebugMode``.
-        path: the golden file; compressed where it ends with ``.gz``.
-        update: write it instead of comparing. By default where the variable COMMLENS_UPDATE_GOLDEN is set (and not to 0).
+        trace: a :class:`commlens.Trace`, the path of a trace file, or a ``commlens.CommDebugMode``.
+        path: the golden file; compressed if it ends with ``.gz``.
+        update: write the file instead of comparing. By default if the variable COMMLENS_UPDATE_GOLDEN is set (and not to 0).
 
     Raises:
-        AssertionError: the trace differs; the message says in what, and how to accept it. Or there is no golden file yet.
+        AssertionError: the trace differs, or there is no golden file yet. The message lists the changes and how to accept them.
         FormatError: the golden file is damaged.
     """
     __tracebackhide__ = True
@@ -123,20 +124,21 @@ def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: b
     if update:
         write_trace(condense(data), golden)
         return
-    how = f"Run the test once with {UPDATE_VARIABLE}=1 to write it, look at it, and commit it."
     if not golden.exists():
-        raise AssertionError(f"There is no golden file {golden} yet. {how}")
+        raise AssertionError(
+            f"There is no golden file {golden} yet. Run the test once with {UPDATE_VARIABLE}=1 to write it, then check and commit it."
+        )
     comparison = compare(read_trace(golden), condense(data))
     if comparison:
         changes = "\n".join(f"  - {change.sentence}" for change in comparison.changes)
         raise AssertionError(
-            f"The communication is not what {golden} says. {comparison.answer}\n{changes}\n"
-            f"Where that is as it should be: {UPDATE_VARIABLE}=1 writes the file anew."
+            f"The communication differs from the golden file {golden}. {comparison.answer}\n{changes}\n"
+            f"To accept the changes, run the test once with {UPDATE_VARIABLE}=1, which rewrites the file."
         )
 
 
 def condense(data: TraceData) -> TraceData:
-    """The trace without what changes from run to run, alike collectives counted together, in an order that does not change."""
+    """Return the trace without anything that varies between runs: equal collectives counted together, in a stable order."""
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     kept: dict[tuple[Any, ...], TraceEvent] = {}
     condensed = TraceData(rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES)
@@ -144,7 +146,7 @@ def condense(data: TraceData) -> TraceData:
         group = data.group_of(event)
         if (wording.label(group), group.ranks) not in groups:
             groups[wording.label(group), group.ranks] = len(groups)
-            # torch's own names are numbers that count up, whatever else the process does.
+            # torch names groups by a counter, which depends on everything else that the process does.
             condensed.groups.append(type(group)(name="", ranks=group.ranks, description=wording.label(group), mesh_dim=group.mesh_dim))
         plain = TraceEvent(
             sequence=0,
@@ -154,7 +156,7 @@ def condense(data: TraceData) -> TraceData:
             group=groups[wording.label(group), group.ranks],
             site=event.site,
             owner=None if event.owner is None else type(event.owner)(event.owner.library, event.owner.name),
-            cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # torch prints it as it likes
+            cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # its text varies with torch
             dtype=event.dtype,
             input_bytes=event.input_bytes,
             output_bytes=event.output_bytes,
@@ -172,8 +174,8 @@ def condense(data: TraceData) -> TraceData:
             plain.count = event.count
             kept[key] = plain
     order = sorted(kept.values(), key=lambda event: (wording.natural(event.site or ""), str(event.phase), event.op, repr(event)))
-    for number, event in enumerate(order, start=1):
-        event.sequence = number
+    for sequence, event in enumerate(order, start=1):
+        event.sequence = sequence
     condensed.events = order
     total = sum(event.count for event in order)
     condensed.coverage = Coverage(
@@ -184,7 +186,7 @@ def condense(data: TraceData) -> TraceData:
 
 def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str]) -> list[str]:
     actual = part.counts(by=by)
-    wanted = {_key(key): number for key, number in counts.items()}
+    wanted = {_key(key): expected for key, expected in counts.items()}
     data = part.data
     getters = [fields.field(name).get for name in ([by] if isinstance(by, str) else by)]
     problems = []
@@ -196,10 +198,9 @@ def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str
         events = [event for event in data.events if tuple(get(data.group_of(event), event) for get in getters) == values]
         name = " ".join(map(str, values))
         if not found:
-            problems.append(f"{name}: {wording.number(expected)} expected, and there is none{_similar(key, actual)}")
+            problems.append(f"{name}: expected {number(expected)}, found none{_similar(key, actual)}")
         else:
-            asked = f"{wording.number(expected)} expected" if key in wanted else "none expected"
-            problems.append(f"{name}: {asked}, and there {_are(found)}:" + _shown(data, events))
+            problems.append(f"{name}: expected {_number(expected)}, found {number(found)}:" + _shown(data, events))
     return problems
 
 
@@ -214,8 +215,8 @@ def _similar(key: Any, actual: Mapping[Any, int]) -> str:
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
 
 
-def _are(number: int) -> str:
-    return "is 1" if number == 1 else f"are {wording.number(number)}" if number else "is none"
+def _number(calls: int) -> str:
+    return number(calls) if calls else "none"
 
 
 def _shown(data: TraceData, events: Sequence[TraceEvent]) -> str:
@@ -226,10 +227,10 @@ def _shown(data: TraceData, events: Sequence[TraceEvent]) -> str:
 
 
 def event_words(data: TraceData, event: TraceEvent) -> str:
-    """One collective in a line: ``"#3 all_reduce on tp [0-3], forward of MLP.net2, float32 4.1 kB, at train.py:57"``."""
-    number = f"#{event.sequence}" if event.count == 1 else f"{wording.number(event.count)} x"
+    """Describe a collective in a line: ``"#3 all_reduce on tp [0-3], forward of MLP.net2, float32 4.1 kB, at train.py:57"``."""
+    label = f"#{event.sequence}" if event.count == 1 else f"{number(event.count)} x"
     parts = [
-        f"{number} {event.op} on {wording.on_group(data.group_of(event))}",
+        f"{label} {event.op} on {wording.on_group(data.group_of(event))}",
         wording.place(event.phase, event.site),
         wording.payload(event),
     ]
@@ -242,6 +243,6 @@ def event_words(data: TraceData, event: TraceEvent) -> str:
 
 
 def _message(problems: Sequence[str], only: Mapping[str, Any]) -> str:
-    asked = ", ".join(f"{name}={getattr(value, 'value', value)!s}" for name, value in only.items())
-    of = f" ({asked})" if asked else ""
-    return f"The collectives{of} are not as expected:" + "".join(f"\n- {problem}" for problem in problems)
+    filters = ", ".join(f"{name}={getattr(value, 'value', value)!s}" for name, value in only.items())
+    of = f" ({filters})" if filters else ""
+    return f"Unexpected collectives{of}:" + "".join(f"\n- {problem}" for problem in problems)

@@ -1,8 +1,8 @@
-"""What is different between two traces of a rank, in words. Times, lines of code and the order of issue are no difference.
+"""The comparison of two traces of a rank, in sentences. Times, lines of code and the order of issue are ignored.
 
-What both traces have is taken away first, kind by kind of collective. What is left is paired with the nearest of the other trace: of the
-same op, phase, module and group (it changed), of the same op in another place (it moved), of another op in the same place (it was
-replaced). What then is left came or went.
+Collectives that both traces have are removed first, by kind. Each remaining collective is paired with the nearest one of the other trace:
+the same op, phase, module and group (it changed), the same op in another place (it moved), or another op in the same place (it was
+replaced). What still remains is new or gone.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from commlens.model.trace import TraceData, TraceEvent
+from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_changes import Change, Comparison
+from commlens.text import count, joined, number, size
 from commlens.traces import wording
 
 _ROOT = "<model>"
@@ -21,10 +22,10 @@ _ROOT = "<model>"
 
 @dataclass(frozen=True)
 class Kind:
-    """Everything of a collective that counts in a comparison."""
+    """The fields of a collective that the comparison considers."""
 
     op: str
-    phase: str
+    phase: Phase | None
     site: str | None
     group: str
     group_size: int
@@ -54,40 +55,38 @@ _FEATURES: dict[str, str] = {
     "asynchronous": "asynchronous",
     "root": "root",
 }
-"""What may change of a collective that stays where it is, and its name in a sentence."""
+"""The fields in which a collective can change without moving, with their names in a sentence."""
 
 Amounts = dict[Kind, Fraction]
+"""Numbers of collectives by kind; fractions where they are averages per step."""
 
 
 def compare(before: TraceData, after: TraceData) -> Comparison:
-    """Say how ``after`` differs from ``before``.
+    """Compare two traces. If they cover different numbers of optimizer steps, compare the averages per step.
 
     Args:
         before: a trace.
-        after: another one, of the same rank of the same program as a rule. Where they cover different numbers of optimizer
-            steps, what a step issues is compared.
+        after: another trace, usually of the same rank of the same program.
     """
     notes = _notes(before, after)
     steps_before, steps_after = before.steps, after.steps
     per_step = steps_before != steps_after and steps_before > 0 and steps_after > 0
     if per_step:
-        notes.insert(0, f"The first covers {wording.count(steps_before, 'step')}, the second {steps_after}: figures are those of a step.")
+        notes.insert(0, f"The first trace covers {count(steps_before, 'step')}, the second {steps_after}; figures are per step.")
     elif steps_before != steps_after:
-        notes.insert(0, f"The first covers {wording.count(steps_before, 'optimizer step')}, the second {steps_after}.")
+        notes.insert(0, f"The first trace covers {count(steps_before, 'optimizer step')}, the second {steps_after}.")
     root_before, root_after = _root(before), _root(after)
     renamed = root_before != root_after and root_before is not None and root_after is not None
     if renamed:
-        notes.append(f"The model's class is {root_before} in the first and {root_after} in the second; modules are compared without it.")
+        notes.append(
+            f"The model's class is {root_before} in the first trace and {root_after} in the second: modules are compared without it."
+        )
     old = _amounts(before, steps_before if per_step else 1, root_before if renamed else None)
     new = _amounts(after, steps_after if per_step else 1, root_after if renamed else None)
     changes = _changes(old, new)
     if before.world_size != after.world_size:
-        changes.insert(
-            0,
-            Change(
-                kind="world-size", sentence=f"the world has {wording.count(after.world_size, 'rank')}, where it had {before.world_size}"
-            ),
-        )
+        sentence = f"the world size is {after.world_size} instead of {before.world_size}"
+        changes.insert(0, Change(kind="world-size", sentence=sentence))
     comparison = Comparison(
         per_step=per_step,
         calls_before=_plain(sum(old.values())),
@@ -102,41 +101,33 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
 
 
 def answer(comparison: Comparison) -> str:
-    """The comparison in one sentence."""
-    a_step = " a step" if comparison.per_step else ""
+    """Return the comparison in one sentence."""
+    calls = f"{count(comparison.calls_after, 'collective')}{' per step' if comparison.per_step else ''}"
+    carried = f"{size(comparison.wire_bytes_after)} on the wire"
     if not comparison.changes:
-        calls = f"{wording.count(comparison.calls_after, 'collective')}{a_step}"
-        carried = f", {wording.size(comparison.wire_bytes_after)} on the wire" if comparison.wire_bytes_after else ""
-        return f"Nothing changed: {calls}{carried}."
-    calls = f"{wording.count(comparison.calls_after, 'collective')}{a_step}"
+        return f"Nothing changed: {calls}{f', {carried}' if comparison.wire_bytes_after else ''}."
     if comparison.calls_before != comparison.calls_after:
-        calls += f" instead of {wording.number(comparison.calls_before)}"
+        calls += f" instead of {number(comparison.calls_before)}"
     else:
         calls += " as before"
-    size = f"{wording.size(comparison.wire_bytes_after)} on the wire"
     if comparison.wire_bytes_before != comparison.wire_bytes_after:
-        size += f" instead of {wording.size(comparison.wire_bytes_before)}"
+        carried += f" instead of {size(comparison.wire_bytes_before)}"
         if comparison.wire_bytes_before:
             share = comparison.wire_bytes_after / comparison.wire_bytes_before - 1
-            size += f" ({share:+.0%})" if abs(share) >= 0.005 else ""
+            carried += f" ({share:+.0%})" if abs(share) >= 0.005 else ""
     else:
-        size += " as before"
-    return f"{wording.count(len(comparison.changes), 'change')}: {calls}, {size}."
-
-
-def kinds(data: TraceData) -> Amounts:
-    """How many collectives of each kind a trace has."""
-    return _amounts(data, 1, None)
+        carried += " as before"
+    return f"{count(len(comparison.changes), 'change')}: {calls}, {carried}."
 
 
 def _notes(before: TraceData, after: TraceData) -> list[str]:
     notes = []
     if before.rank != after.rank:
-        notes.append(f"The first is of rank {before.rank}, the second of rank {after.rank}.")
+        notes.append(f"The first trace is from rank {before.rank}, the second from rank {after.rank}.")
     for name, data in (("first", before), ("second", after)):
         lost = data.coverage.dispatched - data.coverage.recorded
         if lost:
-            notes.append(f"The {name} trace lacks {wording.count(lost, 'collective')} that were dispatched.")
+            notes.append(f"The {name} trace lacks {count(lost, 'dispatched collective')}.")
     return notes
 
 
@@ -160,7 +151,7 @@ def _kind(data: TraceData, event: TraceEvent, root: str | None) -> Kind:
 
     return Kind(
         op=event.op,
-        phase=wording.phase_name(event.phase),
+        phase=event.phase,
         site=None if event.site is None else path(event.site),
         group=wording.label(group),
         group_size=len(group.ranks),
@@ -185,13 +176,13 @@ def _plain(value: Fraction | int) -> float:
 
 
 def _weight(amounts: Mapping[Kind, Fraction]) -> Fraction:
-    return sum((kind.wire_bytes * number for kind, number in amounts.items()), Fraction())
+    return sum((kind.wire_bytes * amount for kind, amount in amounts.items()), Fraction())
 
 
 def _changes(old: Amounts, new: Amounts) -> list[Change]:
-    common = {kind: min(number, new[kind]) for kind, number in old.items() if kind in new}
-    gone = {kind: number - common.get(kind, 0) for kind, number in old.items() if number > common.get(kind, 0)}
-    came = {kind: number - common.get(kind, 0) for kind, number in new.items() if number > common.get(kind, 0)}
+    common = {kind: min(amount, new[kind]) for kind, amount in old.items() if kind in new}
+    gone = {kind: amount - common.get(kind, 0) for kind, amount in old.items() if amount > common.get(kind, 0)}
+    added = {kind: amount - common.get(kind, 0) for kind, amount in new.items() if amount > common.get(kind, 0)}
     steps: list[tuple[str, Callable[[Kind], Hashable]]] = [
         ("changed", lambda kind: (kind.op, kind.phase, kind.site, kind.group)),
         ("moved", lambda kind: (kind.op, kind.phase, kind.site, kind.dtype, kind.input_bytes)),  # to another group
@@ -201,28 +192,28 @@ def _changes(old: Amounts, new: Amounts) -> list[Change]:
     ]
     pairs: list[tuple[str, Kind, Kind, Fraction]] = []
     for name, key in steps:
-        pairs += [(name, *pair) for pair in _pair(gone, came, key)]
-    changes = [_pair_change(name, group) for name, group in _alike_pairs(pairs)]
-    changes += [_alone_change("gone", group, old, new) for group in _alike(gone)]
-    changes += [_alone_change("new", group, old, new) for group in _alike(came)]
+        pairs += [(name, *pair) for pair in _pair(gone, added, key)]
+    changes = [_pair_change(name, group) for name, group in _similar_pairs(pairs)]
+    changes += [_alone_change("gone", group, old, new) for group in _similar(gone)]
+    changes += [_alone_change("new", group, old, new) for group in _similar(added)]
     return sorted(changes, key=lambda change: (-change.weight, -max(change.calls_before, change.calls_after), change.sentence))
 
 
-def _pair(gone: Amounts, came: Amounts, key: Callable[[Kind], Hashable]) -> Iterable[tuple[Kind, Kind, Fraction]]:
-    """Take pairs with the same key out of both, those first that differ in least."""
+def _pair(gone: Amounts, added: Amounts, key: Callable[[Kind], Hashable]) -> Iterable[tuple[Kind, Kind, Fraction]]:
+    """Take pairs with the same key out of both, the most similar pairs first."""
     candidates: dict[Hashable, list[Kind]] = defaultdict(list)
-    for kind in came:
+    for kind in added:
         candidates[key(kind)].append(kind)
     pairs = []
     for kind in sorted(gone, key=_stable):
         others = sorted(candidates.get(key(kind), []), key=lambda other: (_distance(kind, other), _stable(other)))
         for other in others:
-            number = min(gone.get(kind, Fraction()), came.get(other, Fraction()))
-            if number <= 0:
+            amount = min(gone.get(kind, Fraction()), added.get(other, Fraction()))
+            if amount <= 0:
                 continue
-            pairs.append((kind, other, number))
-            for amounts, taken in ((gone, kind), (came, other)):
-                amounts[taken] -= number
+            pairs.append((kind, other, amount))
+            for amounts, taken in ((gone, kind), (added, other)):
+                amounts[taken] -= amount
                 if amounts[taken] == 0:
                     del amounts[taken]
     return pairs
@@ -238,12 +229,12 @@ def _distance(one: Kind, other: Kind) -> int:
 
 def _difference(one: Kind, other: Kind) -> dict[str, tuple[str, str]]:
     changed = {
-        said: (_shown(name, getattr(one, name)), _shown(name, getattr(other, name)))
-        for name, said in _FEATURES.items()
+        title: (_shown(name, getattr(one, name)), _shown(name, getattr(other, name)))
+        for name, title in _FEATURES.items()
         if getattr(one, name) != getattr(other, name)
     }
-    if "bytes in" in changed and "bytes out" in changed:  # one follows from the other
-        sizes = [wording.size(max(kind.input_bytes, kind.output_bytes)) for kind in (one, other)]
+    if "bytes in" in changed and "bytes out" in changed:  # one size says both
+        sizes = [size(max(kind.input_bytes, kind.output_bytes)) for kind in (one, other)]
         changed = {("size" if name == "bytes in" else name): value for name, value in changed.items() if name != "bytes out"}
         changed["size"] = (sizes[0], sizes[1])
     return changed
@@ -251,7 +242,7 @@ def _difference(one: Kind, other: Kind) -> dict[str, tuple[str, str]]:
 
 def _shown(name: str, value: object) -> str:
     if name.endswith("bytes") and isinstance(value, int):
-        return wording.size(value)
+        return size(value)
     return "none" if value in (None, "") else str(value)
 
 
@@ -264,20 +255,20 @@ def _without_numbers(kind: Kind) -> Kind:
 Pair = tuple[Kind, Kind, Fraction]
 
 
-def _alike_pairs(pairs: list[tuple[str, Kind, Kind, Fraction]]) -> Iterable[tuple[str, list[Pair]]]:
+def _similar_pairs(pairs: list[tuple[str, Kind, Kind, Fraction]]) -> Iterable[tuple[str, list[Pair]]]:
     groups: dict[Hashable, list[Pair]] = {}
-    for name, one, other, number in pairs:
+    for name, one, other, amount in pairs:
         key = (name, _without_numbers(one), _without_numbers(other), one.site == other.site, one.owner == other.owner)
-        groups.setdefault(key, []).append((one, other, number))
+        groups.setdefault(key, []).append((one, other, amount))
     return [(key[0], group) for key, group in groups.items()]  # type: ignore[index]
 
 
-def _alike(amounts: Amounts) -> list[dict[Kind, Fraction]]:
-    """By op, place and group, whatever the sizes; modules that differ in a number together."""
+def _similar(amounts: Amounts) -> list[dict[Kind, Fraction]]:
+    """Group by op, place and group, regardless of size. Modules that differ only in a number are grouped."""
     groups: dict[Hashable, dict[Kind, Fraction]] = {}
-    for kind, number in amounts.items():
+    for kind, amount in amounts.items():
         key = (kind.op, kind.phase, None if kind.site is None else wording.pattern(kind.site), kind.group)
-        groups.setdefault(key, {})[kind] = number
+        groups.setdefault(key, {})[kind] = amount
     return list(groups.values())
 
 
@@ -286,50 +277,39 @@ def _site(kinds: Iterable[Kind]) -> tuple[str | None, int]:
     return (wording.fold(sites) or None), max(1, len(sites))
 
 
-def _place(phase: str, site: str | None) -> str:
-    if phase in ("optimizer", "outside"):
-        text = "the optimizer's step" if phase == "optimizer" else "outside of every module"
-        return f"{text}, in {_model(site)}" if site is not None else text
-    phase = "an unknown phase" if phase == "unclassified" else phase
-    return f"{phase} of {_model(site)}" if site is not None else f"{phase}, module unknown"
-
-
-def _within(phase: str, site: str | None) -> str:
-    text = _place(phase, site)
-    return text if phase == "outside" else f"in {text}"
-
-
-def _model(site: str) -> str:
-    return "the model" if site == _ROOT else site.removeprefix(f"{_ROOT}.")
+def _model(site: str | None) -> str | None:
+    """Return the path to show where the models' class names differ."""
+    return "the model" if site == _ROOT else site.removeprefix(f"{_ROOT}.") if site is not None else None
 
 
 def _pair_change(name: str, group: list[Pair]) -> Change:
     ones, others = [one for one, _, _ in group], [other for _, other, _ in group]
-    number = sum((number for _, _, number in group), Fraction())
+    amount = sum((pair_amount for _, _, pair_amount in group), Fraction())
     one, other = ones[0], others[0]
     site, modules = _site(ones)
     site_after, _ = _site(others)
-    before, after = _place(one.phase, site), _place(other.phase, site_after)
-    what = f"{wording.number(_plain(number))} {one.op} on {one.group}"
+    before, after = wording.place(one.phase, _model(site)), wording.place(other.phase, _model(site_after))
+    within = wording.within(one.phase, _model(site))
+    what = f"{number(_plain(amount))} {one.op} on {one.group}"
     changed = _difference(one, other)
     if name == "moved":
         changed = {key: value for key, value in changed.items() if key in ("dtype", "group size", "placements", "reduce op")}
         if one.group != other.group:
-            sentence = f"{what} {_within(one.phase, site)}: now on {other.group}"
+            sentence = f"{what} {within}: now on {other.group}"
             changed = {"group": (one.group, other.group), **changed}
         else:
             sentence = f"{what}: moved from {before} to {after}"
             changed = {"place": (before, after), **changed}
     elif name == "replaced":
-        sentence = f"{what} {_within(one.phase, site)}: replaced by {other.op}"
+        sentence = f"{what} {within}: replaced by {other.op}"
         changed = {
             "op": (one.op, other.op),
             **{key: value for key, value in changed.items() if key in ("dtype", "group size", "placements")},
         }
         if one.wire_bytes != other.wire_bytes:
-            sentence += f", {wording.size(other.wire_bytes)} on the wire instead of {wording.size(one.wire_bytes)}"
+            sentence += f", {size(other.wire_bytes)} on the wire instead of {size(one.wire_bytes)}"
     else:
-        sentence = f"{what} {_within(one.phase, site)}: {_features(changed)}"
+        sentence = f"{what} {within}: {_features(changed)}"
     rest = {key: value for key, value in changed.items() if key not in ("group", "place", "op")}
     if name != "changed" and rest:
         sentence += f", {_features(rest)}"
@@ -337,12 +317,12 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
         kind=name,
         sentence=sentence,
         op=one.op,
-        phase=one.phase,
-        module=None if site is None else _model(site),
+        phase=wording.phase_name(one.phase),
+        module=_model(site),
         group=one.group,
         changed=changed,
-        calls_before=_plain(number),
-        calls_after=_plain(number),
+        calls_before=_plain(amount),
+        calls_after=_plain(amount),
         wire_bytes_before=_plain(sum((kind.wire_bytes * n for kind, _, n in group), Fraction())),
         wire_bytes_after=_plain(sum((kind.wire_bytes * n for _, kind, n in group), Fraction())),
         modules=modules,
@@ -350,41 +330,41 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
 
 
 def _features(changed: Mapping[str, tuple[str, str]]) -> str:
-    return wording.joined(f"{name} {after} instead of {before}" for name, (before, after) in changed.items())
+    return joined(f"{name} {after} instead of {before}" for name, (before, after) in changed.items())
 
 
 def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: Amounts) -> Change:
-    """Something came or went; where the same op stays in the same place it is a change of number."""
+    """Describe new or missing collectives; if the same op remains in the same place, only its number changed."""
     first = next(iter(group))
     site, modules = _site(group)
     places = {(one.op, one.phase, one.site, one.group) for one in group}
 
-    def there(amounts: Amounts) -> tuple[Fraction, Fraction]:
-        same = {one: number for one, number in amounts.items() if (one.op, one.phase, one.site, one.group) in places}
+    def totals(amounts: Amounts) -> tuple[Fraction, Fraction]:
+        same = {one: amount for one, amount in amounts.items() if (one.op, one.phase, one.site, one.group) in places}
         return sum(same.values(), Fraction()), _weight(same)
 
-    (calls_before, bytes_before), (calls_after, bytes_after) = there(old), there(new)
-    moved_in = sum(group.values(), Fraction())
+    (calls_before, bytes_before), (calls_after, bytes_after) = totals(old), totals(new)
+    difference = sum(group.values(), Fraction())
     what = f"{first.op} on {first.group}"
-    where = _within(first.phase, site)
-    carried = wording.size(_plain(_weight(group)))
+    where = wording.within(first.phase, _model(site))
+    carried = size(_plain(_weight(group)))
     if kind == "new" and not calls_before:
-        sentence = f"new: {wording.number(_plain(moved_in))} {what} {where}, {carried} on the wire{_for(group)}"
+        sentence = f"new: {number(_plain(difference))} {what} {where}, {carried} on the wire{_purpose(group)}"
     elif kind == "gone" and not calls_after:
-        sentence = f"gone: {wording.number(_plain(moved_in))} {what} {where}, {carried} on the wire{_for(group)}"
+        sentence = f"gone: {number(_plain(difference))} {what} {where}, {carried} on the wire{_purpose(group)}"
     else:
         kind = "count"
         more = "more" if calls_after > calls_before else "fewer"
         sentence = (
-            f"{wording.number(_plain(moved_in))} {more} {what} {where} "
-            f"({wording.number(_plain(calls_after))} instead of {wording.number(_plain(calls_before))}), {carried} on the wire"
+            f"{number(_plain(difference))} {more} {what} {where} "
+            f"({number(_plain(calls_after))} instead of {number(_plain(calls_before))}), {carried} on the wire"
         )
     return Change(
         kind=kind,
         sentence=sentence,
         op=first.op,
-        phase=first.phase,
-        module=None if site is None else _model(site),
+        phase=wording.phase_name(first.phase),
+        module=_model(site),
         group=first.group,
         calls_before=_plain(calls_before),
         calls_after=_plain(calls_after),
@@ -394,7 +374,7 @@ def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: 
     )
 
 
-def _for(group: Iterable[Kind]) -> str:
+def _purpose(group: Iterable[Kind]) -> str:
     causes = {kind.placements for kind in group if kind.placements}
     owners = {wording.pattern(kind.owner) for kind in group if kind.owner}
     if len(causes) == 1:

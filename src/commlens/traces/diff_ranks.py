@@ -1,17 +1,20 @@
-"""Two runs of several ranks, compared rank by rank."""
+"""The comparison of two runs, rank by rank."""
 
 from __future__ import annotations
 
+import msgspec
+
 from commlens.model.trace_changes import Change, Comparison
-from commlens.text import ranks_phrase
+from commlens.reports import trace_page
+from commlens.text import count, ranks_phrase
 from commlens.traces.diff import answer, compare
 from commlens.traces.ranks import RankTraces
 
 
 def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
-    """Say how a run differs from another. What changed alike on several ranks is said once.
+    """Compare two runs. A change that several ranks share is reported once.
 
-    One rank against one rank is compared whatever their numbers are; else ranks that only one run has a trace of are noted.
+    Two single traces are compared even if their ranks differ. Otherwise, ranks traced in only one run are noted.
     """
     if len(before) == len(after) == 1:
         return compare(next(iter(before)).data, next(iter(after)).data)
@@ -35,10 +38,30 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
     for name, mine, theirs in (("first", before, after), ("second", after, before)):
         alone = [rank for rank in mine.ranks if rank not in theirs.by_rank]
         if alone:
-            comparison.notes.append(f"Only the {name} has a trace of {ranks_phrase(alone)}: not compared.")
+            comparison.notes.append(f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run.")
     for note, ranks in notes.items():
         comparison.notes.append(note if len(ranks) == len(both) else f"{ranks_phrase(ranks)}: {note}")
-    comparison.answer = answer(comparison) if both else "No rank has a trace in both: nothing was compared."
+    comparison.answer = answer(comparison) if both else "No rank has a trace in both runs, so nothing was compared."
     if both:
-        comparison.answer = f"{len(both)} ranks together. {comparison.answer}"
+        comparison.answer = f"{count(len(both), 'rank')} compared. {comparison.answer}"
     return comparison
+
+
+def compare_page(before: RankTraces, after: RankTraces, comparison: Comparison, *, names: tuple[str, str]) -> bytes:
+    """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or the first, side by side.
+
+    Args:
+        before: one run.
+        after: the other run.
+        comparison: the result of :func:`compare_ranks`.
+        names: the names of the two runs.
+    """
+    one, other = before[before.ranks[0]].data, after[after.ranks[0]].data
+    notes = []
+    both = [rank for rank in before.ranks if rank in after.by_rank]
+    if both and not len(before) == len(after) == 1:
+        shown = next((change.ranks[0] for change in comparison.changes if change.ranks), both[0])
+        one, other = before[shown].data, after[shown].data
+        notes.append(f"The changes cover {ranks_phrase(both)}; the side-by-side view shows rank {shown}.")
+        comparison = msgspec.structs.replace(comparison, per_step=compare(one, other).per_step)
+    return trace_page.compare_page((one, other), comparison, names=names, notes=notes)

@@ -1,4 +1,4 @@
-"""The fields of a collective: what one can filter by, count by, and finds in a row. One list for all three."""
+"""The fields by which collectives are filtered and counted."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ Matcher = Callable[[ProcessGroup, TraceEvent, Any], bool]
 
 @dataclass(frozen=True)
 class Field:
-    """A field: how to read it from an event and its group, and when an event matches what was asked for."""
+    """How to read a field from an event and its group, and whether an event matches a wanted value."""
 
     get: Getter
     matches: Matcher
-    help: str
 
 
 def path_matches(path: str | None, wanted: str) -> bool:
-    """Whether a module's path is ``wanted`` or below it, with or without the root's class name; ``*`` stands for one part."""
+    """Match a module's path to ``wanted`` or below it, with or without the root's class name; ``*`` matches one part."""
     if path is None:
         return False
     parts, asked = path.split("."), wanted.split(".")
@@ -38,7 +37,7 @@ def path_matches(path: str | None, wanted: str) -> bool:
 
 
 def _equal(get: Getter) -> Field:
-    return Field(get, lambda group, event, wanted: bool(get(group, event) == wanted), "")
+    return Field(get, lambda group, event, wanted: bool(get(group, event) == wanted))
 
 
 def _module(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
@@ -99,23 +98,18 @@ FIELDS: Final[dict[str, Field]] = {
     "phase": Field(
         lambda group, event: None if event.phase is None else event.phase.value,
         lambda group, event, wanted: event.phase is wanted,
-        "forward, backward, recomputation, optimizer, outside, or unclassified",
     ),
     "mesh_dim": _equal(lambda group, event: group.mesh_dim),
-    "group": Field(lambda group, event: wording.label(group), _group, "mesh dimension, description or name of the process group"),
-    "module": Field(lambda group, event: event.site, _module, "path of a module: it and its children; * stands for one part of a path"),
+    "group": Field(lambda group, event: wording.label(group), _group),
+    "module": Field(lambda group, event: event.site, _module),
     "call": _equal(lambda group, event: event.call),
-    "owner": Field(_name_of_owner, _owner, "library or wrapped block whose parameters are carried"),
-    "cause": Field(
-        lambda group, event: None if event.cause is None else wording.cause_words(event.cause),
-        _cause,
-        "implicit, explicit, the op that needed a redistribution, or placements",
-    ),
-    "source": Field(_name_of_source, _source, "line of code: train.py:57, train.py, or a function's name"),
+    "owner": Field(_name_of_owner, _owner),
+    "cause": Field(lambda group, event: None if event.cause is None else wording.cause_words(event.cause), _cause),
+    "source": Field(_name_of_source, _source),
     "through": _equal(lambda group, event: event.through),
     "api": _equal(lambda group, event: event.api),
     "dtype": _equal(lambda group, event: event.dtype),
-    "step": Field(lambda group, event: event.step, _step, "optimizer step, from 0: a number, or 2:4 for 2 and 3"),
+    "step": Field(lambda group, event: event.step, _step),
     "sequence": _equal(lambda group, event: event.sequence),
     "input_bytes": _equal(lambda group, event: event.input_bytes),
     "output_bytes": _equal(lambda group, event: event.output_bytes),
@@ -133,10 +127,10 @@ FIELDS: Final[dict[str, Field]] = {
 
 
 def field(name: str) -> Field:
-    """The field of a name.
+    """Return a field by its name.
 
     Raises:
-        SelectionError: there is none.
+        SelectionError: there is no such field.
     """
     if name not in FIELDS:
         aliases = {"site": "module", "mesh": "mesh_dim", "dim": "mesh_dim", "line": "source", "bytes": "wire_bytes", "size": "wire_bytes"}
@@ -147,10 +141,10 @@ def field(name: str) -> Field:
 
 
 def wanted_values(name: str, value: Any) -> list[Any]:
-    """What was asked for as a list of alternatives, each in the form that events hold.
+    """Return the wanted values as a list, each in the form that events use.
 
     Raises:
-        SelectionError: no event can have this value.
+        SelectionError: unknown phase, or not a step.
     """
     alternatives = list(value) if isinstance(value, (list, set, frozenset)) or (isinstance(value, tuple) and name != "ranks") else [value]
     if name == "phase":
@@ -186,7 +180,7 @@ def _steps(value: Any) -> Any:
 
 
 def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:
-    """The events that have one of the values asked for in every field. A callable is asked with the field's value."""
+    """Return the events that match one wanted value of every field. A callable receives the field's value."""
     tests = [(field(name), wanted_values(name, value)) for name, value in wanted.items()]
 
     def holds(test: Field, values: Iterable[Any], group: ProcessGroup, event: TraceEvent) -> bool:

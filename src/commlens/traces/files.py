@@ -1,4 +1,4 @@
-"""Trace files as the command line names them: files and folders, one file for each rank."""
+"""Reading trace files and folders, one file per rank."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _ENDINGS = (".json", ".json.gz")
 
 
 @dataclass
-class Read:
-    """What was found, and what else lay there."""
+class ReadTraces:
+    """The traces that were read, and notes about files that were not."""
 
     ranks: RankTraces
-    notes: list[str] = field(default_factory=list)  # files of a folder that are no traces, in sentences
+    notes: list[str] = field(default_factory=list)  # sentences: files of a folder that are not traces
 
 
-def read_ranks(paths: Sequence[str | Path]) -> Read:
-    """Read traces, one of each rank.
+def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
+    """Read traces, one per rank.
 
     Args:
-        paths: trace files, or folders whose ``*.json`` and ``*.json.gz`` are looked at. A file that was named must be a trace;
-            in a folder others are passed over, and noted.
+        paths: trace files, or folders with ``*.json`` and ``*.json.gz`` files. A named file must be a trace; other files of a
+            folder are skipped and noted.
 
     Raises:
-        FormatError: a file is no trace, or a folder holds none.
-        CommandError: two files are of the same rank.
+        FormatError: a named file is not a trace, or a folder has none.
+        CommandError: two files are from the same rank.
     """
     traces: dict[int, tuple[Path, Trace]] = {}
     notes: list[str] = []
@@ -49,14 +49,15 @@ def read_ranks(paths: Sequence[str | Path]) -> Read:
             rank = trace.data.rank
             if rank in traces:
                 raise CommandError(
-                    f"{traces[rank][0]} and {file} are both of rank {rank}: give one file for each rank, or compare them with "
-                    f"commlens compare."
+                    f"{traces[rank][0]} and {file} are both from rank {rank}: give one file per rank, or compare them with "
+                    "commlens compare."
                 )
             traces[rank] = (file, trace)
         if not found:
             why = f" {notes[0]}" if notes else ""
-            raise FormatError(f"There is no trace in {path}: none of its {len(files)} files named *.json or *.json.gz is one.{why}")
-    return Read(RankTraces(trace for _, trace in traces.values()), [*notes, *_strangers(trace for _, trace in traces.values())])
+            raise FormatError(f"There is no trace in {path}: none of its {len(files)} files named *.json or *.json.gz is a trace.{why}")
+    found_traces = [trace for _, trace in traces.values()]
+    return ReadTraces(RankTraces(found_traces), [*notes, *_different_jobs(found_traces)])
 
 
 def _files(folder: Path) -> list[Path]:
@@ -66,11 +67,12 @@ def _files(folder: Path) -> list[Path]:
         raise FormatError(f"{folder} cannot be read: {error.strerror or error}.") from None
 
 
-def _strangers(traces: Iterable[Trace]) -> list[str]:
-    """Ranks of jobs of different sizes are hardly of one job."""
+def _different_jobs(traces: Iterable[Trace]) -> list[str]:
+    """Note traces with different world sizes, which are hardly from one job."""
     sizes: dict[int, list[int]] = {}
     for trace in traces:
         sizes.setdefault(trace.data.world_size, []).append(trace.data.rank)
     if len(sizes) < 2:
         return []
-    return [f"These are not of one job: {', '.join(f'rank {ranks[0]} is of a world of {size}' for size, ranks in sorted(sizes.items()))}."]
+    listed = ", ".join(f"rank {ranks[0]} has world size {size}" for size, ranks in sorted(sizes.items()))
+    return [f"These traces are from different jobs: {listed}."]

@@ -1,12 +1,12 @@
-"""How long collectives would take on a network, as an estimate from bytes, group and a stated model of the network.
+"""An estimate of the time that collectives take, from bytes, group and a model of the network.
 
-The model. Ranks are numbered node by node. A group that stays on a node moves its bytes at ``intra_bandwidth``, the rate of one
-rank's links in one direction. One that crosses nodes moves them at the rate of its network adapters: every rank has one, a ring
-through k ranks of a node uses those of all k, and no ring is faster than a node is inside. All-to-alls send straight to each
-peer, within the node and across it at the same time. Point-to-point uses one adapter. To this comes the latency of every hop:
-once around the ring for gathers and scatters, twice a tree's depth for all-reduces, a tree's depth for broadcasts and reduces, one for
-point-to-point. Bandwidths are line rates and nobody else uses the network: reality is slower. Overlap with computation, congestion,
-in-network reduction and the skew between ranks are not in it.
+The model: Ranks are numbered node by node. A group inside one node moves its bytes at ``intra_bandwidth``, the rate of one rank's links in
+one direction. A group across nodes moves them at the rate of the network adapters: every rank has one, a ring through k ranks of a node
+uses k adapters, and no ring is faster than the links inside a node. All-to-alls send directly to each peer, inside the node and across
+nodes at the same time. Point-to-point uses one adapter. Each hop adds latency: once around the ring for gathers and scatters, twice the
+depth of a tree for all-reduces, the depth of a tree for broadcasts and reduces, one hop for point-to-point. Bandwidths are line rates of
+an otherwise idle network; reality is slower. The model ignores overlap with computation, congestion, in-network reduction and skew
+between ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ PRESETS: Final[dict[str, Network]] = {
         ),
     )
 }  # fmt: skip
-"""Networks by name. docs/preview.md repeats the figures."""
+"""Networks by name. docs/preview.md lists the same figures."""
 
 
 def estimate(data: TraceData, network: Network | str, *, step_time: float | None = None) -> Estimate:
@@ -75,10 +75,10 @@ def estimate(data: TraceData, network: Network | str, *, step_time: float | None
     Args:
         data: the trace.
         network: the network, or a preset's name.
-        step_time: seconds that a step takes, for the share.
+        step_time: seconds per step, to compute the share.
 
     Raises:
-        CommandError: there is no such preset.
+        CommandError: unknown preset.
     """
     net = preset(network) if isinstance(network, str) else network
     parts: dict[tuple[str, int, int], Part] = {}
@@ -100,7 +100,7 @@ def estimate(data: TraceData, network: Network | str, *, step_time: float | None
 def collective_seconds(
     op: str, ranks: Sequence[int], wire_bytes: int, network: Network, *, rank: int = 0, peer: int | None = None
 ) -> float:
-    """Seconds that one collective would take by the model at the top of this module.
+    """Return the seconds that one collective takes in the model at the top of this module.
 
     Args:
         op: the wire op, "all_reduce".
@@ -108,7 +108,7 @@ def collective_seconds(
         wire_bytes: bytes through one rank's link (model/wire_bytes.py).
         network: the network.
         rank: this rank, for point-to-point.
-        peer: the other one.
+        peer: the other rank, for point-to-point.
     """
     size = len(ranks)
     if size <= 1:
@@ -122,7 +122,7 @@ def collective_seconds(
     per_node = max(1, size // nodes)
     crosses = nodes > 1
     if op == "all_to_all":
-        outside = (size - per_node) / (size - 1) if crosses else 0.0  # of what goes to other ranks
+        outside = (size - per_node) / (size - 1) if crosses else 0.0  # the share of the bytes to other ranks that leaves the node
         moving = max(wire_bytes * (1 - outside) / network.intra_bandwidth, wire_bytes * outside / network.inter_bandwidth)
         return moving + _latency(network, crosses)
     bandwidth = min(network.intra_bandwidth, network.inter_bandwidth * per_node) if crosses else network.intra_bandwidth
@@ -130,7 +130,7 @@ def collective_seconds(
 
 
 def nodes_of(ranks: Sequence[int], network: Network) -> int:
-    """How many nodes a group spans."""
+    """Return the number of nodes that a group spans."""
     return len({rank // network.ranks_per_node for rank in ranks})
 
 
@@ -150,32 +150,32 @@ def _hops(op: str, size: int, nodes: int, network: Network) -> float:
     return ring
 
 
-# --- as given on a command line
+# --- networks from the command line
 
 
 def preset(name: str) -> Network:
-    """A preset by its name.
+    """Return a preset by its name.
 
     Raises:
-        CommandError: there is none.
+        CommandError: unknown preset.
     """
     found = PRESETS.get(name.lower())
     if found is None:
         close = difflib.get_close_matches(name.lower(), PRESETS, n=1)
-        hint = f"Did you mean {close[0]}?" if close else f"There are {', '.join(PRESETS)}."
+        hint = f"Did you mean {close[0]}?" if close else f"The presets are {', '.join(PRESETS)}."
         raise CommandError(f"There is no network preset {name!r}. {hint} Or give --intra-bandwidth and --inter-bandwidth.")
     return found
 
 
 def network_from(name: str | None, given: Mapping[str, Any]) -> Network | None:
-    """A network from a preset's name and figures that replace the preset's; None where neither was given.
+    """Return a preset with some figures replaced, or a network of the figures alone; None if neither is given.
 
     Args:
         name: the preset.
-        given: fields of :class:`Network`, None where not given.
+        given: fields of :class:`Network`; None for those not given.
 
     Raises:
-        CommandError: no such preset, or too few figures without one.
+        CommandError: unknown preset, or too few figures without a preset.
     """
     figures = {field: value for field, value in given.items() if value is not None}
     if name is not None:
@@ -185,7 +185,7 @@ def network_from(name: str | None, given: Mapping[str, Any]) -> Network | None:
         return None
     missing = [f"--{field.replace('_', '-')}" for field in ("intra_bandwidth", "inter_bandwidth") if field not in figures]
     if missing:
-        raise CommandError(f"For an estimate give {' and '.join(missing)}, too, or a preset: --network {next(iter(PRESETS))}.")
+        raise CommandError(f"An estimate also needs {' and '.join(missing)}, or a preset: --network {next(iter(PRESETS))}.")
     return Network(**figures)
 
 
@@ -193,24 +193,24 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def parse_bandwidth(text: str) -> float:
-    """``"450GB/s"`` or ``"400Gb/s"`` (small b: bits) as bytes per second.
+    """Convert ``"450GB/s"`` or ``"400Gb/s"`` (small b: bits) to bytes per second.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: not a bandwidth.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([kKmMgGtT]?)(B|b|bit)(?:/s|ps)\s*", text)
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is no bandwidth, such as 450GB/s or 400Gb/s")
+        raise ValueError(f"{text!r} is not a bandwidth such as 450GB/s or 400Gb/s")
     return float(match[1]) * _UNITS[match[2].lower()] / (1 if match[3] == "B" else 8)
 
 
 def parse_duration(text: str) -> float:
-    """``"1.2s"``, ``"350ms"`` or ``"5us"`` as seconds.
+    """Convert ``"1.2s"``, ``"350ms"`` or ``"5us"`` to seconds.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: not a duration.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*(s|ms|us|ns|min)\s*", text)
     if match is None or float(match[1]) <= 0:
-        raise ValueError(f"{text!r} is no time, such as 1.2s, 350ms or 5us")
+        raise ValueError(f"{text!r} is not a duration such as 1.2s, 350ms or 5us")
     return float(match[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}[match[2]]

@@ -1,29 +1,34 @@
-"""The traces of several ranks side by side: whether they issued the same, and where they differ."""
+"""The traces of several ranks: classes of ranks that issued the same collectives, and the differences between them."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from commlens.errors import CommandError
+from commlens.model.network import Network
 from commlens.model.ops import POINT_TO_POINT
 from commlens.model.trace import TraceData, TraceEvent
-from commlens.text import format_ranks, ranks_phrase
+from commlens.reports.trace_page import RankClasses
+from commlens.text import capital, count, format_ranks, joined, number, ranks_phrase, size
 from commlens.traces import wording
+from commlens.traces.page import page_of
 from commlens.traces.trace import Trace
 
-_MOST = 12
+_MOST_DIFFERENCES = 12
+MOST_CLASSES: Final = 8
+"""A page shows one rank of each of at most this many classes."""
 
 
 class RankTraces:
     """Traces of several ranks of one job, by rank.
 
     Args:
-        traces: one for each rank, in any order.
+        traces: one per rank, in any order.
 
     Raises:
-        CommandError: two are of the same rank, or there is none.
+        CommandError: two traces are from the same rank, or there is no trace.
     """
 
     def __init__(self, traces: Iterable[Trace]) -> None:
@@ -31,10 +36,10 @@ class RankTraces:
         for trace in traces:
             rank = trace.data.rank
             if rank in self.by_rank:
-                raise CommandError(f"Two of the traces are of rank {rank}: give one for each rank.")
+                raise CommandError(f"Two traces are from rank {rank}: give one per rank.")
             self.by_rank[rank] = trace
         if not self.by_rank:
-            raise CommandError("There are no traces to put together.")
+            raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
 
     @property
@@ -44,7 +49,7 @@ class RankTraces:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the job."""
+        """The job's world size."""
         return max(trace.data.world_size for trace in self.by_rank.values())
 
     def __iter__(self) -> Any:
@@ -57,60 +62,56 @@ class RankTraces:
         return len(self.by_rank)
 
     def filter(self, **wanted: Any) -> RankTraces:
-        """The part of every rank's trace that has these values; see :meth:`commlens.Trace.filter`."""
+        """Filter the trace of every rank; see :meth:`commlens.Trace.filter`."""
         return RankTraces(trace.filter(**wanted) for trace in self)
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """All ranks' rows, rank after rank."""
+        """Return the rows of all ranks, rank after rank."""
         return [row for trace in self for row in trace.to_rows()]
 
     def classes(self) -> list[list[int]]:
-        """Ranks that issued the same, together; the largest class first. Point-to-point is compared by pairs, not here."""
+        """Return the classes of ranks that issued the same collectives, largest first. Point-to-point is compared by pairs instead."""
         by_signature: dict[Hashable, list[int]] = defaultdict(list)
         for rank, trace in self.by_rank.items():
             by_signature[frozenset(_counts(trace.data, _fully).items())].append(rank)
         return sorted(by_signature.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
     def answer(self) -> str:
-        """In one sentence: did all issue the same?"""
+        """Say in one sentence whether all ranks issued the same collectives."""
         classes = self.classes()
-        number = len(self.by_rank)
-        if number == 1:
-            return f"One trace, of rank {self.ranks[0]} of {self.world_size}."
+        if len(self) == 1:
+            return f"One trace, from rank {self.ranks[0]} of {self.world_size}."
         missing = sorted(set(range(self.world_size)) - set(self.by_rank))
         lacking = f" There is no trace of {ranks_phrase(missing)}." if missing and len(missing) < self.world_size else ""
         if len(classes) == 1:
-            who = f"All {number} ranks" if not missing else f"The {number} ranks here"
+            subject = f"All {len(self)} ranks" if not missing else f"The {len(self)} ranks here"
             order = ", but not in the same order" if self._order() else ""
-            messages = "; not every message has both its ends" if self._messages() else ""
-            return f"{who} issued the same{order}{messages}.{lacking}"
-        kinds = (
-            f"{wording.count(len(classes), 'class', 'classes')} that issued different things" if len(classes) > 2 else "different things"
-        )
+            messages = "; some sends and receives do not match" if self._messages() else ""
+            return f"{subject} issued the same collectives{order}{messages}.{lacking}"
         if len(classes) == 2:
-            text = f"{wording.capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued {kinds}."
+            text = f"{capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued different collectives."
         else:
             listed = "; ".join(format_ranks(ranks) for ranks in classes[:6]) + ("; ..." if len(classes) > 6 else "")
-            text = f"The {number} ranks are of {kinds}: {listed}."
+            text = f"The {len(self)} ranks fall into {len(classes)} classes that issued different collectives: {listed}."
         return text + lacking
 
     def differences(self) -> list[str]:
-        """Where ranks differ from the largest class of ranks that issued the same, in sentences; empty where nobody does."""
+        """Return sentences on how ranks differ from the largest class; empty if no rank differs."""
         classes = self.classes()
         if len(classes) == 1:
             return [*self._order(), *self._messages()]
         sentences: list[str] = []
-        usual = classes[0]
         for ranks in classes[1:]:
-            sentences += self._against(ranks, usual)
+            sentences += self._against(ranks, classes[0])
         sentences += self._messages()
-        if len(sentences) > _MOST:
-            sentences = [*sentences[:_MOST], f"{len(sentences) - _MOST} more differences; commlens compare shows two ranks in full."]
+        if len(sentences) > _MOST_DIFFERENCES:
+            more = len(sentences) - _MOST_DIFFERENCES
+            sentences = [*sentences[:_MOST_DIFFERENCES], f"{more} more differences; commlens compare shows all of them for two ranks."]
         return sentences
 
-    def _against(self, ranks: Sequence[int], usual: Sequence[int]) -> list[str]:
-        one, other = self.by_rank[ranks[0]].data, self.by_rank[usual[0]].data
-        who, others = ranks_phrase(ranks), ranks_phrase(usual)
+    def _against(self, ranks: Sequence[int], majority: Sequence[int]) -> list[str]:
+        one, other = self.by_rank[ranks[0]].data, self.by_rank[majority[0]].data
+        these, others = ranks_phrase(ranks), ranks_phrase(majority)
         mine, theirs = _counts(one, _place), _counts(other, _place)
         found: dict[Hashable, list[tuple[Any, int, int]]] = {}
         for key in {**theirs, **mine}:
@@ -120,61 +121,94 @@ class RankTraces:
                 found.setdefault(alike, []).append((key, mine[key], theirs[key]))
         sentences = []
         most_first = sorted(found.values(), key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)))
-        sentences += [_sentence(who, others, places) for places in most_first]
-        if not sentences:  # as many of everything, of other sizes
+        sentences += [_count_sentence(these, others, places) for places in most_first]
+        if not sentences:  # the same counts, with different sizes
             sizes_mine, sizes_theirs = _counts(one, _fully), _counts(other, _fully)
             places: dict[Hashable, tuple[list[Any], list[Any]]] = {}
             for counts, against, side in ((sizes_mine, sizes_theirs, 0), (sizes_theirs, sizes_mine, 1)):
                 for key in counts - against:
                     places.setdefault(key[:4], ([], []))[side].append(key)
-            for (op, group, phase, site), (own, usual_ones) in list(places.items()):  # type: ignore[misc]
+            for (op, group, phase, site), (own, usual) in list(places.items()):  # type: ignore[misc]
                 what = f"{op} on {group} {wording.within(phase, site)}"
-                sentences.append(f"{who}: {what} is {_shapes(own)}, on {others} {_shapes(usual_ones)}")
+                sentences.append(f"{these}: {what} is {_shapes(own)}; on {others} it is {_shapes(usual)}")
         return sentences
 
     def _messages(self) -> list[str]:
-        """Pairs of ranks of which one sent more, or less, than the other received. A receive from any rank may be of every pair."""
+        """Report pairs of ranks with different numbers of sends and receives. A rank that receives from any rank is left out."""
         sent: Counter[tuple[int, int, str]] = Counter()
         received: Counter[tuple[int, int, str]] = Counter()
-        anything = set()
+        any_source = set()
         for rank, trace in self.by_rank.items():
             for event in trace.events:
                 group = wording.label(trace.data.group_of(event))
                 if event.op == "recv" and event.peer is None:
-                    anything.add(rank)
+                    any_source.add(rank)
                 elif event.op == "send" and event.peer is not None:
                     sent[rank, event.peer, group] += event.count
                 elif event.op == "recv" and event.peer is not None:
                     received[event.peer, rank, group] += event.count
+        unmatched = [pair for pair in sorted({**sent, **received}) if sent[pair] != received[pair]]
         return [
-            f"rank {sender} sent {wording.count(sent[pair], 'message')} to rank {receiver} on {group}, which received {received[pair]}"
-            for pair in sorted({**sent, **received})
-            for sender, receiver, group in [pair]
-            if sent[pair] != received[pair] and {sender, receiver} <= set(self.by_rank) and receiver not in anything
+            f"rank {sender} sent {count(sent[sender, receiver, group], 'message')} to rank {receiver} on {group}, "
+            f"but rank {receiver} received {received[sender, receiver, group]}"
+            for sender, receiver, group in unmatched
+            if {sender, receiver} <= set(self.by_rank) and receiver not in any_source
         ]
 
     def _order(self) -> list[str]:
-        """Where ranks that issued the same issued it in another order. Threads have no order among one another."""
+        """Report ranks that issued the same collectives in a different order. Threads are not ordered against one another."""
         (first, reference), *rest = [(rank, _sequence(trace.data)) for rank, trace in self.by_rank.items()]
         sentences = []
         for rank, sequence in rest:
             for place, (mine, theirs) in enumerate(zip(sequence, reference, strict=False), start=1):
                 if mine != theirs:
                     sentences.append(
-                        f"rank {rank} has another order than rank {first} from #{place} on: {mine[0]} on {mine[1]} "
+                        f"rank {rank}'s order differs from rank {first}'s from #{place} on: {mine[0]} on {mine[1]} "
                         f"{wording.within(*mine[2:])}, where rank {first} has {theirs[0]} on {theirs[1]} {wording.within(*theirs[2:])}"
                     )
                     break
-        return sentences[:_MOST]
+        return sentences[:_MOST_DIFFERENCES]
+
+    def to_html(self, *, name: str, names: Sequence[str] = (), notes: Sequence[str] = (), network: Network | None = None) -> bytes:
+        """Return an HTML page with the trace of one rank of each class.
+
+        Args:
+            name: the run's name, for the title.
+            names: the name of each rank's trace, in the order of the ranks; ``name`` by default.
+            notes: sentences about the input.
+            network: a network to estimate times for.
+        """
+        if len(self) == 1:
+            return page_of([trace.data for trace in self], name=name, names=names, notes=notes, network=network)
+        classes = self.classes()
+        shown = [members[0] for members in classes[:MOST_CLASSES]]
+        name_of = dict(zip(self.ranks, names or [name] * len(self), strict=True))
+        notes = [*notes]
+        if len(classes) > MOST_CLASSES:
+            notes.append(f"There are {len(classes)} classes of ranks; this page shows one rank of each of the {MOST_CLASSES} largest.")
+        return page_of(
+            [self[rank].data for rank in shown],
+            name=name,
+            names=[name_of[rank] for rank in shown],
+            notes=notes,
+            ranks=RankClasses(self.answer(), self.differences(), [_class_name(members) for members in classes[:MOST_CLASSES]]),
+            network=network,
+        )
 
 
 def merge(traces: Iterable[Trace]) -> RankTraces:
-    """Put the traces of several ranks side by side.
+    """Combine the traces of several ranks.
 
     Raises:
-        CommandError: two are of the same rank, or there is none.
+        CommandError: two traces are from the same rank, or there is no trace.
     """
     return RankTraces(traces)
+
+
+def _class_name(members: Sequence[int]) -> str:
+    if len(members) == 1:
+        return f"rank {members[0]}"
+    return f"rank {members[0]}, for {ranks_phrase(members)}"
 
 
 def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
@@ -182,7 +216,7 @@ def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
 
 
 def _fully(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
-    # Not the peer, the root or the group's ranks: they differ from rank to rank, and must.
+    # Without the peer, the root and the group's ranks, which legitimately differ between ranks.
     return (*_place(data, event), len(data.group_of(event).ranks), event.dtype, event.input_bytes, event.output_bytes, event.reduce_op)
 
 
@@ -203,17 +237,17 @@ def _sequence(data: TraceData) -> list[tuple[Any, ...]]:
     ]
 
 
-def _sentence(who: str, others: str, found: list[tuple[Any, int, int]]) -> str:
+def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) -> str:
     (op, group, phase, _), mine, theirs = found[0]
     sites = sorted({key[3] for key, _, _ in found if key[3] is not None}, key=wording.natural)
     each = " each" if len(sites) > 1 else ""
     where = wording.within(phase, wording.fold(sites) or None)
     more = "more" if mine > theirs else "fewer"
     return (
-        f"{who} issued {wording.number(abs(mine - theirs))} {more} {op} on {group} {where}{each} than {others} "
-        f"({wording.number(mine)} against {wording.number(theirs)})"
+        f"{these} issued {number(abs(mine - theirs))} {more} {op} on {group} {where}{each} than {others} "
+        f"({number(mine)} instead of {number(theirs)})"
     )
 
 
 def _shapes(keys: list[Any]) -> str:
-    return wording.joined(sorted({f"{key[5]} {wording.size(max(key[6], key[7]))}".strip() for key in keys})) or "missing"
+    return joined(sorted({f"{key[5]} {size(max(key[6], key[7]))}".strip() for key in keys})) or "missing"

@@ -1,4 +1,4 @@
-"""A trace as a table: one flat dict for each event."""
+"""The rows of a trace: one flat dict per event."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ COLUMNS: Final = (
     "wire_bytes", "reduce_op", "root", "peer", "tag", "asynchronous", "members", "thread", "started_ns", "returned_ns",
     "wait_began_ns", "wait_ended_ns",
 )  # fmt: skip
-"""The keys of a row, in their order."""
+"""The keys of a row, in order."""
 
 
 def rows(data: TraceData) -> list[dict[str, Any]]:
-    """Flat dicts of strings, numbers, booleans and None, one for each event, all with the same keys."""
+    """Return one flat dict per event, all with the same keys; values are strings, numbers, booleans or None."""
     return [row(data, event) for event in data.events]
 
 
 def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
-    """One event as a flat dict."""
+    """Return one event as a flat dict."""
     group, owner, cause, source = data.group_of(event), event.owner, event.cause, event.source
     return {
         "rank": data.rank,

@@ -1,4 +1,4 @@
-"""From a trace to its summary: breakdowns, the modules' tree, the costliest reasons, the self-check in words."""
+"""The summary of a trace: breakdowns, the tree of modules, the costliest reasons, and the self-check in words."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from commlens.model.collective import ProcessGroup
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
+from commlens.text import count, joined, number, ranks_phrase, size
 from commlens.traces import wording
 
 MOST_WHY = 10
-_FOLD_FROM = 3  # so many modules that differ only in a number become one row
+_FOLD_FROM = 3  # from this many modules that differ only in a number, one row
 _ORDER = [phase.value for phase in Phase]
 
 
-def summarise(data: TraceData, *, kept_of: int | None = None) -> Summary:
-    """Sum up a trace.
+def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
+    """Summarise a trace.
 
     Args:
         data: the trace.
-        kept_of: number of collectives before filtering, where the trace is a part of one.
+        unfiltered: number of collectives before filtering, if the trace was filtered.
     """
     calls, total, known = _amount(data)
     coverage, complete = _coverage(data)
     return Summary(
-        answer=_answer(data, calls, total, known, kept_of),
+        answer=_answer(data, calls, total, known, unfiltered),
         rank=data.rank,
         world_size=data.world_size,
         steps=data.steps,
@@ -47,43 +48,39 @@ def summarise(data: TraceData, *, kept_of: int | None = None) -> Summary:
 
 
 def answer(data: TraceData) -> str:
-    """The summary's first sentence alone, which takes no time."""
+    """Return only the summary's first sentence, which is cheap."""
     return _answer(data, *_amount(data), None)
 
 
 def _amount(data: TraceData) -> tuple[int, int, bool]:
-    """Collectives, bytes on the wire, and whether bytes are known."""
+    """Return the number of collectives, the bytes on the wire, and whether bytes are known."""
     calls = sum(event.count for event in data.events)
     total = sum(event.wire_bytes * event.count for event in data.events)
     return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op in BARRIERS for event in data.events)
 
 
-def _answer(data: TraceData, calls: int, total: int, known: bool, kept_of: int | None) -> str:
-    who = f"rank {data.rank} of {data.world_size}"
-    if data.preview:
-        who += ", a preview"
-    some = (
-        f"{wording.number(calls)} of {wording.count(kept_of, 'collective')}" if kept_of is not None else wording.count(calls, "collective")
-    )
-    if not calls and kept_of is None:
-        return f"No collective was issued by {who}{_over(data)}."
-    carried = f", {wording.size(total)} on the wire" if known else ""
+def _answer(data: TraceData, calls: int, total: int, known: bool, unfiltered: int | None) -> str:
+    rank = f"rank {data.rank} of {data.world_size}{', a preview' if data.preview else ''}"
+    collectives = count(calls, "collective") if unfiltered is None else f"{number(calls)} of {count(unfiltered, 'collective')}"
+    over = _over(data) if unfiltered is None else ""
+    if not calls and unfiltered is None:
+        return f"No collectives{over}, {rank}."
+    carried = f", {size(total)} on the wire" if known else ""
     if not _groups_known(data):
-        return f"{some}, by CommDebugMode's count."
-    over = "" if kept_of is not None else _over(data)
-    return f"{some}{carried}{over}, {who}."
+        return f"{collectives}, by CommDebugMode's count."
+    return f"{collectives}{carried}{over}, {rank}."
 
 
 def _groups_known(data: TraceData) -> bool:
-    """Not so in what was read from CommDebugMode's JSON."""
+    """Tell whether the trace has groups; one read from CommDebugMode's JSON has none."""
     return not data.events or any(group.ranks for group in data.groups)
 
 
 def _over(data: TraceData) -> str:
-    """Over how many steps, and what each issued where all issued as much."""
+    """Return the number of steps, and what each issued if all issued the same amount."""
     if not data.steps:
         return ""
-    text = f", over {wording.count(data.steps, 'optimizer step')}"
+    text = f", over {count(data.steps, 'optimizer step')}"
     each: dict[int, list[int]] = {}
     for event in data.events:
         if event.last_step is not None and event.last_step != event.step:
@@ -93,8 +90,8 @@ def _over(data: TraceData) -> str:
         calls_bytes[1] += event.wire_bytes * event.count
     if data.steps < 2 or len(each) != data.steps or any(amount != each[min(each)] for amount in each.values()):
         return text
-    calls, size = each[min(each)]
-    return f"{text} ({wording.number(calls)} and {wording.size(size)} each)"
+    calls, carried = each[min(each)]
+    return f"{text} ({number(calls)} and {size(carried)} each)"
 
 
 def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False) -> list[Total]:
@@ -113,7 +110,7 @@ def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, size
 
 
 def folded(paths: Iterable[str]) -> dict[str, str]:
-    """Path -> the name of its row. From three on, paths that differ only in their numbers share one."""
+    """Map each path to its row. Three or more paths that differ only in numbers share a row."""
     by_pattern: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
         by_pattern.setdefault(wording.pattern(path), []).append(path)
@@ -126,7 +123,7 @@ def folded(paths: Iterable[str]) -> dict[str, str]:
 
 
 def modules(data: TraceData) -> list[ModuleTotal]:
-    """Own and inclusive totals of each module that issued something, or whose children did."""
+    """Return own and inclusive totals of each module that, or whose children, issued a collective."""
     own: dict[str, list[int]] = {}
     for event in data.events:
         if event.site is not None:
@@ -136,14 +133,14 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     called = {module.path for module in data.modules}
     places = _places(data)
     inclusive: dict[str, list[int]] = {}
-    for site, (calls, size) in own.items():
+    for site, (calls, carried) in own.items():
         parts = site.split(".")
         for end in range(1, len(parts) + 1):
             path = ".".join(parts[:end])
             if path in called or path == site or end == 1:
                 both = inclusive.setdefault(path, [0, 0])
                 both[0] += calls
-                both[1] += size
+                both[1] += carried
     names = folded(inclusive)
     rows: dict[str, ModuleTotal] = {}
     members: dict[str, list[str]] = {}
@@ -161,7 +158,7 @@ def modules(data: TraceData) -> list[ModuleTotal]:
 
 
 def _places(data: TraceData) -> dict[str, int]:
-    """Where each path stands in the model: as it, or the first module below it, was first called."""
+    """Return each path's position in the model: when it, or the first module below it, was first called."""
     places: dict[str, int] = {}
     for place, module in enumerate(data.modules):
         parts = module.path.split(".")
@@ -171,7 +168,7 @@ def _places(data: TraceData) -> dict[str, int]:
 
 
 def _key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
-    """Sorts as the modules were first called, each before its children; what was never called by its name, at the end."""
+    """Return a sort key: modules in the order of their first calls, parents before children, uncalled paths last."""
     parts = path.split(".")
     key: list[tuple[int, object]] = []
     for end in range(1, len(parts) + 1):
@@ -181,7 +178,7 @@ def _key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
 
 
 def _in_tree(rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[str, str]) -> list[ModuleTotal]:
-    """The rows, each below the row of its nearest ancestor."""
+    """Return the rows in tree order, each below the row of its nearest ancestor."""
     children: dict[str | None, list[str]] = {}
     for name, path in first.items():
         parts = path.split(".")
@@ -189,20 +186,19 @@ def _in_tree(rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[st
         parent = next((names[path] for path in above if path in names and names[path] != name), None)
         children.setdefault(parent, []).append(name)
     ordered: list[ModuleTotal] = []
-    waiting = [(name, 0) for name in reversed(children.get(None, []))]
-    while waiting:
-        name, depth = waiting.pop()
+    todo = [(name, 0) for name in reversed(children.get(None, []))]
+    while todo:
+        name, depth = todo.pop()
         rows[name].depth = depth
         ordered.append(rows[name])
-        waiting += [(child, depth + 1) for child in reversed(children.get(name, []))]
+        todo += [(child, depth + 1) for child in reversed(children.get(name, []))]
     return ordered
 
 
 def reasons(data: TraceData) -> list[Why]:
-    """All collectives by place, cause, owner and line; the costliest first. Modules that differ in a number are put together."""
+    """Group collectives by place, cause, owner and line, costliest first. Modules that differ only in a number are grouped."""
     groups: dict[Hashable, list[TraceEvent]] = {}
     for event in data.events:
-        # The place alone decides which rows are one; what is said of them must be the same but for numbers, too.
         key = (
             event.op,
             event.phase,
@@ -217,21 +213,17 @@ def reasons(data: TraceData) -> list[Why]:
     found = []
     for events in groups.values():
         calls = sum(event.count for event in events)
-        size = sum(event.wire_bytes * event.count for event in events)
-        found.append(Why(_reason(data, events, calls), calls, size))
+        found.append(Why(_reason(data, events, calls), calls, sum(event.wire_bytes * event.count for event in events)))
     return sorted(found, key=lambda why: (-why.wire_bytes, -why.calls))
 
 
 def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
     first = events[0]
     group = data.group_of(first)
-    # The rank's own group of that name: its ranks matter only where the label does not say it all.
     sizes = {len(data.group_of(event).ranks) for event in events}
-    of_ranks = f" ({wording.count(next(iter(sizes)), 'rank')})" if len(sizes) == 1 and group.ranks else ""
+    of_ranks = f" ({count(next(iter(sizes)), 'rank')})" if len(sizes) == 1 and group.ranks else ""
     sites = sorted({event.site for event in events if event.site is not None}, key=wording.natural)
-    text = (
-        f"{wording.number(calls)} {first.op} on {wording.label(group)}{of_ranks}: {wording.place(first.phase, wording.fold(sites) or None)}"
-    )
+    text = f"{number(calls)} {first.op} on {wording.label(group)}{of_ranks}: {wording.place(first.phase, wording.fold(sites) or None)}"
     if first.owner is not None:
         text += f", {owner_words(events)}"
     if first.cause is not None:
@@ -239,13 +231,13 @@ def _reason(data: TraceData, events: Sequence[TraceEvent], calls: int) -> str:
     if first.op in POINT_TO_POINT:
         peers = sorted({event.peer for event in events if event.peer is not None})
         if peers:
-            text += f", {'to' if first.op == 'send' else 'from'} {wording.ranks_phrase(peers)}"
+            text += f", {'to' if first.op == 'send' else 'from'} {ranks_phrase(peers)}"
     where = wording.source_words(first.source, first.through)
     return f"{text}, at {where}" if where else text
 
 
 def owner_words(events: Sequence[TraceEvent]) -> str:
-    """``"for FSDP2's parameters of layers.0-31"``; the model's class is left out where the place has said it."""
+    """Return ``"for FSDP2's parameters of layers.0-31"``. The model's class is left out if the place already names it."""
     owner = events[0].owner
     assert owner is not None
     names = sorted({event.owner.name for event in events if event.owner is not None}, key=wording.natural)
@@ -266,7 +258,7 @@ def owner_words(events: Sequence[TraceEvent]) -> str:
 
 
 def why(event: TraceEvent) -> str:
-    """Why one collective was issued, in a few words; empty where the program just called it."""
+    """Return why a collective was issued; empty if the program simply called it."""
     parts = [owner_words([event])] if event.owner is not None else []
     if event.cause is not None:
         parts.append(wording.cause_words(event.cause))
@@ -275,16 +267,16 @@ def why(event: TraceEvent) -> str:
 
 def _coverage(data: TraceData) -> tuple[str, bool]:
     if not _groups_known(data):
-        return "CommDebugMode makes no self-check.", False
+        return "CommDebugMode's JSON has no self-check.", False
     seen, kept, unclassified = data.coverage.dispatched, data.coverage.recorded, data.coverage.unclassified
-    if seen == kept:
-        text = "None was dispatched and none is missing" if not seen else f"All {wording.count(seen, 'collective')} that were dispatched"
-        text = text if not seen else text.replace("All 1 collective that were", "The one collective that was")
-        text += "" if not seen else " are recorded" if seen > 1 else " is recorded"
+    if not seen and not kept:
+        return "No collective was dispatched, so none is missing.", True
+    if seen != kept:
+        text = f"{number(kept)} of {number(seen)} dispatched collectives are recorded"
     else:
-        text = f"{wording.number(kept)} of {wording.count(seen, 'collective')} that passed the dispatcher are recorded"
+        text = f"All {number(seen)} dispatched collectives are recorded" if seen > 1 else "The one dispatched collective is recorded"
     if not unclassified:
-        return f"{text}; {'none is unclassified' if seen else 'nothing is unclassified'}.", seen == kept
+        return f"{text}; none is unclassified.", seen == kept
     places: dict[str, int] = {}
     for event in data.events:
         if not event.classified:
@@ -292,6 +284,6 @@ def _coverage(data: TraceData) -> tuple[str, bool]:
             place = f"{event.op} at {where}" if where else f"{event.op} of {wording.label(data.group_of(event))}"
             places[place] = places.get(place, 0) + event.count
     most = sorted(places.items(), key=lambda item: -item[1])
-    listed = wording.joined(f"{place} ({wording.number(number)})" for place, number in most[:3])
+    listed = joined(f"{place} ({number(calls)})" for place, calls in most[:3])
     more = f" and {len(most) - 3} other places" if len(most) > 3 else ""
-    return f"{text}; {wording.number(unclassified)} unclassified" + (f": {listed}{more}." if listed else "."), False
+    return f"{text}; {number(unclassified)} unclassified" + (f": {listed}{more}." if listed else "."), False

@@ -1,4 +1,4 @@
-"""``commlens.Trace``: a trace, and what people do with it."""
+"""``commlens.Trace``: read, filter, summarise, compare and save a trace."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ OfBytes = Literal["wire", "input", "output"]
 class Trace:
     """The collectives that one rank issued.
 
-    Made by ``with commlens.trace() as trace:``, read with ``Trace.load("x.json")``, cut with :meth:`filter`.
+    Created by ``with commlens.trace() as trace:``, read with ``Trace.load("x.json")``, narrowed with :meth:`filter`.
 
     Args:
-        data: what a trace file holds.
+        data: the content of a trace file.
     """
 
     def __init__(self, data: TraceData) -> None:
         self._data = data
-        self._kept_of: int | None = None  # number of collectives before filtering
+        self._unfiltered: int | None = None  # number of collectives before filtering
 
     @property
     def data(self) -> TraceData:
-        """Everything, as plain data."""
+        """The whole trace as plain data."""
         return self._data
 
     @property
@@ -48,7 +48,7 @@ class Trace:
 
     @property
     def ops(self) -> list[TracedOp]:
-        """The tensor ops, in order; only a trace of depth ``ops`` has some."""
+        """The tensor ops, in order; empty unless the trace has depth ``ops``."""
         return self.data.ops
 
     @property
@@ -58,28 +58,28 @@ class Trace:
 
     @property
     def calls(self) -> int:
-        """How many collectives there are; summarised ones count in full."""
+        """The number of collectives; summarised ones count in full."""
         return sum(event.count for event in self.events)
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes on the wire of all of them."""
+        """The bytes on the wire of all collectives."""
         return sum(event.wire_bytes * event.count for event in self.events)
 
     def __repr__(self) -> str:
         return f"<Trace: {self.to_summary().answer.rstrip('.')}>"
 
     def filter(self, **wanted: Any) -> Trace:
-        """The part of the trace that has these values, as a trace.
+        """Return the events with the given values, as a trace.
 
-        ``trace.filter(phase="backward", mesh_dim="tp", module="layers.0")``. Any field of a row may be named
-        (:data:`commlens.traces.fields.FIELDS`). A list is a choice of values; a callable is asked with the field's value
-        (``wire_bytes=lambda size: size > 1e6``). ``module`` takes a path with or without the root's class name, and means its
-        children, too; ``*`` stands for one part. ``step`` takes ``"2:4"`` or a range. Tensor ops are cut by phase and module
-        only.
+        ``trace.filter(phase="backward", mesh_dim="tp", module="layers.0")``. Takes every field of
+        :data:`commlens.traces.fields.FIELDS`. A list matches any of its values; a callable receives the field's value
+        (``wire_bytes=lambda size: size > 1e6``). ``module`` takes a path with or without the root's class name and includes
+        children; ``*`` matches one part of the path. ``step`` takes ``"2:4"`` or a range. Tensor ops are filtered only by phase
+        and module.
 
         Raises:
-            SelectionError: there is no such field or phase.
+            SelectionError: unknown field or phase.
         """
         data = self.data
         kept = fields.matching(data, wanted)
@@ -93,28 +93,28 @@ class Trace:
                 op for op in ops if any(fields.path_matches(op.site, path) if isinstance(path, str) else op.site == path for path in paths)
             ]
         part = Trace(msgspec.structs.replace(data, events=kept, ops=ops, coverage=_coverage_of_part(data, kept, wanted)))
-        part._kept_of = sum(event.count for event in data.events) if self._kept_of is None else self._kept_of
+        part._unfiltered = self.calls if self._unfiltered is None else self._unfiltered
         return part
 
     def counts(self, by: str | Sequence[str] = "op") -> dict[Any, int]:
-        """How many collectives there are of each value of a field, or of each combination of several.
+        """Count collectives by the values of a field, or of several.
 
-        ``trace.counts()`` gives ``{"all_gather": 5, "reduce_scatter": 3}``; ``trace.counts(by=("mesh_dim", "op"))`` has
-        tuples as keys.
+        ``trace.counts()`` returns ``{"all_gather": 5, "reduce_scatter": 3}``; the keys of
+        ``trace.counts(by=("mesh_dim", "op"))`` are tuples.
 
         Raises:
-            SelectionError: there is no such field.
+            SelectionError: unknown field.
         """
         return self._totals(by, lambda event: event.count)
 
     def bytes(self, by: str | Sequence[str] = "op", of: OfBytes = "wire") -> dict[Any, int]:
-        """Bytes of each value of a field: on the wire, or what went in or came out.
+        """Sum bytes by the values of a field: on the wire, of the inputs, or of the outputs.
 
         Raises:
-            SelectionError: there is no such field, or no such kind of bytes.
+            SelectionError: unknown field or kind of bytes.
         """
         if of not in ("wire", "input", "output"):
-            raise SelectionError(f"There are no bytes of {of!r}: ask for 'wire', 'input' or 'output'.")
+            raise SelectionError(f"Unknown kind of bytes {of!r}: use 'wire', 'input' or 'output'.")
         name = f"{of}_bytes"
         return self._totals(by, lambda event: getattr(event, name) * event.count)
 
@@ -131,66 +131,66 @@ class Trace:
         return totals
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """One flat dict for each event: ready for ``pandas.DataFrame(rows)`` or ``csv.DictWriter``."""
+        """Return one flat dict per event, ready for ``pandas.DataFrame(rows)`` or ``csv.DictWriter``."""
         return rows(self.data)
 
     def whys(self) -> list[str]:
-        """The reason of each event in a few words, in the same order: whose parameters, which redistribution."""
+        """Return the reason of each event, in order: the parameters that it carries, the redistribution that it does."""
         return [summarise.why(event) for event in self.events]
 
     def to_summary(self) -> Summary:
-        """What :meth:`summary` prints, as data."""
-        return summarise.summarise(self.data, kept_of=self._kept_of)
+        """Return the content of :meth:`summary` as data."""
+        return summarise.summarise(self.data, unfiltered=self._unfiltered)
 
     def summary(self, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
-        """Print what the trace comes to: bytes and calls by mesh dimension, phase, op and module, and the costliest reasons.
+        """Print calls and bytes by mesh dimension, phase, op and module, and the costliest reasons.
 
         Args:
-            file: where to; standard output by default.
-            width: columns; by default those of the terminal.
-            colour: whether to use colour; by default where the file is a terminal that wants it.
+            file: standard output by default.
+            width: columns; the terminal's by default.
+            colour: use colour; by default only on a terminal that supports it.
         """
         from commlens.reports.trace_terminal import print_summary
 
         print_summary(self.to_summary(), file, width=width, colour=colour)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Render the summary for a notebook."""
         from commlens.reports.trace_notebook import summary_html
 
         return summary_html(self.to_summary())
 
     def write_html(self, path: str | os.PathLike[str], *, network: Network | str | None = None) -> None:
-        """Write the page that ``commlens view -o`` writes: one HTML file that works without a network. A file that is there is replaced.
+        """Write the page of ``commlens view -o``: one HTML file that works offline. An existing file is replaced.
 
         Args:
             path: the file.
-            network: estimate times for it: a network, or a preset's name such as ``"h100-ib"``.
+            network: a network to estimate times for, or a preset's name such as ``"h100-ib"``.
 
         Raises:
-            OutputError: it could not be written.
-            CommandError: there is no such preset.
+            OutputError: the file could not be written.
+            CommandError: unknown preset.
         """
         from commlens.atomic_write import write_whole
 
-        write_whole(Path(path), _page(self, Path(path).stem, network))
+        write_whole(Path(path), _page(self.data, Path(path).stem, network))
 
     def show(self, *, height: int = 800, network: Network | str | None = None) -> Framed:
-        """The same page inside a notebook's cell.
+        """Return the same page for a notebook's cell.
 
         Args:
-            height: of the cell's frame, in pixels.
+            height: height of the cell's frame, in pixels.
             network: as for :meth:`write_html`.
         """
         from commlens.reports.trace_notebook import Framed
 
-        return Framed(_page(self, "trace", network), height)
+        return Framed(_page(self.data, "trace", network), height)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save as JSON, schema ``commlens.trace/1``; compressed where the name ends with ``.gz``. A file that is there is replaced.
+        """Save as JSON, schema ``commlens.trace/1``; compressed if the name ends with ``.gz``. An existing file is replaced.
 
         Raises:
-            OutputError: it could not be written.
+            OutputError: the file could not be written.
         """
         from commlens.formats.trace_json import write_trace
 
@@ -198,47 +198,46 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a saved trace, or what CommDebugMode's ``generate_json_dump`` wrote.
+        """Read a saved trace, or the JSON of CommDebugMode's ``generate_json_dump``.
 
         Raises:
-            FormatError: the file is neither, or damaged.
+            FormatError: the file is neither, or it is damaged.
         """
         from commlens.formats.trace_json import read_trace
 
         return Trace(read_trace(Path(path)))
 
     def compare(self, other: Trace) -> Comparison:
-        """What is different in ``other``, in words and as data; false where nothing is."""
+        """Return how ``other`` differs from this trace; false if nothing changed."""
         from commlens.traces.diff import compare
 
         return compare(self.data, other.data)
 
 
-def _page(trace: Trace, name: str, network: Network | str | None) -> bytes:
-    from commlens.reports.trace_page import trace_page
+def _page(data: TraceData, name: str, network: Network | str | None) -> bytes:
     from commlens.traces.network import preset
-    from commlens.traces.ranks import RankTraces
+    from commlens.traces.page import page_of
 
-    return trace_page(RankTraces([trace]), name=name, network=preset(network) if isinstance(network, str) else network)
+    return page_of([data], name=name, network=preset(network) if isinstance(network, str) else network)
 
 
 def _coverage_of_part(data: TraceData, kept: list[TraceEvent], wanted: dict[str, Any]) -> Coverage:
-    """The whole trace's self-check, with what the part is of it."""
-    asked = ", ".join(f"{name}={_short(value)}" for name, value in wanted.items())
-    blind = [text for text in data.coverage.blind if not text.startswith(_PART)]
-    if asked:
+    """Return the whole trace's self-check, plus notes on the filter."""
+    filters = ", ".join(f"{name}={_short(value)}" for name, value in wanted.items())
+    blind = [text for text in data.coverage.blind if not text.startswith(_FILTERED_BY)]
+    if filters:
         number = sum(event.count for event in kept)
-        blind.append(f"{_PART}{asked}: {number} of {sum(event.count for event in data.events)} collectives.")
+        blind.append(f"{_FILTERED_BY}{filters}: {number} of {sum(event.count for event in data.events)} collectives.")
     if "step" in wanted:
-        names = [event for event in data.events if event.last_step is not None and event.last_step != event.step]
         shown = {id(event) for event in kept}
-        left_out = sum(event.count for event in names if id(event) not in shown)
+        several_steps = (event for event in data.events if event.last_step is not None and event.last_step != event.step)
+        left_out = sum(event.count for event in several_steps if id(event) not in shown)
         if left_out:
-            blind.append(f"{left_out} summarised collectives cannot be told apart by step and are left out.")
+            blind.append(f"{left_out} summarised collectives cannot be assigned to a step and are left out.")
     return msgspec.structs.replace(data.coverage, blind=blind)
 
 
-_PART = "This is the part with "
+_FILTERED_BY = "Filtered by "
 
 
 def _short(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""How a trace says things: bytes, groups, places, reasons."""
+"""Phrases for the terms of a trace: groups, places, causes, source lines and folded module paths."""
 
 from __future__ import annotations
 
@@ -7,50 +7,45 @@ from collections.abc import Iterable
 
 from commlens.model.collective import Frame, ProcessGroup
 from commlens.model.trace import Cause, Phase, TraceEvent
-from commlens.text import capital, count, format_ranks, group_label, joined, number, ranks_phrase, size
-
-__all__ = [
-    "capital", "cause_words", "count", "fold", "joined", "label", "natural", "number", "on_group", "pattern", "payload", "phase_name",
-    "place", "placements", "ranks_phrase", "short_op", "size", "source_words", "within",
-]  # fmt: skip
+from commlens.text import format_ranks, group_label, size
 
 _NUMBER = re.compile(r"\d+")
 
 
 def label(group: ProcessGroup) -> str:
-    """The group's name to show: the mesh dimension, else the description, else torch's name."""
+    """Return the group's short name: its mesh dimension, else its description, else torch's name."""
     return group_label(group, "default")
 
 
 def on_group(group: ProcessGroup) -> str:
-    """``"tp [0-3]"``: with its ranks, where they are known."""
+    """Return ``"tp [0-3]"``; the label alone where the ranks are unknown."""
     return f"{label(group)} [{format_ranks(group.ranks)}]" if group.ranks else label(group)
 
 
 def phase_name(phase: Phase | None) -> str:
-    """The phase as a word."""
+    """Return the phase's name."""
     return "unclassified" if phase is None else phase.value
 
 
 def place(phase: Phase | None, site: str | None) -> str:
-    """``"forward of MLP.net2"``, ``"the optimizer"``, ``"outside of every module"``."""
+    """Return ``"forward of MLP.net2"``, ``"the optimizer step"`` or ``"outside all modules"``."""
     if phase is Phase.OUTSIDE:
-        return "outside of every module" if site is None else f"outside, in {site}"
+        return "outside all modules" if site is None else f"outside, in {site}"
     if phase is Phase.OPTIMIZER:
-        return "the optimizer's step" if site is None else f"the optimizer's step, in {site}"
+        return "the optimizer step" if site is None else f"the optimizer step, in {site}"
     if phase is None:
         return "an unknown phase" if site is None else f"an unknown phase of {site}"
     return f"{phase.value} of {site}" if site is not None else f"{phase.value}, module unknown"
 
 
 def within(phase: Phase | None, site: str | None) -> str:
-    """``"in forward of MLP.net2"``, ``"outside of every module"``: the place after a verb."""
+    """Return the place with its preposition: ``"in forward of MLP.net2"``, ``"outside all modules"``."""
     text = place(phase, site)
     return text if phase is Phase.OUTSIDE else f"in {text}"
 
 
 def placements(text: str) -> str:
-    """``"(Shard(dim=0),)"`` -> ``"Shard(0)"``; several mesh dimensions stay in their brackets."""
+    """Shorten ``"(Shard(dim=0),)"`` to ``"Shard(0)"``; placements on several mesh dimensions keep their brackets."""
     text = text.replace("dim=", "").strip()
     if text.startswith("(") and text.endswith(",)"):
         return text[1:-2]
@@ -58,13 +53,13 @@ def placements(text: str) -> str:
 
 
 def short_op(name: str) -> str:
-    """``"aten.addmm.default"`` -> ``"addmm"``: without namespace and overload."""
+    """Shorten ``"aten.addmm.default"`` to ``"addmm"``."""
     parts = name.split(".")
     return parts[1] if len(parts) > 1 and parts[0] in ("aten", "prims") else name
 
 
 def cause_words(cause: Cause) -> str:
-    """``"DTensor: Partial(sum) -> Replicate(), needed by addmm (implicit)"``."""
+    """Return ``"DTensor Partial(sum) -> Replicate(), to run addmm (implicit)"``."""
     change = f"{placements(cause.before)} -> {placements(cause.after)}"
     needed = f", to run {short_op(cause.op)}" if cause.op else ""
     asked = "implicit" if cause.implicit else "explicit"
@@ -72,14 +67,14 @@ def cause_words(cause: Cause) -> str:
 
 
 def source_words(frame: Frame | None, through: str | None = None) -> str:
-    """``"train.py:57 (clip_grad_norm_)"``; empty where no line is known."""
+    """Return ``"train.py:57 (clip_grad_norm_)"``; empty if no line is known."""
     if frame is None:
         return through or ""
     return f"{frame.where} ({through})" if through else frame.where
 
 
 def payload(event: TraceEvent) -> str:
-    """``"float32 16.8 kB"``: what the rank puts in, or receives where that is more."""
+    """Return dtype and size, ``"float32 16.8 kB"``: the larger of input and output."""
     most = max(event.input_bytes, event.output_bytes)
     if not event.dtype and not most:
         return ""
@@ -87,12 +82,12 @@ def payload(event: TraceEvent) -> str:
 
 
 def pattern(path: str) -> str:
-    """The path with every number replaced: paths of one pattern are folded into one row."""
+    """Replace each numeric part of a path by ``#``. Paths with the same pattern are folded into one row."""
     return ".".join("#" if part.isdecimal() else part for part in path.split("."))
 
 
 def fold(paths: Iterable[str]) -> str:
-    """Paths of one pattern as one: ``layers.0`` ... ``layers.31`` -> ``"layers.0-31"``."""
+    """Fold paths of one pattern: ``layers.0`` to ``layers.31`` become ``"layers.0-31"``."""
     split = [path.split(".") for path in dict.fromkeys(paths)]
     if not split:
         return ""
@@ -103,7 +98,7 @@ def fold(paths: Iterable[str]) -> str:
 
 
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:
-    """A key that sorts ``layers.2`` before ``layers.10``."""
+    """Return a sort key that puts ``layers.2`` before ``layers.10``."""
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in _split(text))
 
 

@@ -1,4 +1,4 @@
-"""``commlens.trace()``. Imports torch only when it is called."""
+"""``commlens.trace()``, which imports torch only when it is called."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def trace(
     """Trace the collectives of a block of code: ``with commlens.trace() as trace: ...``, then ``trace.summary()``.
 
     Args:
-        depth: ``"collectives"`` costs next to nothing and leaves torch.compile alone; ``"ops"`` lists tensor ops, too, with a
+        depth: ``"collectives"`` costs almost nothing and leaves torch.compile alone; ``"ops"`` also records tensor ops, with a
             dispatch mode.
         steps: trace only these optimizer steps, counted from 0: ``"2:4"``, ``range(2, 4)``. None traces all.
-        whole_steps: so many steps are kept event by event, later ones are summarised (10 unless given), so that memory is bounded.
+        whole_steps: the number of steps kept event by event (default 10). Later steps are summarised to bound memory.
 
     Returns:
-        A context manager that is a :class:`commlens.Trace` of what it saw, during the block and after it.
+        A context manager that is also a :class:`commlens.Trace`, readable during and after the block.
 
     Raises:
         MissingDependency: torch is not installed.

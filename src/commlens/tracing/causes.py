@@ -1,4 +1,4 @@
-"""The DTensor op and the redistribution that a collective carries out, read from the frames that issue it."""
+"""The DTensor op and redistribution behind a collective, read from the frames that issue it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _CACHE_LIMIT = 10_000
 
 
 class Causes:
-    """Interned: a program repeats a few."""
+    """The causes seen so far, interned because programs repeat them."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Cause] = {}
 
     def find(self, info: StackInfo, frame: FrameType | None) -> Cause | None:
-        """The cause of a collective whose stack begins with ``frame``; None where no DTensor is involved."""
+        """Return the cause of a collective whose stack starts at ``frame``; None if no DTensor is involved."""
         op: str | None = None
         if info.dispatch_depth >= 0:
             (op_call,) = local_values(frame, info.dispatch_depth, "op_call")
@@ -29,7 +29,7 @@ class Causes:
         if before is None or after is None:
             return None
         mesh = before.mesh
-        implicit = op is not None and not (explicit or info.explicit)  # without an op somebody asked: to_local's backward, too
+        implicit = op is not None and not (explicit or info.explicit)  # without an op it was requested, also in to_local's backward
         return self._intern(
             (op, before.placements, after.placements, implicit, id(mesh)), op, before.placements, after.placements, implicit, mesh
         )

@@ -1,10 +1,10 @@
-"""Which module is being called, on every thread, and whose forward made the autograd node that runs now.
+"""The current module call on every thread, and the call whose forward made the running autograd node.
 
-``nn.Module.__call__`` is wrapped while a tracker is installed: the wrapper encloses the module's own hooks (a tensor-parallel
-plan communicates in those) and is left through ``finally`` when the module raises. No hook is registered, no tensor touched.
+``nn.Module.__call__`` is wrapped while a tracker is installed. The wrapper encloses the module's own hooks, in which tensor-parallel plans
+communicate, and is left through ``finally`` if the module raises. No hook is registered and no tensor is touched.
 
-Backward: autograd numbers its nodes, per thread, in the order of their creation. Each call remembers which numbers were given
-out while it ran; the node that runs now belongs to the innermost call that saw its number.
+Backward: autograd numbers its nodes per thread in the order of creation. Each call remembers the numbers assigned during the call. The
+running node belongs to the innermost call that covers its number.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -32,13 +32,13 @@ log = logging.getLogger("commlens")
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 _next_number: Callable[[], int] = torch.autograd._get_sequence_nr
-_NO_FORWARD_MADE_IT = 2**63
-"""Nodes numbered from here on accumulate gradients: no forward made them."""
+_FIRST_ACCUMULATION = 2**63
+"""Nodes with numbers from here on accumulate gradients; no forward made them."""
 _KEPT_CALLS = 100_000
 
 
 class ModuleRow:
-    """A module under one path: one row, however often it is called."""
+    """A module under one path: one row for all its calls."""
 
     __slots__ = ("__weakref__", "calls", "children", "index", "parent", "path", "recomputed", "ref", "type")
 
@@ -51,7 +51,7 @@ class ModuleRow:
         self.recomputed = 0
         self.parent = parent  # of its first call
         self.ref = weakref.ref(module)
-        self.children: dict[int, ModuleRow] = {}  # by id of the module that is called inside this one
+        self.children: dict[int, ModuleRow] = {}  # by id of the module called inside this one
 
 
 class ModuleCall:
@@ -61,28 +61,28 @@ class ModuleCall:
 
     def __init__(self, row: ModuleRow, number: int, parent: ModuleCall | None, run_by: int | None, start: int, compiled: bool) -> None:
         self.row = row
-        self.compiled = compiled  # of what torch.compile(module) returned, which may call the module in turn
-        self.number = number  # which call of the module it is, from 1; recomputations are counted by themselves
+        self.compiled = compiled  # a call of torch.compile(module)'s result, which may call the module itself
+        self.number = number  # counts the module's calls from 1; recomputations are counted separately
         self.parent = parent
-        self.run_by = run_by  # number of the autograd node that runs it again, else None
+        self.run_by = run_by  # number of the autograd node that recomputes it, else None
         self.start = start
-        self.end: int | None = None  # None while it runs
+        self.end: int | None = None  # None while it is running
 
     @property
     def in_backward(self) -> bool:
-        """Whether it is a recomputation."""
+        """Whether the call is a recomputation."""
         return self.run_by is not None
 
 
 class _Table:
-    """Calls of one thread that made autograd nodes, by the first number that they could have given out."""
+    """One thread's calls that made autograd nodes, by the first number they could have assigned."""
 
-    __slots__ = ("_fresh", "calls", "starts")
+    __slots__ = ("_step_start", "calls", "starts")
 
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.calls: list[ModuleCall] = []
-        self._fresh = 0  # where the calls since the last step begin
+        self._step_start = 0  # index of the first call since the last step
 
     def add(self, call: ModuleCall) -> None:
         if len(self.calls) >= _KEPT_CALLS:
@@ -91,7 +91,7 @@ class _Table:
         self.calls.append(call)
 
     def close(self, number: int | None = None) -> None:
-        """Calls that run on are followed no more: what they make from ``number`` on is not theirs, as far as anybody can tell."""
+        """Stop following running calls: nodes from ``number`` on are not attributed to them."""
         for call in self.calls:
             if call.end is None:
                 call.end = self.starts[-1] if number is None else number
@@ -107,13 +107,13 @@ class _Table:
         return call
 
     def step_ended(self) -> None:
-        """Forget all but the last step: a graph that outlives two optimizer steps is rare."""
-        self._forget(self._fresh)
-        self._fresh = len(self.calls)
+        """Keep only the last step: graphs rarely outlive two optimizer steps."""
+        self._forget(self._step_start)
+        self._step_start = len(self.calls)
 
     def _forget(self, count: int) -> None:
         del self.starts[:count], self.calls[:count]
-        self._fresh = max(0, self._fresh - count)
+        self._step_start = max(0, self._step_start - count)
 
 
 class _Here(threading.local):
@@ -126,7 +126,7 @@ class _Here(threading.local):
 
 
 class ModuleTracker:
-    """Follows the calls of modules while it is installed. Several may be at once, each with rows of its own."""
+    """Follows module calls while it is installed. Several trackers may be installed at once, each with its own rows."""
 
     def __init__(self) -> None:
         self.rows: list[ModuleRow] = []
@@ -136,43 +136,43 @@ class ModuleTracker:
         self._here = _Here(self._tables)
         self._by_path: dict[tuple[int, str], ModuleRow] = {}  # by id of the module, and path
         self._roots: list[ModuleRow] = []
-        self._class_names: dict[str, int] = {}  # how many roots of a class there are
+        self._class_names: dict[str, int] = {}  # number of roots per class
         self._paths: dict[int, tuple[weakref.ref[Module], list[str]]] = {}  # by id of the module
         self._parameters: dict[int, tuple[Any, str]] = {}  # by id of the parameter: weak reference and name under its root
         self._failed = False
 
-    # --- on and off
+    # --- install and remove
 
     def install(self) -> None:
-        """Follow calls from now on."""
+        """Start following calls."""
         global _trackers
         with _lock:
             _wrap_call()
             _trackers = (*_trackers, self)
 
     def remove(self) -> None:
-        """Stop. Calls under way end unseen."""
+        """Stop following calls, including those that are running."""
         global _trackers
         with _lock:
             _trackers = tuple(other for other in _trackers if other is not self)
             if not _trackers:
                 _unwrap_call()
             if self._tables and self._tables not in _earlier:
-                _earlier.appendleft(self._tables)  # somebody may go backward under another tracker
+                _earlier.appendleft(self._tables)  # their backward may run under another tracker
         self._here.table.close(_next_number())
         for table in list(self._tables):
             table.close()
         self._here = _Here(self._tables)
 
     def step_ended(self) -> None:
-        """An optimizer's step has ended: what was needed for its backward may go."""
+        """Drop calls that only the ended optimizer step's backward needed."""
         for table in list(self._tables):
             table.step_ended()
 
     # --- the calls
 
     def enter(self, module: Module) -> ModuleCall | None:
-        """A module is being called on this thread. None where it is to be passed over."""
+        """Record the start of a module call on this thread; return None if the module is skipped."""
         try:
             here = self._here
             stack = here.stack
@@ -188,10 +188,10 @@ class ModuleTracker:
                 row = parent.row.children.get(id(module))
                 if row is None or row.ref() is not module:
                     if isinstance(module, GraphModule) and not self._known_paths(module):
-                        return None  # what a compiler made of the parent: not a module of the model
+                        return None  # made by a compiler from the parent; not part of the model
                     row = self._row(inner := _compiled(module), parent)
                     if row is parent.row and parent.compiled:
-                        return None  # one call, seen already
+                        return None  # the same call, already recorded
                     compiled = inner is not module
                     if not compiled:
                         parent.row.children[id(module)] = row
@@ -213,7 +213,7 @@ class ModuleTracker:
         return call
 
     def leave(self, call: ModuleCall | None) -> None:
-        """That call is over, or raised."""
+        """Record the end of a call, normal or by an exception."""
         if call is None:
             return
         try:
@@ -234,10 +234,10 @@ class ModuleTracker:
     def _fail(self, error: Exception) -> None:
         if not self._failed:
             self._failed = True
-            log.warning("commlens: a module's call could not be followed: %s: %s", type(error).__name__, error)
+            log.warning("commlens: could not follow a module call: %s: %s", type(error).__name__, error)
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
-        """Where this thread is: the phase as far as modules and autograd tell it, and the module's call."""
+        """Return this thread's phase, as far as modules and autograd show it, and its module call."""
         stack = self._here.stack
         node = current_node()
         if node is None:
@@ -249,9 +249,9 @@ class ModuleTracker:
         return Phase.BACKWARD, self.find_node(node)
 
     def find_node(self, node: Any) -> ModuleCall | None:
-        """The call whose forward made an autograd node."""
+        """Return the call whose forward made an autograd node."""
         number = node._sequence_nr()
-        if number >= _NO_FORWARD_MADE_IT:
+        if number >= _FIRST_ACCUMULATION:
             return None
         own = self._here.table
         call = own.find(number)
@@ -281,7 +281,7 @@ class ModuleTracker:
             while root.parent is not None:
                 root = root.parent
             top = root.ref()
-            if top is not None:  # a module that was added since
+            if top is not None:  # the module was added after its root's first call
                 self._learn_paths(top, root.path)
                 paths = self._known_paths(module)
         if parent is not None:
@@ -312,11 +312,11 @@ class ModuleTracker:
                 paths.append(path)
 
     def path_of(self, module: Module) -> str | None:
-        """The path of a module of a tree that has been called."""
+        """Return the path of a module whose root has been called."""
         return next(iter(self._known_paths(module)), None)
 
     def parameter_path(self, parameter: Any) -> str | None:
-        """``"MLP.net1.weight"`` of a parameter of a module that has been called; None for any other tensor."""
+        """Return a parameter's path, ``"MLP.net1.weight"``, if its root has been called; None for other tensors."""
         reference, path = self._parameters.get(id(parameter), (None, ""))
         if reference is None or reference() is not parameter:
             self._parameters = {}
@@ -330,7 +330,7 @@ class ModuleTracker:
 
 
 def _compiled(module: Module) -> Module:
-    """The module that ``torch.compile(module)`` wrapped, else the module itself."""
+    """Return the module wrapped by ``torch.compile(module)``, or the module itself."""
     inner = module.__dict__.get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, Module) else module
 
@@ -342,9 +342,9 @@ def _without_wrappers(path: str) -> str:
 # --- the wrapper around nn.Module.__call__
 
 _trackers: tuple[ModuleTracker, ...] = ()
-_earlier: collections.deque[list[_Table]] = collections.deque(maxlen=4)  # calls that removed trackers saw
+_earlier: collections.deque[list[_Table]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
 _lock = threading.Lock()
-_wrapped: list[tuple[Any, Any]] = []  # the wrapper in place and what it wraps: at most one
+_wrapped: list[tuple[Any, Any]] = []  # at most one pair: the installed wrapper and the original
 
 
 def _wrap_call() -> None:
@@ -372,23 +372,23 @@ def _wrap_call() -> None:
                 tracker.leave(call)
 
     _wrapped.append((__call__, original))
-    _tell_dynamo(original, __call__)
+    _update_dynamo(original, __call__)
     setattr(Module, "__call__", __call__)  # noqa: B010
 
 
 def _unwrap_call() -> None:
     wrapper, original = _wrapped[0]
     if Module.__dict__.get("__call__") is not wrapper:
-        return  # somebody has wrapped ours since: it stays, and does nothing
+        return  # other code has wrapped our wrapper: leave it in place, idle
     setattr(Module, "__call__", original)  # noqa: B010
     _wrapped.clear()
-    _tell_dynamo(wrapper, original)
+    _update_dynamo(wrapper, original)
 
 
-def _tell_dynamo(before: Any, after: Any) -> None:
-    """Dynamo goes straight to a module's forward where ``__call__`` is as it has always been.
+def _update_dynamo(before: Any, after: Any) -> None:
+    """Make dynamo treat our ``__call__`` as the unpatched one, for which it calls a module's forward directly.
 
-    It shall do so with ours in place, too: else what is compiled now would hold, and be guarded on, our wrapper.
+    Otherwise compiled code would contain our wrapper and be guarded on it.
     """
     skip = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
     if skip is not None and hasattr(skip, "skip_code"):

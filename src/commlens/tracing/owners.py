@@ -1,7 +1,7 @@
-"""Whose parameters a library's collective carries: FSDP2's blocks, FSDP's units, DDP's buckets.
+"""The library and parameters behind a collective: FSDP2's blocks, FSDP's units, DDP's buckets.
 
-FSDP's own frames hold the block. DDP's reducer is C++: its buckets are launched in order, each the next run of parameters of
-an order that DDP's own statistics tell, as long as the sizes agree. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+FSDP's own frames hold the block. DDP's reducer is C++: it launches its buckets in order, and each takes the next parameters of an order
+that DDP's statistics report, as long as the sizes agree. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from commlens.tracing.stacks import StackInfo, local_values
 
 
 class Owners:
-    """Finds owners, and remembers what it found."""
+    """Finds and caches owners."""
 
     def __init__(self, modules: ModuleTracker) -> None:
         self._modules = modules
@@ -35,11 +35,11 @@ class Owners:
             reducer.start()
 
     def find(self, info: StackInfo, frame: FrameType | None, op: str, tensor: tuple[int, str] | None) -> tuple[Owner | None, str | None]:
-        """The owner of a collective, and the path of the module to which it belongs.
+        """Return the owner of a collective and the path of its module.
 
         Args:
-            info: what the stack tells.
-            frame: where the stack begins.
+            info: the facts of the stack.
+            frame: the innermost frame of the stack.
             op: the wire op.
             tensor: number of elements and dtype of its first tensor.
         """
@@ -63,7 +63,7 @@ class Owners:
         return None, None
 
     def hooked_call(self, info: StackInfo, frame: FrameType | None, call: ModuleCall) -> ModuleCall:
-        """The call of the FSDP2 block whose backward begins: its hook runs in the node that made its output, often a child's."""
+        """Return the call of the FSDP2 block whose backward starts. Its hook runs in the node of its output, often a child's node."""
         (state,) = local_values(frame, info.fsdp_state_depth, "self")
         modules = getattr(state, "_modules", ())
         outer: ModuleCall | None = call
@@ -81,7 +81,7 @@ class Owners:
             modules, owner = describe(block)
             path = next((p for m in modules if (p := self._modules.path_of(m))), None)
             known = (weakref.ref(block), owner, path)
-            if owner.parameters:  # else not yet initialised
+            if owner.parameters:  # none means not initialised yet
                 self._blocks[id(block)] = known
         _, owner, path = known
         return (Owner(owner.library, path, owner.parameters) if path else owner), path
@@ -122,20 +122,21 @@ class _Reducer:
             for name, p in module.module.named_parameters()
             if p.requires_grad and name not in ignored
         ]
-        self.orders: list[list[int]] = []  # in which its buckets may take the parameters; the first that fits the sizes is right
+        self.orders: list[list[int]] = []  # possible orders of the parameters in its buckets; the first that fits the sizes is correct
         self.rebuilt: list[int] = []
-        self.taken: dict[str, int] = {}  # by dtype: how many parameters of the order have been reduced
+        self.taken: dict[str, int] = {}  # by dtype: number of parameters reduced so far
         self.bucket = 0
 
     def start(self) -> None:
-        """A forward begins: its backward launches the buckets from the first on."""
+        """Start a forward: its backward launches the buckets from the first one."""
         _Reducer._count += 1
         self.started = _Reducer._count
-        self.orders = self._possible_orders()  # asked now: inside the reducer, asking it would wait for its own lock
+        self.orders = self._possible_orders()  # now: from inside the reducer this would deadlock on its lock
         self.taken = {}
         self.bucket = 0
 
     def next_bucket(self, numel: int, dtype: str) -> Owner | None:
+        """Return the next bucket if it has this size; None if the collective is not the reducer's."""
         for order in self.orders:
             of_dtype = [i for i in order if self.parameters[i][2] == dtype]
             start = self.taken.get(dtype, 0)
@@ -163,9 +164,9 @@ class _Reducer:
             return [self.rebuilt]
         orders = []
         try:
-            told = module.logger._get_ddp_logging_data().strs_map
+            statistics = module.logger._get_ddp_logging_data().strs_map
             for key in ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices"):
-                order = [int(number) for number in told.get(key, "").replace(",", " ").split()]
+                order = [int(number) for number in statistics.get(key, "").replace(",", " ").split()]
                 if sorted(order, reverse=True) == declared:
                     orders.append(order)
                     if key.startswith("rebuilt"):

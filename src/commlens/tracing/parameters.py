@@ -1,7 +1,7 @@
-"""What parameters the traced modules have, and how they are sharded between two steps.
+"""The parameters of the traced modules and their sharding between steps.
 
-FSDP2 gathers a block's parameters while it runs, so they are looked at when a step is over. A model that is only called forward, or is
-gone when the trace stops, was looked at when the call of its root had returned.
+FSDP2 gathers a block's parameters while it runs, so they are read when a step has ended. For a model that only runs forward, or is freed
+before the trace stops, they are read when its root's first call returns.
 
 Tried on torch 2.6.0 and 2.13.0.
 """
@@ -19,34 +19,34 @@ from commlens.tracing.modules import ModuleCall, ModuleRow
 
 
 class Parameters:
-    """The parameters of each row of a tracker."""
+    """The parameters of a tracker's rows."""
 
     def __init__(self, rows: list[ModuleRow]) -> None:
-        """Begin without any.
+        """Start without parameters.
 
         Args:
-            rows: the tracker's, which grow.
+            rows: the tracker's growing list of rows.
         """
         self._rows = rows
         self._known: dict[ModuleRow, tuple[TracedParameter, ...]] = {}
-        self._looked_at = 0  # so many rows
+        self._read_rows = 0  # number of rows read so far
 
-    def look(self, first: int = 0) -> None:
-        """Note how the parameters lie now, of the rows from ``first`` on whose modules still exist."""
+    def read(self, first: int = 0) -> None:
+        """Record the current sharding for the rows from ``first`` on whose modules still exist."""
         meshes: dict[int, str] = {}
         for row in self._rows[first:]:
             module = row.ref()
             if module is not None:
                 self._known[row] = tuple(_described(module, meshes))
-        self._looked_at = len(self._rows)
+        self._read_rows = len(self._rows)
 
     def left(self, call: ModuleCall) -> None:
-        """A module's call has returned: that of a root has shown new modules, if any."""
-        if call.parent is None and self._looked_at < len(self._rows):
-            self.look(self._looked_at)
+        """Read the parameters of new rows when a root's call has returned."""
+        if call.parent is None and self._read_rows < len(self._rows):
+            self.read(self._read_rows)
 
     def of(self, row: ModuleRow) -> tuple[TracedParameter, ...]:
-        """The parameters of a row."""
+        """Return the parameters of a row."""
         return self._known.get(row, ())
 
 
@@ -55,7 +55,7 @@ def _described(module: Module, meshes: dict[int, str]) -> list[TracedParameter]:
     for name, tensor in module._parameters.items():
         if tensor is None:
             continue
-        with contextlib.suppress(Exception):  # a lazy module's have no shape yet
+        with contextlib.suppress(Exception):  # parameters of a lazy module have no shape yet
             found.append(_parameter(name, tensor, meshes))
     return found
 

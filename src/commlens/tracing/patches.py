@@ -1,4 +1,4 @@
-"""Replacing what belongs to others, and putting it back."""
+"""Monkey patches that can be undone."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ _MISSING = object()
 
 
 class Patches:
-    """What was replaced, so that all of it can be put back, last first."""
+    """A list of replaced attributes, restored in reverse order."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []
-        self._aliased: dict[int, tuple[Any, Any]] = {}  # by id of a module's function: it, and what replaces it
+        self._aliased: dict[int, tuple[Any, Any]] = {}  # by id of a module's function: the function and its replacement
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Replace an attribute; a missing one is added."""
+        """Replace an attribute, or add it."""
         self._undo.append((owner, name, owner.__dict__.get(name, _MISSING)))
         setattr(owner, name, value)
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-        """Replace a function or method by ``wrapper(it)``; nothing where there is none."""
+        """Replace a function or method by ``wrapper(original)``, if it exists."""
         original = owner.__dict__.get(name)
         if original is None:
             return
@@ -33,7 +33,7 @@ class Patches:
             self._aliased[id(original)] = original, replacement
 
     def replace_aliases(self) -> None:
-        """Replace the functions that were wrapped until now under every name that any module has for them."""
+        """Replace the functions wrapped so far under every name that any module has for them."""
         aliased, self._aliased = self._aliased, {}
         for module in list(sys.modules.values()):
             if type(module) is not types.ModuleType:
@@ -43,7 +43,7 @@ class Patches:
                     self.set(module, alias, aliased[id(value)][1])
 
     def restore(self) -> None:
-        """Put everything back. What somebody else has replaced in the meantime is put back, too."""
+        """Restore all originals, even where other code has replaced ours since."""
         while self._undo:
             owner, name, value = self._undo.pop()
             if value is _MISSING:
@@ -54,6 +54,6 @@ class Patches:
 
 
 def called_by_torch(package: str = "torch") -> bool:
-    """Whether the function that asks was called from torch's own code. For wrappers that answer the user's code otherwise."""
+    """Check whether torch called the calling wrapper. Such wrappers answer the user's code differently."""
     name = str(sys._getframe(2).f_globals.get("__name__", ""))
     return name == package or name.startswith(package + ".")

@@ -1,4 +1,4 @@
-"""``commlens trace``: this process is traced from its start, and the trace is saved whatever becomes of it."""
+"""``commlens trace``: trace this process from its start and save the trace however it ends."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ log = logging.getLogger("commlens")
 
 
 def file_name(rank: int | None) -> str:
-    """``trace-rank3.json``; ``trace.json`` for a process that is no rank."""
+    """Return ``trace-rank3.json``; ``trace.json`` for a process without a rank."""
     return "trace.json" if rank is None else f"trace-rank{rank}.json"
 
 
 class TracedProcess:
-    """Traces this process and saves the trace once: at its end, or when SIGTERM ends it.
+    """Traces this process and saves the trace once: at its end, or on SIGTERM.
 
-    Nothing here raises into the program: what fails is logged in one line.
+    Errors are logged in one line and never raised into the program.
     """
 
     def __init__(self, directory: str, *, steps: str | None, depth: str, script: str) -> None:
         """Prepare.
 
         Args:
-            directory: where the file goes. It is made when there is something to save.
-            steps: which optimizer steps to trace, ``"2:4"``; None for all.
+            directory: folder for the file, created when the trace is saved.
+            steps: optimizer steps to trace, ``"2:4"``; None for all.
             depth: as in ``commlens.trace``.
-            script: what the trace says was run.
+            script: the command line to record in the trace.
 
         Raises:
-            CommandError: ``steps`` is none.
+            CommandError: ``steps`` is not a range of steps.
         """
         self.live = LiveTrace(steps=steps, depth=depth)
         self.saved: Path | None = None
@@ -53,14 +53,14 @@ class TracedProcess:
         self._pid = os.getpid()
         self._rank: int | None = None
         self._world_size = 1
-        self._taken: tuple[int, TraceData] | None = None  # at a destroy_process_group, with the number of collectives then
+        self._snapshot: tuple[int, TraceData] | None = None  # at destroy_process_group: number of collectives and trace
         self._patches = Patches()
         self._saving = threading.Lock()
         self._finishing = False  # the main thread is about to save
-        self._told_to_die = False
+        self._die_after_saving = False
 
     def start(self) -> None:
-        """Trace from now on."""
+        """Start tracing."""
         try:
             for name in ("_new_process_group_helper", "destroy_process_group"):
                 self._patches.wrap(c10d, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
@@ -72,16 +72,16 @@ class TracedProcess:
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether it is for this process to print a summary."""
+        """Whether this process prints the summary."""
         return not self._rank
 
     @property
     def rank(self) -> int | None:
-        """The rank that this process had or has; None without a process group."""
+        """This process's rank, current or former; None without a process group."""
         return self._rank
 
     def finish(self) -> Trace | None:
-        """Stop, save and give the trace; None where there is none, or in a forked child."""
+        """Stop, save and return the trace; None if there is none, or in a forked child."""
         if os.getpid() != self._pid:
             return None
         self._finishing = True
@@ -92,7 +92,7 @@ class TracedProcess:
             self._fail("could not save its trace", error)
             return None
         finally:
-            if self._told_to_die:
+            if self._die_after_saving:
                 _die_of_sigterm()
 
     # --- the file
@@ -109,10 +109,10 @@ class TracedProcess:
             return trace
 
     def _data(self) -> TraceData:
-        """As it is now; or as it was when the last groups were destroyed, if nothing was issued since."""
+        """Return the current trace, or that of the last destroy_process_group if no collective was issued since."""
         self._note_rank()
-        if self._taken is not None and self._taken[0] == self.live.tracer.dispatched:
-            data = self._taken[1]
+        if self._snapshot is not None and self._snapshot[0] == self.live.tracer.dispatched:
+            data = self._snapshot[1]
             data.steps = self.live.tracer.traced_steps()
         else:
             data = self.live.tracer.data()
@@ -125,7 +125,7 @@ class TracedProcess:
         if dist.is_initialized():
             self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
 
-    # --- groups: a trace names them, and they must still be there
+    # --- groups, which must be named before they are destroyed
 
     def _around_new_process_group_helper(self, original: Any) -> Any:
         def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
@@ -141,19 +141,19 @@ class TracedProcess:
             if os.getpid() == self._pid and (group is None or group is c10d._world.default_pg):
                 try:
                     self._note_rank()
-                    self._taken = self.live.tracer.dispatched, self.live.tracer.data()
+                    self._snapshot = self.live.tracer.dispatched, self.live.tracer.data()
                 except Exception as error:
                     self._fail("could not note its groups", error)
             return original(group)
 
         return destroy_process_group
 
-    # --- SIGTERM, by which torchrun ends the other workers when one has died
+    # --- SIGTERM, with which torchrun ends the other workers after a death
 
     def _save_on_sigterm(self) -> None:
-        """Save and die of it. Only where nobody else handles it; a program that installs its own handler later has its way.
+        """Save the trace on SIGTERM, then die of it. A handler of the program, earlier or later, takes precedence.
 
-        A thread does it, told through the wake-up descriptor: the main thread may sit in a collective for ever.
+        A thread saves, woken through the wake-up descriptor, because the main thread may be stuck in a collective forever.
         """
         if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
@@ -174,18 +174,18 @@ class TracedProcess:
                 self._die()
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        """In the main thread, where it is free: wait for the other thread's end of us. In a forked child there is no such thread."""
+        """Wait in the main thread until the other thread ends the process. A forked child has no such thread."""
         if os.getpid() != self._pid:
             _die_of_sigterm()
         if self._finishing and self.saved is None:
-            self._told_to_die = True
+            self._die_after_saving = True
             return
         threading.Event().wait(10)
         _die_of_sigterm()
 
     def _die(self) -> None:
         if self._finishing and self.saved is None:
-            return  # the main thread will
+            return  # the main thread saves and dies
         with contextlib.suppress(Exception):
             self._save()
         _die_of_sigterm()
@@ -195,7 +195,7 @@ class TracedProcess:
 
 
 def _die_of_sigterm() -> None:
-    """As if nobody had handled it. Python lets only the main thread say so; libc lets any."""
+    """Die as if SIGTERM had no handler. Python allows resetting it only in the main thread; libc allows it in any."""
     sys.stdout.flush()
     ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
     os.kill(os.getpid(), signal.SIGTERM)

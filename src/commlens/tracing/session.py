@@ -1,4 +1,4 @@
-"""``with commlens.trace() as trace:`` - tracing a block of code."""
+"""``with commlens.trace() as trace:``: trace a block of code."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class LiveTrace(Trace):
-    """A trace that is being made: a :class:`commlens.Trace` of what has been traced until it is looked at.
+    """A running trace: a context manager that is a :class:`commlens.Trace` of everything traced so far.
 
-    A context manager. Entered again, it goes on where it was; several may be open at once.
+    Entering it again continues the trace. Several may be open at once.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LiveTrace(Trace):
 
     @property
     def data(self) -> TraceData:
-        """What has been traced until now."""
+        """The trace so far."""
         if self._finished is not None:
             return self._finished
         data = self.tracer.data()
@@ -44,14 +44,14 @@ class LiveTrace(Trace):
         return data
 
     def start(self) -> None:
-        """Trace from now on: what ``with`` does."""
+        """Start tracing, as ``with`` does."""
         self._open += 1
         if self._open == 1:
             self._finished = None
             self.tracer.start()
 
     def stop(self) -> None:
-        """Stop. What was traced stays."""
+        """Stop tracing; the trace remains readable."""
         self._open -= 1
         if self._open == 0:
             self.tracer.stop()

@@ -1,7 +1,6 @@
-"""What a collective's Python stack tells, looked up once for each place in the program.
+"""The facts in a collective's Python stack, read once for each place in the program.
 
-The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack that shows none of them still gives the
-user's line.
+The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. A stack without any of them still yields the user's line.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _FSDP_STATE = ("distributed/fsdp/_fully_shard/_fsdp_state.py", "distributed/_com
 _FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
 _DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
 _OPS = "_ops.py"
-_DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # what a dispatch mode of ours puts below the issuer
+_DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # frames that our own dispatch mode adds below the issuer
 _MODULE = "nn/modules/module.py"
 _WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py")
 _NOT_CALLED_BY_NAME = (
@@ -46,7 +45,7 @@ _NOT_CALLED_BY_NAME = (
 
 
 class StackInfo:
-    """What one stack tells. Depths count frames outwards from the caller of the tap's kernel."""
+    """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1 means absent."""
 
     __slots__ = (
         "codes",
@@ -68,26 +67,26 @@ class StackInfo:
 
     def __init__(self, index: int, codes: list[CodeType]) -> None:
         self.index = index
-        self.codes = codes  # kept, since an id is only good as long as its object lives
+        self.codes = codes  # kept alive, since they are looked up by id
         self.source: Frame | None = None
         self.through: str | None = None
-        self.in_pass: str | None = None  # which of the autograd engine and a recomputation is innermost
+        self.in_pass: str | None = None  # ENGINE or RECOMPUTE, whichever is innermost
         self.in_optimizer = False
-        self.engine_calls = False  # C++ inside the engine issued it: DDP's reducer
-        self.packet: str | None = None  # "_c10d_functional.all_reduce", where Python called such an op
+        self.engine_calls = False  # issued by C++ inside the engine, such as DDP's reducer
+        self.packet: str | None = None  # "_c10d_functional.all_reduce", if Python called a functional op
         self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
         self.explicit = False
 
 
 class StackInfos:
-    """All stacks that have been seen."""
+    """The stacks seen so far."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], StackInfo] = {}
         self._count = 0
 
     def find(self, frame: FrameType | None, op: str) -> StackInfo:
-        """What the stack that ends with ``frame`` tells of a call of dispatcher op ``op``."""
+        """Return the facts of the stack that ends at ``frame``, for a call of dispatcher op ``op``."""
         key: list[Any] = [op]
         add = key.append
         walk = frame
@@ -104,7 +103,7 @@ class StackInfos:
         return known
 
     def forget_codes(self) -> None:
-        """Let go of the program's code: dynamo hangs what it compiled on it."""
+        """Release the program's code objects, to which dynamo attaches compiled code."""
         for info in self._known.values():
             info.codes = []
         self._known = {}
@@ -113,7 +112,7 @@ class StackInfos:
         info = StackInfo(self._count, [])
         self._count += 1
         library: Frame | None = None
-        outer_torch: FrameType | None = None  # the outermost frame of torch's that was seen so far
+        outer_torch: FrameType | None = None  # the outermost torch frame so far
         depth = 0
         issued_by_python = False
         while frame is not None:
@@ -123,7 +122,7 @@ class StackInfos:
                 inside = file[len(_TORCH) :]
                 if info.source is None and library is None:
                     if inside == _MODULE:
-                        outer_torch = None  # a module was called: what it calls in turn is its own affair
+                        outer_torch = None  # do not name functions that a module calls
                     elif inside not in _WRAPPERS and frame.f_code.co_name != "_no_grad_wrapper" and not _wraps_step(inside, frame):
                         outer_torch = frame
                 info.engine_calls = info.engine_calls or (not issued_by_python and _runs_engine(inside, frame))
@@ -132,7 +131,7 @@ class StackInfos:
             else:
                 issued_by_python = issued_by_python or not file.startswith(_OWN)
             if info.source is None and not file.startswith(_TORCH):
-                kind = _kind_of(file)
+                kind = kind_of_file(file)
                 if kind is FrameKind.USER:
                     info.source = Frame(file, frame.f_lineno or 0, frame.f_code.co_name, kind)
                 elif kind is FrameKind.LIBRARY and library is None:
@@ -186,8 +185,8 @@ def _wraps_step(file: str, frame: FrameType) -> bool:
     return file == _OPTIMIZER and frame.f_code.co_name == "wrapper"
 
 
-def steps_under_way(frame: FrameType | None) -> int:
-    """How many optimizers' ``step`` a stack is inside of: one that wraps another (ZeRO), or that calls its base class's, makes two."""
+def running_steps(frame: FrameType | None) -> int:
+    """Count the optimizer steps on a stack: two if one wraps another (ZeRO) or calls its base class's."""
     count = 0
     while frame is not None:
         file = frame.f_code.co_filename
@@ -197,10 +196,10 @@ def steps_under_way(frame: FrameType | None) -> int:
 
 
 def local_values(frame: FrameType | None, depth: int, *names: str) -> tuple[Any, ...]:
-    """Values of local variables, None each where it is not there.
+    """Return the values of local variables, None for missing ones.
 
-    Before Python 3.13 reading a frame's locals leaves a copy with the frame, which would keep tensors alive until the function
-    returns: it is emptied again. (Debuggers refresh it before they use it.)
+    Before Python 3.13, reading a frame's locals leaves a copy on the frame that keeps tensors alive until the function returns, so
+    it is cleared. (Debuggers refresh it before they use it.)
     """
     for _ in range(depth):
         frame = frame.f_back if frame is not None else None
@@ -220,7 +219,7 @@ def _packet_name(frame: FrameType) -> str | None:
 
 
 def _through(frame: FrameType | None) -> str | None:
-    """The name of the torch function that the user's line called; None where it is torch.distributed's own for this very op."""
+    """Return the torch function that the user's line called; None if it is torch.distributed's function for this op."""
     if frame is None:
         return None
     file = frame.f_code.co_filename[len(_TORCH) :]
@@ -231,7 +230,8 @@ def _through(frame: FrameType | None) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _kind_of(file: str) -> FrameKind:
+def kind_of_file(file: str) -> FrameKind:
+    """Classify a source file of this process."""
     return frame_kind(file, _prefixes())
 
 

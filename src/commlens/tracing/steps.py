@@ -1,4 +1,4 @@
-"""Which optimizer steps to trace: ``"2:4"``."""
+"""Parsing of the optimizer steps to trace: ``"2:4"``."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from commlens.errors import CommandError
 
 
 def parse_steps(steps: str | range | tuple[int, int | None] | None) -> tuple[int, int | None] | None:
-    """First step and the one after the last, counted from 0 as a slice does: ``"2:4"`` is steps 2 and 3, ``"2:"`` all from 2 on.
+    """Return the first step and the end, as in a slice: ``"2:4"`` is steps 2 and 3, ``"2:"`` all from 2 on.
 
-    A lone number is that one step. None means all steps.
+    A single number is that one step. None means all steps.
 
     Raises:
-        CommandError: it is none of these.
+        CommandError: not a range of steps.
     """
     if steps is None or isinstance(steps, tuple):
         return steps
@@ -28,4 +28,4 @@ def parse_steps(steps: str | range | tuple[int, int | None] | None) -> tuple[int
         else:
             if start >= 0 and (stop is None or stop > start):
                 return start, stop
-    raise CommandError(f"Steps are given as FIRST:LAST, for example 2:4 for steps 2 and 3, counted from 0; {steps!r} is not that.")
+    raise CommandError(f"{steps!r} is not a range of steps: give FIRST:LAST counted from 0, for example 2:4 for steps 2 and 3.")

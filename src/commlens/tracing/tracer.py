@@ -30,7 +30,7 @@ from commlens.tracing.owners import Owners
 from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters
 from commlens.tracing.raw_event import RawEvent
-from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, steps_under_way
+from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps
 from commlens.tracing.trace_events import TraceEvents, reduce_op_text
 from commlens.version import __version__
 
@@ -140,7 +140,7 @@ class Tracer:
         if not self._running:
             return
         self._running = False
-        self._parameters.look()
+        self._parameters.read()
         if self.ops is not None:
             self.ops.__exit__(None, None, None)
         tap.detach(self)
@@ -309,7 +309,7 @@ class Tracer:
 
     def _optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
         try:
-            if steps_under_way(sys._getframe(1)) > 1:
+            if running_steps(sys._getframe(1)) > 1:
                 return  # only the outermost step counts
             if self._stepping is None or self._stepping() is None:
                 self._stepping = weakref.ref(optimizer)
@@ -318,7 +318,7 @@ class Tracer:
             self.steps += 1
             self.modules.step_ended()
             if self.steps == 1:
-                self._parameters.look()
+                self._parameters.read()
             self._fold_old()
         except Exception as error:
             self._fail(error)

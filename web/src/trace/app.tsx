@@ -19,7 +19,7 @@ import { Tree, type TreeRow } from "./tree";
 import { Why } from "./why";
 import * as words from "./words";
 
-/** The page: what it carries, or a place to drop a file. */
+/** The page: its trace, or an empty viewer to drop a file on. */
 export function App({ carried, progress }: { carried: Loaded | null; progress: Progress }) {
   const [loaded, setLoaded] = useState(carried);
   const narrow = useNarrow();
@@ -41,7 +41,7 @@ function useNarrow(): boolean {
 
 const SIZES = [0, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8, 1e9];
 
-/** Where the reader is: of the address, once it says more than a section's name. */
+/** The filter and view in the address, if it has more than a section's name. */
 function fromHere(): { filter: Filter; view: View } {
   return fromAddress(anchor().includes("=") ? anchor() : "");
 }
@@ -55,7 +55,7 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
   const [view, setView] = useState(start.view);
   const [chosen, setChosen] = useState<Chosen | null>(null);
   const colours = useMemo(() => groupColours(trace), [trace]);
-  // One module alone of several alike was asked for: folded, it would not be seen by itself.
+  // The reader asked for one of several similar modules: folding would hide it.
   const folded = view.folded && !words.pattern(filter.module).includes("#");
   const tree = useMemo(() => new Tree(trace, folded), [trace, folded]);
   const events = useMemo(() => matching(trace, filter), [trace, filter]);
@@ -66,7 +66,7 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
   const [open, setOpen] = useState<ReadonlySet<string>>(() => firstOpen(tree, filter));
 
   useEffect(() => {
-    // Only once the reader has changed something: a link to a section stays what it is.
+    // Only after the reader changes something: a link to a section stays as it is.
     const address = toAddress(filter, view);
     try {
       if (address || anchor().includes("=")) setAnchor(address, false);
@@ -183,7 +183,7 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
   );
 }
 
-/** Roots and what they hold, or the way to the module that is asked for. */
+/** The roots and their children, or the path to the wanted module. */
 function firstOpen(tree: Tree, filter: Filter): Set<string> {
   const found = new Set(tree.roots.filter((row) => row.path).map((row) => row.path));
   if (filter.module) {
@@ -220,8 +220,8 @@ function answer(trace: Trace): string {
 
 function selfCheck(trace: Trace): string {
   const { dispatched, recorded, unclassified } = trace.coverage;
-  if (!trace.groupsKnown) return "CommDebugMode makes no self-check.";
-  const whole = dispatched === recorded ? `All ${count(dispatched, "collective")} that were dispatched are recorded` : `${number(recorded)} of ${count(dispatched, "collective")} that were dispatched are recorded`;
+  if (!trace.groupsKnown) return "CommDebugMode's JSON has no self-check.";
+  const whole = `${dispatched === recorded ? "All" : `${number(recorded)} of`} ${count(dispatched, "dispatched collective")} are recorded`;
   return `${whole}; ${unclassified ? `${number(unclassified)} are unclassified` : "none is unclassified"}.`;
 }
 

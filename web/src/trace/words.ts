@@ -1,4 +1,4 @@
-// How a trace says things. reading/words.py has the same phrases.
+// Phrases for the terms of a trace, the same as in commlens/traces/wording.py.
 
 import { number } from "../shared/words";
 import { type Cause, type Collective, type Frame, type Group, type Owner, PHASES, type Trace } from "./model";
@@ -49,8 +49,8 @@ export function sourceWords(event: Collective): string {
 
 export function place(phase: number, site: string | null): string {
   const name = PHASES[phase]!;
-  if (name === "outside") return site === null ? "outside of every module" : `outside, in ${site}`;
-  if (name === "optimizer") return site === null ? "the optimizer's step" : `the optimizer's step, in ${site}`;
+  if (name === "outside") return site === null ? "outside all modules" : `outside, in ${site}`;
+  if (name === "optimizer") return site === null ? "the optimizer step" : `the optimizer step, in ${site}`;
   if (name === "unclassified") return site === null ? "an unknown phase" : `an unknown phase of ${site}`;
   return site === null ? `${name}, module unknown` : `${name} of ${site}`;
 }
@@ -65,12 +65,12 @@ export function title(trace: Trace, event: Collective): string {
   return `${which} ${opOn(trace, event.op + towards, trace.groupOf(event).label)}`;
 }
 
-/** "all_reduce on tp"; the op alone where groups are not known. */
+/** "all_reduce on tp"; the op alone if groups are unknown. */
 export function opOn(trace: Trace, op: string, group: string): string {
   return trace.groupsKnown ? `${op} on ${group}` : op;
 }
 
-/** `[0, 1, 3]` is "0-1,3", `[0, 8, 16, 24]` "0-24:8": as model/ranks.py has it. */
+/** `[0, 1, 3]` becomes "0-1,3", `[0, 8, 16, 24]` becomes "0-24:8", as in commlens/text.py. */
 export function formatRanks(ranks: Iterable<number>): string {
   const left = [...new Set(ranks)].sort((a, b) => a - b);
   const parts: string[] = [];
@@ -97,12 +97,12 @@ export function formatRanks(ranks: Iterable<number>): string {
 
 const DIGITS = /^\d+$/;
 
-/** The path with every number replaced: what differs only in a number has one pattern. */
+/** Replace each number in a path: paths that differ only in numbers have the same pattern. */
 export function pattern(path: string): string {
   return path.split(".").map((part) => (DIGITS.test(part) ? "#" : part)).join(".");
 }
 
-/** Paths of one pattern as one: `layers.0` to `layers.31` is "layers.0-31". */
+/** Fold paths of one pattern: `layers.0` to `layers.31` become "layers.0-31". */
 export function fold(paths: readonly string[]): string {
   const split = [...new Set(paths)].map((path) => path.split("."));
   const first = split[0];
@@ -119,7 +119,7 @@ export function natural(one: string, other: string): number {
   return collator.compare(one, other);
 }
 
-/** Whether a path is what was asked for or below it, with or without the root's class name; `*` stands for one part. */
+/** Match a path to the wanted one or below it, with or without the root's class name; `*` matches one part. */
 export function pathMatches(path: string | null, wanted: string): boolean {
   if (path === null) return false;
   const parts = path.split(".");
@@ -129,7 +129,7 @@ export function pathMatches(path: string | null, wanted: string): boolean {
 
 function partMatches(part: string, wanted: string): boolean {
   if (wanted === "*" || part === wanted) return true;
-  const range = /^(\d+)-(\d+)$/.exec(wanted); // "0-31": what folded rows are called
+  const range = /^(\d+)-(\d+)$/.exec(wanted); // "0-31", as in the name of a folded row
   if (range && DIGITS.test(part)) return Number(part) >= Number(range[1]) && Number(part) <= Number(range[2]);
   return wanted.includes("+") && wanted.split("+").some((each) => each !== wanted && partMatches(part, each));
 }

@@ -1,6 +1,6 @@
-"""One self-contained HTML file: script, style and data lie in it, nothing comes from the network, and nothing from a file is ever markup.
+"""Self-contained HTML pages: script, style and data are in one file, nothing is loaded, and data is never interpreted as markup.
 
-The script and the stylesheet of each page are built from ``web/`` (``make page``) and lie in ``assets/``.
+``make page`` builds each page's script and stylesheet from ``web/`` into ``assets/``.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ICON: Final = (
 
 
 def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> bytes:
-    """Make the file.
+    """Return the HTML file.
 
     Args:
-        page: which of the pages.
-        title: of the browser's tab.
-        data: what the page shows; anything that msgspec can encode as JSON. None for a page that waits for a file.
-        text: what is shown where no script runs (a mail's preview, a text browser), and until the script has run.
+        page: the kind of page.
+        title: title of the browser's tab.
+        data: the content, anything that msgspec can encode as JSON; None for an empty viewer.
+        text: shown where no script runs (a mail's preview, a text browser), and until the script has run.
 
     Returns:
         The HTML, UTF-8.
@@ -70,12 +70,12 @@ def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> 
 </body>
 </html>
 """
-    # Lone surrogates (undecodable bytes in a file's name) cannot be encoded.
+    # Lone surrogates, from undecodable bytes in a file's name, cannot be encoded.
     return head.encode("utf-8", "replace")
 
 
 def asset(name: str) -> str:
-    """A built script or stylesheet."""
+    """Return a built script or stylesheet."""
     return resources.files("commlens.reports.page").joinpath("assets", name).read_text(encoding="utf-8")
 
 

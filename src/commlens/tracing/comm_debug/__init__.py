@@ -1,1 +1,1 @@
-"""``commlens.CommDebugMode``, a drop-in replacement for PyTorch's context manager of that name."""
+"""``commlens.CommDebugMode``, a drop-in replacement for PyTorch's context manager."""

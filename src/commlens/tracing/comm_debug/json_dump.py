@@ -1,4 +1,4 @@
-"""The JSON of CommDebugMode, as its browser page reads it: a tree of modules, each of them in it once."""
+"""The JSON of CommDebugMode, as PyTorch's browser page reads it: a tree that contains each module once."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from commlens.tracing.comm_debug.sections import Section, shown
 from commlens.tracing.ops import OpRecord
 
-_OURS = ("checkpointing", "optimizer", "unclassified")
-"""Passes of which PyTorch's format knows no collectives, or nothing at all: their keys are there only when they hold something."""
+_EXTRA_PASSES = ("checkpointing", "optimizer", "unclassified")
+"""Passes for which PyTorch's format lacks some or all keys. Those keys are written only when they have content."""
 
 
 def document(root: Section, noise_level: int) -> dict[str, Any]:
-    """The whole tree."""
+    """Return the whole tree."""
     documents: dict[int, dict[str, Any]] = {id(root): _section(root, noise_level)}
     todo = [root]
     while todo:
@@ -44,7 +44,7 @@ def _section(section: Section, noise_level: int) -> dict[str, Any]:
         "operations_backward": operations("backward"),
         "operations_checkpointing": operations("checkpointing"),
     }
-    for which in _OURS:
+    for which in _EXTRA_PASSES:
         for kind, found in (("collectives", collectives(which)), ("operations", operations(which))):
             if found:
                 entry[f"{kind}_{which}"] = found
@@ -60,7 +60,7 @@ def _operation(record: OpRecord) -> dict[str, Any]:
 
 
 def described(record: OpRecord) -> dict[str, Any]:
-    """An op as ``comm_module_operation_counts`` holds it."""
+    """Return an op in the form of ``comm_module_operation_counts``."""
     layout = record.layout
     which = record.phase.value if record.phase is not None else ""
     return {

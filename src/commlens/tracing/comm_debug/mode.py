@@ -1,6 +1,6 @@
-"""``commlens.CommDebugMode``: PyTorch's context manager of that name, with the same members, on the tracer.
+"""``commlens.CommDebugMode``: PyTorch's context manager with the same members, based on the tracer.
 
-Only what it counts differs, where PyTorch's is wrong or blind: docs/comm_debug_mode.md lists it.
+Its counts differ only where PyTorch's are wrong or incomplete: docs/comm_debug_mode.md lists the differences.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class CommDebugMode:
         assert comm_mode.get_comm_counts()[torch.ops.c10d_functional.all_reduce] == 1
         print(comm_mode.generate_comm_debug_tracing_table(noise_level=1))
 
-    Everything is cleared when the block is entered, again too; what was seen can be read during the block and after it. No
-    module, parameter or tensor is kept alive.
+    Entering the block clears everything. The results can be read during and after the block. No module, parameter or tensor is kept
+    alive.
     """
 
     def __init__(self) -> None:
@@ -83,41 +83,41 @@ class CommDebugMode:
     def __repr__(self) -> str:
         return f"CommDebugMode(get_total_counts()={self.get_total_counts()})"
 
-    # --- what was counted
+    # --- counts
 
     def get_total_counts(self) -> int:
-        """How many collectives there were."""
+        """Return the number of collectives."""
         return sum(self.comm_counts.values())
 
     def get_comm_counts(self) -> Counts:
-        """How many by op, as a ``defaultdict`` that goes on counting. Keys are ``torch.ops.c10d_functional.*`` and ``torch.ops.c10d.*``."""
+        """Return a live ``defaultdict`` of counts by op. Keys are ``torch.ops.c10d_functional.*`` and ``torch.ops.c10d.*``."""
         return self.comm_counts
 
     def get_parameter_info(self) -> dict[str, dict[str, Any]]:
-        """The parameters' data by module and name, of modules that were called and still exist."""
+        """Return the parameters' data by module and name, for called modules that still exist."""
         return self.advanced_module_tracker.module_parameters_dict
 
     def get_sharding_info(self) -> dict[str, Any]:
-        """The placements of parameters that are DTensors: ``{"MLPModule.net1.weight": (Shard(dim=0),)}``."""
+        """Return the placements of DTensor parameters: ``{"MLPModule.net1.weight": (Shard(dim=0),)}``."""
         return self.advanced_module_tracker.sharding_dict
 
     @property
     def comm_module_operation_counts(self) -> dict[str, dict[str, list[dict[str, Any]]]]:
-        """By module, ``"operations_list"``: each of its own ops with input shapes and placements."""
+        """Each module's own ops under ``"operations_list"``, with input shapes and placements."""
         found: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for record in self._records():
             path = self._modules.nearest(record.site).path
             found.setdefault(path, {"operations_list": []})["operations_list"].append(json_dump.described(record))
         return found
 
-    # --- what it says
+    # --- output
 
     def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
-        """A table of modules with their collectives and ops, with ANSI colours.
+        """Return a table of modules with their collectives and ops, in ANSI colours.
 
         Args:
-            noise_level: 0 counts of collectives; 1 also module types, parameters and DTensor ops; 2 also other ops; 3 also
-                trivial ones, such as views.
+            noise_level: 0 shows counts of collectives; 1 adds module types, parameters and DTensor ops; 2 adds other ops; 3 adds
+                trivial ops such as views.
         """
         return table.table(self._sections(), noise_level)
 
@@ -127,15 +127,15 @@ class CommDebugMode:
         Path(file_name).write_text(text, encoding="utf-8")
 
     def generate_json_dump(self, file_name: str = "comm_mode_log.json", noise_level: int = 3) -> None:
-        """Write the same as JSON, in the format that PyTorch's browser page reads."""
+        """Write the same content as JSON, in the format of PyTorch's browser page."""
         with Path(file_name).open("w", encoding="utf-8") as file:
             json.dump(json_dump.document(self._sections(), noise_level), file, indent=4)
 
     def trace(self) -> Trace:
-        """The same collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes and lines of code."""
+        """Return the collectives as a :class:`commlens.Trace`: in order, with bytes, groups, causes and lines of code."""
         return Trace(TraceData() if self._tracer is None else self._tracer.data())
 
-    # --- how it comes about
+    # --- counting
 
     def _clear(self) -> None:
         self.comm_counts.clear()
@@ -149,7 +149,7 @@ class CommDebugMode:
         self._count(key_of(event), event.phase, self._owner(event) or event.path)
 
     def _owner(self, event: RawEvent) -> str | None:
-        """The block whose parameters a collective carries: FSDP2 gathers one while it is inside another."""
+        """Return the block whose parameters a collective carries. FSDP2 gathers one block's parameters inside another block."""
         owner = event.owner
         if owner is None or not owner.library.startswith("FSDP"):
             return None
@@ -160,7 +160,7 @@ class CommDebugMode:
         which = PASSES[phase]
         module = self._modules.nearest(path)
         if path is not None and path != module.path:
-            self._add(path, which, packet)  # its call is still to come
+            self._add(path, which, packet)  # not called yet
         while True:
             self._add(module.path, which, packet)
             if module.parent is None:

@@ -1,4 +1,4 @@
-"""The modules that CommDebugMode shows, and ``advanced_module_tracker``, under which its users find them."""
+"""The modules of a CommDebugMode context, and its ``advanced_module_tracker``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GLOBAL = "Global"
 
 
 class SeenModule:
-    """A module that was called in the context. Its parameters are its own: nothing here keeps them alive."""
+    """A module called in the context. It keeps neither the module nor its parameters alive."""
 
     __slots__ = ("children", "depth", "parent", "path", "placements", "reference", "type")
 
@@ -30,10 +30,10 @@ class SeenModule:
         self.parent = parent
         self.reference = reference
         self.children: list[SeenModule] = []
-        self.placements: dict[str, Any] = {}  # by parameter's name, DTensors only
+        self.placements: dict[str, Any] = {}  # by parameter name, DTensors only
 
     def with_descendants(self) -> Iterator[SeenModule]:
-        """Itself and all that were called inside, callers first."""
+        """Yield the module and all modules called inside it, callers first."""
         todo = [self]
         while todo:
             module = todo.pop()
@@ -42,19 +42,19 @@ class SeenModule:
 
 
 class SeenModules:
-    """The modules of one context by path, in the order of their first calls."""
+    """The modules of one context by path, in the order of first calls."""
 
     def __init__(self) -> None:
         self.root = SeenModule(GLOBAL, "", 0, None, None)
         self.by_path: dict[str, SeenModule] = {GLOBAL: self.root}
 
     def entered(self, call: ModuleCall, module: Any) -> None:
-        """A module is being called."""
+        """Record a call of a module."""
         if call.row.path not in self.by_path:
             self.of_row(call.row)
 
     def of_row(self, row: ModuleRow) -> SeenModule:
-        """The module of a tracker's row."""
+        """Return the module of a tracker's row."""
         seen = self.by_path.get(row.path)
         if seen is None:
             parent = self.of_row(row.parent) if row.parent is not None else self.root
@@ -67,7 +67,7 @@ class SeenModules:
         return seen
 
     def nearest(self, path: str | None) -> SeenModule:
-        """The module of a path or, where it has not been called yet, the one that it is part of."""
+        """Return the module of a path, or its nearest called ancestor."""
         while path:
             seen = self.by_path.get(path)
             if seen is not None:
@@ -77,35 +77,35 @@ class SeenModules:
 
 
 class ModuleView:
-    """What ``comm_mode.advanced_module_tracker`` offers. Dictionaries are made when they are asked for."""
+    """The ``comm_mode.advanced_module_tracker``. Its dictionaries are built on access."""
 
     def __init__(self) -> None:
         self._modules = SeenModules()
         self._tracer: Tracer | None = None
 
     def follow(self, tracer: Tracer, modules: SeenModules) -> None:
-        """Show another context."""
+        """Switch to another context."""
         self._tracer, self._modules = tracer, modules
 
     @property
     def is_bw(self) -> bool:
-        """Whether this thread is inside a backward pass."""
+        """Whether this thread is in a backward pass."""
         return bool(torch._C._current_graph_task_id() != -1)
 
     @property
     def activation_checkpointing(self) -> bool:
-        """Whether this thread is running a forward again for activation checkpointing."""
+        """Whether this thread is recomputing a forward for activation checkpointing."""
         return self._tracer is not None and self._tracer.locate()[0] is Phase.RECOMPUTATION
 
     @property
     def name(self) -> str:
-        """The module that this thread is in, ``"Global"`` outside of modules."""
+        """The module that this thread is in; ``"Global"`` outside all modules."""
         call = self._tracer.locate()[1] if self._tracer is not None else None
         return call.row.path if call is not None else GLOBAL
 
     @property
     def module_helper_dict(self) -> dict[str, dict[str, Any]]:
-        """By path: ``depth``, and but for ``"Global"`` ``module_type``; ``parameters`` where some are DTensors."""
+        """By path: ``depth``, ``module_type`` (except for ``"Global"``), and ``parameters`` if any are DTensors."""
         found: dict[str, dict[str, Any]] = {}
         for module in self._modules.root.with_descendants():
             entry: dict[str, Any] = {"depth": module.depth}
@@ -118,7 +118,7 @@ class ModuleView:
 
     @property
     def module_parents_dict(self) -> dict[str, set[str]]:
-        """By path: the paths of the module itself and of all that it was called in, ``"Global"`` among them."""
+        """By path: the paths of the module and all modules around it, including ``"Global"``."""
         found: dict[str, set[str]] = {GLOBAL: set()}
         for module in self._modules.root.with_descendants():
             if module.parent is not None:
@@ -127,7 +127,7 @@ class ModuleView:
 
     @property
     def parent_dict(self) -> dict[str, list[str]]:
-        """By path: the modules called directly inside, each once."""
+        """By path: the modules called directly inside it, each once."""
         return {m.path: [child.path for child in m.children] for m in self._modules.root.with_descendants() if m.children}
 
     @property
@@ -138,7 +138,7 @@ class ModuleView:
 
     @property
     def module_parameters_dict(self) -> dict[str, dict[str, Any]]:
-        """By path: the parameters' data by name, of the modules that have any and that still exist."""
+        """By path: the parameters' data by name, for modules that have parameters and still exist."""
         found: dict[str, dict[str, Any]] = {}
         with torch.utils._python_dispatch._disable_current_modes():  # reading data is an op
             for seen in self._modules.root.with_descendants():
@@ -154,6 +154,6 @@ class ModuleView:
         print(self.module_parameters_dict)
 
     def print_sharding_info(self) -> None:
-        """Print ``sharding_dict``, a line each."""
+        """Print ``sharding_dict``, one parameter per line."""
         for name, placements in self.sharding_dict.items():
             print(f"{name}: {placements}")

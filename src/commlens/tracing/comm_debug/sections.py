@@ -1,4 +1,4 @@
-"""What CommDebugMode prints of one context, as plain data: a section for each module, for the table and the JSON."""
+"""The output of CommDebugMode as plain data: one section per module, for the table and the JSON."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from commlens.tracing.ops import OpRecord
 
 PASSES = {
     Phase.FORWARD: "forward",
-    Phase.OUTSIDE: "forward",  # a call in no module at all: where CommDebugMode's users look for it
+    Phase.OUTSIDE: "forward",  # outside all modules; CommDebugMode's users expect it here
     Phase.BACKWARD: "backward",
     Phase.RECOMPUTATION: "checkpointing",
     Phase.OPTIMIZER: "optimizer",
     None: "unclassified",
 }
-"""Under which pass something is counted."""
+"""The pass under which each phase is counted."""
 
 TRIVIAL = frozenset(
     ("aten.detach.default", "aten.t.default", "aten.view.default", "aten._to_copy.default", "aten.as_strided.default", "aten.transpose.int")
@@ -33,13 +33,13 @@ class Section:
     depth: int
     module_type: str
     parameters: dict[str, Any]  # placements by name
-    collectives: Mapping[str, Mapping[Any, int]]  # by pass, by packet; those of the modules inside are in it
-    operations: dict[str, list[OpRecord]]  # by pass; own ones only
+    collectives: Mapping[str, Mapping[Any, int]]  # by pass and packet, including modules inside
+    operations: dict[str, list[OpRecord]]  # by pass, own ops only
     children: list[Section] = field(default_factory=list)
 
 
 def sections(modules: SeenModules, counts: Mapping[str, Mapping[str, Mapping[Any, int]]], records: list[OpRecord]) -> Section:
-    """All sections, as the tree of ``"Global"``."""
+    """Return the tree of sections, rooted at ``"Global"``."""
     operations: dict[str, dict[str, list[OpRecord]]] = {}
     for record in records:
         by_pass = operations.setdefault(modules.nearest(record.site).path, {})
@@ -58,7 +58,7 @@ def sections(modules: SeenModules, counts: Mapping[str, Mapping[str, Mapping[Any
 
 
 def shown(records: list[OpRecord], noise_level: int) -> list[OpRecord]:
-    """The ops that a noise level shows: 1 DTensor ops, 2 others too, both without the trivial ones; 3 all."""
+    """Return the ops that a noise level shows: 1 DTensor ops, 2 also others, both without trivial ops; 3 all ops."""
     if noise_level <= 0:
         return []
     if noise_level >= 3:

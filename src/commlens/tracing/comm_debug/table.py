@@ -1,4 +1,4 @@
-"""The table of CommDebugMode: its layout, indents and colours are PyTorch's, so that people find their way."""
+"""The table of CommDebugMode, in PyTorch's exact layout, indents and colours."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ HEADINGS = {
 
 
 def table(root: Section, noise_level: int) -> str:
-    """The whole table, with ANSI colours."""
+    """Return the table with ANSI colours."""
     return "".join(f"{line}\n" for line in _lines(root, noise_level))
 
 
 def without_colours(text: str) -> str:
-    """The same for a file."""
+    """Remove ANSI colours, for a file."""
     return _ANSI.sub("", text)
 
 

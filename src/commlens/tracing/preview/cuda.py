@@ -1,6 +1,6 @@
-"""A preview of a program for GPUs on a machine without: its ``cuda`` is the CPU, and it is told what it asks about GPUs.
+"""Previews of GPU programs on a machine without GPUs: ``cuda`` becomes the CPU, and queries about GPUs get plausible answers.
 
-Only the program is told; torch's own code sees the machine as it is. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+Only the program gets these answers; torch's own code sees the real machine. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from commlens.tracing.patches import Patches, called_by_torch
 _CPU = torch.device("cpu")
 _MEMORY = 80 << 30
 _PROPERTIES = types.SimpleNamespace(
-    name="a GPU that commlens preview pretends", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132, is_integrated=0
+    name="a fake GPU of commlens preview", total_memory=_MEMORY, major=9, minor=0, multi_processor_count=132, is_integrated=0
 )
 
 
 def _on_cpu(value: Any) -> Any:
-    """``cuda`` in any of its forms becomes ``cpu``."""
+    """Replace ``cuda`` in any form by ``cpu``."""
     if isinstance(value, torch.device):
         return _CPU if value.type == "cuda" else value
     if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
@@ -33,22 +33,22 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _device_on_cpu(value: Any) -> Any:
-    """The same where a number, too, names a GPU."""
+    """Do the same where a number also names a GPU."""
     return "cpu" if isinstance(value, int) and not isinstance(value, bool) else _on_cpu(value)
 
 
-_TORCH_KNOWS = ("is_available", "device_count", "is_initialized", "is_bf16_supported", "init")
+_ASKED_BY_TORCH = ("is_available", "device_count", "is_initialized", "is_bf16_supported", "init")
 _TO = (torch.Tensor.to, torch._C._nn._parse_to)
 
 
 class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
-    """Maps the devices that torch's functions are given."""
+    """Maps devices in the arguments of torch functions."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
         kwargs = kwargs or {}
-        if func is torch.device:  # the program may look at it: it is mapped where it is used
+        if func is torch.device:  # stays visible to the program; mapped where it is used
             return func(*args, **kwargs)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": _device_on_cpu(kwargs["device"])}
@@ -60,7 +60,7 @@ class _CudaIsCpu(TorchFunctionMode):  # type: ignore[misc]
 
 
 class FakeCuda:
-    """The pretence, while it lasts."""
+    """Fake GPUs, while installed."""
 
     def __init__(self, local_rank: int, local_world_size: int) -> None:
         self._local_rank = local_rank
@@ -69,12 +69,12 @@ class FakeCuda:
 
     @staticmethod
     def wanted() -> bool:
-        """Whether there is no GPU."""
+        """Check that the machine has no GPU."""
         return not torch.cuda.is_available()
 
     def install(self, patches: Patches) -> None:
-        """Replace what asks for GPUs."""
-        self._answer_the_program(patches)
+        """Replace the queries about GPUs."""
+        self._answer_queries(patches)
         _map_constructors(patches)
         self._mode.__enter__()
 
@@ -82,7 +82,7 @@ class FakeCuda:
         """Leave the mode."""
         self._mode.__exit__(None, None, None)
 
-    def _answer_the_program(self, patches: Patches) -> None:
+    def _answer_queries(self, patches: Patches) -> None:
         cuda, accelerator = torch.cuda, getattr(torch, "accelerator", None)
         rank, count = self._local_rank, self._local_world_size
         nothing: Any = None
@@ -93,14 +93,14 @@ class FakeCuda:
             "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "utilization": 0,
             "reset_peak_memory_stats": nothing, "reset_max_memory_allocated": nothing, "mem_get_info": (_MEMORY, _MEMORY),
             "memory_stats": defaultdict(int), "memory_summary": "", "set_per_process_memory_fraction": nothing, "set_rng_state": nothing,
-            "current_stream": _Idle(), "default_stream": _Idle(), "set_stream": nothing,
+            "current_stream": _NoOp(), "default_stream": _NoOp(), "set_stream": nothing,
         }  # fmt: skip
         for name, answer in answers.items():
-            # What can only raise without a GPU is answered to torch, too: it asks because it was given a device.
-            patches.wrap(cuda, name, _answering(answer, torch_too=name not in _TORCH_KNOWS))
+            # Calls that would raise without a GPU are answered for torch too, which makes them only for a given device.
+            patches.wrap(cuda, name, _answering(answer, for_torch=name not in _ASKED_BY_TORCH))
         patches.wrap(cuda, "get_rng_state", lambda original: lambda *args, **kwargs: torch.get_rng_state())
         for name in ("Stream", "Event", "device", "stream"):
-            patches.wrap(cuda, name, lambda original: _Idle if isinstance(original, type) else _answering(_Idle())(original))
+            patches.wrap(cuda, name, lambda original: _NoOp if isinstance(original, type) else _answering(_NoOp())(original))
         for name in ("range_push", "range_pop", "mark"):
             patches.wrap(cuda.nvtx, name, _answering(nothing))
         if accelerator is not None:
@@ -110,7 +110,7 @@ class FakeCuda:
                 ("set_device_index", nothing),
                 ("set_device_idx", nothing), ("current_device_index", rank), ("current_device_idx", rank), ("synchronize", nothing),
                 ("current_device", device), ("empty_cache", nothing), ("memory_allocated", 0), ("max_memory_allocated", 0),
-                ("reset_peak_memory_stats", nothing), ("current_stream", _Idle()),
+                ("reset_peak_memory_stats", nothing), ("current_stream", _NoOp()),
             ):  # fmt: skip
                 patches.wrap(accelerator, name, _answering(answer))
         import torch.distributed as dist
@@ -119,13 +119,13 @@ class FakeCuda:
             patches.wrap(dist.distributed_c10d, name, _answering(True))
 
 
-class _Idle:
-    """A stream, an event, a context: nothing happens in it."""
+class _NoOp:
+    """A stream, event or context that does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def __enter__(self) -> _Idle:
+    def __enter__(self) -> _NoOp:
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -137,11 +137,11 @@ class _Idle:
         return lambda *args, **kwargs: 0.0 if name == "elapsed_time" else True if name == "query" else None
 
 
-def _answering(answer: Any, *, torch_too: bool = False) -> Any:
+def _answering(answer: Any, *, for_torch: bool = False) -> Any:
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if not torch_too and called_by_torch() else answer
+            return original(*args, **kwargs) if not for_torch and called_by_torch() else answer
 
         return wrapper
 
@@ -149,7 +149,7 @@ def _answering(answer: Any, *, torch_too: bool = False) -> Any:
 
 
 def _map_constructors(patches: Patches) -> None:
-    """What takes a device and is no function that the mode sees."""
+    """Map the devices of constructors and methods that the mode does not see."""
     import torch.distributed.device_mesh as device_mesh
     import torch.utils._device
     from torch.nn.parallel import DistributedDataParallel
@@ -200,11 +200,11 @@ def _map_constructors(patches: Patches) -> None:
     with contextlib.suppress(ImportError, AttributeError):
         from torch.distributed.tensor import _collective_utils
 
-        patches.wrap(_collective_utils, "shard_dim_alltoall", _as_on_gpus)
+        patches.wrap(_collective_utils, "shard_dim_alltoall", _alltoall_as_on_gpus)
 
 
 def _init_device_handle_on_cpu(original: Any) -> Any:
-    """FSDP of the first generation refuses to run without an accelerator (2.13.0)."""
+    """Give FSDP1 a CPU device: it refuses to run without an accelerator (2.13.0)."""
 
     @functools.wraps(original)
     def _init_device_handle(state: Any, module: Any, ignored_params: Any, device_id: Any) -> Any:
@@ -221,8 +221,8 @@ def _mapping_load(original: Any) -> Any:
     return load
 
 
-def _as_on_gpus(original: Any) -> Any:
-    """On a CPU mesh DTensor gathers where it exchanges on GPUs."""
+def _alltoall_as_on_gpus(original: Any) -> Any:
+    """Use the all-to-all of GPU meshes; on a CPU mesh DTensor gathers instead."""
 
     @functools.wraps(original)
     def shard_dim_alltoall(input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:

@@ -1,8 +1,8 @@
 """Object collectives of a fake world, where no other rank exists to send an object.
 
-What this rank itself sends is right as it is. What another rank would send is found out by running the program as that rank,
-too, up to there (see ``preview.py``). The tensors that carry it are filled in at the tap, so that torch's own functions run
-as they are. DumpFiles objects are taken to be this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+Objects that this rank sends are handled by torch. An object from another rank is learned by running the program as that rank up to the
+send (see ``preview.py``). The tensors that carry it are filled at the tap, so torch's own functions run unchanged. Gathered objects are
+assumed to equal this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from commlens.tap import tap
 from commlens.tracing.patches import Patches
 
 Key = tuple[str, int, int | None, tuple[int, ...], int]
-"""Function, global rank of the source, that of the destination where there is one, ranks of the group, and the how many-th such call."""
+"""Function, global rank of the source, of the destination if any, ranks of the group, and the count of such calls."""
 
 Message = list[bytes]
 """Pickled objects."""
 
 
 class Unknown(BaseException):
-    """This rank needs an object of another rank's. Passes through ``except Exception``."""
+    """This rank needs an object from another rank. ``except Exception`` does not catch it."""
 
     def __init__(self, key: Key) -> None:
         super().__init__(f"rank {key[1]} sends an object")
@@ -35,7 +35,7 @@ class Unknown(BaseException):
 
 
 class Learned(BaseException):
-    """The run got as far as was asked for."""
+    """The run has reached the wanted send."""
 
 
 class Objects:
@@ -48,20 +48,20 @@ class Objects:
 
         Args:
             rank: the rank that this process plays.
-            known: what other ranks send; None where that could not be found out.
-            until: stop with ``Learned`` when this message is sent, and keep it in ``known``.
+            known: messages from other ranks; None for those that could not be learned.
+            until: raise ``Learned`` when this message is sent, and keep it in ``known``.
         """
         self.rank = rank
         self.known = known
         self.until = until
-        self.unknowable: list[str] = []
+        self.unknown: list[str] = []
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._deliveries = _Deliveries()
 
     def install(self, patches: Patches) -> None:
         """Wrap torch's functions."""
         for name in ("all_gather_object", "gather_object"):
-            patches.wrap(c10d, name, self._loops_back)
+            patches.wrap(c10d, name, self._wrap_gather)
         patches.wrap(c10d, "broadcast_object_list", self._broadcast)
         patches.wrap(c10d, "scatter_object_list", self._scatter)
         patches.wrap(c10d, "send_object_list", self._send)
@@ -69,19 +69,19 @@ class Objects:
         tap.attach(self)
 
     def remove(self) -> None:
-        """Listen no more."""
+        """Detach from the tap."""
         tap.detach(self)
 
     def delivering(self, *contents: torch.Tensor | bytes) -> _Delivery:
-        """A context in which the next collectives that receive something receive this."""
+        """Return a context in which the next receiving collectives receive these contents."""
         return _Delivery(
             self._deliveries, [torch.frombuffer(bytearray(c), dtype=torch.uint8) if isinstance(c, bytes) else c for c in contents]
         )
 
-    # --- the tap's calls
+    # --- called by the tap
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
-        """What is delivered by this op, if anything."""
+        """Return a function that fills the op's tensors, if it delivers anything."""
         deliveries = self._deliveries
         if deliveries.gathers and spec.name == "gather_":
             return lambda: _loop_back(arguments)
@@ -91,16 +91,16 @@ class Objects:
         return None
 
     def returned(self, token: Any, result: Any) -> None:
-        """The tensors are there to be filled."""
+        """Fill the tensors."""
         if token is not None:
             token()
 
     def raised(self, token: Any, error: BaseException) -> None:
-        """Nothing to deliver to."""
+        """Deliver nothing."""
 
     # --- the wrappers
 
-    def _loops_back(self, original: Any) -> Any:
+    def _wrap_gather(self, original: Any) -> Any:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             with unset_fake_temporarily(), self._deliveries.gathering():
@@ -118,7 +118,7 @@ class Objects:
             group_src: int | None = None,
             **kwargs: Any,
         ) -> Any:
-            given = {"group": group, "device": device, **_only_given(src=src, group_src=group_src), **kwargs}
+            given = {"group": group, "device": device, **_given(src=src, group_src=group_src), **kwargs}
             ranks, source = _ranks(group), _global(group, src, group_src)
             if self.rank not in ranks:
                 return original(object_list, **given)
@@ -127,7 +127,7 @@ class Objects:
                 if source == self.rank:
                     self._sent(key, object_list, kwargs)
                     return original(object_list, **given)
-                message = self._wanted(key)
+                message = self._message(key)
                 if message is None or len(message) != len(object_list):
                     message = _pickled(object_list, kwargs)
                 with self.delivering(_sizes(message), b"".join(message)):
@@ -145,7 +145,7 @@ class Objects:
             group_src: int | None = None,
             **kwargs: Any,
         ) -> Any:
-            given = {"group": group, **_only_given(src=src, group_src=group_src), **kwargs}
+            given = {"group": group, **_given(src=src, group_src=group_src), **kwargs}
             ranks, source = _ranks(group), _global(group, src, group_src)
             if self.rank not in ranks:
                 return original(scatter_object_output_list, scatter_object_input_list, **given)
@@ -157,7 +157,7 @@ class Objects:
                         self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
                     mine = messages[ranks.index(self.rank)]
                 else:
-                    known = self._wanted(self._key("scatter", source, self.rank, ranks))
+                    known = self._message(self._key("scatter", source, self.rank, ranks))
                     mine = known[0] if known else _pickled([None], kwargs)[0]
                     largest = len(known[1]) if known else len(mine)
                 with self.delivering(_number(largest), mine.ljust(largest, b"\0"), _number(len(mine))):
@@ -180,7 +180,7 @@ class Objects:
                 if self.rank in ranks:
                     key = self._key("send", self.rank, _global(group, dst, group_dst), ranks)
                     self._sent(key, object_list, kwargs)
-                return original(object_list, group=group, device=device, **_only_given(dst=dst, group_dst=group_dst), **kwargs)
+                return original(object_list, group=group, device=device, **_given(dst=dst, group_dst=group_dst), **kwargs)
 
         return send_object_list
 
@@ -194,14 +194,14 @@ class Objects:
             group_src: int | None = None,
             **kwargs: Any,
         ) -> Any:
-            given = {"group": group, "device": device, **_only_given(src=src, group_src=group_src), **kwargs}
+            given = {"group": group, "device": device, **_given(src=src, group_src=group_src), **kwargs}
             ranks = _ranks(group)
             if self.rank not in ranks:
                 return original(object_list, **given)
             with unset_fake_temporarily():
-                # From anybody: taken to be the rank before this one.
+                # A receive from any rank is assumed to be from the previous rank.
                 source = ranks[ranks.index(self.rank) - 1] if src is None and group_src is None else _global(group, src, group_src)
-                message = self._wanted(self._key("send", source, self.rank, ranks))
+                message = self._message(self._key("send", source, self.rank, ranks))
                 if message is None or len(message) != len(object_list):
                     message = _pickled(object_list, kwargs)
                 with self.delivering(_sizes(message), b"".join(message)):
@@ -224,18 +224,18 @@ class Objects:
             self.known[key] = message
             raise Learned
 
-    def _wanted(self, key: Key) -> Message | None:
+    def _message(self, key: Key) -> Message | None:
         if key not in self.known:
             raise Unknown(key)
         message = self.known[key]
         if message is None:
             what = {"broadcast": "broadcast", "scatter": "scattered", "send": "sent"}[key[0]]
-            self.unknowable.append(f"What rank {key[1]} {what} as an object could not be found out: this rank's own stood in for it.")
+            self.unknown.append(f"The object that rank {key[1]} {what} is unknown; this rank's own object was used instead.")
         return message
 
 
 class _Deliveries(threading.local):
-    """What the tensors of the object collective that this thread is in will be filled with, one after another; None leaves one alone."""
+    """The contents for the tensors of this thread's current object collective, in order; None leaves a tensor alone."""
 
     def __init__(self) -> None:
         self.pending: list[torch.Tensor | None] = []
@@ -260,7 +260,7 @@ class _Delivery:
         self._deliveries.gathers = False
 
 
-def _only_given(**ranks: int | None) -> dict[str, int]:
+def _given(**ranks: int | None) -> dict[str, int]:
     return {name: rank for name, rank in ranks.items() if rank is not None}  # torch 2.5 has no group_src
 
 
@@ -278,9 +278,9 @@ def _global(group: Any, rank: int | None, group_rank: int | None) -> int:
 
 
 def _pickled(objects: list[Any], kwargs: dict[str, Any]) -> Message:
-    how = {"weights_only": kwargs["weights_only"]} if kwargs.get("weights_only") else {}
+    options = {"weights_only": kwargs["weights_only"]} if kwargs.get("weights_only") else {}
     group = c10d._get_default_group()
-    return [c10d._object_to_tensor(each, torch.device("cpu"), group, **how)[0].numpy().tobytes() for each in objects]
+    return [c10d._object_to_tensor(each, torch.device("cpu"), group, **options)[0].numpy().tobytes() for each in objects]
 
 
 def _sizes(message: Message) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""Pipeline schedules in a fake world: stages vote on how to learn their shapes, and all others are taken to vote as this one.
+"""Pipeline schedules in a fake world. Stages vote on how to learn their shapes; the other stages are assumed to vote as this one does.
 
-The vote goes from stage to stage in 2.13.0 and through an all-reduce in 2.15.0; 2.6.0 has none. The shapes themselves are objects.
+The vote passes from stage to stage in 2.13.0 and through an all-reduce in 2.15.0; 2.6.0 has no vote. The shapes are sent as objects.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 from commlens.tracing.patches import Patches
 from commlens.tracing.preview.objects import Objects
-from commlens.tracing.preview.tensors import really
+from commlens.tracing.preview.tensors import on_real_tensors
 
 
 def install(patches: Patches, objects: Objects) -> None:
-    """Wrap what votes."""
+    """Wrap the functions that vote."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
     def forward(original: Any) -> Any:
@@ -38,10 +38,10 @@ def install(patches: Patches, objects: Objects) -> None:
         return _warmup_backward_result
 
     votes: dict[int, int] = {}
-    patches.wrap(PipelineStage, "_warmup_forward_vote", lambda original: really(forward(original)))
-    patches.wrap(PipelineStage, "_warmup_backward_result", lambda original: really(backward(original)))
+    patches.wrap(PipelineStage, "_warmup_forward_vote", lambda original: on_real_tensors(forward(original)))
+    patches.wrap(PipelineStage, "_warmup_backward_result", lambda original: on_real_tensors(backward(original)))
     for schedule in (schedules._PipelineSchedule, *_subclasses(schedules._PipelineSchedule)):
-        patches.wrap(schedule, "_initialize_pipeline_distributed_state", really)
+        patches.wrap(schedule, "_initialize_pipeline_distributed_state", on_real_tensors)
 
 
 def _subclasses(kind: type[Any]) -> list[type[Any]]:

@@ -1,4 +1,4 @@
-"""``commlens.preview()``: the trace of one rank of a world that does not exist, in this process."""
+"""``commlens.preview()``: the trace of one rank of a fake world, in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from commlens.tracing.session import LiveTrace
 
 
 class _EnoughSteps(BaseException):
-    """As many optimizer steps as were asked for."""
+    """The requested number of optimizer steps has completed."""
 
 
 class Preview:
-    """Runs a program as ranks of a fake world until one of them has run to its end.
+    """Runs a program as a rank of a fake world.
 
-    A rank that needs an object of another's (pipelining's shapes, a broadcast configuration) cannot go on: the program is run
-    as that other rank up to where it sends it, and then as the first one again.
+    A rank that needs an object from another rank (pipelining's shapes, a broadcast configuration) cannot continue. The program then
+    runs as that other rank until it sends the object, and as the first rank again.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class Preview:
         fake_tensors: bool = False,
         depth: str | Depth = Depth.COLLECTIVES,
         steps: int | None = None,
-        say: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         """Prepare.
 
         Args:
-            program: what every rank runs.
+            program: the program of every rank.
             world_size: number of ranks.
-            ranks_per_node: how many share a node.
-            fake_tensors: run on tensors without memory.
+            ranks_per_node: number of ranks on a node.
+            fake_tensors: use tensors without memory.
             depth: as in ``commlens.trace``.
-            steps: stop after so many optimizer steps.
-            say: told, in words, when the program is run once more.
+            steps: stop after this many optimizer steps.
+            report: receives a sentence for each additional run.
         """
         self._program = program
         self._world_size = world_size
@@ -54,14 +54,14 @@ class Preview:
         self._fake_tensors = fake_tensors
         self._depth = depth
         self._steps = steps
-        self._say = say or (lambda text: None)
+        self._report = report or (lambda text: None)
         self._known: dict[Key, Message | None] = {}
-        self._pursued: set[Key] = set()
+        self._requested: set[Key] = set()
         self.error: BaseException | None = None
-        """What ended the program early: its own exception, or SystemExit."""
+        """The exception that ended the program early, SystemExit included."""
 
     def run(self, rank: int) -> Trace:
-        """The trace of this rank. What the program raised is in ``error``."""
+        """Return the rank's trace. An exception of the program is kept in ``error``."""
         while True:
             live, unknown = self._attempt(rank)
             if unknown is None:
@@ -74,8 +74,8 @@ class Preview:
         live.tracer.sees_fake_tensors = self._fake_tensors
         unknown: Key | None = None
         with self._world(rank) as world:
-            kept = _Kept(live, world)
-            world.before_destroy = kept.take
+            snapshot = _Snapshot(live, world)
+            world.before_destroy = snapshot.take
             live.start()
             try:
                 with _stop_after(self._steps, live):
@@ -87,14 +87,14 @@ class Preview:
             except BaseException as error:
                 self.error = error
             live.stop()
-            kept.take()
-        return Trace(kept.data), unknown
+            snapshot.take()
+        return Trace(snapshot.data), unknown
 
     def _learn(self, key: Key) -> None:
-        """Find out what ``key``'s source sends, if it can be."""
-        source, what = key[1], {"broadcast": "broadcasts", "scatter": "scatters", "send": "sends"}[key[0]]
-        self._say(f"An object is needed that rank {source} {what}: running the program as rank {source} up to there.")
-        self._pursued.add(key)
+        """Run the program as the source of ``key`` to learn what it sends, if possible."""
+        source, sends = key[1], {"broadcast": "broadcasts", "scatter": "scatters", "send": "sends"}[key[0]]
+        self._report(f"The program needs an object that rank {source} {sends}: running it as rank {source} up to that point.")
+        self._requested.add(key)
         while key not in self._known:
             missing: Key | None = None
             with self._world(source, until=key), contextlib.redirect_stdout(io.StringIO()):
@@ -105,8 +105,8 @@ class Preview:
                 except Learned:
                     return
                 except BaseException as error:
-                    self._say(f"Rank {source} ended before that: {type(error).__name__}: {error}")
-            if missing is None or missing in self._pursued:
+                    self._report(f"Rank {source} ended before that point: {type(error).__name__}: {error}")
+            if missing is None or missing in self._requested:
                 self._known.setdefault(missing or key, None)
             else:
                 self._learn(missing)
@@ -117,8 +117,8 @@ class Preview:
         )
 
 
-class _Kept:
-    """The trace's data, taken while the groups are still there."""
+class _Snapshot:
+    """The trace's data, taken while the groups still exist."""
 
     def __init__(self, live: LiveTrace, world: FakeWorld) -> None:
         self._live = live
@@ -126,10 +126,10 @@ class _Kept:
         self.data = live.data
 
     def take(self) -> None:
-        """Take it now."""
-        from commlens.tracing.preview.tensors import really
+        """Take the data now."""
+        from commlens.tracing.preview.tensors import on_real_tensors
 
-        self.data = really(self._live.tracer.data)()
+        self.data = on_real_tensors(self._live.tracer.data)()
         self.data.rank, self.data.world_size = self._world.rank, self._world.world_size
         self.data.coverage.blind += self._world.blind
 
@@ -143,7 +143,7 @@ def _stop_after(steps: int | None, live: LiveTrace) -> Any:
 
     def stepped(*_: Any) -> None:
         if live.tracer.steps >= steps:
-            live.tracer.stop()  # what a finally clause still issues is no part of it
+            live.tracer.stop()  # leave out the collectives of finally clauses
             raise _EnoughSteps
 
     hook = register_optimizer_step_post_hook(stepped)
@@ -154,15 +154,15 @@ def _stop_after(steps: int | None, live: LiveTrace) -> Any:
 
 
 def check_world(world_size: int, rank: int) -> None:
-    """Refuse a rank outside of the world.
+    """Check that the rank is in the world.
 
     Raises:
-        CommandError: it is.
+        CommandError: it is not.
     """
     if world_size < 1:
-        raise CommandError(f"A world has at least one rank; {world_size} were asked for.")
+        raise CommandError(f"The world size must be at least 1, not {world_size}.")
     if not 0 <= rank < world_size:
-        raise CommandError(f"There is no rank {rank} in a world of {world_size}: ranks go from 0 to {world_size - 1}.")
+        raise CommandError(f"There is no rank {rank} in a world of size {world_size}: ranks are 0 to {world_size - 1}.")
 
 
 def preview(
@@ -175,26 +175,26 @@ def preview(
     depth: str = "collectives",
     steps: int | None = None,
 ) -> Trace:
-    """The trace of one rank of a world of any size, in this process and without a network: ``commlens.preview(main, world_size=1024)``.
+    """Trace one rank of a world of any size, in this process and without a network: ``commlens.preview(main, world_size=1024)``.
 
-    The process is left as it was: no process group, the same environment, nothing patched.
+    Afterwards the process is as before: no process group, the same environment, no patches.
 
     Args:
-        fn: what each rank would run. It makes its own process group, as in a script; any backend will do. It may be called more
-            than once, where it receives objects from other ranks.
+        fn: the program of each rank. It creates its own process group, as in a script, with any backend. It may be called more
+            than once if it receives objects from other ranks.
         world_size: number of ranks.
-        rank: the rank to be.
-        fake_tensors: run on tensors without memory: for models that would not fit. Values that the program asks for are made up.
-        ranks_per_node: what ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` follow from.
+        rank: the rank to preview.
+        fake_tensors: use tensors without memory, for models that would not fit. Values that the program reads are invented.
+        ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
         depth: as in :func:`commlens.trace`.
-        steps: stop after so many optimizer steps.
+        steps: stop after this many optimizer steps.
 
     Returns:
-        The trace. Times in it mean nothing.
+        The trace. Its times mean nothing.
 
     Raises:
-        CommandError: a process group exists already, or there is no such rank.
-        Exception: whatever ``fn`` raises.
+        CommandError: a process group already exists, or there is no such rank.
+        Exception: any exception of ``fn``.
     """
     check_world(world_size, rank)
     runner = Preview(fn, world_size, ranks_per_node=ranks_per_node, fake_tensors=fake_tensors, depth=depth, steps=steps)

@@ -1,4 +1,4 @@
-"""A preview on fake tensors: shapes and dtypes without memory, with every collective still issued. Tried on torch 2.6.0, 2.13.0, 2.15.0."""
+"""Fake tensors in a preview: no memory, but every collective is still issued. Tried on torch 2.6.0, 2.13.0 and 2.15.0."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 
 
 class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
-    """torch's FakeTensorMode, in which a value that the program asks for is made up, and said to be."""
+    """torch's FakeTensorMode, except that it invents the values that the program reads, and records where."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.made_up: dict[str, None] = {}  # lines that asked for values
+        self.invented_at: dict[str, None] = {}  # lines that read values
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
@@ -45,61 +45,61 @@ class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
                 return func(*args)
         if func is _SCALAR:
             constant = getattr(args[0], "constant", None)
-            return constant.item() if constant is not None else self._make_up(args[0])
+            return constant.item() if constant is not None else self._invent(args[0])
         try:
             return super().dispatch(func, types, args, kwargs or {})
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise CommandError(
-                f"{func} at {_user_line() or 'an unknown line'} gives a result whose shape depends on values, and fake tensors have none: "
-                "preview without --fake-tensors, with a smaller model if need be."
+                f"The shape of the result of {func} at {_user_line() or 'an unknown line'} depends on values, which fake tensors lack: "
+                "preview without --fake-tensors, if necessary with a smaller model."
             ) from error
 
-    def _make_up(self, tensor: torch.Tensor) -> Any:
+    def _invent(self, tensor: torch.Tensor) -> Any:
         line = _user_line()
         if line:
-            self.made_up[line] = None
+            self.invented_at[line] = None
         if tensor.dtype is torch.bool:
             return False
         return 1.0 if tensor.is_floating_point() else 1
 
 
 class FakeTensors:
-    """Fake tensors in force, and what makes collectives work on them."""
+    """Fake tensors, and the patches with which collectives work on them."""
 
     def __init__(self) -> None:
         self.mode = PreviewTensors()
         self._libraries: list[Any] = []
 
     def install(self, patches: Patches) -> None:
-        """Everything but entering the mode."""
+        """Install everything except the mode itself."""
         import torch.distributed.device_mesh as device_mesh
 
         tap.run_fake_tensors_as(_CPU)
         _ignore_fake_kernel(patches, "_dtensor::shard_dim_alltoall")
-        # Module.to swaps fake parameters, and refuses because the mode refers to them weakly: which does no harm here.
+        # Module.to refuses to swap fake parameters because the mode has weak references to them, which is harmless here.
         patches.set(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda tensor: []))
         for namespace in ("_c10d_functional", "_dtensor"):
             self._run_functional_ops(namespace)
-        # What DDP's reducer compares across ranks are small tensors, whose values are needed.
-        patches.wrap(torch._C._distributed_c10d, "_verify_params_across_processes", really)
-        patches.wrap(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", really)
-        # Which ranks are in which mesh is arithmetic on small tensors, whose values are needed.
-        patches.wrap(device_mesh, "init_device_mesh", really)
+        # DDP's reducer compares small tensors across ranks and needs their values.
+        patches.wrap(torch._C._distributed_c10d, "_verify_params_across_processes", on_real_tensors)
+        patches.wrap(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", on_real_tensors)
+        # Meshes compute their ranks with small tensors and need their values.
+        patches.wrap(device_mesh, "init_device_mesh", on_real_tensors)
         for name, method in list(vars(device_mesh.DeviceMesh).items()):
             if isinstance(method, types.FunctionType):
-                patches.set(device_mesh.DeviceMesh, name, really(method))
+                patches.set(device_mesh.DeviceMesh, name, on_real_tensors(method))
             elif isinstance(method, staticmethod):
-                patches.set(device_mesh.DeviceMesh, name, staticmethod(really(method.__func__)))
+                patches.set(device_mesh.DeviceMesh, name, staticmethod(on_real_tensors(method.__func__)))
 
     def remove(self) -> None:
-        """Leave dispatch as it was."""
+        """Restore dispatch."""
         tap.run_fake_tensors_as(None)
         for library in self._libraries:
             library._destroy()
         self._libraries = []
 
     def _run_functional_ops(self, namespace: str) -> None:
-        """Functional collectives have Meta kernels that issue nothing. Theirs for CPU work on any tensor, and issue the c10d op."""
+        """Replace the Meta kernels of functional collectives, which issue nothing, by the CPU kernels, which issue the c10d op."""
         library = torch.library.Library(namespace, "IMPL")
         self._libraries.append(library)
         for schema in torch._C._jit_get_all_schemas():
@@ -119,7 +119,7 @@ def _functional_kernel(op: Any) -> Callable[..., Any]:
 
 
 def _ignore_fake_kernel(patches: Patches, name: str) -> None:
-    """Some ops have a kernel for fake tensors in Python, which issues nothing."""
+    """Disable an op's Python kernel for fake tensors, which issues nothing."""
     from torch._library.simple_registry import singleton
 
     entry = singleton.find(name)
@@ -127,8 +127,8 @@ def _ignore_fake_kernel(patches: Patches, name: str) -> None:
         patches.set(entry, "fake_impl", types.SimpleNamespace(kernel=None))
 
 
-def really(function: Any) -> Any:
-    """The function on real tensors, whatever mode is in force."""
+def on_real_tensors(function: Any) -> Any:
+    """Wrap a function so that it runs on real tensors in any mode."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ def really(function: Any) -> Any:
 def _user_line() -> str | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if stacks._kind_of(frame.f_code.co_filename) is FrameKind.USER:
+        if stacks.kind_of_file(frame.f_code.co_filename) is FrameKind.USER:
             return f"{frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back
     return None

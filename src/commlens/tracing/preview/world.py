@@ -1,10 +1,10 @@
-"""One process that is any rank of a world of any size, on torch's fake backend.
+"""A fake world: one process that plays any rank of a world of any size, on torch's fake backend.
 
-Programs run unchanged: whatever backend, store or launcher they ask for, they get the fake backend and this world. The backend's
-holes are filled here and in ``fake_objects.py``; ``fake_cuda.py`` and ``fake_tensors.py`` do the rest.
+Programs run unchanged: whatever backend, store or launcher they use, they get the fake backend and this world. This module and
+``objects.py`` fill the gaps of the backend; ``cuda.py`` and ``tensors.py`` replace devices and tensors.
 
-Tried on torch 2.6.0, 2.13.0 and 2.15.0. Filled are: futures of collectives (DDP's hooks assert on their value), objects from other
-ranks, ``monitored_barrier``, ``recv`` from anybody, ``split_group``, stores and barriers on them, ``mp.spawn``.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. Filled gaps: futures of collectives (DDP's hooks assert on their value), objects from other
+ranks, ``monitored_barrier``, ``recv`` from any rank, ``split_group``, stores and barriers on them, ``mp.spawn``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAKE = "fake"
 
 
 class FakeWorld:
-    """A context: inside it this process is one rank of the world; after it the process is as it was."""
+    """A context in which this process is one rank of the world. Afterwards the process is as before."""
 
     def __init__(
         self,
@@ -51,10 +51,10 @@ class FakeWorld:
 
         Args:
             world_size: number of ranks.
-            rank: which one this process plays.
-            ranks_per_node: what ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` follow from.
-            fake_tensors: run on tensors without memory.
-            known: objects that other ranks send, as earlier runs found out.
+            rank: the rank that this process plays.
+            ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
+            fake_tensors: use tensors without memory.
+            known: objects from other ranks, learned in earlier runs.
             until: stop when this object is sent.
         """
         self.world_size = world_size
@@ -63,21 +63,21 @@ class FakeWorld:
         self.local_rank = rank % ranks_per_node
         self.objects = Objects(rank, {} if known is None else known, until)
         self.tensors = FakeTensors() if fake_tensors else None
-        self.before_destroy: Any = None  # called while the groups are still there
+        self.before_destroy: Any = None  # called before the groups are destroyed
         self._cuda = FakeCuda(self.local_rank, self.local_world_size) if FakeCuda.wanted() else None
         self._futures = _Futures()
         self._patches = Patches()
         self._cleanup = contextlib.ExitStack()
         self._store = FakeStore(world_size)
-        self._asked: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+        self._wanted_backends: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._pipelining_patched = False
         self._node = rank // ranks_per_node
 
     def __enter__(self) -> FakeWorld:
         if dist.is_initialized():
             raise CommandError(
-                "A process group exists already in this process, and a preview makes its own: call preview() before init_process_group, "
-                "after destroy_process_group, or in a process of its own."
+                "This process already has a process group, but a preview creates its own: call preview() before init_process_group, "
+                "after destroy_process_group, or in another process."
             )
         import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
 
@@ -93,13 +93,13 @@ class FakeWorld:
 
     @property
     def blind(self) -> list[str]:
-        """What this run could not know, in sentences."""
-        said = list(dict.fromkeys(self.objects.unknowable))
-        if self.tensors is not None and self.tensors.mode.made_up:
-            lines = list(self.tensors.mode.made_up)
+        """The limits of this run, in sentences."""
+        sentences = list(dict.fromkeys(self.objects.unknown))
+        if self.tensors is not None and self.tensors.mode.invented_at:
+            lines = list(self.tensors.mode.invented_at)
             more = f" and {len(lines) - 5} more lines" if len(lines) > 5 else ""
-            said.append(f"Values of fake tensors were made up where the program asked for them: {', '.join(lines[:5])}{more}.")
-        return said
+            sentences.append(f"The program read values of fake tensors, which were invented: {', '.join(lines[:5])}{more}.")
+        return sentences
 
     def _install(self) -> None:
         later = self._cleanup.callback
@@ -109,12 +109,12 @@ class FakeWorld:
         os.environ.update(self._environment())
         later(self._patches.restore)
         self._patch_groups()
-        self._patch_the_rest()
+        self._fill_gaps()
         self.objects.install(self._patches)
         later(self.objects.remove)
         tap.attach(self._futures)
         later(tap.detach, self._futures)
-        if hasattr(torch.compiler, "set_stance"):  # compiled code issues what eager code does, and takes minutes to compile
+        if hasattr(torch.compiler, "set_stance"):  # compiled code issues the same collectives, but takes minutes to compile
             later(torch.compiler.set_stance("force_eager").__exit__, None, None, None)
         if self._cuda is not None:
             self._cuda.install(self._patches)
@@ -162,7 +162,7 @@ class FakeWorld:
             given = {"timeout": timeout} if timeout is not None else {}
             self._patch_pipelining()
             original(FAKE, store=self._store, rank=self.rank, world_size=self.world_size, **given)
-            self._asked[c10d._get_default_group()] = _name_of(backend)
+            self._wanted_backends[c10d._get_default_group()] = _name_of(backend)
 
         return init_process_group
 
@@ -176,11 +176,11 @@ class FakeWorld:
                 if name in kwargs:
                     kwargs[name] = None
             default = c10d._world.default_pg
-            asked = self._asked.get(default, "") if default is not None and _name_of(backend) == FAKE else _name_of(backend)
+            wanted = self._wanted_backends.get(default, "") if default is not None and _name_of(backend) == FAKE else _name_of(backend)
             self._patch_pipelining()
             made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
             if isinstance(made[0], dist.ProcessGroup):
-                self._asked[made[0]] = asked
+                self._wanted_backends[made[0]] = wanted
             return made
 
         return _new_process_group_helper
@@ -198,15 +198,15 @@ class FakeWorld:
         @functools.wraps(original)
         def get_backend(group: Any = None) -> Any:
             found = original(group)
-            asked = self._asked.get(group if group is not None else c10d._get_default_group())
-            return asked if asked and (called_by_torch("torch.distributed.pipelining") or not called_by_torch()) else found
+            wanted = self._wanted_backends.get(group if group is not None else c10d._get_default_group())
+            return wanted if wanted and (called_by_torch("torch.distributed.pipelining") or not called_by_torch()) else found
 
         return get_backend
 
     def _split_group(self, original: Any) -> Any:
         @functools.wraps(original)
         def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
-            # The fake backend cannot split. A group of the same ranks is the same group.
+            # The fake backend cannot split; an ordinary group of the same ranks is equivalent.
             parent = dist.get_process_group_ranks(parent_pg if parent_pg is not None else c10d._get_default_group())
             for each in split_ranks or []:
                 ranks = [parent[rank] for rank in each]
@@ -216,9 +216,9 @@ class FakeWorld:
 
         return split_group
 
-    # --- holes of the backend
+    # --- gaps of the backend
 
-    def _patch_the_rest(self) -> None:
+    def _fill_gaps(self) -> None:
         wrap = self._patches.wrap
         wrap(c10d, "monitored_barrier", lambda original: lambda group=None, timeout=None, wait_all_ranks=False: dist.barrier(group))
         wrap(c10d, "recv", self._recv)
@@ -231,7 +231,7 @@ class FakeWorld:
 
         wrap(spawn, "spawn", self._spawn)
         wrap(multiprocessing, "start_processes", self._spawn)
-        for name in ("record_event", "wait_event", "wait_stream", "synchronize"):  # FSDP2 on a CPU asks 2.6.0's streams for them
+        for name in ("record_event", "wait_event", "wait_stream", "synchronize"):  # FSDP2 on a CPU calls them on 2.6.0's streams
             if not hasattr(torch.cpu.Stream, name):
                 self._patches.set(torch.cpu.Stream, name, lambda stream, *args: stream)
         if not hasattr(torch.cpu, "Event"):
@@ -246,7 +246,7 @@ class FakeWorld:
             except RuntimeError as error:
                 if "sourceRank" not in str(error):
                     raise
-                return (self.rank - 1) % self.world_size  # from anybody: it has been issued, and nobody has sent it
+                return (self.rank - 1) % self.world_size  # a receive from any rank: already issued, no sender exists
 
         return recv
 
@@ -258,7 +258,7 @@ class FakeWorld:
         return spawn
 
     def _patch_pipelining(self) -> None:
-        """Once the program has imported it, which takes a second."""
+        """Patch pipelining only if the program has imported it: the import takes a second."""
         if "torch.distributed.pipelining" in sys.modules and not self._pipelining_patched:
             from commlens.tracing.preview import pipelining
 
@@ -266,7 +266,7 @@ class FakeWorld:
             pipelining.install(self._patches, self.objects)
 
     def _patch_ddp(self) -> None:
-        """DDP's reducer asserts on the value of the fake backend's future. torch's own hook in Python issues the same all-reduce."""
+        """Replace DDP's built-in all-reduce, which asserts on the fake backend's future, by torch's equivalent Python hook."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
 
@@ -306,7 +306,7 @@ class FakeWorld:
 
 
 class _Futures:
-    """Gives the futures of the last works a value: their op's tensors, as on a real backend."""
+    """Gives the futures of recent works a value: their op's tensors, as on a real backend."""
 
     sees_fake_tensors = True
 
@@ -315,24 +315,24 @@ class _Futures:
         self._lock = threading.Lock()
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
-        """The tensors that the op will have written."""
+        """Return the tensors that the op writes."""
         if spec.name == "barrier" or not spec.tensors:
             return None
         written = arguments[spec.writes[0]] if spec.writes else arguments[spec.tensors[0]]
         return written if isinstance(written, (list, tuple)) else [written]
 
     def returned(self, token: Any, result: Any) -> None:
-        """The work is there: remember its tensors."""
+        """Remember the tensors of the new work."""
         boxed = result[-1] if type(result) is tuple else result
         if token is not None and boxed is not None:
             with self._lock:
                 self._last.append((tap.unbox_work(boxed), list(token)))
 
     def raised(self, token: Any, error: BaseException) -> None:
-        """No work."""
+        """Ignore a failed op, which has no work."""
 
     def wrap(self, original: Any) -> Any:
-        """``Work.get_future`` with a value."""
+        """Wrap ``Work.get_future`` so that the future has a value."""
 
         @functools.wraps(original)
         def get_future(work: Any) -> Any:

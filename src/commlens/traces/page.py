@@ -1,0 +1,52 @@
+"""Composition of the page of one trace, or of one trace for each class of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from commlens.model.network import Network
+from commlens.model.trace import TraceData
+from commlens.reports.trace_page import RankClasses, TimeEstimate, TracePage, trace_page
+from commlens.traces.network import collective_seconds
+from commlens.traces.summarise import answer
+
+
+def page_of(
+    traces: Sequence[TraceData],
+    *,
+    name: str,
+    names: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    ranks: RankClasses | None = None,
+    network: Network | None = None,
+) -> bytes:
+    """Return the HTML page.
+
+    Args:
+        traces: one trace, or one for each class of ranks.
+        name: the run's name, for the title.
+        names: the name of each trace; ``name`` by default.
+        notes: sentences about the input.
+        ranks: how the ranks differ, if there are several.
+        network: a network to estimate times for.
+    """
+    text = answer(traces[0])
+    return trace_page(
+        TracePage(
+            name=name,
+            text=f"{ranks.answer}\n{text}" if ranks is not None else text,
+            traces=[*traces],
+            names=[*names] or [name] * len(traces),
+            notes=[*notes],
+            ranks=ranks,
+            estimates=None if network is None else [_time_estimate(data, network) for data in traces],
+        )
+    )
+
+
+def _time_estimate(data: TraceData, network: Network) -> TimeEstimate:
+    seconds = [
+        collective_seconds(event.op, data.group_of(event).ranks, event.wire_bytes, network, rank=data.rank, peer=event.peer)
+        for event in data.events
+    ]
+    return TimeEstimate(network.name, seconds)
