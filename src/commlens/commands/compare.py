@@ -13,7 +13,7 @@ EXIT_CHANGED = 1
 
 
 class CompareCommand:
-    """Report what changed between two traces, or which ranks progressed between two dumps of a job.
+    """Report what changed between two traces, or between two dumps of a job.
 
     Traces: collectives that are new, gone, moved or changed. Times, lines of code and the order of issue are ignored. Folders with
     one file per rank are compared rank by rank. Golden files of tests are traces too.

@@ -6,7 +6,8 @@ from typing import IO, TYPE_CHECKING
 
 from rich.text import Text
 
-from commlens.reports.trace_terminal import console, data_table
+from commlens.reports.console import console
+from commlens.reports.trace_terminal import data_table
 from commlens.text import number, size
 
 if TYPE_CHECKING:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,20 +16,11 @@ from commlens.model.trace import TracedOp
 from commlens.model.trace_changes import Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total
 from commlens.model.wire_bytes import RULE_IN_SHORT
+from commlens.reports.console import bullet, print_parts
 from commlens.text import number, size
 
-_MAX_WIDTH = 120  # longer lines are hard to read
 _MAX_MODULES = 30
 _MAX_CHANGES = 40
-
-
-def console(file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> Console:
-    """Return a console: plain text if the file is not a terminal, at most 120 columns unless a width is given."""
-    out = file if file is not None else sys.stdout
-    made = Console(file=out, width=width, force_terminal=colour, no_color=colour is False, highlight=False, emoji=False, markup=False)
-    if width is None:
-        made.width = min(made.width, _MAX_WIDTH)
-    return made
 
 
 def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
@@ -42,26 +32,26 @@ def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int |
         width: columns; the terminal's by default (80 without one, at most 120).
         colour: use colour; by default only on a terminal that supports it.
     """
-    _print(_summary(summary), file, width, colour)
+    print_parts(_summary(summary), file, width, colour)
 
 
 def print_comparison(comparison: Comparison, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
     """Print the changes between two traces. The arguments are those of :func:`print_summary`."""
     parts: list[RenderableType] = [Text(comparison.answer, style="bold yellow" if comparison else "bold green")]
     if comparison:
-        parts += ["", *(_bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES])]
+        parts += ["", *(bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES])]
         if len(comparison.changes) > _MAX_CHANGES:
-            parts.append(_bullet(f"{len(comparison.changes) - _MAX_CHANGES} more changes; --json lists all of them."))
+            parts.append(bullet(f"{len(comparison.changes) - _MAX_CHANGES} more changes; --json lists all of them."))
     if comparison.notes:
         parts += ["", *(Text(note, style="dim") for note in comparison.notes)]
-    _print(parts, file, width, colour)
+    print_parts(parts, file, width, colour)
 
 
 def print_differences(sentences: Sequence[str], answer: str, file: IO[str] | None = None, *, width: int | None = None) -> None:
     """Print how ranks differ: the answer, then one line per difference."""
     parts: list[RenderableType] = [Text(answer, style="bold yellow" if sentences else "bold green")]
-    parts += [_bullet(_sentence(text)) for text in sentences]
-    _print(parts, file, width, None)
+    parts += [bullet(_sentence(text)) for text in sentences]
+    print_parts(parts, file, width, None)
 
 
 def print_events(
@@ -99,13 +89,13 @@ def print_events(
         for about in (why, _line(row)):
             where.append(f", {about}" if about else "", style="dim")
         table.add_row(*numbers, *map(Text, texts), where)
-    _print([table if rows else Text("No collectives.")], file, width, None)
+    print_parts([table if rows else Text("No collectives.")], file, width, None)
 
 
 def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: int | None = None) -> None:
     """Print tensor ops in order, with input shapes and, for DTensor ops, placements."""
     if not ops:
-        _print([Text("No tensor ops: only a trace with depth ops has them.")], file, width, None)
+        print_parts([Text("No tensor ops: only a trace with depth ops has them.")], file, width, None)
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("op", no_wrap=True, overflow="ellipsis")
@@ -118,7 +108,7 @@ def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: in
         inputs = [" ".join(pair) for pair in zip(shapes, op.input_placements, strict=False)]
         inputs += shapes[len(inputs) :] or list(op.input_placements[len(inputs) :])
         table.add_row(Text(op.name), Text(f"{phase} of {op.site}" if op.site else phase), Text(", ".join(inputs)))
-    _print([table], file, width, None)
+    print_parts([table], file, width, None)
 
 
 def _op_of(row: Mapping[str, Any]) -> str:
@@ -142,16 +132,6 @@ def render(summary: Summary, width: int = 80) -> str:
     out = io.StringIO()
     print_summary(summary, out, width=width, colour=False)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
-
-
-def _print(parts: Sequence[RenderableType], file: IO[str] | None, width: int | None, colour: bool | None) -> None:
-    out = console(file, width, colour)
-    with out.capture() as captured:
-        for part in parts:
-            out.print(part)
-    text = captured.get()
-    # Tables pad their columns with blanks, which do not belong in a file or a pipe.
-    out.file.write(text if out.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
 def _summary(summary: Summary) -> list[RenderableType]:
@@ -224,14 +204,6 @@ def _reasons(summary: Summary, *, known: bool) -> RenderableType:
         share = f"{why.wire_bytes / summary.wire_bytes:.0%}" if summary.wire_bytes else ""
         table.add_row(*[size(why.wire_bytes), share] * known, Text(why.sentence))
     return Padding(table, (0, 0, 0, 2))
-
-
-def _bullet(text: str) -> RenderableType:
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row("-", Text(text))
-    return Padding(Group(table), (0, 0, 0, 2))
 
 
 def _sentence(text: str) -> str:
