@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from builders import Job, Stay, Step, all_reduce, collective
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.conclusion import examine_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import RankLog
 from commlens.reports.page import render_page
@@ -49,7 +49,7 @@ def swapped(job: Job, rank: int) -> Iterator[object]:
 
 def write(folder: Path, logs: list[RankLog]) -> Path:
     path = folder / "index.html"
-    path.write_bytes(verdict_html(diagnose_logs(logs), logs))
+    path.write_bytes(verdict_html(examine_logs(logs)))
     return path
 
 

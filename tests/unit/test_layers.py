@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dumps": {"blackbox", "errors", "formats", "model", "text"},
     "diagnosis": {"dumps", "errors", "formats", "matching", "model", "text"},
     "traces": {"atomic_write", "errors", "formats", "model", "reports", "text"},
-    "reports": {"diagnosis", "errors", "formats", "matching", "model", "text", "version"},
+    "reports": {"diagnosis", "errors", "formats", "model", "text", "version"},
     "watch": {"blackbox", "config", "diagnosis", "dumps", "errors", "matching", "model", "reports", "text"},
     "native": {"blackbox", "errors"},
     "tap": {"blackbox", "matching", "model", "text"},
@@ -101,6 +101,15 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
             for alias in node.names:
                 inner = f"{module}.{alias.name}"
                 yield inner if inner in MODULES else module, node.lineno
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "reports").rglob("*.py")), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_reports_import_only_types_of_the_diagnosis(path):
+    """A report draws an examined job; it does not diagnose."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commlens.diagnosis"):
+            functions = [alias.name for alias in node.names if not alias.name[0].isupper()]
+            assert not functions, f"{path}:{node.lineno}: {functions}"
 
 
 def room(module: str) -> str:

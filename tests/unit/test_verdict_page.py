@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from builders import MS, Die, Job, Stay, Step, all_reduce, recv, send
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.conclusion import examine_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.verdict_page import verdict_page
-from commlens.reports.verdict_page.model import VerdictPage
+from commlens.reports.verdict_page.data import VerdictPage
 
 
 def page_of(logs: list[RankLog]) -> VerdictPage:
-    page = verdict_page(diagnose_logs(logs), logs)
+    page = verdict_page(examine_logs(logs))
     assert msgspec.json.decode(msgspec.json.encode(page), type=VerdictPage) == page
     return page
 
@@ -72,7 +72,7 @@ def test_who_disagrees_is_marked_and_waited_for() -> None:
 
     page = page_of(Job(4).run(program).logs())
     assert edges(page) == {("0,2-3", "1", "all_reduce #4 of the default group")} | {
-        edge for edge in edges(page) if edge[0] == "1" and edge[1].startswith("They met")
+        edge for edge in edges(page) if edge[0] == "1" and edge[1].startswith("These ranks disagree")
     }
     row = next(row for row in page.tables[0].rows if row.fault)
     marked = {column.ranks: cell.differs for column, cell in zip(page.tables[0].columns, row.cells, strict=True)}

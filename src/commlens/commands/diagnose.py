@@ -77,7 +77,7 @@ class DiagnoseCommand:
             from commlens.atomic_write import write_whole
             from commlens.reports.verdict_page import verdict_html
 
-            write_whole(arguments.html, verdict_html(*examined, stalled_after_s=arguments.stalled_after))
+            write_whole(arguments.html, verdict_html(examined))
             print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         return exit_status(verdict)
 

@@ -5,26 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import NamedTuple
 
-from commlens.diagnosis.conclusion import diagnose_logs
-from commlens.diagnosis.index import World
+from commlens.diagnosis.conclusion import examine_logs
+from commlens.diagnosis.examined import ExaminedJob
 from commlens.dumps.discover import DumpFiles, discover
 from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
-from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
-
-
-class Examined(NamedTuple):
-    """A verdict, and what was around the fault: what its page is made of."""
-
-    verdict: Verdict
-    logs: Sequence[RankLog]
-    world: World | None = None  # the same, indexed, where the verdict was made of other tools' dumps
 
 
 _TOLD = 10  # problems named when nothing could be read
@@ -62,7 +52,7 @@ def examine_paths(
     prefix: str = "",
     executor: Executor | None = None,
     seen: Callable[[int, int], None] | None = None,
-) -> Examined:
+) -> ExaminedJob:
     """The same as :func:`diagnose`, with what the verdict was made of."""
     files = discover(paths, prefix=prefix)
     problems = list(files.problems)
@@ -73,7 +63,7 @@ def examine_paths(
             return found
     if not evidence.logs:
         raise EvidenceError(_nothing(problems))
-    return Examined(diagnose_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s), evidence.logs)
+    return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s)
 
 
 def _examine_recorded(
@@ -83,7 +73,7 @@ def _examine_recorded(
     stalled_after_s: float,
     executor: Executor | None,
     seen: Callable[[int, int], None] | None,
-) -> Examined | None:
+) -> ExaminedJob | None:
     """Other tools' dumps; black boxes count as such where they are of fewer ranks. None where the black boxes tell more."""
     from commlens.dumps.parallel import import_numpy_single_threaded
 
@@ -107,8 +97,7 @@ def _examine_recorded(
         from commlens.formats.rank_log_columns import columns_from_log
 
         extracts += extract_all(columns_from_log(log) for log in evidence.logs)
-    verdict, world = examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)
-    return Examined(verdict, [view.log for view in world.views.values()] if world is not None else [], world)
+    return examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)
 
 
 def _nothing(problems: Sequence[str]) -> str:

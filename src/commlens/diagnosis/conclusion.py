@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.alignment import find_troubles
+from commlens.diagnosis.examined import ExaminedJob
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import World, build
 from commlens.diagnosis.select_job import choose
@@ -15,25 +16,29 @@ from commlens.text import capital, count, ranks_phrase
 
 
 def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
-    """Say what is wrong with a job, and who did it.
+    """Find the fault of a job and the ranks to blame. The arguments are those of :func:`examine_logs`."""
+    return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
+
+
+def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
+    """Find the fault of a job and the ranks to blame, and keep the evidence.
 
     A pure function; the order of the logs does not matter.
 
     Args:
-        logs: what each rank recorded, of one job. Of several jobs, the one with most ranks is diagnosed.
-        problems: what could not be read, in sentences; they become part of the verdict's missing evidence.
+        logs: the ranks' records of one job. Of several jobs, the one with most ranks is diagnosed.
+        problems: sentences on unreadable evidence; they become part of the verdict's missing evidence.
         stalled_after_s: a collective in flight for less than this in a process that runs is not stuck.
     """
     chosen, notes = choose(logs)
-    missing = [*problems, *notes]
-    if not chosen:
-        return Verdict(
-            summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's log could be read."]
-        )
-    return conclude(build(chosen, stalled_after_s), missing)
+    examined = conclude(build(chosen, stalled_after_s), [*problems, *notes])
+    if chosen:
+        return examined
+    missing = [*problems, *notes, "No rank's log could be read."]
+    return examined._replace(verdict=Verdict(summary="there is nothing to diagnose", confidence="low", missing_evidence=missing))
 
 
-def conclude(world: World, missing: list[str]) -> Verdict:
+def conclude(world: World, missing: list[str]) -> ExaminedJob:
     """From the indexed ranks to the verdict.
 
     Args:
@@ -45,9 +50,8 @@ def conclude(world: World, missing: list[str]) -> Verdict:
     findings = find_all(world, troubles, graph)
     missing += _not_known(world)
     looked_at = _looked_at(world)
-    if not findings:
-        return _healthy(world, missing, looked_at)
-    return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    return ExaminedJob(verdict if findings else _healthy(world, missing, looked_at), world, troubles, graph)
 
 
 def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:

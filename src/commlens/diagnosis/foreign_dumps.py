@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.diagnosis.conclusion import conclude
+from commlens.diagnosis.conclusion import conclude, examine_logs
 from commlens.diagnosis.dump_index import build_world
+from commlens.diagnosis.examined import ExaminedJob
 from commlens.diagnosis.extract import Extract
-from commlens.diagnosis.index import World
 from commlens.diagnosis.select_dumps import choose_extracts
 from commlens.model.verdict import Finding, Verdict
 from commlens.text import ranks_phrase
 
 
 def diagnose_extracts(extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
-    """Say what is wrong with a job, and who did it.
+    """Find the fault of a job and the ranks to blame. The arguments are those of :func:`examine_extracts`."""
+    return examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s).verdict
+
+
+def examine_extracts(extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
+    """Find the fault of a job and the ranks to blame, and keep the evidence.
 
     Args:
         extracts: one of each file.
-        problems: what could not be read, in sentences.
+        problems: sentences on unreadable evidence.
         stalled_after_s: a collective in flight for less than this in a job that runs is not stuck.
     """
-    return examine_extracts(extracts, problems=problems, stalled_after_s=stalled_after_s)[0]
-
-
-def examine_extracts(
-    extracts: Sequence[Extract], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0
-) -> tuple[Verdict, World | None]:
-    """The same, with the ranks as the verdict saw them; None where there are none."""
     unplaced = sorted(
         {f"{ranks_phrase([found.rank])}: {text}" if found.rank >= 0 else text for found in extracts for text in found.troubles}
     )
@@ -35,17 +33,16 @@ def examine_extracts(
     chosen, notes = choose_extracts(extracts)
     missing = [*problems, *notes]
     if not chosen and not unplaced:
-        verdict = Verdict(
-            summary="there is nothing to diagnose", confidence="low", missing_evidence=[*missing, "No rank's dump could be read."]
-        )
-        return verdict, None
-    world = build_world(chosen, stalled_after_s) if chosen else None
-    verdict = conclude(world, missing) if world is not None else Verdict(missing_evidence=missing)
+        missing.append("No rank's dump could be read.")
+        empty = Verdict(summary="there is nothing to diagnose", confidence="low", missing_evidence=missing)
+        return examine_logs([])._replace(verdict=empty)
+    examined = conclude(build_world(chosen, stalled_after_s), missing) if chosen else examine_logs([])
+    verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
     if unplaced and not verdict.is_fault:
         verdict = Verdict.from_findings([_timed_out(unplaced, waited)], missing_evidence=missing, looked_at=verdict.looked_at)
     elif unplaced:
         verdict.missing_evidence += [f"{text}." for text in unplaced]
-    return verdict, world
+    return examined._replace(verdict=verdict)
 
 
 def _timed_out(told: Sequence[str], waited: list[int]) -> Finding:

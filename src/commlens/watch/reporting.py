@@ -180,10 +180,12 @@ class Reporter:
         if self.verdict is None:
             return None
         try:
+            from commlens.diagnosis.conclusion import examine_logs
             from commlens.reports.verdict_page import verdict_html
 
             logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs()[0]
-            page = verdict_html(self.verdict, logs, stalled_after_s=self._stalled_after_s)
+            examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
+            page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(folder, host=self._host, page=page, verdict=self.verdict.to_json())
         except Exception as error:  # the dump is saved, and the verdict was printed
             log.warning("commlens: the verdict's page could not be written: %s: %s", type(error).__name__, error)

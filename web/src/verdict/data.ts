@@ -1,4 +1,4 @@
-// What Python gives the page: src/commlens/reports/verdict_page/model.py explains every field.
+// What Python gives the page: src/commlens/reports/verdict_page/data.py explains every field.
 
 export type Role = "culprit" | "victim" | "awaited" | "involved" | "unknown" | "none";
 

@@ -3,71 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
-from commlens.diagnosis.index import World, build
-from commlens.diagnosis.select_job import choose
+from commlens.diagnosis.examined import ExaminedJob
 from commlens.model.collective import Collective
-from commlens.model.ranklog import RankLog
-from commlens.model.verdict import Verdict
 from commlens.reports.page import render_page
 from commlens.reports.terminal import render
-from commlens.reports.verdict_page.layouts import layouts
-from commlens.reports.verdict_page.model import Ranks, VerdictPage
-from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.reports.verdict_page.data import Ranks, VerdictPage
+from commlens.reports.verdict_page.job import Job, phrase
+from commlens.reports.verdict_page.rank_grids import rank_grids
 from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
 from commlens.reports.verdict_page.timeline import Texts, timeline
-from commlens.reports.verdict_page.waiting import wait_graph
+from commlens.reports.verdict_page.wait_graph import wait_graph
 from commlens.version import __version__
 
 _FILES_NAMED = 3
 
 
-def verdict_html(verdict: Verdict, logs: Sequence[RankLog], world: World | None = None, *, stalled_after_s: float = 1.0) -> bytes:
-    """Make the file.
-
-    Args:
-        verdict: what was found.
-        logs: what it was found in.
-        world: the same, indexed; without, the logs are indexed here.
-        stalled_after_s: what the verdict was made with.
-    """
-    page = verdict_page(verdict, logs, world, stalled_after_s=stalled_after_s)
+def verdict_html(examined: ExaminedJob) -> bytes:
+    """Return the page of an examined job as HTML."""
+    page = verdict_page(examined)
+    verdict = examined.verdict
     return render_page("verdict", title=f"{verdict.summary or verdict.kind} - commlens", data=page, text=page.text)
 
 
-def verdict_page(verdict: Verdict, logs: Sequence[RankLog], world: World | None = None, *, stalled_after_s: float = 1.0) -> VerdictPage:
-    """What the page shows, as data: a pure function of the verdict and the logs."""
-    scene = Scene(verdict, world if world is not None else build(choose(logs)[0], stalled_after_s))
-    merged, stack_of = stacks(scene)
+def verdict_page(examined: ExaminedJob) -> VerdictPage:
+    """Return the page's content as data."""
+    job = Job(examined)
+    merged, stack_of = stacks(job)
     return VerdictPage(
         commlens=__version__,
-        verdict=verdict,
-        text=_ticket(scene),
-        facts=_facts(scene),
-        ranks=_ranks(scene, stack_of),
-        classes=scene.classes,
-        graph=wait_graph(scene),
-        layouts=layouts(scene),
-        timeline=timeline(scene),
-        tables=tables(scene),
+        verdict=examined.verdict,
+        text=_ticket(job),
+        facts=_facts(job),
+        ranks=_ranks(job, stack_of),
+        classes=job.classes,
+        graph=wait_graph(job),
+        layouts=rank_grids(job),
+        timeline=timeline(job),
+        tables=tables(job),
         stacks=merged,
     )
 
 
-def _ticket(scene: Scene) -> str:
-    """The verdict as plain text, with what a reader of a ticket asks first."""
-    facts = "".join(f"{name}: {value}\n" for name, value in _facts(scene))
-    return f"{render(scene.verdict, 100)}\n{facts}"
+def _ticket(job: Job) -> str:
+    """Return the verdict and the facts as plain text, for a ticket."""
+    facts = "".join(f"{name}: {value}\n" for name, value in _facts(job))
+    return f"{render(job.verdict, 100)}\n{facts}"
 
 
-def _facts(scene: Scene) -> list[tuple[str, str]]:
-    logs = [view.log for view in scene.world.views.values()]
+def _facts(job: Job) -> list[tuple[str, str]]:
+    logs = [view.log for view in job.world.views.values()]
     if not logs:
         return []
     hosts = sorted({log.host for log in logs if log.host})
-    captured = max(view.now_ns for view in scene.world.views.values())
+    captured = max(view.now_ns for view in job.world.views.values())
     versions = dict(pair for log in logs[:1] for pair in log.versions.items())
     sources = sorted({log.source for log in logs if log.source})
     folders = {source.rpartition("/")[0] for source in sources}
@@ -75,7 +65,7 @@ def _facts(scene: Scene) -> list[tuple[str, str]]:
     found = [
         ("Job", logs[0].job),
         ("Script", next((log.script for log in logs if log.script), "")),
-        ("Ranks", f"{len(logs)} of {scene.world.size}"),
+        ("Ranks", f"{len(logs)} of {job.world.size}"),
         ("Hosts", ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)}: {hosts[0]} ... {hosts[-1]}"),
         ("Recorded until", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured / 1e9)) if captured else ""),
         ("Versions", ", ".join(f"{name} {value}" for name, value in sorted(versions.items()))),
@@ -89,15 +79,15 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_FILES_NAMED]) + more
 
 
-def _ranks(scene: Scene, stack_of: dict[int, int]) -> Ranks:
+def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
     texts = Texts()
     made = Ranks()
-    for rank in scene.everybody:
-        view = scene.world.views.get(rank)
+    for rank in job.everybody:
+        view = job.world.views.get(rank)
         log = view.log if view is not None else None
         made.rank.append(rank)
-        made.role.append(scene.role(rank))
-        made.cls.append(scene.class_of[rank])
+        made.role.append(job.role(rank))
+        made.cls.append(job.class_of[rank])
         made.host.append(texts(log.host if log is not None else ""))
         made.pid.append(log.pid if log is not None else 0)
         made.steps.append(log.steps if log is not None else 0)
@@ -110,7 +100,7 @@ def _ranks(scene: Scene, stack_of: dict[int, int]) -> Ranks:
     return made
 
 
-_FATES = {"alive": "runs", "leaving": "is leaving", "clean": "finished", "gone": "ended, nobody knows how", "told": "was told to stop"}
+_FATES = {"alive": "runs", "leaving": "is leaving", "clean": "finished", "gone": "ended; how is unknown", "told": "was stopped"}
 
 
 def _last(op: Collective | None) -> str:

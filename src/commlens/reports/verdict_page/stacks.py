@@ -1,4 +1,4 @@
-"""Stacks of all ranks, merged into classes."""
+"""The stacks of all ranks, merged into classes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from commlens.model.collective import Stack
 from commlens.model.ranklog import ThreadStack
-from commlens.reports.verdict_page.model import FrameRef, Role, StackClass
-from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.reports.verdict_page.data import FrameRef, Role, StackClass
+from commlens.reports.verdict_page.job import Job, phrase
 from commlens.text import format_ranks
 
 _CLASSES_MAX = 60
@@ -16,22 +16,22 @@ _OTHER_THREADS_OF = 4  # culprits whose other threads are shown
 _ORDER: tuple[Role, ...] = ("culprit", "awaited", "involved", "victim", "unknown", "none")
 
 
-def stacks(scene: Scene) -> tuple[list[StackClass], dict[int, int]]:
-    """The classes, those of the culprits first, and which class each rank's main thread is in."""
+def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
+    """Return the classes, those of the culprits first, and the class of each rank's main thread."""
     found: dict[tuple[Role, str, str, Stack], list[int]] = defaultdict(list)
-    for rank, view in scene.world.views.items():
-        role = scene.role(rank)
+    for rank, view in job.world.views.items():
+        role = job.role(rank)
         main = view.log.main_stack
         if main is not None and main.frames:
             found[role, "main thread", "", main.frames].append(rank)
             continue
-        block = scene.block_of(rank)
+        block = job.block_of(rank)
         op = block.op if block is not None else view.last_op
         if op is not None and op.stack:
-            found[role, "the thread that issued it", f"Where {phrase(op)} was issued; no stack was taken later.", op.stack].append(rank)
-    for rank in [rank for rank in scene.world.views if scene.role(rank) in ("culprit", "awaited")][:_OTHER_THREADS_OF]:
-        for other in _others(scene, rank):
-            found[scene.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(rank)
+            found[role, "the thread that issued it", f"{phrase(op)} was issued here; there is no later stack.", op.stack].append(rank)
+    for rank in [rank for rank in job.world.views if job.role(rank) in ("culprit", "awaited")][:_OTHER_THREADS_OF]:
+        for other in _others(job, rank):
+            found[job.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(rank)
     mains = ("main thread", "the thread that issued it")
     ordered = sorted(found.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1] not in mains, -len(item[1]), item[1]))
     class_of: dict[int, int] = {}
@@ -44,7 +44,7 @@ def stacks(scene: Scene) -> tuple[list[StackClass], dict[int, int]]:
     return classes, class_of
 
 
-def _others(scene: Scene, rank: int) -> list[ThreadStack]:
-    log = scene.world.views[rank].log
+def _others(job: Job, rank: int) -> list[ThreadStack]:
+    log = job.world.views[rank].log
     threads = {stack.thread: stack for stack in [*log.stacks, *log.observation.stacks] if not stack.is_main and stack.frames}
     return [threads[number] for number in sorted(threads)][:16]

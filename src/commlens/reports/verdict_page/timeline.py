@@ -1,4 +1,4 @@
-"""Who issued what when: one lane for a rank."""
+"""The timeline: the collectives of each rank over time, one lane per rank."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from commlens.diagnosis.index import ChannelKey, View
 from commlens.model.collective import Channel, Collective, State
-from commlens.reports.verdict_page.model import Arrivals, ChannelRef, Lane, Ops, Timeline
-from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
+from commlens.reports.verdict_page.job import Job, phrase
 from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
 
 LANES_MAX = 48
@@ -19,14 +19,14 @@ _STATES = {State.COMPLETED: 0, State.ANNOUNCED: 1, State.ISSUED: 1, State.FAILED
 
 
 class Texts:
-    """Strings, each once."""
+    """An index of strings."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._known: dict[str, int] = {}
 
     def __call__(self, text: str) -> int:
-        """The string's index."""
+        """Return the string's index."""
         at = self._known.setdefault(text, len(self.texts))
         if at == len(self.texts):
             self.texts.append(text)
@@ -34,7 +34,7 @@ class Texts:
 
 
 class _Channels:
-    """Channels, each once."""
+    """An index of channels."""
 
     def __init__(self) -> None:
         self.refs: list[ChannelRef] = []
@@ -49,21 +49,21 @@ class _Channels:
         return at
 
 
-def timeline(scene: Scene) -> Timeline:
-    """The lanes that matter most, the last collectives of each, and when ranks came to the ones that the findings name."""
-    ranks = _lane_ranks(scene)
+def timeline(job: Job) -> Timeline:
+    """Return the most relevant lanes, the last collectives of each, and the arrivals at the collectives that the findings name."""
+    ranks = _lane_ranks(job)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
-    chosen = {rank: _last(scene.world.views[rank].history, most) for rank in ranks}
+    chosen = {rank: _last(job.world.views[rank].history, most) for rank in ranks}
     times = [op.announced_ns for ops in chosen.values() for op in ops if op.announced_ns]
-    made = Timeline(left_out=len(scene.world.views) - len(ranks))
+    made = Timeline(left_out=len(job.world.views) - len(ranks))
     if not times:
         if any(chosen.values()):
             made.notes.append("The records hold no times, so there is no timeline; the order is in the table.")
         return made
-    zero = made.zero_ns = _moment_of_the_fault(scene) or max(times)
-    made.captured = max(_us(max(view.now_ns for view in scene.world.views.values()), zero), _us(max(times), zero))
+    zero = made.zero_ns = _moment_of_the_fault(job) or max(times)
+    made.captured = max(_us(max(view.now_ns for view in job.world.views.values()), zero), _us(max(times), zero))
     texts, channels = Texts(), _Channels()
-    arrivals = [_arrivals(scene, key, number, zero, channels) for key, number, _ in scene.focus[:_ARRIVALS_MAX]]
+    arrivals = [_arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]]
     made.arrivals = [found for found in arrivals if found is not None]
     for rank in ranks:
         columns = Ops()
@@ -78,12 +78,12 @@ def timeline(scene: Scene) -> Timeline:
             columns.asked.append(texts(args_phrase(op)))
             columns.place.append(texts(frame_phrase(op.source)))
             columns.state.append(_STATES[op.state])
-        made.lanes.append(Lane(rank, scene.role(rank), scene.class_of.get(rank, -1), columns))
+        made.lanes.append(Lane(rank, job.role(rank), job.class_of.get(rank, -1), columns))
     made.channels, made.texts = channels.refs, texts.texts
     made.window = _window(made, chosen.values(), zero)
     if len(made.lanes) > _SEEN_AT_ONCE:
         made.lanes.sort(key=lambda lane: lane.role not in ("culprit", "awaited"))
-    hosts = {scene.world.views[rank].log.host for rank in ranks}
+    hosts = {job.world.views[rank].log.host for rank in ranks}
     if len(hosts) > 1:
         made.notes.append(
             f"The ranks ran on {len(hosts)} hosts, and times are those of each host's own clock: small differences mean nothing."
@@ -91,22 +91,22 @@ def timeline(scene: Scene) -> Timeline:
     return made
 
 
-def _lane_ranks(scene: Scene) -> list[int]:
-    """Everybody where they fit; else the culprits, and the first and the last rank of each class."""
-    ranks = sorted(scene.world.views)
+def _lane_ranks(job: Job) -> list[int]:
+    """Return all ranks if they fit; else the culprits, and the first and last rank of each class."""
+    ranks = sorted(job.world.views)
     if len(ranks) <= LANES_MAX:
         return ranks
     members: dict[int, list[int]] = {}
     for rank in ranks:
-        members.setdefault(scene.class_of[rank], []).append(rank)
-    blamed = [rank for rank in ranks if scene.role(rank) in ("culprit", "awaited")]
+        members.setdefault(job.class_of[rank], []).append(rank)
+    blamed = [rank for rank in ranks if job.role(rank) in ("culprit", "awaited")]
     wanted = [*blamed[: LANES_MAX // 2], *(rank for one in sorted(members) for rank in (members[one][0], members[one][-1]))]
-    focused = [rank for key, _, _ in scene.focus[:1] for rank in key[2] if rank in scene.world.views]
+    focused = [rank for key, _, _ in job.focus[:1] for rank in key[2] if rank in job.world.views]
     return sorted(list(dict.fromkeys([*wanted, *focused, *ranks]))[:LANES_MAX])
 
 
 def _last(history: Sequence[Collective], most: int) -> list[Collective]:
-    """The last ones, and of the many before them those in flight; members of a coalesced group are shown by the record that closes it."""
+    """Return the last collectives, and the earlier ones in flight. A coalesced group is shown by the record that closes it."""
     ops = history[-4 * most :]
     closed = {op.coalescing_id for op in ops if op.coalescing_id and op.coalesced_members}
     shown = [op for op in ops if not (op.coalescing_id in closed and not op.coalesced_members)]
@@ -120,7 +120,7 @@ def _name(op: Collective) -> str:
 
 
 def _end(op: Collective) -> int:
-    """Unix ns; 0: it is in flight, or nobody can say."""
+    """Return the end in Unix ns; 0 if it is in flight or unknown."""
     if op.in_flight:
         return 0
     return op.done_ns or op.wait_ended_ns or op.returned_ns
@@ -130,12 +130,12 @@ def _us(moment: int, zero: int) -> int:
     return (moment - zero) // 1000 if moment else -1 << 52
 
 
-def _moment_of_the_fault(scene: Scene) -> int:
-    for key, number, _ in scene.focus:
-        at = [op.announced_ns for view in scene.world.views.values() if (op := _op(view, key, number)) is not None and op.announced_ns]
+def _moment_of_the_fault(job: Job) -> int:
+    for key, number, _ in job.focus:
+        at = [op.announced_ns for view in job.world.views.values() if (op := _op(view, key, number)) is not None and op.announced_ns]
         if at:
             return min(at)
-    return min((block.since_ns for block in scene.graph.blocks.values() if block.since_ns), default=0)
+    return min((block.since_ns for block in job.graph.blocks.values() if block.since_ns), default=0)
 
 
 def _op(view: View, key: ChannelKey, number: int) -> Collective | None:
@@ -143,12 +143,12 @@ def _op(view: View, key: ChannelKey, number: int) -> Collective | None:
     return track.ops.get(number) if track is not None else None
 
 
-def _arrivals(scene: Scene, key: ChannelKey, number: int, zero: int, channels: _Channels) -> Arrivals | None:
+def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: _Channels) -> Arrivals | None:
     met: list[tuple[int, int]] = []
     absent: list[int] = []
     first: Collective | None = None
     for rank in key[2]:
-        view = scene.world.views.get(rank)
+        view = job.world.views.get(rank)
         op = _op(view, key, number) if view is not None else None
         if op is not None and op.announced_ns:
             met.append((_us(op.announced_ns, zero), rank))
@@ -165,7 +165,7 @@ def _arrivals(scene: Scene, key: ChannelKey, number: int, zero: int, channels: _
 
 
 def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tuple[int, int]:
-    """From some collectives before the fault to a little after it: the wait that follows is far longer than all before."""
+    """Show a few collectives before the fault and a little after it, since the wait that follows is far longer than they are."""
     starts = sorted({_us(op.announced_ns, zero) for ops in lanes for op in ops[-12:] if op.announced_ns})
     if not starts:
         return (0, max(1, made.captured))

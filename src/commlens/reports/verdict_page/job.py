@@ -1,54 +1,52 @@
-"""What all parts of the page are made from: the indexed logs, the wait-for graph, each rank's role, and the classes of ranks."""
+"""The examined job as the page shows it: each rank's role, classes of ranks that do the same, and the collectives in focus."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import NamedTuple
 
-from commlens.diagnosis.alignment import Trouble, find_troubles
+from commlens.diagnosis.examined import ExaminedJob
 from commlens.diagnosis.index import Block, ChannelKey, View, World
-from commlens.diagnosis.wait_graph import Builder, Graph
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding, Verdict
-from commlens.reports.verdict_page.model import RankClass, Role
+from commlens.reports.verdict_page.data import RankClass, Role
 from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label
 
-CLASSES_WANTED = 9  # with more, ranks are told apart by less
+CLASSES_WANTED = 9  # with more, ranks are distinguished less finely
 CLASSES_MAX = 24
 _DETAILS = 4
-"""How finely ranks are told apart: 4 by the collective with its number, and the line; 3 messages without peer and number; 2 no
-collective's number; 1 no line; 0 by the group only."""
+"""How finely ranks are distinguished: 4 by the collective with its number, and the line; 3 messages without peer and number; 2
+collectives without their number; 1 without the line; 0 by the group only."""
 
 _WAIT = {"wait": "wait in", "issue": "wait in", "assumed": "probably wait in", "enqueued": "wait in", "failed": "gave up waiting in"}
 
 
 class Doing(NamedTuple):
-    """What a rank does, as a key by which ranks are folded."""
+    """A rank's activity; ranks with equal ones form a class."""
 
     role: Role
     words: str
     place: str
 
 
-class Scene:
-    """The logs and the verdict, joined."""
+class Job:
+    """An examined job, with its ranks in classes."""
 
-    def __init__(self, verdict: Verdict, world: World) -> None:
-        self.verdict = verdict
-        self.world = world
-        self.troubles: list[Trouble] = find_troubles(self.world)
-        self.graph: Graph = Builder(self.world, self.troubles).build()
+    def __init__(self, examined: ExaminedJob) -> None:
+        self.examined = examined
+        self.verdict, self.world, self.troubles, self.graph = examined
+        verdict = self.verdict
         self.everybody = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *verdict.culprits})
         self.roles = _roles(verdict, self.world)
         self.classes, self.class_of = self._fold()
         self.focus = self._focus()
 
     def role(self, rank: int) -> Role:
-        """A rank's part in it."""
+        """Return a rank's role in the fault."""
         return self.roles.get(rank, "none")
 
     def _focus(self) -> list[tuple[ChannelKey, int, Finding]]:
-        """The collectives that the findings name, those of root causes first: channel, number, finding."""
+        """Return the collectives that the findings name, root causes first: channel, number, finding."""
         found: list[tuple[ChannelKey, int, Finding]] = []
         for finding in self.verdict.findings:
             group, op = finding.group, finding.collective
@@ -56,7 +54,7 @@ class Scene:
                 continue
             members = tuple(group.ranks)
             keys = [key for key in self.world.channels if key[1] == group.name and key[2] == members]
-            # Of a group's channels (cpu, cuda) the one in which that collective is.
+            # A group has a channel for each device type: prefer the one with that collective.
             keys.sort(
                 key=lambda key: not any(op.sequence_number in v.tracks[key].ops for v in self.world.views.values() if key in v.tracks)
             )
@@ -84,7 +82,7 @@ class Scene:
         if rest:
             class_of |= dict.fromkeys(rest, len(classes))
             classes.append(
-                RankClass(ranks=format_ranks(rest), count=len(rest), role="none", doing="are in many other places", each="is elsewhere")
+                RankClass(ranks=format_ranks(rest), count=len(rest), role="none", doing="are in other places", each="is elsewhere")
             )
         return classes, class_of
 
@@ -128,7 +126,7 @@ class Scene:
         return Doing(role, f"issued {_phrase(view.last_op, detail)} last", frame_phrase(view.last_op.source) if placed else "")
 
     def block_of(self, rank: int) -> Block | None:
-        """What holds a rank up: its main thread, where that is blocked."""
+        """Return what blocks a rank: the block of its main thread, else the oldest one."""
         view = self.world.views.get(rank)
         if view is None or not view.blocks:
             return None
@@ -142,7 +140,7 @@ class Scene:
 
 
 def phrase(op: Collective) -> str:
-    """``"all_reduce #41 of dp"``: without the ranks, so that the same of several groups reads alike."""
+    """``"all_reduce #41 of dp"``: without the ranks, so that it is equal for the groups of one mesh dimension."""
     return _phrase(op, _DETAILS)
 
 
@@ -159,7 +157,7 @@ def _phrase(op: Collective, detail: int) -> str:
 
 
 def label(op: Collective) -> str:
-    """The group's name as people know it."""
+    """Return the group's label; ``"the default group"`` for the default group."""
     return group_label(op.channel.group, "the default group")
 
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from commlens.reports.verdict_page.model import Layout, LayoutRow
-from commlens.reports.verdict_page.scene import Scene
+from commlens.reports.verdict_page.data import Layout, LayoutRow
+from commlens.reports.verdict_page.job import Job
 from commlens.text import format_ranks, group_label
 
 _LAYOUTS_MAX = 12
-_WIDE = 16
 
 
-def layouts(scene: Scene) -> list[Layout]:
-    """One grid for each name of groups that divide the ranks, and one by host."""
+def rank_grids(job: Job) -> list[Layout]:
+    """Return one grid for each group label, and one by host."""
     by_label: dict[str, dict[tuple[int, ...], bool]] = defaultdict(dict)
-    faults = {(key[1], key[2]) for key, _, finding in scene.focus if finding.root_cause or len(scene.focus) == 1}
-    for channel in scene.world.channels.values():
+    faults = {(key[1], key[2]) for key, _, finding in job.focus if finding.root_cause or len(job.focus) == 1}
+    for channel in job.world.channels.values():
         group = channel.group
         if not group.ranks:
             continue
@@ -24,13 +23,13 @@ def layouts(scene: Scene) -> list[Layout]:
         fault = (group.name, group.ranks) in faults
         by_label[name][group.ranks] = by_label[name].get(group.ranks, False) or fault
     found = [_layout(name, groups) for name, groups in by_label.items()]
-    # Those that divide the ranks, the one with the fault first, then the finest; one group of everybody shows little.
+    # Labels with several groups first, the one with the fault before the others, then the finest; one group of all ranks shows little.
     found.sort(key=lambda layout: (len(layout.rows) == 1, not any(row.fault for row in layout.rows), -len(layout.rows), layout.name))
     hosts: dict[str, list[int]] = defaultdict(list)
-    for rank, view in scene.world.views.items():
+    for rank, view in job.world.views.items():
         hosts[view.log.host or "an unnamed host"].append(rank)
     rows = [LayoutRow(host, sorted(ranks)) for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1]))]
-    missing = [rank for rank in scene.everybody if rank not in scene.world.views]
+    missing = [rank for rank in job.everybody if rank not in job.world.views]
     if missing:
         rows.append(LayoutRow("no records", missing))
     if rows:

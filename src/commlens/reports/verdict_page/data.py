@@ -1,7 +1,7 @@
-"""What the verdict's page shows, as data. ``web/src/verdict/data.ts`` has the same fields.
+"""The content of the verdict's page as data. ``web/src/verdict/data.ts`` has the same fields.
 
-Everything is folded and bounded here, so that a page of 4096 ranks is as quick to open as one of four: what is alike is one class,
-and ranks are written as sets (``"0-1,3"``).
+Everything is folded and bounded here, so that a page of 4096 ranks opens as quickly as one of four: ranks that do the same are one
+class, and ranks are written as sets (``"0-1,3"``).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from commlens.model.verdict import Verdict
 
 Role = Literal["culprit", "victim", "awaited", "involved", "unknown", "none"]
-"""``awaited``: the others wait for it, and nothing says that it is at fault. ``involved``: named by a finding that is no root cause.
+"""``awaited``: the others wait for it, without evidence of a fault. ``involved``: named by a finding that is not a root cause.
 ``unknown``: it left no record."""
 
 CellState = Literal["completed", "in-flight", "failed", "unknown", "absent", "overwritten"]
@@ -26,13 +26,13 @@ class RankClass(msgspec.Struct, kw_only=True):
     count: int
     role: Role
     doing: str  # "wait in all_reduce #41 of dp"; of one rank "waits in ..."
-    each: str = ""  # the same, said of one of them
+    each: str = ""  # the same in the singular
     place: str = ""  # "train.py:81 step"
     detail: str = ""  # "for 31 s, float32[1048576] SUM"
 
 
 class GraphNode(msgspec.Struct, kw_only=True):
-    """A class of ranks, or what waiting ends in that is no rank: all have arrived, or those who met disagree."""
+    """A class of ranks, or an end of waiting that is not a rank: all ranks have arrived, or the ranks that met disagree."""
 
     cls: int = -1  # index of the class
     title: str = ""
@@ -50,7 +50,7 @@ class GraphEdge(msgspec.Struct, kw_only=True):
 
 
 class WaitGraph(msgspec.Struct):
-    """Who waits for whom."""
+    """The wait-for graph of the classes."""
 
     nodes: list[GraphNode] = []
     edges: list[GraphEdge] = []
@@ -81,7 +81,7 @@ class ChannelRef(msgspec.Struct):
 
 
 class Ops(msgspec.Struct):
-    """What one rank issued last, as columns. Times are µs after :attr:`Timeline.zero_ns`; -1 is not known or not yet."""
+    """The last collectives of one rank, as columns. Times are µs after :attr:`Timeline.zero_ns`; -1 is unknown or not yet."""
 
     start: list[int] = []
     end: list[int] = []
@@ -103,19 +103,19 @@ class Lane(msgspec.Struct):
 
 
 class Arrivals(msgspec.Struct):
-    """When each rank came to one collective."""
+    """The times at which the ranks reached one collective."""
 
     label: str
     channel: int
     number: int
     ranks: list[int]
     at: list[int]  # µs, ascending
-    absent: str = ""  # ranks that did not come
+    absent: str = ""  # ranks that did not reach it
     absent_count: int = 0
 
 
 class Timeline(msgspec.Struct):
-    """Who issued what when."""
+    """The collectives of each rank over time."""
 
     zero_ns: int = 0  # Unix ns
     captured: int = 0  # µs
@@ -129,7 +129,7 @@ class Timeline(msgspec.Struct):
 
 
 class Cell(msgspec.Struct, omit_defaults=True):
-    """What a class of ranks issued under one number."""
+    """The collective of a class of ranks under one number."""
 
     op: str
     what: str = ""
@@ -140,7 +140,7 @@ class Cell(msgspec.Struct, omit_defaults=True):
 
 
 class TableColumn(msgspec.Struct):
-    """Ranks whose part of the table is the same."""
+    """Ranks with the same cells."""
 
     ranks: str
     role: Role
@@ -156,7 +156,7 @@ class TableRow(msgspec.Struct):
 
 
 class Table(msgspec.Struct):
-    """What ranks issued around the fault, side by side."""
+    """The collectives around the fault, side by side."""
 
     name: str
     about: str
@@ -175,7 +175,7 @@ class FrameRef(msgspec.Struct):
 
 
 class StackClass(msgspec.Struct):
-    """Threads that are at the same place."""
+    """Threads with the same stack."""
 
     ranks: str
     count: int
@@ -197,7 +197,7 @@ class Ranks(msgspec.Struct):
     steps: list[int] = []
     issued: list[int] = []
     last: list[int] = []  # its last collective
-    end: list[int] = []  # how its process fares
+    end: list[int] = []  # the state of its process
     stack: list[int] = []  # index into the stacks; -1: none
     source: list[int] = []  # the file
 

@@ -6,25 +6,25 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 from commlens.diagnosis.wait_graph import Edge, Node
-from commlens.reports.verdict_page.model import GraphEdge, GraphNode, WaitGraph
-from commlens.reports.verdict_page.scene import Scene, phrase
+from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
+from commlens.reports.verdict_page.job import Job, phrase
 from commlens.text import capital, count, format_ranks, op_phrase
 
 
-def wait_graph(scene: Scene) -> WaitGraph:
-    """Fold the threads' graph: one node for each class that waits or is waited for, one edge for each pair of them."""
-    return _Fold(scene).graph()
+def wait_graph(job: Job) -> WaitGraph:
+    """Fold the graph of threads: one node for each class that waits or is waited for, one edge for each pair of classes."""
+    return _Fold(job).graph()
 
 
 class _Fold:
-    def __init__(self, scene: Scene) -> None:
-        self.scene = scene
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.nodes: list[GraphNode] = []
         self._known: dict[tuple[str, int], int] = {}
         self._edges: dict[tuple[int, int], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
 
     def graph(self) -> WaitGraph:
-        graph = self.scene.graph
+        graph = self.job.graph
         through: dict[Node, list[Node]] = defaultdict(list)
         for source in sorted(graph.edges):
             for target, edge in graph.edges[source].items() if source.kind == "wait" else ():
@@ -32,15 +32,15 @@ class _Fold:
                     through[target].append(source)
                 else:
                     self._join([source.rank], edge, self._ends(target, edge))
-        # A collective between those who wait in it and those it waits for: by class, since there may be thousands of both.
+        # Join the ranks that wait in a collective and those that it waits for by class: there may be thousands of both.
         for meeting, sources in through.items():
             edge = graph.edges[sources[0]][meeting]
             ends = {end for target, behind in graph.edges[meeting].items() for end in self._ends(target, behind)}
             self._join([source.rank for source in sources], edge, ends)
         edges = []
-        told = _told(self._edges)
+        shown = _transitive_reduction(self._edges)
         for (start, end), by_label in sorted(self._edges.items()):
-            if (start, end) not in told:
+            if (start, end) not in shown:
                 continue
             first = max(by_label, key=lambda text: (len(by_label[text]), text))
             more = f" and {len(by_label) - 1} more" if len(by_label) > 1 else ""
@@ -63,36 +63,33 @@ class _Fold:
         return at
 
     def _of_rank(self, rank: int) -> int:
-        number = self.scene.class_of[rank]
-        return self._put("class", number, GraphNode(cls=number, root=self.scene.classes[number].role in ("culprit", "awaited")))
+        number = self.job.class_of[rank]
+        return self._put("class", number, GraphNode(cls=number, root=self.job.classes[number].role in ("culprit", "awaited")))
 
     def _ends(self, target: Node, edge: Edge) -> list[int]:
-        """The nodes of what a wait leads to."""
-        scene = self.scene
+        """Return the nodes at the end of a wait."""
+        job = self.job
         if target.kind == "trouble":
-            trouble = scene.troubles[target.detail]
-            culprits = [rank for rank in trouble.culprits if rank != edge.rank and rank in scene.class_of]
+            trouble = job.troubles[target.detail]
+            culprits = [rank for rank in trouble.culprits if rank != edge.rank and rank in job.class_of]
             if edge.rank not in trouble.culprits and not trouble.tie and culprits:
                 return sorted({self._of_rank(rank) for rank in culprits})
-            title = "They met, but not for the same thing" if trouble.answer is not None else "They are out of step"
+            title = "These ranks disagree" if trouble.answer is not None else "These ranks are out of step"
             text = trouble.answer.detail if trouble.answer is not None else "; ".join(sorted(set(trouble.sides.values())))
             lines = [line for line in (phrase(next(iter(trouble.ops.values()))), text) if line]
             return [self._put("trouble", target.detail, GraphNode(title=title, lines=lines, root=True))]
         if target.kind == "stuck":
             members = edge.instance.key[2]
-            title = f"{capital(count(len(members), 'rank'))} arrived, none completes"
+            title = f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
             return [self._put("stuck", target.detail, GraphNode(title=title, lines=[op_phrase(edge.op)], root=True))]
-        return [self._of_rank(target.rank)] if target.rank in scene.class_of else []
+        return [self._of_rank(target.rank)] if target.rank in job.class_of else []
 
 
-def _told(edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Edges that no longer way says as well: who waits for one that waits for a third need not have an arrow to the third.
-
-    Among nodes that wait for each other, all edges are kept.
-    """
+def _transitive_reduction(edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Drop an edge if a longer path joins its nodes; among nodes that wait for each other, keep all edges."""
     after: dict[int, set[int]] = defaultdict(set)
     for start, end in edges:
-        if start != end:  # in a class some wait for others of it: the picture is of who holds up the class
+        if start != end:  # ranks may wait within their class; the graph shows which classes hold it up
             after[start].add(end)
 
     def reached(starts: Iterable[int]) -> set[int]:
