@@ -14,7 +14,8 @@ from commlens.config import Settings
 from conftest import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
-PAGES = [REPOSITORY / "README.md", *sorted(DOCS.rglob("*.md"))]
+CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
+PAGES = [REPOSITORY / "README.md", CONTRIBUTING, *sorted(DOCS.rglob("*.md"))]
 
 
 def test_every_error_has_its_heading_and_every_heading_its_error():
@@ -46,6 +47,18 @@ def test_links_lead_somewhere(page: Path):
     for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", [CONTRIBUTING, DOCS / "development.md"], ids=lambda page: page.name)
+def test_files_that_developers_are_sent_to_exist(page: Path):
+    named = re.findall(r"`((?:src|tests|docs|benchmarks|web)/[\w./-]*)`", page.read_text())
+    assert named
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+def test_every_changelog_fragment_has_a_type_that_towncrier_knows():
+    names = [path.name for path in (REPOSITORY / "changelog.d").iterdir() if path.suffix == ".md"]
+    assert [name for name in names if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed)\.md", name)] == []
 
 
 def test_every_page_can_be_reached_from_the_index():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
-from conftest import SOURCE
+from conftest import REPOSITORY, SOURCE
 
 PACKAGE = SOURCE / "commlens"
 
@@ -149,6 +150,27 @@ def our_imports() -> dict[str, set[str]]:
     return {
         module_name(path): {module for module, _ in imports(path) if module in MODULES and module != module_name(path)} for path in FILES
     }
+
+
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+
+
+def test_the_map_of_rooms_in_contributing_is_true():
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*) ?\| (.*) \|$", text, flags=re.MULTILINE)
+    assert {name: set(re.findall(r"\w+", imported)) for name, imported, _ in rows} == {name: MAY_IMPORT[name] & ROOMS for name in ROOMS}
+    for name, _, files in rows:
+        for file in re.findall(r"`([^`]+)`", files):
+            assert (PACKAGE / name / file).exists(), f"CONTRIBUTING.md: {name}/{file}"
+
+
+def test_imports_point_down_in_the_picture_of_development():
+    picture = (REPOSITORY / "docs" / "development.md").read_text().split("```")[1]
+    line_of = {name: number for number, line in enumerate(picture.splitlines()) for name in line.split()}
+    assert set(line_of) == ROOMS
+    for name in ROOMS:
+        for other in MAY_IMPORT[name] & ROOMS - {name}:
+            assert line_of[other] > line_of[name] or {name, other} == {"reports", "traces"}, f"docs/development.md: {name} imports {other}"
 
 
 def test_every_room_has_its_rule():
