@@ -158,7 +158,8 @@ ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 def test_the_map_of_rooms_in_contributing_is_true():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*) ?\| (.*) \|$", text, flags=re.MULTILINE)
-    assert {name: set(re.findall(r"\w+", imported)) for name, imported, _ in rows} == {name: MAY_IMPORT[name] & ROOMS for name in ROOMS}
+    written = {name: set(re.findall(r"\w+", imported)) for name, imported, _ in rows}
+    assert written == {name: MAY_IMPORT[name] & ROOMS for name in ROOMS}, "CONTRIBUTING.md, the column 'may import'"
     for name, _, files in rows:
         for file in re.findall(r"`([^`]+)`", files):
             assert (PACKAGE / name / file).exists(), f"CONTRIBUTING.md: {name}/{file}"
@@ -170,7 +171,7 @@ def test_imports_point_down_in_the_picture_of_development():
     assert set(line_of) == ROOMS
     for name in ROOMS:
         for other in MAY_IMPORT[name] & ROOMS - {name}:
-            assert line_of[other] > line_of[name] or {name, other} == {"reports", "traces"}, f"docs/development.md: {name} imports {other}"
+            assert line_of[other] > line_of[name], f"docs/development.md: {name} imports {other}"
 
 
 def test_every_room_has_its_rule():
