@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Write files atomically: a reader sees the whole file or none."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from commlens.errors import OutputError
 
 
 def write_whole(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "without --force") -> None:
-    """Write a file beside its place and move it there.
+    """Write a temporary file beside the target and rename it.
 
     Args:
-        path: the file. Its folder is made when missing.
-        content: what it shall hold.
-        overwrite: whether a file that is there may be replaced.
-        hint: how to say so, for the error: "will not overwrite <hint>".
+        path: the file. Its folder is created if missing.
+        content: the bytes to write.
+        overwrite: whether an existing file may be replaced.
+        hint: ends the error message "will not overwrite <hint>".
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: the file could not be written.
     """
     if path.is_dir():
-        raise OutputError(f"{path} is a folder, and a file was to be written there. Name a file in it.")
+        raise OutputError(f"{path} is a folder. Name a file in it.")
     if not overwrite and (path.exists() or path.is_symlink()):
         raise OutputError(f"File already exists, will not overwrite {hint}: {path}")
     with replacing(path) as temporary:
@@ -32,12 +32,12 @@ def write_whole(path: Path, content: bytes, *, overwrite: bool = True, hint: str
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A file to write piece by piece: it takes the place of ``path`` when all went well, and is deleted otherwise.
+    """Yield a temporary file that replaces ``path`` on success and is deleted on an error.
 
-    What is no regular file (``/dev/stdout``, a pipe) is written itself.
+    A path that is not a regular file (``/dev/stdout``, a pipe) is yielded itself.
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: the file could not be written.
     """
     try:
         if path.exists() and not path.is_file():

@@ -1,9 +1,9 @@
-"""Settings: what they are, and where each value came from.
+"""Settings: their values and where each value came from.
 
-Lowest to highest: the defaults, a YAML file, the environment (torch's and Accelerate's own variables, then ``COMMLENS_*``), the
-command line or the arguments in code. docs/settings.md explains each of them.
+From lowest to highest priority: defaults, a YAML file, the environment (torch's and Accelerate's variables, then ``COMMLENS_*``),
+the command line or arguments in code. docs/settings.md explains each setting.
 
-Standard library only, because it is imported into the training process; PyYAML is imported when there is a file to read.
+Standard library only, because the training process imports it; PyYAML is imported only to read a file.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from commlens.blackbox.layout import CAPACITY_MAX
 from commlens.errors import ConfigError, MissingDependency
 
 SWITCH: Final = "COMMLENS"
-"""The variable that switches recording on in a worker."""
+"""The variable that enables recording in a worker."""
 
 DEBUG_VARIABLE: Final = "COMMLENS_DEBUG_MODE"
-"""Of the setting ``debug``: named as Accelerate's is."""
+"""The variable of the setting ``debug``, named like Accelerate's."""
 
 ACCELERATE_VARIABLE: Final = "ACCELERATE_DEBUG_MODE"
-"""Accelerate's own switch. Who sets it wants operations verified: where commlens is on, all of them are."""
+"""Accelerate's variable for verifying operations. With commlens enabled, it enables ``debug`` for all operations."""
 
-_ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # what Accelerate 1.15 takes for it
+_ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # values that Accelerate 1.15 accepts
 
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
 PREFIX: Final = "COMMLENS_"
@@ -44,7 +44,7 @@ NOT_SETTINGS: Final = frozenset(
         "COMMLENS_BUILD_NATIVE",
     }
 )
-"""``COMMLENS_*`` variables with another meaning than a setting."""
+"""``COMMLENS_*`` variables that are not settings."""
 
 DEFAULT: Final = "default"
 COMMAND_LINE: Final = "command line"
@@ -52,36 +52,36 @@ COMMAND_LINE: Final = "command line"
 
 @dataclass(frozen=True)
 class Settings:
-    """Every setting, with its default. The names are the YAML keys; ``COMMLENS_<NAME>`` is the environment variable."""
+    """All settings with their defaults. Names are YAML keys; the environment variable is ``COMMLENS_<NAME>``."""
 
-    box_dir: str | None = None  # where black boxes live; None: /dev/shm, else another memory-backed place
+    box_dir: str | None = None  # folder of the black boxes; None: /dev/shm, else another memory-backed folder
     box_entries: int = 2000  # records per rank; 0: no recording
-    dump_dir: str = "commlens-dumps"  # one folder per job below it
-    keep_dumps: int = 10  # older job folders of ours are pruned
-    dump_on_timeout: bool = True  # dump just before a process group's timeout strikes
-    stall_timeout: float = 60.0  # seconds that a collective may be waited for before the watcher speaks
+    dump_dir: str = "commlens-dumps"  # parent of one folder per job
+    keep_dumps: int = 10  # number of job folders to keep; commlens deletes its older ones
+    dump_on_timeout: bool = True  # dump just before a process group times out
+    stall_timeout: float = 60.0  # seconds that a rank may wait for a collective before the watcher reports a stall
     on_stall: str = "warn"  # "warn" or "abort"
-    debug: bool = False  # verify every collective against the peers' before it is issued
-    verify_timeout: float | None = None  # seconds that a peer may be silent then; None: the process group's timeout
-    on_mismatch: str = "warn"  # when the watcher sees ranks disagree: "warn" or "abort"
-    engine: str = "auto"  # "python", "native" (built by `commlens build-native`), or "auto": native where it was built
-    cpp_stack: bool = False  # record C++ frames too
+    debug: bool = False  # compare every collective with the peers' before it is issued
+    verify_timeout: float | None = None  # seconds to wait for a peer while verifying; None: the process group's timeout
+    on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
+    engine: str = "auto"  # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
+    cpp_stack: bool = False  # also record C++ frames
     timing: bool = False  # record durations
-    dump_signal: str | None = None  # e.g. "SIGUSR2": install a handler that dumps; none by default
-    dump_pipe: str | None = None  # prefix of a named pipe per rank; any byte written to it dumps
+    dump_signal: str | None = None  # install a handler that dumps, e.g. on "SIGUSR2"
+    dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
     trace: str | None = None  # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
-    trace_dir: str = "commlens-trace"  # where the ranks' traces go
-    job: str | None = None  # identity of the job; set by the launcher
-    watched: bool = False  # somebody (the launcher) watches already
+    trace_dir: str = "commlens-trace"  # folder of the ranks' traces
+    job: str | None = None  # job id; set by the launcher
+    watched: bool = False  # the launcher already watches the job
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """The settings in force."""
+    """The effective settings."""
 
     settings: Settings
-    origins: dict[str, str]  # for each setting: "default", a file's path, a variable's name, "command line"
-    warnings: list[str]  # what was ignored and why, in sentences
+    origins: dict[str, str]  # for each setting: "default", a file path, a variable name, "command line"
+    warnings: list[str]  # sentences about ignored values
 
 
 def load_settings(
@@ -92,27 +92,27 @@ def load_settings(
     overrides_from: str = COMMAND_LINE,
     strict: bool = True,
 ) -> Resolved:
-    """Put the settings in force together.
+    """Return the effective settings.
 
     Args:
-        environ: the environment; the process's own when not given.
-        config_file: a YAML file; otherwise ``$COMMLENS_CONFIG_FILE``, otherwise ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME``
-            (``~/.config``) where that exists.
-        overrides: values from the command line or from arguments in code. None means that the setting was not given there.
-        overrides_from: what to call that place.
-        strict: what commands want: an unknown key, a bad value or an unreadable file is an error. Otherwise, as in a
-            worker that was switched on by its environment alone, each becomes a warning and the next lower value holds.
+        environ: the environment; by default the process's.
+        config_file: a YAML file; by default ``$COMMLENS_CONFIG_FILE``, else ``commlens/config.yaml`` in ``$XDG_CONFIG_HOME``
+            (``~/.config``) if it exists.
+        overrides: values from the command line or from arguments in code; None if not given.
+        overrides_from: the origin of the overrides.
+        strict: whether an unknown key, an invalid value or an unreadable file is an error, as in commands. Otherwise each is a
+            warning and the value of the next lower priority is used, as in a worker that its environment enabled.
 
     Raises:
         ConfigError: with ``strict``. The message names the key, where it was set, and the accepted values.
-        MissingDependency: with ``strict``, when there is a file to read and PyYAML is not installed.
+        MissingDependency: with ``strict``, if there is a file and PyYAML is not installed.
     """
     environ = os.environ if environ is None else environ
     layers = _Layers(strict)
     _apply_file(layers, environ, config_file)
     _apply_torch_variables(layers, environ)
     if environ.get(ACCELERATE_VARIABLE, "").strip().lower() in _ACCELERATE_ON:
-        layers.apply("debug", True, ACCELERATE_VARIABLE)  # off is Accelerate's own affair: it switches nothing of ours off
+        layers.apply("debug", True, ACCELERATE_VARIABLE)  # off concerns only Accelerate
     for variable in sorted(environ):
         if variable.startswith(PREFIX) and variable not in NOT_SETTINGS and environ[variable].strip():
             name = "debug" if variable == DEBUG_VARIABLE else variable.removeprefix(PREFIX).lower()
@@ -125,10 +125,10 @@ def load_settings(
 
 
 def settings_environment(settings: Settings) -> dict[str, str]:
-    """The ``COMMLENS_*`` variables by which a launcher hands its settings to the workers.
+    """Return the ``COMMLENS_*`` variables that pass a launcher's settings to its workers.
 
-    Every setting that has a value is among them, defaults too: what the launcher resolved wins over a worker's own file and over
-    torch's variables. Folders become absolute, because a script may change its working directory.
+    They include defaults, so that the launcher's values override a worker's file and torch's variables. Folders become absolute,
+    because a script may change its working directory.
     """
     variables = {}
     for name in NAMES:
@@ -136,37 +136,37 @@ def settings_environment(settings: Settings) -> dict[str, str]:
         if value is None:
             continue
         if name in ("box_dir", "dump_dir", "dump_pipe", "trace_dir"):
-            value = os.path.abspath(value) + ("/" if value.endswith("/") else "")  # noqa: PTH100 - keeps a prefix's last slash
+            value = os.path.abspath(value) + ("/" if value.endswith("/") else "")  # noqa: PTH100 - keeps the last slash of a prefix
         variables[variable_of(name)] = {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
     return variables
 
 
 def variable_of(name: str) -> str:
-    """The environment variable of a setting: ``"box_dir" -> "COMMLENS_BOX_DIR"``."""
+    """Return the environment variable of a setting: ``"box_dir" -> "COMMLENS_BOX_DIR"``."""
     return DEBUG_VARIABLE if name == "debug" else PREFIX + name.upper()
 
 
 def is_switched_on(environ: Mapping[str, str]) -> bool:
-    """Whether ``COMMLENS`` asks for recording. ``commlens_autoload`` has the same rule."""
+    """Return whether ``COMMLENS`` enables recording. ``commlens_autoload`` has the same rule."""
     return environ.get(SWITCH, "").strip().lower() not in ("", "0", "false", "no", "off")
 
 
-# --- what each setting accepts
+# --- accepted values
 
 
 @dataclass(frozen=True)
 class Accepts:
-    """How a setting's value is read, from text or from YAML's types."""
+    """The parser of a setting's value, given as text or as a YAML type."""
 
     parse: Callable[[Any], Any]  # raises ValueError
-    words: str  # the accepted values, in words
-    internal: bool = False  # set by the launcher, not by people
+    words: str  # describes the accepted values in error messages
+    internal: bool = False  # set by the launcher, not by users
 
 
 def _path(value: Any) -> str:
     if not isinstance(value, (str, os.PathLike)) or not str(value).strip() or "\0" in str(value):
         raise ValueError
-    return os.path.expanduser(str(value))  # noqa: PTH111 - Path would drop a prefix's last slash
+    return os.path.expanduser(str(value))  # noqa: PTH111 - Path would drop the last slash of a prefix
 
 
 def _integer(low: int, high: int) -> Callable[[Any], int]:
@@ -241,9 +241,9 @@ def _job(value: Any) -> str:
 
 ACCEPTED: Final[dict[str, Accepts]] = {
     "box_dir": Accepts(_path, "a folder"),
-    "box_entries": Accepts(_integer(0, CAPACITY_MAX), f"a whole number from 0 (no recording) to {CAPACITY_MAX}"),
+    "box_entries": Accepts(_integer(0, CAPACITY_MAX), f"an integer from 0 (no recording) to {CAPACITY_MAX}"),
     "dump_dir": Accepts(_path, "a folder"),
-    "keep_dumps": Accepts(_integer(1, 1_000_000), "a whole number from 1"),
+    "keep_dumps": Accepts(_integer(1, 1_000_000), "an integer of at least 1"),
     "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
@@ -254,7 +254,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),
-    "dump_pipe": Accepts(_path, "the first part of a path"),
+    "dump_pipe": Accepts(_path, "a path prefix"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),
     "trace_dir": Accepts(_path, "a folder"),
     "job": Accepts(_job, "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash", internal=True),
@@ -265,7 +265,7 @@ NAMES: Final = tuple(field.name for field in fields(Settings))
 
 
 class _Layers:
-    """Values as they pile up, lowest first."""
+    """Values by setting; each layer overrides the lower ones."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -274,7 +274,7 @@ class _Layers:
         self.warnings: list[str] = []
 
     def apply(self, name: str, value: Any, origin: str, *, written: str | None = None) -> None:
-        """Set one value; ``written`` is the name as the user wrote it, where it is not the setting's own."""
+        """Set one value; ``written`` is the variable that the user set, if any."""
         accepts = ACCEPTED.get(name)
         if accepts is None:
             self.refuse(_unknown(name, origin, written))
@@ -283,7 +283,7 @@ class _Layers:
             self.values[name] = accepts.parse(value)
         except (ValueError, TypeError, OverflowError):
             place = written if written else f"{name} ({origin})"
-            self.refuse(f"{place} is {_shown(value)}, which is not accepted: it takes {accepts.words}.", or_else=f"{name} stays as it was.")
+            self.refuse(f"{place} is {_shown(value)}, which is not accepted: it takes {accepts.words}.", or_else=f"{name} is unchanged.")
             return
         self.origins[name] = origin
 
@@ -302,8 +302,8 @@ def _unknown(name: str, origin: str, written: str | None) -> str:
     close = difflib.get_close_matches(name, NAMES, n=1)
     suggestion = (variable_of(close[0]) if written else close[0]) if close else None
     known = ", ".join(variable_of(each) if written else each for each in NAMES if not ACCEPTED[each].internal)
-    what = f"The variable {written} is" if written else f"{name!r} ({origin}) is"
-    return f"{what} no setting of commlens." + (f" Did you mean {suggestion}?" if suggestion else f" The settings are {known}.")
+    subject = f"The variable {written} is" if written else f"{name!r} ({origin}) is"
+    return f"{subject} not a commlens setting." + (f" Did you mean {suggestion}?" if suggestion else f" The settings are {known}.")
 
 
 # --- the file
@@ -313,14 +313,14 @@ def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | 
     path, named_by = config_path(environ, config_file)
     if path is None:
         return
-    said = f" ({named_by})" if named_by else ""
+    origin = f" ({named_by})" if named_by else ""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):
             return
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it is not UTF-8 text"
-        layers.refuse(f"The settings file {path}{said} cannot be read: {reason}.")
+        layers.refuse(f"The settings file {path}{origin} cannot be read: {reason}.")
         return
     try:
         content = _parse_yaml(text, path)
@@ -331,12 +331,12 @@ def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | 
         return
     for key, value in content.items():
         if isinstance(key, str) and key in ACCEPTED and value is None:
-            continue  # "key:" with nothing behind it leaves the default
+            continue  # "key:" without a value keeps the default
         layers.apply(str(key), value, str(path))
 
 
 def config_path(environ: Mapping[str, str], config_file: str | Path | None) -> tuple[Path | None, str | None]:
-    """The settings file, and what named it (None: nothing did, so that it need not exist)."""
+    """Return the settings file and the option or variable that names it; None for a default path, which need not exist."""
     if config_file is not None:
         return Path(config_file).expanduser(), "--config-file"
     if environ.get(CONFIG_FILE_VARIABLE):
@@ -363,13 +363,12 @@ def _parse_yaml(text: str, path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"The settings file {path} must hold lines like 'stall_timeout: 60', and holds a {type(content).__name__}.")
+        raise ConfigError(f"The settings file {path} must hold lines like 'stall_timeout: 60', but holds a {type(content).__name__}.")
     return content
 
 
-# --- torch's own variables. They switch torch's recorder; where they say something that holds for ours too, it is taken
-# over. Each pair is (former name, present name); the present name wins, and any COMMLENS_* variable wins over both.
-# A bad value is torch's to complain of: here it is a warning at most.
+# --- torch's variables configure torch's recorder; values that make sense for commlens apply to it, too. Each pair is (old name,
+# new name); the new name wins, and any COMMLENS_* variable wins over both. Torch reports invalid values; here they are warnings.
 
 
 def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
@@ -378,14 +377,14 @@ def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
 
     for variable, text in given("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
         if not re.fullmatch(r"\d{1,18}", text):
-            layers.warnings.append(f"{variable} is {_shown(text)}, which is no number of entries. It is ignored.")
+            layers.warnings.append(f"{variable} is {_shown(text)}, which is not a number of entries. It is ignored.")
         elif int(text) == 0:
             layers.warnings += _left_on(variable, "box_entries", environ)
         else:
             if int(text) > CAPACITY_MAX:
-                layers.warnings.append(f"{variable} is {text}, and commlens keeps at most {CAPACITY_MAX} entries: it keeps that many.")
+                layers.warnings.append(f"{variable} is {text}, but commlens keeps at most {CAPACITY_MAX} entries. That maximum is used.")
             layers.apply("box_entries", min(int(text), CAPACITY_MAX), variable)
-    for name, off_is_ours, variables in (
+    for name, off_applies, variables in (
         ("dump_on_timeout", False, ("TORCH_NCCL_DUMP_ON_TIMEOUT",)),
         ("cpp_stack", True, ("TORCH_NCCL_TRACE_CPP_STACK", "TORCH_FR_CPP_STACK")),
         ("timing", True, ("TORCH_NCCL_ENABLE_TIMING",)),
@@ -396,19 +395,19 @@ def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
             except ValueError:
                 layers.warnings.append(f"{variable} is {_shown(text)}, which is neither on nor off. It is ignored.")
                 continue
-            if value or off_is_ours:
+            if value or off_applies:
                 layers.apply(name, value, variable)
             else:
                 layers.warnings += _left_on(variable, name, environ)
     for variable, text in given("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"):
-        # torch appends the rank to this path; a folder beside it can never be the file that torch writes.
+        # torch appends the rank to this path, so a folder beside it never collides with torch's file
         layers.apply("dump_dir", os.path.join(os.path.dirname(text), "commlens"), variable)  # noqa: PTH118, PTH120
     for variable, text in given("TORCH_NCCL_DEBUG_INFO_PIPE_FILE"):
-        layers.apply("dump_pipe", text, variable)  # torch's is <value><rank>.pipe, ours <value><rank>.commlens.pipe
+        layers.apply("dump_pipe", text, variable)  # torch's pipe is <value><rank>.pipe, commlens's <value><rank>.commlens.pipe
 
 
 def _left_on(variable: str, name: str, environ: Mapping[str, str]) -> list[str]:
-    """What a 0 in torch's variable does not do; nothing to say where ours has been set as well."""
+    """Return a warning that a 0 in torch's variable does not affect commlens, unless its own variable is set, too."""
     if variable_of(name) in environ:
         return []
-    return [f"{variable}=0 switches off torch's recorder and leaves commlens's as it is; {variable_of(name)}=0 switches off commlens's."]
+    return [f"{variable}=0 disables torch's recorder but not commlens's; to disable commlens's, set {variable_of(name)}=0."]

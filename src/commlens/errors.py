@@ -1,31 +1,31 @@
-"""Every exception that commlens raises on purpose.
+"""The exceptions of commlens.
 
     CommlensError
-    ├── CommandError        what a command refuses: wrong usage, unreadable input; carries the exit status
-    │   ├── EvidenceError   too little that can be read (exit status 3)
-    │   ├── ConfigError     a setting's key or value is wrong
-    │   ├── NativeEngineError  the native engine cannot be built, or what was built cannot be used
-    │   └── SelectionError  a trace has no such field, phase or step to select by
-    ├── FormatError         a file is not what it should be
+    ├── CommandError        wrong usage or unreadable input; carries the exit status
+    │   ├── EvidenceError   not enough readable evidence (exit status 3)
+    │   ├── ConfigError     unknown setting or invalid value
+    │   ├── NativeEngineError  the native engine cannot be built or used
+    │   └── SelectionError  unknown trace field, phase or step
+    ├── FormatError         a file has the wrong format or is damaged
     ├── DumpError           a dump could not be saved
-    ├── OutputError         a trace or a report of one could not be written
-    ├── DistributedOperationException  a collective would go wrong (strict verification)
-    └── MissingDependency   a feature needs a package that is not installed
+    ├── OutputError         a trace or a report could not be written
+    ├── DistributedOperationException  a collective would hang or fail (strict verification)
+    └── MissingDependency   a package is not installed
 
-Each has a ``slug``, its heading in docs/errors.md.
+Each class has a ``slug``, its heading in docs/errors.md.
 """
 
 from __future__ import annotations
 
 
 class CommlensError(Exception):
-    """Base of all. The message is a full sentence: what happened, where, and what to do."""
+    """Base class. The message is a full sentence: what happened, where, and what to do."""
 
     slug = "commlens-error"
 
 
 class CommandError(CommlensError):
-    """A command cannot do what was asked. ``exit_code`` is the process's status (2: wrong usage)."""
+    """A command cannot run. ``exit_code`` is the exit status of the process (2: wrong usage)."""
 
     slug = "command-error"
 
@@ -44,45 +44,45 @@ class EvidenceError(CommandError):
 
 
 class ConfigError(CommandError):
-    """A setting is wrong. The message names the key, where it was set, and the accepted values."""
+    """Unknown setting or invalid value. The message names the key, where it was set, and the accepted values."""
 
     slug = "bad-setting"
 
 
 class NativeEngineError(CommandError):
-    """The native engine cannot be built, or what was built cannot be used. Without it commlens records in Python."""
+    """The native engine cannot be built or used. Without it commlens records in Python."""
 
     slug = "native-engine"
 
 
 class SelectionError(CommandError):
-    """What a trace is filtered or counted by does not exist. The message holds what does."""
+    """Unknown trace field, phase or step; the message lists the valid ones."""
 
     slug = "unknown-selection"
 
 
 class FormatError(CommlensError):
-    """A file cannot be read as what it claims to be. The message names the file."""
+    """A file has the wrong format or is damaged. The message names the file."""
 
     slug = "unreadable-file"
 
 
 class DumpError(CommlensError):
-    """A dump could not be saved, or not all of it. The message names the folder."""
+    """A dump could not be saved completely. The message names the folder."""
 
     slug = "dump-not-saved"
 
 
 class OutputError(CommlensError):
-    """A trace, or a report of one, could not be written. The message names the file."""
+    """A trace or a report could not be written. The message names the file."""
 
     slug = "not-written"
 
 
 class DistributedOperationException(CommlensError):
-    """A collective would go wrong, and was not issued. The message holds what every rank asked for, the same on all of them.
+    """A collective would hang or fail, so it was not issued. The message, the same on all ranks, lists every rank's arguments.
 
-    ``kind`` is the verdict's word: "mismatch/shape", "missing", "dead", "cycle".
+    ``kind`` is the kind in a verdict: "mismatch/shape", "missing", "dead", "cycle".
     """
 
     slug = "distributed-operation"
@@ -90,12 +90,12 @@ class DistributedOperationException(CommlensError):
 
 
 class MissingDependency(CommlensError):
-    """A feature needs a package that is not installed. The message holds the pip line to type."""
+    """A feature needs a package that is not installed. The message gives the pip command."""
 
     slug = "missing-dependency"
 
     @classmethod
-    def torch(cls, what: str, error: ImportError | None = None) -> MissingDependency:
-        """``what`` needs torch; ``error`` is why it could not be imported, where it was tried."""
+    def torch(cls, feature: str, error: ImportError | None = None) -> MissingDependency:
+        """Return the error for a feature that needs torch; ``error`` is from the failed import, if there was one."""
         reason = "is not installed" if error is None else f"cannot be imported ({error})"
-        return cls(f"{what} needs torch, which {reason}: pip install 'commlens[torch]'")
+        return cls(f"{feature} needs torch, which {reason}: pip install 'commlens[torch]'")

@@ -1,1 +1,1 @@
-"""Plain data, typed: what ranks recorded, and the verdict. No torch, no I/O."""
+"""Plain typed data: records, traces, verdicts, and the semantics of ops. No torch, no I/O."""

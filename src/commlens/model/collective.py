@@ -1,4 +1,4 @@
-"""What one rank recorded of one collective, and of the groups that it belongs to."""
+"""One rank's record of a collective, with its arguments, process group, channel and stack."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from commlens.model.ops import POINT_TO_POINT
 
 
 class State(str, Enum):
-    """How far a collective came, as far as the rank could know."""
+    """The state of a collective, as far as its rank could know."""
 
-    ANNOUNCED = "announced"  # recorded, not yet handed to the backend (a verifier may hold it back)
-    ISSUED = "issued"  # inside the backend or enqueued there; not known to be done
+    ANNOUNCED = "announced"  # recorded, not yet passed to the backend (a verifier may hold it back)
+    ISSUED = "issued"  # in the backend or enqueued there; not known to be done
     COMPLETED = "completed"
     FAILED = "failed"  # raised, or its Work carries an exception
-    UNKNOWN = "unknown"  # issued, and nothing here can tell whether it completed
+    UNKNOWN = "unknown"  # issued, and completion cannot be observed in this process
 
 
 class LearnedHow(str, Enum):
-    """What told us that a collective ended."""
+    """The signal that revealed the end of a collective."""
 
     NOT_YET = "not-yet"
-    RETURN = "return"  # the op blocks or returns no Work, so that returning says it
-    WAIT = "wait"  # a thread's wait on it ended
+    RETURN = "return"  # the op blocks or returns no Work, so its return is its end
+    WAIT = "wait"  # a thread's wait ended
     POLL = "poll"  # Work.is_completed()
     NATIVE_RECORDER = "native-recorder"  # torch's own recorder, on CUDA
     UNKNOWN = "unknown"
 
 
 class FrameKind(str, Enum):
-    """Whose code a stack frame is. Only the user's are shown; the others are folded."""
+    """The owner of the code in a stack frame. Reports show the user's frames and fold the others."""
 
     USER = "user"
-    LIBRARY = "library"  # an installed package that is not torch: shown where no line of the user's is in the stack
+    LIBRARY = "library"  # an installed package other than torch: shown if the stack has no user frame
     TORCH = "torch"
     COMMLENS = "commlens"
     PYTHON = "python"
@@ -52,7 +52,7 @@ class Frame(msgspec.Struct, frozen=True):
 
     @property
     def where(self) -> str:
-        """``"train.py:57"``: the file's name without its folder, and the line."""
+        """``"train.py:57"``: file name without folder, and line."""
         return f"{self.file.rsplit('/', 1)[-1]}:{self.line}"
 
 
@@ -61,19 +61,19 @@ Stack = tuple[Frame, ...]
 
 
 def user_frame(stack: Stack) -> Frame | None:
-    """The innermost frame of the user's own code; where there is none, of an installed library; else None."""
+    """Return the innermost frame of the user's code, else of an installed library, else None."""
     by_kind = {frame.kind: frame for frame in reversed(stack)}
     return by_kind.get(FrameKind.USER) or by_kind.get(FrameKind.LIBRARY)
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
-    """What matters of a tensor on the wire. No data is ever read."""
+    """The properties of a tensor that matter on the wire. Its data is never read."""
 
     shape: tuple[int, ...]
     dtype: str  # "float32"
     device: str = "cpu"  # type only: "cpu", "cuda"
     layout: str = "strided"
-    memory_order: tuple[int, ...] | None = None  # dimensions from slowest to fastest; None means row-major and dense
+    memory_order: tuple[int, ...] | None = None  # dimensions from slowest to fastest; None: dense and row-major
 
     @property
     def numel(self) -> int:
@@ -85,52 +85,52 @@ class TensorSpec(msgspec.Struct, frozen=True):
 
 
 class CollectiveArgs(msgspec.Struct, frozen=True):
-    """What the program asked for: all that ranks must agree on, or must correspond in."""
+    """The arguments of a collective: values that must agree across ranks, or correspond."""
 
     op: str  # the wire op: "all_reduce"
     dispatcher_op: str  # "allreduce_"
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
-    reduce_op: str | None = None  # "SUM", ...; None where the op has none or it could not be read
+    reduce_op: str | None = None  # "SUM", ...; None if the op has none or it is unknown
     root: int | None = None  # global rank
-    input_splits: tuple[int, ...] = ()  # all_to_all; empty means even
+    input_splits: tuple[int, ...] = ()  # all_to_all; empty: even
     output_splits: tuple[int, ...] = ()
-    asynchronous: bool | None = None  # None where torch does not say
+    asynchronous: bool | None = None  # None if torch does not say
 
     @property
     def payload(self) -> tuple[TensorSpec, ...]:
-        """The tensors that every rank of the collective has: its own contribution, or its share where only the root contributes."""
+        """The tensors that every rank has: its contribution or, if only the root contributes, its share."""
         if self.op == "scatter":
             return self.outputs or self.inputs[:1]
         return self.inputs or self.outputs
 
 
 class ProcessGroup(msgspec.Struct, frozen=True):
-    """A process group as one rank knows it."""
+    """A process group as recorded by one rank."""
 
     name: str  # torch's own: "0", "1", ...; unique among the groups of one incarnation
     ranks: tuple[int, ...]  # global
-    description: str = ""  # "default_pg", "mesh_dp", what the user gave
+    description: str = ""  # "default_pg", "mesh_dp", or the user's
     backend: str = ""  # of the channel's device type: "gloo", "nccl"
-    mesh_dim: str | None = None  # "dp", where the group is a dimension of a DeviceMesh
-    incarnation: int = 0  # how many default groups this process had made before
+    mesh_dim: str | None = None  # "dp", if the group is a dimension of a DeviceMesh
+    incarnation: int = 0  # number of default groups that the process had created before
 
     @property
     def label(self) -> str:
-        """The name to show: the mesh dimension, else the description, else torch's name."""
+        """The name in reports: the mesh dimension, else the description, else torch's name."""
         return self.mesh_dim or self.description or self.name
 
 
 class ChannelKey(tuple[int, str, tuple[int, ...], str]):
-    """What a channel is called on every rank: incarnation, group name, global ranks, device type.
+    """The identity of a channel across ranks: incarnation, group name, global ranks, device type.
 
-    Hashed once only, since a group may have thousands of ranks.
+    The hash is cached, since a group may have thousands of ranks.
     """
 
     _hash: int
 
     def __hash__(self) -> int:
-        """As any tuple's."""
+        """Same as for tuples."""
         try:
             return self._hash
         except AttributeError:
@@ -138,30 +138,30 @@ class ChannelKey(tuple[int, str, tuple[int, ...], str]):
             return self._hash
 
     def __eq__(self, other: object) -> bool:
-        """As any tuple's; most often they are one and the same."""
+        """Same as for tuples, but fast for the same object, the usual case."""
         return self is other or super().__eq__(other)
 
     def __ne__(self, other: object) -> bool:
-        """As any tuple's."""
+        """Same as for tuples."""
         return not self == other
 
 
 class Channel(msgspec.Struct, frozen=True, dict=True):
-    """Where sequence numbers live: a group on one device type. ``cpu:gloo,cuda:nccl`` is two channels."""
+    """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has two channels."""
 
     group: ProcessGroup
     device: str  # "cpu", "cuda"
 
     @cached_property
     def key(self) -> ChannelKey:
-        """The identity that holds across ranks."""
+        """The identity of the channel across ranks."""
         return ChannelKey((self.group.incarnation, self.group.name, self.group.ranks, self.device))
 
 
 class Collective(msgspec.Struct):
-    """One collective or point-to-point op of one rank. Times are Unix ns, 0 when it has not happened or is not known."""
+    """One rank's record of a collective or point-to-point op. Times are Unix ns; 0 if it has not happened or is unknown."""
 
-    index: int  # 1, 2, ... over everything the rank issued
+    index: int  # 1, 2, ... over all ops of the rank
     channel: Channel
     sequence_number: int  # from 1; per channel, and per (channel, peer, direction) for point-to-point
     args: CollectiveArgs
@@ -175,16 +175,16 @@ class Collective(msgspec.Struct):
     learned_how: LearnedHow = LearnedHow.NOT_YET
     stack: Stack = ()
     issue_thread: int = 0  # native thread id
-    wait_thread: int = 0  # native thread id; 0 when no thread was seen to wait
-    peer: int | None = None  # global rank, point-to-point only; None with recv means any source
+    wait_thread: int = 0  # native thread id; 0 if no thread was seen waiting
+    peer: int | None = None  # global rank, point-to-point only; None for a recv from any source
     tag: int = 0
     step: int = 0  # optimizer steps that the process had completed
-    coalescing_id: int = 0  # members of one coalesced group share it; 0 when alone
-    coalesced_members: int = 0  # on the record that closes a coalesced group: how many members it has
-    duration_ns: int | None = None  # on the device; only with timing switched on
+    coalescing_id: int = 0  # shared by the members of a coalesced group; 0 if not coalesced
+    coalesced_members: int = 0  # number of members, on the record that closes a coalesced group
+    duration_ns: int | None = None  # on the device; only with the setting timing
     error: str | None = None  # text of the exception
-    concurrent: bool = False  # another thread issued on the same channel at the same time: order is uncertain
-    module: str | None = None  # label of the library region that issued it, where one is known ("FSDP::all_gather (layers.0)")
+    concurrent: bool = False  # another thread issued on the same channel at the same time, so the order is uncertain
+    module: str | None = None  # label of the issuing library region, if known ("FSDP::all_gather (layers.0)")
 
     @property
     def op(self) -> str:
@@ -198,12 +198,12 @@ class Collective(msgspec.Struct):
 
     @property
     def in_flight(self) -> bool:
-        """Announced or issued, and not known to have ended. ``unknown`` is not in flight: nobody can say."""
+        """Whether it is announced or issued and not known to have ended. ``unknown`` is not in flight."""
         return self.state in (State.ANNOUNCED, State.ISSUED)
 
     @property
     def waited_for(self) -> bool:
-        """Whether a thread is blocked on it right now."""
+        """Whether a thread is blocked on it."""
         return self.wait_began_ns != 0 and self.wait_ended_ns == 0 and self.in_flight
 
     @property

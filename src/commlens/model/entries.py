@@ -1,4 +1,4 @@
-"""Entries of several ranks side by side: what ``commlens diagnose --entries`` shows."""
+"""The table of ``commlens diagnose --entries``: entries of several ranks side by side."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from commlens.model.collective import Stack
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """What one rank did under one number."""
+    """One rank's entry under a sequence number."""
 
     op: str  # "all_reduce", "send to 3", "2 x all_gather"
     tensors: str  # "float32[100] SUM"
@@ -23,22 +23,22 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class Column(msgspec.Struct):
-    """Ranks that did the same."""
+    """Ranks with equal entries."""
 
     ranks: list[int]
     cells: list[Cell | None]
-    forgotten: list[bool]  # of the missing cells, those that the ring may have overwritten
+    forgotten: list[bool]  # for each missing cell, whether the ring buffer may have overwritten it
     role: str = ""
 
 
 class EntryTable(msgspec.Struct):
-    """Entries side by side."""
+    """Entries of ranks, side by side."""
 
     group: str
     numbers: list[int]
-    columns: list[Column]  # to blame first
-    fault: int = 0  # the number that the verdict speaks of, 0 none
+    columns: list[Column]  # culprits first
+    fault: int = 0  # sequence number in the verdict; 0 if none
     messages: bool = False
-    elsewhere: list[tuple[list[int], str]] = []  # ranks, and what they have in flight that is not shown here
+    elsewhere: list[tuple[list[int], str]] = []  # ranks, and their ops in flight that the table does not show
     left_out: list[int] = []  # ranks whose columns were left out
     kinds_left_out: int = 0

@@ -1,4 +1,4 @@
-"""A network and an estimate of what collectives would take on it, as data. reading/network.py holds the rules."""
+"""A network, and the estimated time of collectives on it. traces/network.py has the rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ US: Final = 1e-6
 
 
 class Network(msgspec.Struct, frozen=True, kw_only=True):
-    """A network. Bandwidths are of one rank in one direction, in bytes per second; latencies of one hop, in seconds."""
+    """A network. Bandwidths are per rank and direction, in bytes per second; latencies are per hop, in seconds."""
 
     name: str = "the network that was given"
     intra_bandwidth: float
@@ -18,27 +18,27 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
     intra_latency: float = 1.9 * US
     inter_latency: float = 4.0 * US
     ranks_per_node: int = 8
-    source: str = ""  # where the figures come from
+    source: str = ""  # source of the figures
 
 
 class Part(msgspec.Struct):
-    """What one mesh dimension (or group) would take, for one rank."""
+    """The estimate for one mesh dimension or group, on one rank."""
 
     name: str
     ranks: int
-    nodes: int  # that one such group spans
+    nodes: int  # spanned by one such group
     calls: int = 0
     wire_bytes: int = 0
     seconds: float = 0.0
 
 
 class Estimate(msgspec.Struct, kw_only=True):
-    """An estimate of the time that a rank's collectives would take, were none hidden behind computation."""
+    """The estimated time of a rank's collectives if none overlaps with computation."""
 
     network: Network
     parts: list[Part]  # the longest first
-    steps: int  # the trace's, at least 1
-    seconds: float  # of everything
+    steps: int  # of the trace, at least 1
+    seconds: float  # of all collectives
     step_time: float | None = None  # seconds, as given
 
     @property
@@ -48,5 +48,5 @@ class Estimate(msgspec.Struct, kw_only=True):
 
     @property
     def share(self) -> float | None:
-        """Part of a step that it would be; more than 1 where it cannot fit. None without a step's time."""
+        """The fraction of a step; above 1 if it cannot fit. None without a step time."""
         return self.seconds_per_step / self.step_time if self.step_time else None

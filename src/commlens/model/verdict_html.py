@@ -1,4 +1,4 @@
-"""A verdict as a small piece of HTML for notebooks. All text is escaped, and there is no script.
+"""Render a verdict as an HTML fragment for notebooks. All text is escaped, and there is no script.
 
 The argument is a :class:`commlens.model.verdict.Verdict`, untyped here so that the two modules do not import each other.
 """
@@ -13,7 +13,7 @@ _MOST = 8  # sentences of each list
 
 
 def verdict_html(verdict: Any) -> str:
-    """The answer, why, what to do next; what supports it and what is not known can be opened."""
+    """Return the answer, the cause and the next step, with evidence and unknowns in collapsible sections."""
     colour = _COLOURS.get(verdict.kind, "#cf222e")
     rows = [("Verdict", _sentence(verdict.summary)), ("Why", verdict.explanation), ("Next", _sentence(verdict.next_step))]
     cells = "".join(

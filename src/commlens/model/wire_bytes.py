@@ -1,4 +1,4 @@
-"""How many bytes a collective moves, by a stated rule."""
+"""The bytes that a collective moves, by a stated rule."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ RULE: Final = (
     "all_reduce 2(n-1)/n of the input; all_gather (n-1)/n of the output; reduce_scatter, all_to_all (n-1)/n of the input; "
     "gather, scatter (n-1)/n of what the root holds; broadcast, reduce, send, recv all of it; barriers nothing"
 )
-"""For whoever shows the figure: the rule in words."""
+"""The rule in words, for reports."""
 
 RULE_IN_SHORT: Final = "through one rank's link in one direction, by the ring algorithm"
 
 
 def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) -> int:
-    """Bytes that pass one rank's link in one direction.
+    """Return the bytes through one rank's link in one direction.
 
     Args:
         op: the wire op, "all_reduce".
         world_size: number of ranks of the group.
-        input_bytes: what the rank gives. In-place ops (all_reduce, broadcast) give what they receive.
-        output_bytes: what the rank receives.
+        input_bytes: bytes that the rank contributes. In-place ops (all_reduce, broadcast) contribute as much as they receive.
+        output_bytes: bytes that the rank receives.
 
     Returns:
-        Bytes, rounded down; 0 for one rank alone, and for ops that carry no data.
+        Bytes, rounded down; 0 for a group of one rank and for ops without data.
     """
     if world_size <= 1:
         return 0
