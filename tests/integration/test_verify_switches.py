@@ -234,7 +234,7 @@ class TestLaunchDebug:
             assert f"[rank{rank}]:   - Process 0: [1, 5]     float32   cases.py:" in text, debugged.program.report()
 
     def test_the_traceback_leads_to_the_users_line_without_the_verifiers_own(self, debugged: Told):
-        assert "verify/strict.py" not in debugged.program.error
+        assert "commlens/verification/" not in debugged.program.error
 
 
 class TestOwnFunctions:

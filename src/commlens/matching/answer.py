@@ -32,7 +32,7 @@ class Party(msgspec.Struct, frozen=True):
     """Ranks whose collectives agree."""
 
     ranks: tuple[int, ...]
-    what: str  # "float32[1048576]"
+    phrase: str  # "float32[1048576]", "sends float32[4]"
 
 
 class Disagree(msgspec.Struct, frozen=True):

@@ -205,4 +205,4 @@ def _split(aspect: Aspect, severity: Severity, values: Mapping[int, Hashable], s
     parties = tuple(Party(tuple(ranks), show(value)) for value, ranks in ordered)
     tie = len(ordered[0][1]) == len(ordered[1][1])
     minority = () if tie else tuple(sorted(rank for _, ranks in ordered[1:] for rank in ranks))
-    return Disagree(aspect, severity, minority, parties, "; ".join(f"{ranks_phrase(p.ranks)}: {p.what}" for p in parties))
+    return Disagree(aspect, severity, minority, parties, "; ".join(f"{ranks_phrase(p.ranks)}: {p.phrase}" for p in parties))

@@ -54,7 +54,7 @@ def compare_pair(sender: int, sent: CollectiveArgs, receiver: int, received: Col
     if not out or not into:
         return Unknown(("shape", "dtype"))
     parties = (Party((sender,), f"sends {tensors_phrase(out)}"), Party((receiver,), f"receives {tensors_phrase(into)}"))
-    detail = "; ".join(f"rank {party.ranks[0]} {party.what}" for party in parties)
+    detail = "; ".join(f"rank {party.ranks[0]} {party.phrase}" for party in parties)
     if total(out) != total(into) or {wire_dtype(spec) for spec in out} != {wire_dtype(spec) for spec in into}:
         return Disagree("p2p", Severity.ILLEGAL, (), parties, detail)
     return Agree()

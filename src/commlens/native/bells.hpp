@@ -1,4 +1,4 @@
-// Ranks wake each other: commlens/verify/bells.py says how, and does the same in Python. No torch and no Python here.
+// Wake-ups between ranks, as commlens/blackbox/wakeup.py defines them and does in Python. No torch and no Python here.
 #pragma once
 
 #include <errno.h>

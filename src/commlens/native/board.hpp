@@ -1,4 +1,4 @@
-// A rank's announcement board, and those of its peers. commlens/verify/board.py makes and maps the files, says what each byte means,
+// A rank's announcement board, and those of its peers. commlens/blackbox/board.py creates and maps the files, defines each byte,
 // and does the same in Python. No torch and no Python here: a driver tests it alone.
 #pragma once
 

@@ -1,5 +1,5 @@
 // Strict verification where all agree: a collective is announced on this rank's board, the peers' announcements are compared with it,
-// and waited for. Whatever is new, differs, or takes long is for Python: commlens/verify/strict.py, which decides all of it, and says
+// and waited for. Whatever is new, differs, or takes long is for Python: commlens/verification/verifier.py, which decides all of it, and says
 // in a plan how the next one like it goes. No torch and no Python here: a driver tests it alone.
 #pragma once
 
@@ -19,7 +19,7 @@
 
 namespace commlens {
 
-namespace alarms {  // commlens/verify/alarm.py: words of the page that all ranks share
+namespace alarms {  // words of commlens/blackbox/refusal_log.py
 constexpr uint64_t COUNT = 0, CHANGES = 1;
 }
 

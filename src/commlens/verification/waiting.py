@@ -92,13 +92,13 @@ class Waiting:
         self._cycles = Cycles(peers)
         self._timeout_s = timeout_s
 
-    def before_issue(self, pending: Pending, args: InternedArgs, when_in_vain: Callable[[], None]) -> None:
+    def before_issue(self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]) -> None:
         """Wait before issue, as far as the op's semantics allow.
 
         Args:
             pending: the announced op.
             args: its arguments.
-            when_in_vain: called if ranks did not arrive that need not: further ops of the channel do not wait for them.
+            plans_changed: called after a wait in vain for ranks that the op does not need: further ops of the channel do not wait for them.
 
         Raises:
             DistributedOperationException: it must not be issued.
@@ -110,7 +110,7 @@ class Waiting:
             self.wait(pending, pending.absent, pending.channel.rooted_patience_ns)
             if pending.absent:
                 pending.channel.rooted_patience_ns = 0  # this program's ranks do not meet here: do not delay it again
-                when_in_vain()
+                plans_changed()
 
     def before_wait(self, pending: Pending) -> None:
         """Wait for all ranks that the op needs, before a thread blocks until it is done.

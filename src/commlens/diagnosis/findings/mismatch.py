@@ -118,7 +118,7 @@ def _summary(trouble: Trouble, name: str, culprits: list[int], op: Collective, u
         extra = f" and {shift.by - 1} more" if shift.by > 1 else ""
         return f"{who} skipped {name}{extra}; everything after it pairs up wrongly"
     if trouble.tie or usual is None:
-        sides = " against ".join(f"{party.what} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3])
+        sides = " against ".join(f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3])
         return f"ranks disagree in {name}: {sides}"
     skip = "; it looks like a skipped collective" if shift is not None or trouble.habit else ""
     if answer.aspect == "op":
@@ -126,12 +126,12 @@ def _summary(trouble: Trouble, name: str, culprits: list[int], op: Collective, u
         return f"{who} issued {op.op} where the others issued {usual.op} (#{trouble.number} of {group}){skip}"
     if answer.aspect == "p2p":
         return f"{name} does not match: {answer.detail}"
-    odd, theirs = answer.parties[-1].what, answer.parties[0].what
+    odd, theirs = answer.parties[-1].phrase, answer.parties[0].phrase
     for party in answer.parties:
         if set(party.ranks) & set(culprits):
-            odd = party.what
+            odd = party.phrase
         elif set(party.ranks) - set(culprits):
-            theirs = party.what
+            theirs = party.phrase
     aspect = _ASPECTS.get(answer.aspect, answer.aspect)
     return f"{who} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {odd}, the others {theirs}{skip}"
 
