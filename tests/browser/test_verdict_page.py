@@ -73,10 +73,10 @@ def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
     page = open_page(stuck)
     assert page.locator("nav a").all_inner_texts() == [
         "Verdict",
-        "Who waits",
+        "Waiting",
         "Groups",
         "Timeline",
-        "Issued",
+        "Collectives",
         "Stacks",
         "Evidence",
         "Ranks",
@@ -145,7 +145,7 @@ def test_the_timeline_is_moved_and_asked(open_page: OpenPage, stuck: Path):
     height = area["height"] / 8
     canvas.hover(position={"x": area["width"] - 20, "y": 4.5 * height - 4})
     assert "rank 4" in page.inner_text("#timeline .readout") and "in flight for 30" in page.inner_text("#timeline .readout")
-    assert "rank 5 never did" in page.inner_text("#timeline")
+    assert "rank 5 never arrived" in page.inner_text("#timeline")
 
 
 def test_the_grid_answers_to_the_keyboard(open_page: OpenPage, stuck: Path):

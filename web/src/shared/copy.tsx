@@ -1,7 +1,7 @@
 import { useState } from "preact/hooks";
 import { Icon } from "./icons";
 
-/** Put text into the clipboard; false where the browser does not let us. */
+/** Copy text to the clipboard; false if the browser refuses. */
 export async function copyText(text: string): Promise<boolean> {
   try {
     await navigator.clipboard.writeText(text);
@@ -21,11 +21,11 @@ export async function copyText(text: string): Promise<boolean> {
 interface CopyButtonProps {
   text: string | (() => string);
   label: string;
-  /** Shown without the label's words. */
+  /** Shown without its label. */
   bare?: boolean;
 }
 
-/** A button that copies, and says that it has. */
+/** A button that copies and confirms it. */
 export function CopyButton({ text, label, bare }: CopyButtonProps) {
   const [said, setSaid] = useState<"" | "Copied" | "Not allowed by the browser">("");
   async function copy() {

@@ -1,8 +1,8 @@
-// What the page shows lies in it as gzip in base64; strings from files are only ever set as text.
+// The page's data is embedded as gzip in base64; strings from files are only ever set as text.
 
 const ELEMENT = "commlens-data";
 
-/** The page's data, or null where it was made without any (the empty viewer). */
+/** Return the page's data; null for a page without any (the empty viewer). */
 export async function embedded<T>(): Promise<T | null> {
   const element = document.getElementById(ELEMENT);
   const text = element?.textContent?.trim();

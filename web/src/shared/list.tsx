@@ -4,7 +4,7 @@ import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 interface VirtualListProps {
   count: number;
   rowHeight: number;
-  /** Of the visible part, at most; shorter lists are as high as their rows. */
+  /** Maximum height of the visible part; shorter lists are as high as their rows. */
   height: number;
   row: (index: number) => ComponentChild;
   label: string;
@@ -16,7 +16,7 @@ interface VirtualListProps {
 
 const OVERSCAN = 8;
 
-/** Rows of one height, of which only those in view are in the document. Printed, the first 200 are shown. */
+/** Rows of equal height; only those in view are in the document. A print shows the first 200. */
 export function VirtualList({ count, rowHeight, height, row, label, shown, class: name, role = "list" }: VirtualListProps) {
   const box = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);

@@ -12,7 +12,7 @@ interface ShellProps {
   children: ComponentChildren;
 }
 
-/** The frame of every page: a bar with the way to each section, and the content. */
+/** The frame of every page: a bar with links to the sections, and the content. */
 export function Shell({ title, sections, tools, children }: ShellProps) {
   const here = useSectionInView(sections.map(([id]) => id));
   return (
@@ -73,7 +73,7 @@ function useSectionInView(ids: string[]): string {
 interface SectionProps {
   id: string;
   title: string;
-  /** One sentence: what is to be seen here. */
+  /** One sentence that explains the section. */
   about?: ComponentChildren;
   tools?: ComponentChildren;
   children: ComponentChildren;

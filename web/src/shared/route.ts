@@ -1,6 +1,6 @@
 import { useEffect, useState } from "preact/hooks";
 
-/** What stands behind the # of the address, decoded: `rank-2`, `module=layers.3.attention`. */
+/** The decoded fragment of the address: `rank-2`, `module=layers.3.attention`. */
 export function anchor(): string {
   try {
     return decodeURIComponent(location.hash.slice(1));
@@ -9,7 +9,7 @@ export function anchor(): string {
   }
 }
 
-/** Change it without a jump; `push` makes the browser's back button return. */
+/** Change the fragment without scrolling; with `push`, the browser's back button returns. */
 export function setAnchor(value: string, push = true): void {
   const address = value ? `#${encodeURIComponent(value).replaceAll("%3D", "=").replaceAll("%26", "&").replaceAll("%2F", "/")}` : location.pathname;
   if (push) history.pushState(null, "", address);

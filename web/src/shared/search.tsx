@@ -4,7 +4,7 @@ interface SearchProps {
   value: string;
   onInput: (value: string) => void;
   label: string;
-  /** How many matches there are, in words. */
+  /** The number of matches, in words. */
   found?: string;
   id?: string;
 }
@@ -31,7 +31,7 @@ export function Search({ value, onInput, label, found, id }: SearchProps) {
   );
 }
 
-/** Whether every word of the query is in the text; case does not matter. */
+/** Whether every word of the query is in the text, ignoring case. */
 export function matches(text: string, query: string): boolean {
   const haystack = text.toLowerCase();
   return query.toLowerCase().split(/\s+/).every((word) => haystack.includes(word));

@@ -7,7 +7,7 @@ export interface Tab {
   body: () => ComponentChild;
 }
 
-/** Tabs as the ARIA pattern has them: the arrow keys move, only the chosen one is in the tab order. */
+/** Tabs after the ARIA pattern: the arrow keys move, and only the chosen tab is in the tab order. */
 export function Tabs({ tabs, chosen, onChoose, label }: { tabs: readonly Tab[]; chosen: string; onChoose: (id: string) => void; label: string }) {
   const list = useRef<HTMLDivElement>(null);
   const here = Math.max(0, tabs.findIndex((tab) => tab.id === chosen));

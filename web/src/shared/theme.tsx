@@ -9,11 +9,11 @@ function stored(): Theme | null {
     const value = localStorage.getItem(KEY);
     return value === "light" || value === "dark" ? value : null;
   } catch {
-    return null; // no storage for this page
+    return null; // this page has no storage
   }
 }
 
-/** The theme in force: the reader's choice, else the system's. */
+/** The current theme: the reader's choice, else the system's. */
 export function currentTheme(): Theme {
   return stored() ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
 }
@@ -22,7 +22,7 @@ export function applyTheme(): void {
   const root = document.documentElement.dataset;
   const chosen = stored();
   if (chosen) root["theme"] = chosen;
-  // Paper is white: canvases have to be drawn for it.
+  // Paper is white, so canvases are drawn for it.
   let before: string | undefined;
   addEventListener("beforeprint", () => {
     before = root["theme"];
@@ -36,7 +36,7 @@ export function applyTheme(): void {
   });
 }
 
-/** Told of whenever colours change, so that canvases are drawn anew. */
+/** Notify a listener whenever colours change, so that canvases are redrawn. */
 export function onThemeChange(listener: () => void): () => void {
   const media = matchMedia("(prefers-color-scheme: dark)");
   media.addEventListener("change", listener);
@@ -47,7 +47,7 @@ export function onThemeChange(listener: () => void): () => void {
   };
 }
 
-/** A colour of the stylesheet as it is now: `colour("--culprit")`. */
+/** Return a current colour of the stylesheet: `colour("--culprit")`. */
 export function colour(name: string): string {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
@@ -59,7 +59,7 @@ export function ThemeSwitch() {
     try {
       localStorage.setItem(KEY, other);
     } catch {
-      // it holds for this page only
+      // the choice applies to this page only
     }
     document.documentElement.dataset["theme"] = other;
     setTheme(other);

@@ -1,10 +1,10 @@
-// Numbers as people read them.
+// Numbers, sizes and durations in words.
 
 export function number(value: number): string {
   return value.toLocaleString("en-US");
 }
 
-/** `512 B`, `4.1 kB`, `16.8 MB`: as model/sizes.py has it. */
+/** `512 B`, `4.1 kB`, `16.8 MB`: as in src/commlens/text.py. */
 export function size(amount: number): string {
   const units = ["B", "kB", "MB", "GB", "TB", "PB"];
   let unit = 0;

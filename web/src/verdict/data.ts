@@ -1,4 +1,4 @@
-// What Python gives the page: src/commlens/reports/verdict_page/data.py explains every field.
+// The page's data as Python writes it: src/commlens/reports/verdict_page/data.py explains every field.
 
 export type Role = "culprit" | "victim" | "awaited" | "involved" | "unknown" | "none";
 
@@ -172,12 +172,12 @@ export interface VerdictPage {
   stacks: StackClass[];
 }
 
-/** What a role is called in the page. */
+/** The names of the roles on the page. */
 export const ROLES: Record<Role, string> = {
   culprit: "root cause",
   awaited: "waited for",
   involved: "involved",
-  victim: "waits because of it",
+  victim: "victim",
   unknown: "no record",
   none: "not affected",
 };

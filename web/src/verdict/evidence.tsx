@@ -2,7 +2,7 @@ import { Section } from "../shared/page";
 import type { VerdictPage } from "./data";
 import { sentence } from "./summary";
 
-/** What supports the verdict, what could not be known, and what was read. */
+/** The evidence for the verdict, the evidence that is missing, and the files that were read. */
 export function Evidence({ page }: { page: VerdictPage }) {
   const { verdict } = page;
   const first = verdict.findings[0];
@@ -10,24 +10,24 @@ export function Evidence({ page }: { page: VerdictPage }) {
     <Section id="evidence" title="Evidence">
       <div class="columns">
         <div>
-          <h3>What supports it</h3>
+          <h3>In support of the verdict</h3>
           {first && first.evidence.length > 0 ? (
             <ul>{first.evidence.map((text, index) => <li key={index}>{sentence(text)}</li>)}</ul>
           ) : (
-            <p class="dim">The verdict's own sentences say all that there is.</p>
+            <p class="dim">There is no evidence beyond the sentences of the verdict.</p>
           )}
         </div>
         <div>
-          <h3>What is missing</h3>
+          <h3>Missing</h3>
           {verdict.missing_evidence.length > 0 ? (
             <ul>{verdict.missing_evidence.map((text, index) => <li key={index}>{sentence(text)}</li>)}</ul>
           ) : (
-            <p class="dim">Nothing is known to be missing.</p>
+            <p class="dim">No evidence is known to be missing.</p>
           )}
-          {first?.would_raise_confidence && <p>What would make it surer: {sentence(first.would_raise_confidence)}</p>}
+          {first?.would_raise_confidence && <p>To raise the confidence: {sentence(first.would_raise_confidence)}</p>}
         </div>
       </div>
-      <h3>What was looked at</h3>
+      <h3>Sources</h3>
       <dl class="facts">
         {verdict.looked_at && (
           <>

@@ -11,7 +11,7 @@ interface Placed {
   edges: { path: string; x: number; y: number }[];
 }
 
-/** Who waits for whom: nodes are classes of ranks. They are laid out once their sizes are known. */
+/** The wait-for graph. Nodes are classes of ranks; they are laid out once their sizes are known. */
 export function WaitGraph({ page }: { page: VerdictPage }) {
   const { nodes, edges } = page.graph;
   const box = useRef<HTMLDivElement>(null);
@@ -34,10 +34,10 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
     setPlaced(across.width <= room ? across : place(page, measured, "TB"));
   }, [page, room]);
   const about = nodes.length > 0
-    ? "An arrow leads from those who wait to those they wait for. Ranks that do the same are one box."
-    : "Nobody waits for anybody.";
+    ? "An arrow points from waiting ranks to the ranks that they wait for. Ranks that do the same share a box."
+    : "No rank waits.";
   return (
-    <Section id="waiting" title="Who waits for whom" about={about}>
+    <Section id="waiting" title="Wait-for graph" about={about}>
       {nodes.length > 0 && (
         <div class="graph-scroll" tabIndex={0} role="group" aria-label="The wait-for graph; its content as text follows below">
           <div class="graph" ref={box} style={placed ? { height: `${placed.height}px`, minWidth: `${placed.width}px` } : { visibility: "hidden" }}>

@@ -20,7 +20,7 @@ interface Drawn {
   width: number;
   height: number;
   labels: boolean;
-  /** Names stand left of the strips, not above them. */
+  /** Names are left of the strips, not above them. */
   beside: boolean;
   cells: Cell[];
   strips: { x: number; y: number; width: number; name: string; fault: boolean }[];
@@ -57,7 +57,7 @@ function Legend({ page }: { page: VerdictPage }) {
 
 const NAMES = 92;
 
-/** A few groups are the rows of a matrix, so that the groups across them are its columns. */
+/** Draw a few groups as the rows of a matrix, so that the groups across them are its columns. */
 function matrix(layout: Layout, room: number): Drawn | null {
   const longest = Math.max(1, ...layout.rows.map((row) => row.ranks.length));
   const named = layout.rows.some((row) => row.name !== "") && layout.rows.length > 1;
@@ -75,7 +75,7 @@ function matrix(layout: Layout, room: number): Drawn | null {
   };
 }
 
-/** One long group stands in several lines. */
+/** Break one long group into several lines. */
 function folded(layout: Layout, room: number): Layout {
   const [only] = layout.rows;
   const columns = [64, 32, 16, 8].find((each) => each * 18 <= room) ?? 8;

@@ -19,10 +19,10 @@ function Page({ page }: { page: VerdictPage }) {
   const selected = asked ? Number(asked[1]) : null;
   const sections = [
     ["verdict", "Verdict"],
-    ["waiting", "Who waits"],
+    ["waiting", "Waiting"],
     ["groups", "Groups"],
     ["timeline", "Timeline"],
-    ["issued", "Issued"],
+    ["issued", "Collectives"],
     ["stacks", "Stacks"],
     ["evidence", "Evidence"],
     ["ranks", "Ranks"],
@@ -50,4 +50,4 @@ function Page({ page }: { page: VerdictPage }) {
   );
 }
 
-start<VerdictPage>((page) => (page ? <Page page={page} /> : <p class="note">This page holds no verdict.</p>));
+start<VerdictPage>((page) => (page ? <Page page={page} /> : <p class="note">This page contains no verdict.</p>));

@@ -60,7 +60,7 @@ export function AllRanks({ page, selected }: { page: VerdictPage; selected: numb
   );
 }
 
-/** What is known of one rank, beside the page. */
+/** The facts on one rank, in a panel beside the page. */
 export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
   const { ranks } = page;
   const index = ranks.rank.indexOf(rank);
@@ -79,7 +79,7 @@ export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
   const facts: [string, string][] = index < 0 ? [] : [
     ["Host", text(ranks.host[index])],
     ["Process", ranks.pid[index] ? String(ranks.pid[index]) : ""],
-    ["Its end", text(ranks.end[index])],
+    ["State", text(ranks.end[index])],
     ["Last collective", text(ranks.last[index])],
     ["Issued", ranks.issued[index] ? number(ranks.issued[index]!) : ""],
     ["Steps", ranks.steps[index] ? number(ranks.steps[index]!) : ""],
@@ -92,13 +92,13 @@ export function RankPanel({ page, rank }: { page: VerdictPage; rank: number }) {
         <h2>Rank {rank}</h2>
         {index >= 0 && <RoleChip role={ranks.role[index]!} />}
         <span class="panel-tools">
-          <CopyButton label="Copy the address of this view" text={() => location.href} bare />
+          <CopyButton label="Copy a link to this view" text={() => location.href} bare />
           <button type="button" class="icon-button" aria-label="Close" title="Close (Esc)" onClick={() => setAnchor("")}><Icon name="close" /></button>
         </span>
       </header>
       {index < 0 ? <p>There is no rank {rank} in this job.</p> : (
         <>
-          {known && <p>{`It ${known.each}${known.place ? ` at ${known.place}` : ""}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, as all of ranks ${known.ranks} do` : ""}.`}</p>}
+          {known && <p>{`It ${known.each}${known.place ? ` at ${known.place}` : ""}${known.detail ? `, ${known.detail}` : ""}${known.count > 1 ? `, like all of ranks ${known.ranks}` : ""}.`}</p>}
           <dl class="facts">{facts.filter(([, value]) => value).map(([name, value]) => <><dt>{name}</dt><dd>{value}</dd></>)}</dl>
           {about.map((finding, at) => <p key={at} class={finding.root_cause ? "blame" : "dim"}>{finding.summary}.</p>)}
           {stack && <><h3>Stack</h3><Stack stack={stack} bare /></>}
@@ -118,7 +118,7 @@ function Issued({ page, rank }: { page: VerdictPage; rank: number }) {
   const row = 46;
   return (
     <>
-      <h3>What it issued, the newest first</h3>
+      <h3>Collectives, newest first</h3>
       <VirtualList
         label={`Collectives of rank ${rank}`}
         class="op-list"

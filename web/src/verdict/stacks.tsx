@@ -19,12 +19,12 @@ export function Stacks({ page }: { page: VerdictPage }) {
     <Section
       id="stacks"
       title="Stacks"
-      about="Threads at the same place are one entry; your own lines are shown first."
+      about="Threads with the same stack share an entry; your own lines come first."
       tools={page.stacks.length > 2 && <Search value={query} onInput={setQuery} label="Search in the stacks" {...(query ? { found: `${found.length} of ${page.stacks.length}` } : {})} />}
     >
       <div class="stacks">{shown.map((stack, index) => <Stack key={`${stack.ranks} ${stack.thread} ${index}`} stack={stack} />)}</div>
       {shown.length < found.length && (
-        <button type="button" class="button" onClick={() => setAll(true)}>Show {count(found.length - shown.length, "more place")}</button>
+        <button type="button" class="button" onClick={() => setAll(true)}>Show {count(found.length - shown.length, "more stack")}</button>
       )}
     </Section>
   );

@@ -2,7 +2,7 @@ import { CopyButton } from "../shared/copy";
 import { count } from "../shared/words";
 import type { Finding, VerdictPage } from "./data";
 
-const HEADLINES: Record<string, string> = { healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "A rank comes late" };
+const HEADLINES: Record<string, string> = { healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler" };
 
 /** The answer, before everything else. */
 export function Summary({ page }: { page: VerdictPage }) {
@@ -35,7 +35,7 @@ export function Summary({ page }: { page: VerdictPage }) {
             <dt>Line</dt>
             <dd class="with-button">
               <code>{first.source_file}{first.function ? ` ${first.function}` : ""}</code>
-              <CopyButton label="Copy the line's place" text={first.source_file} bare />
+              <CopyButton label="Copy the source line" text={first.source_file} bare />
             </dd>
           </>
         )}
@@ -55,7 +55,7 @@ function Others({ findings }: { findings: Finding[] }) {
   return (
     <div class="others">
       {roots.length > 0 && <FindingList title="Also wrong, independently" findings={roots} />}
-      {rest.length > 0 && <FindingList title={roots.length > 0 ? "And" : "Besides"} findings={rest} />}
+      {rest.length > 0 && <FindingList title="Also found" findings={rest} />}
     </div>
   );
 }
@@ -82,10 +82,10 @@ function FindingList({ title, findings }: { title: string; findings: Finding[] }
   );
 }
 
-/** A sentence as a title; a file's name that it begins with keeps its small letter. */
+/** A sentence as a title; a file name at its start is not capitalised. */
 function headline(text: string): string {
-  const said = sentence(text);
-  return /^(ranks?|nothing|there|no)\b/.test(said) ? said[0]!.toUpperCase() + said.slice(1) : said;
+  const title = sentence(text);
+  return /^(ranks?|nothing|there|no)\b/.test(title) ? title[0]!.toUpperCase() + title.slice(1) : title;
 }
 
 /** With a full stop. */

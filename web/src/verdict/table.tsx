@@ -8,19 +8,19 @@ const STATES: Record<string, string> = {
   completed: "completed",
   "in-flight": "in flight",
   failed: "failed",
-  unknown: "not known whether it completed",
+  unknown: "completion unknown",
   absent: "",
   overwritten: "",
 };
 
-/** What ranks issued around the fault, side by side. */
+/** The collectives around the fault, side by side. */
 export function Aligned({ page }: { page: VerdictPage }) {
   const [chosen, setChosen] = useState("0");
   if (page.tables.length === 0) return null;
   const tabs = page.tables.map((table, index) => ({ id: `table-${index}`, name: table.name, body: () => <One key={index} table={table} /> }));
   return (
-    <Section id="issued" title="What the ranks issued">
-      <Tabs tabs={tabs} chosen={tabs[Number(chosen)]?.id ?? ""} onChoose={(id) => setChosen(id.slice("table-".length))} label="Which group" />
+    <Section id="issued" title="Collectives side by side">
+      <Tabs tabs={tabs} chosen={tabs[Number(chosen)]?.id ?? ""} onChoose={(id) => setChosen(id.slice("table-".length))} label="Group" />
     </Section>
   );
 }
@@ -29,7 +29,7 @@ function One({ table }: { table: Table }) {
   return (
     <>
       <p class="about">{table.about}</p>
-      <div class="table-scroll" tabIndex={0} role="group" aria-label={`What the ranks issued: ${table.name}`}>
+      <div class="table-scroll" tabIndex={0} role="group" aria-label={`Collectives: ${table.name}`}>
         <table class="aligned">
           <thead>
             <tr>

@@ -21,14 +21,14 @@ interface Spot {
   op: number;
 }
 
-/** One lane for a rank, a bar for each collective, from its issue to its end; what is in flight stays open at the right. */
+/** One lane per rank and a bar per collective, from its issue to its end; a collective in flight is open at the right. */
 export function Timeline({ page, selected }: { page: VerdictPage; selected: number | null }) {
   const data = page.timeline;
   const ranks = page.ranks.rank.length;
   const about = data.lanes.length === 0
     ? "There is nothing to draw."
     : `A bar is a collective, from its issue to its end; one that never ended is hatched and open at the right. ${
-        data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the root cause, and some of every class. ` : ""
+        data.left_out > 0 ? `${data.lanes.length} of ${number(ranks)} ranks have a lane: the root cause and some of each class. ` : ""
       }Drag to move, Ctrl and the wheel (or the buttons) to zoom.`;
   return (
     <Section id="timeline" title="Timeline" about={about}>
@@ -38,9 +38,9 @@ export function Timeline({ page, selected }: { page: VerdictPage; selected: numb
           <strong>{arrivals.label}</strong>
           {": "}
           {arrivals.ranks.length > 1
-            ? `rank ${arrivals.ranks[0]} came first, rank ${arrivals.ranks.at(-1)} ${seconds((arrivals.at.at(-1)! - arrivals.at[0]!) / 1e6)} later as the last of ${number(arrivals.ranks.length)}`
-            : `only rank ${arrivals.ranks[0]} came`}
-          {arrivals.absent_count > 0 ? `; ${arrivals.absent_count === 1 ? `rank ${arrivals.absent}` : `ranks ${arrivals.absent}`} never did.` : "."}
+            ? `rank ${arrivals.ranks[0]} arrived first, rank ${arrivals.ranks.at(-1)} last of ${number(arrivals.ranks.length)}, ${seconds((arrivals.at.at(-1)! - arrivals.at[0]!) / 1e6)} later`
+            : `only rank ${arrivals.ranks[0]} arrived`}
+          {arrivals.absent_count > 0 ? `; ${arrivals.absent_count === 1 ? `rank ${arrivals.absent}` : `ranks ${arrivals.absent}`} never arrived.` : "."}
         </p>
       ))}
       {data.notes.map((note, index) => <p key={index} class="dim">{note}</p>)}
@@ -73,7 +73,7 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
   }, []);
   useEffect(() => onThemeChange(() => redraw((count) => count + 1)), []);
 
-  // d3's zoom knows mouse, touch and pinch; the wheel alone scrolls the page.
+  // d3's zoom handles mouse, touch and pinch; the wheel alone scrolls the page.
   useEffect(() => {
     const element = canvas.current;
     if (!element || !width) return;
@@ -221,7 +221,7 @@ function describe(data: Data, lane: Lane, op: number): string {
   const fate = state === IN_FLIGHT
     ? `in flight for ${seconds((data.captured - start) / 1e6)}`
     : state === UNKNOWN
-      ? "nobody can say whether it completed"
+      ? "completion unknown"
       : `${state === FAILED ? "failed after" : "took"} ${seconds(Math.max(0, ops.end[op]! - start) / 1e6)}`;
   return [
     `rank ${lane.rank}`,
@@ -299,7 +299,7 @@ function draw(canvas: HTMLCanvasElement, { data, labels, rows, laneHeight, width
         pen.fillStyle = state === FAILED ? colours.culprit : paint;
         pen.fillRect(x, y, wide, barHeight);
         pen.globalAlpha = 1;
-        if (wide > 3) { // where it begins, should another one lie below it
+        if (wide > 3) { // mark its start, in case another bar is below it
           pen.fillStyle = colours.page;
           pen.fillRect(x, y, 1, barHeight);
         }
@@ -325,7 +325,7 @@ function draw(canvas: HTMLCanvasElement, { data, labels, rows, laneHeight, width
   }
 }
 
-/** A line through the moments at which ranks came to the faulty collective, and a cross on the lanes of those that did not. */
+/** A line through the times at which ranks reached the faulty collective, and a cross on the lanes of ranks that did not. */
 function drawArrivals(pen: CanvasRenderingContext2D, data: Data, arrivals: Data["arrivals"][0], scale: Scale, labels: string[], rows: number, laneHeight: number, paint: string): void {
   const moments = new Map(arrivals.ranks.map((rank, index) => [rank, arrivals.at[index]!]));
   const members = membersOf(arrivals);
@@ -363,7 +363,7 @@ function drawArrivals(pen: CanvasRenderingContext2D, data: Data, arrivals: Data[
   });
 }
 
-/** Whether a rank is among those that never came. */
+/** Whether a rank never arrived. */
 function membersOf(arrivals: Data["arrivals"][0]): (rank: number) => boolean {
   const spans = arrivals.absent.split(",").filter(Boolean).map((part) => {
     const [span, step] = part.split(":");
