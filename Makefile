@@ -1,15 +1,15 @@
-# Linux, Python 3.10 to 3.13 and make are all that is needed: the targets make their own virtual environments.
+# Needs only Linux, Python 3.10 to 3.13 and make: the targets create their own virtual environments.
 
 VENV := .venv
 PINNED_TORCH := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH_VERSION := $(PINNED_TORCH)
 
-# The first of these that is a suitable Python and can make virtual environments.
+# The first suitable Python that can create virtual environments.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3.10 python3; do \
 	$$python -c 'import sys, ensurepip, venv; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null \
 	&& { command -v $$python; break; }; done)
 
-# PyTorch's index of CPU builds, where it can be reached: PyPI's own builds for Linux bring gigabytes of CUDA along.
+# PyTorch's index of CPU builds, if it is reachable: PyPI's builds for Linux include gigabytes of CUDA.
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=5)' 2>/dev/null \
 	&& echo --extra-index-url $(CPU_INDEX))
@@ -17,26 +17,26 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-fast native-check explore lint hooks changelog bench compat page schemas clean
 
-help: ## Say what there is to make
+help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(VENV)/.ready ## Watch a real 4-process training job hang, and be told why (DEMO=NAME for another fault, DEMO=--list)
+demo: $(VENV)/.ready ## Watch a real 4-process training job hang and get its diagnosis (DEMO=NAME for another fault, DEMO=--list)
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
 
 # One file's tests stay in one process, where they share what they launch. Many tests wait for a stall: one worker more than there are
 # cores keeps these busy. WORKERS= runs all of them one after the other.
 WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile
 
-test: $(VENV)/.ready $(VENV)/.browser ## Run all the tests (ARGS="-k name" for some of them)
+test: $(VENV)/.ready $(VENV)/.browser ## Run all tests (ARGS="-k name" to select)
 	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
 
-test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" for some of them)
+test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches" $(WORKERS) $(ARGS)
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64
 	@$(VENV)/bin/python tests/native/native_check.py
 
-explore: $(VENV)/.ready ## Run the randomised tests on new examples
+explore: $(VENV)/.ready ## Run the randomised tests on new random examples
 	HYPOTHESIS_PROFILE=explore $(VENV)/bin/python -m pytest tests/unit $(WORKERS) -k "random or damage or dumps or trace_files or trace_compare" $(ARGS)
 
 lint: $(VENV)/.ready ## Check style and types
@@ -50,15 +50,15 @@ hooks: $(VENV)/.ready ## Run "make lint" before each commit, with pre-commit
 changelog: $(VENV)/.ready ## Show the next release's entries in CHANGELOG.md, from the fragments in changelog.d/
 	@$(VENV)/bin/towncrier build --draft
 
-bench: $(VENV)/.ready ## Measure what commlens costs and how often it is right, and write docs/performance.md (ARGS=--quick for a look, ARGS="--only NAME")
+bench: $(VENV)/.ready ## Measure what commlens costs and how often it is right, and write docs/performance.md (ARGS=--quick for a quick trial, ARGS="--only NAME")
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python -m commlens build-native || echo "The native engine is left out."
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python benchmarks/run_all.py $(if $(findstring --quick,$(ARGS)),,--write) $(ARGS)
 
-compat: ## Run all the tests on another torch, in an environment of its own: make compat TORCH=2.15.0
+compat: ## Run all tests on another torch, in a separate environment: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH_VERSION=$(TORCH) test
 
-page: ## Build the HTML pages' scripts and styles anew from web/ (needs Node.js with npm; nothing else here does)
+page: ## Rebuild the HTML pages' scripts and styles from web/ (the only target that needs Node.js and npm)
 	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
 schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their types
@@ -67,10 +67,10 @@ schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their t
 clean: ## Remove the virtual environments
 	rm -rf .venv .venv-torch-*
 
-# torch comes first; another than the pinned one brings the versions of its dependencies that it asks for itself.
+# torch is installed first. A torch other than the pinned one chooses the versions of its own dependencies.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
-	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once, some minutes where torch has to be downloaded."
+	@echo "Setting up $(VENV) with $(PYTHON) and torch $(TORCH_VERSION): once; this takes minutes if torch has to be downloaded."
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV)
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH_VERSION) $(USE_CPU_INDEX) \
@@ -79,7 +79,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint]' --constraint $(VENV)/constraints.txt
 	@touch $@
 
-# A Chromium for the tests of pages: the system's, else Debian's, else the one that Playwright downloads. Without any, they are skipped and say so.
+# A Chromium for the tests of pages: the system's, else Debian's, else the one that Playwright downloads. Without a Chromium, these tests are skipped with a message.
 BROWSERS := chromium chromium-browser google-chrome google-chrome-stable
 $(VENV)/.browser: $(VENV)/.ready
 	@for name in $(BROWSERS); do command -v $$name >/dev/null && touch $@ && exit 0; done; \
@@ -87,5 +87,5 @@ $(VENV)/.browser: $(VENV)/.ready
 	{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && export DEBIAN_FRONTEND=noninteractive \
 		&& { timeout 300 apt-get install -y -qq chromium || { timeout 120 apt-get update -qq && timeout 300 apt-get install -y -qq chromium; }; } >/dev/null 2>&1; } \
 	|| timeout 300 $(VENV)/bin/playwright install chromium >/dev/null 2>&1 \
-	|| echo "No Chromium could be had: the tests of pages will be skipped."; \
+	|| echo "No Chromium could be installed: the tests of pages will be skipped."; \
 	touch $@
