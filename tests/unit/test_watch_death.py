@@ -10,7 +10,7 @@ from commlens.watch.roster import Member
 
 
 def member(pid: int, ending: Ending | None = None) -> Any:
-    made = Member(pid, 0, pid, 3, pid, 0, Handle.nobody(pid))
+    made = Member(pid, 0, pid, 3, pid, 0, Handle.invisible(pid))
     made.ending = ending
     return made
 

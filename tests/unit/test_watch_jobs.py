@@ -31,7 +31,7 @@ def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[s
     assert [job.name for job in find_jobs("oth", root)] == ["other"]
     assert [job.name for job in find_jobs(str(ranks["train-1"].pid), root)] == ["train-1"]
     assert find_jobs(str(job_dirs.user_folder(tmp_path) / "other"), root)[0].name == "other"
-    with pytest.raises(CommandError, match="fits several jobs: train-1, train-2"):
+    with pytest.raises(CommandError, match="matches several jobs: train-1, train-2"):
         find_jobs("train", root)
     with pytest.raises(CommandError, match=r"The jobs are .*other"):
         find_jobs("nothing-like-it", root)
@@ -40,7 +40,7 @@ def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[s
 def test_no_job_at_all(tmp_path: Path) -> None:
     with pytest.raises(EvidenceError, match="No job is recorded on this machine"):
         find_jobs(None, str(tmp_path))
-    with pytest.raises(EvidenceError, match="nor any other"):
+    with pytest.raises(EvidenceError, match="no job is recorded on this machine"):
         find_jobs("train", str(tmp_path))
 
 

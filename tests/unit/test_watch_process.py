@@ -12,7 +12,8 @@ import pytest
 from watch_ranks import eventually
 
 from commlens.watch import process
-from commlens.watch.process import Cgroup, Ending, Handle
+from commlens.watch.cgroup import Cgroup
+from commlens.watch.process import Ending, Handle
 
 pytestmark = pytest.mark.launches
 
@@ -22,20 +23,20 @@ def sleeper() -> subprocess.Popen[bytes]:
 
 
 def test_look_at_oneself() -> None:
-    seen = process.look(os.getpid())
+    seen = process.read_stat(os.getpid())
     assert seen is not None
     assert seen.state == "R"
     assert seen.cpu_s > 0
     assert not seen.ended
-    assert process.runs(os.getpid(), seen.start_ticks)
-    assert not process.runs(os.getpid(), seen.start_ticks + 1), "another start time is another process"
+    assert process.is_running(os.getpid(), seen.start_ticks)
+    assert not process.is_running(os.getpid(), seen.start_ticks + 1), "another start time is another process"
 
 
 def test_a_name_with_parentheses_does_not_confuse(tmp_path: Path) -> None:
     program = tmp_path / "a) R (b"
     program.symlink_to(sys.executable)
     with subprocess.Popen([program, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
-        seen = process.look(child.pid)
+        seen = process.read_stat(child.pid)
         child.kill()
     assert seen is not None
     assert seen.start_ticks > 0
@@ -45,7 +46,7 @@ def test_a_name_with_parentheses_does_not_confuse(tmp_path: Path) -> None:
 def test_no_such_process() -> None:
     with sleeper() as child:
         child.kill()
-    assert process.look(child.pid) is None
+    assert process.read_stat(child.pid) is None
     assert process.io_bytes(child.pid) is None
     assert process.environment(child.pid) == {}
     assert process.children(child.pid) == []
@@ -86,7 +87,7 @@ def test_how_a_grandchild_ended_is_read_from_its_zombie() -> None:
 def test_stopped_and_children() -> None:
     with sleeper() as child:
         os.kill(child.pid, signal.SIGSTOP)
-        eventually(lambda: (seen := process.look(child.pid)) is not None and seen.state == "T")
+        eventually(lambda: (seen := process.read_stat(child.pid)) is not None and seen.state == "T")
         assert child.pid in process.children(os.getpid())
         child.kill()
 
@@ -96,21 +97,19 @@ def test_cgroup_v2(tmp_path: Path) -> None:
     (tmp_path / "cpu.stat").write_text("usage_usec 5\nnr_periods 9\nnr_throttled 4\nthrottled_usec 2500000\n")
     (tmp_path / "memory.events").write_text("low 0\noom 1\noom_kill 2\n")
     (tmp_path / "memory.pressure").write_text("some avg10=9.00 avg60=0 avg300=0 total=1\nfull avg10=7.25 avg60=0 avg300=0 total=1\n")
-    (tmp_path / "memory.current").write_text("50\n")
-    (tmp_path / "memory.max").write_text("200\n")
-    seen = Cgroup([tmp_path], [tmp_path]).look()
-    assert (seen.throttled_s, seen.throttled_times, seen.oom_kills, seen.memory_pressure, seen.memory_used) == (2.5, 4, 2, 7.25, 0.25)
+    seen = Cgroup([tmp_path], [tmp_path]).read()
+    assert (seen.throttled_s, seen.oom_kills, seen.memory_pressure) == (2.5, 2, 7.25)
 
 
 def test_cgroup_v1_and_nothing(tmp_path: Path) -> None:
     (tmp_path / "cpu.stat").write_text("nr_periods 9\nnr_throttled 4\nthrottled_time 1500000000\n")
     (tmp_path / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 1\n")
-    seen = Cgroup([tmp_path], [tmp_path]).look()
-    assert (seen.throttled_s, seen.oom_kills, seen.memory_used) == (1.5, 1, None)
-    nothing = Cgroup().look()
+    seen = Cgroup([tmp_path], [tmp_path]).read()
+    assert (seen.throttled_s, seen.oom_kills) == (1.5, 1)
+    nothing = Cgroup().read()
     assert (nothing.throttled_s, nothing.oom_kills) == (None, None)
 
 
 def test_cgroup_is_found_for_a_real_process() -> None:
-    Cgroup.of(os.getpid()).look()
+    Cgroup.of(os.getpid()).read()
     assert Cgroup.of(2**22 + 1).cpu == [], "no such process: no files"

@@ -1,7 +1,7 @@
-"""Small real programs, each with one fault at a known rank and line, and healthy ones. The demo, the tests and the benchmarks run them.
+"""Small real programs, healthy or with one fault at a known rank and line, for the demo, the tests and the benchmarks.
 
 ``python -m commlens.scenarios NAME`` is one worker of a scenario; rank and world size come from torchrun's environment.
-Nothing here but the programs themselves, and what only they import, needs torch.
+Only the programs, and the modules that only they import, need torch.
 """
 
 from commlens.scenarios.registry import DEFAULT, SCENARIOS, Ending, Scenario, find

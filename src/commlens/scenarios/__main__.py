@@ -12,7 +12,7 @@ from commlens.scenarios.registry import find
 def main(arguments: list[str]) -> None:
     """Run the scenario named by the only argument, in this process."""
     if len(arguments) != 1:
-        raise CommandError("Exactly one argument is needed: the scenario's name. `commlens demo --list` prints them.")
+        raise CommandError("Give exactly one argument, the scenario's name. `commlens demo --list` lists them.")
     scenario = find(arguments[0])
     try:
         from commlens.scenarios import lab

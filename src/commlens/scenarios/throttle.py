@@ -1,6 +1,6 @@
-"""Take the CPU away from the calling process, and give it back: a control group with a small quota. Linux, and needs the right to make one.
+"""Throttle the calling process with a control group of a small CPU quota. Linux only; needs the right to create one.
 
-Nothing is left behind: a small helper outlives the process, removes the group when it has ended, and wakes a stopped process up.
+A small helper process outlives the caller and removes the group when the caller has ended. It also continues a stopped process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ while kill -0 {pid} 2>/dev/null && [ $i -lt {rounds} ]; do sleep 0.2; i=$((i+1))
 
 
 def _cgroup_parent() -> tuple[Path, bool] | None:
-    """The folder under which to make the group, and whether it is cgroup v2."""
+    """Return the folder in which to create the group, and whether it is cgroup v2."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if "cpu" in controllers.split(","):
@@ -40,11 +40,11 @@ def _cgroup_parent() -> tuple[Path, bool] | None:
 
 
 def why_not() -> str | None:
-    """Why this machine cannot throttle a process, in a sentence; None where it can."""
+    """Return why this machine cannot throttle a process, in a sentence; None if it can."""
     try:
         found = _cgroup_parent()
         if found is None:
-            return "No control group with a CPU controller is mounted here, so that no process can be throttled."
+            return "No control group with a CPU controller is mounted here, so no process can be throttled."
         parent, v2 = found
         group = parent / f"commlens-probe-{os.getpid()}"
         group.mkdir()
@@ -53,7 +53,7 @@ def why_not() -> str | None:
         finally:
             group.rmdir()
     except OSError as error:
-        return f"A control group with a CPU quota cannot be made here: {error}."
+        return f"A control group with a CPU quota cannot be created here: {error}."
     return None
 
 
@@ -66,10 +66,10 @@ def _set_quota(group: Path, v2: bool) -> None:
 
 
 def squeeze() -> None:
-    """From here on the calling process, all its threads, gets one hundredth of a core, until it ends.
+    """Limit the calling process, with all its threads, to one hundredth of a core until it ends.
 
     Raises:
-        OSError: where no such group can be made; :func:`why_not` tells before.
+        OSError: no such group can be created; :func:`why_not` returns the reason beforehand.
     """
     found = _cgroup_parent()
     if found is None:
@@ -83,12 +83,12 @@ def squeeze() -> None:
 
 
 def wake_up_later(seconds: float) -> None:
-    """Send SIGCONT to the calling process after ``seconds``, so that it does not stay stopped for ever."""
+    """Send SIGCONT to the calling process after ``seconds``, so that it does not stay stopped forever."""
     _helper(seconds, f"kill -CONT {os.getpid()} 2>/dev/null")
 
 
 def _helper(seconds: float, then: str) -> None:
-    """Start a process that runs ``then`` when this one has ended or the time is over."""
+    """Start a process that runs ``then`` when this process has ended or the time is over."""
     script = _HELPER.format(pid=os.getpid(), rounds=int(seconds * 5), then=then)
     null = subprocess.DEVNULL
     subprocess.Popen(["/bin/sh", "-c", script], start_new_session=True, stdin=null, stdout=null, stderr=null)

@@ -1,4 +1,4 @@
-"""What is true of a scenario: the verdict that it must get. Standard library only."""
+"""The expected verdict of a scenario. Standard library only."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FAULT_STEP = 6
-"""The step of the fault: six healthy ones before it give every rank a history."""
+"""The step of the fault. The six healthy steps before it give every rank a history."""
 
 PROGRAMS = Path(__file__).parent / "programs"
 
 
 def culprit_rank(world_size: int) -> int:
-    """The rank at fault in every scenario with one: neither the first nor the last where that is possible."""
+    """Return the culprit of every scenario with a fault: neither the first nor the last rank if the world is large enough."""
     return {2: 1, 4: 2, 8: 5}.get(world_size, world_size // 2)
 
 
 def marked_lines(program: str, scenario: str) -> tuple[str, ...]:
-    """``"plain.py:57"`` for every line of the program that carries the comment ``# fault: SCENARIO``.
+    """Return ``"plain.py:57"`` for every line of the program with the comment ``# fault: SCENARIO``.
 
     Raises:
-        LookupError: when no line does.
+        LookupError: no line has it.
     """
     path = PROGRAMS / f"{program}.py"
     found = []
@@ -35,13 +35,13 @@ def marked_lines(program: str, scenario: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Truth:
-    """The verdict that a scenario must get. Where several answers are right, each of them is here."""
+    """The expected verdict of a scenario, with every correct answer if there are several."""
 
     kinds: tuple[str, ...]
     whys: tuple[str, ...]
     culprits: tuple[int, ...]
-    ops: tuple[str, ...] = ()  # of the collective that the verdict names; empty: it need not name one
-    lines: tuple[str, ...] = ()  # the culprit's own; empty: there is none to name
+    ops: tuple[str, ...] = ()  # of the collective in the verdict; empty: it need not name one
+    lines: tuple[str, ...] = ()  # of the culprit; empty: there is none
 
 
 HEALTHY = Truth(kinds=("healthy",), whys=(), culprits=())

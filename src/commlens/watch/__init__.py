@@ -1,1 +1,1 @@
-"""Outside, on the node: read black boxes and look at processes; notice stall, death and mismatch."""
+"""The watcher: reads black boxes and ``/proc`` from outside the ranks, and reports stalls, deaths and mismatches."""

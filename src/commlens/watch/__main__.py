@@ -1,8 +1,8 @@
-"""The watcher as a process of its own: ``python -m commlens.watch JOB_DIR``.
+"""The watcher as a process: ``python -m commlens.watch JOB_DIR``.
 
-Started by the lowest local rank where no launcher watches. It outlives that rank's SIGKILL, ignores Ctrl-C and hang-ups (the
-ranks get those themselves, and how they end is worth knowing), says what it has to say on the stderr that it was given, and ends
-with the job. Settings come from the environment.
+The lowest local rank starts it if no launcher watches. It survives a SIGKILL of that rank, ignores Ctrl-C and hang-ups (the ranks
+receive those themselves, and the watcher observes how they end), prints to the stderr that it inherits, and ends with the job.
+Settings come from the environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from commlens.watch.watcher import Watcher
 
 
 def main(argv: list[str]) -> int:
-    """Watch the job whose folder is the only argument."""
+    """Watch the job whose folder of boxes is the only argument."""
     if len(argv) != 1:
         print("usage: python -m commlens.watch JOB_DIR", file=sys.stderr)
         return 2
@@ -31,15 +31,14 @@ def main(argv: list[str]) -> int:
         os.setsid()
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        # The folder itself is the lock: it leaves nothing behind, and goes with the process.
+        # The folder itself is the lock: it leaves no file behind, and ends with the process.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return 0  # somebody watches already, or the job is over
-    # The job's folder may be the working directory of nobody else: do not keep a file system busy.
+        return 0  # another watcher is running, or the job is over
     settings = load_settings(strict=False).settings
     settings = dataclasses.replace(settings, dump_dir=os.path.abspath(settings.dump_dir))  # noqa: PTH100 - as settings_environment does
     with contextlib.suppress(OSError):
-        os.chdir("/")
+        os.chdir("/")  # so that no file system is kept busy
     Watcher([folder], settings).run()
     return 0
 

@@ -1,4 +1,4 @@
-"""Which jobs have black boxes on this node, and which of them somebody means."""
+"""Finds the jobs on this node by name, pid or folder, and removes the black boxes of forgotten ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 
 
 def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
-    """The folders of jobs that have black boxes here, oldest first.
+    """Return the folders of jobs with black boxes on this node, oldest first.
 
     Args:
-        wanted: a job's name or the beginning of it, the pid of one of its ranks, or its folder; None: all.
+        wanted: a job's name or its beginning, the pid of one of its ranks, or its folder; None: all jobs.
         box_dir: the setting.
 
     Raises:
-        EvidenceError: there is none.
-        CommandError: ``wanted`` names none, or the beginning fits several.
+        EvidenceError: no job is recorded.
+        CommandError: ``wanted`` matches no job, or several.
     """
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
     jobs = list({job.resolve(): job for job in reversed(job_dirs.live_jobs(box_dir)) if job_dirs.boxes(job)}.values())[::-1]
@@ -50,18 +50,18 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
         return found
     names = ", ".join(job.name for job in (found or jobs)[:10])
     if found:
-        raise CommandError(f"{wanted!r} fits several jobs: {names}. Give more of the name.")
+        raise CommandError(f"{wanted!r} matches several jobs: {names}. Give more of the name.")
     if not jobs:
-        raise EvidenceError(f"There is no job {wanted!r} on this machine, nor any other that is recorded.")
-    raise CommandError(f"There is no job and no rank's pid {wanted!r} here. The jobs are {names}.")
+        raise EvidenceError(f"There is no job {wanted!r}: no job is recorded on this machine.")
+    raise CommandError(f"{wanted!r} is neither a job nor the pid of a rank on this machine. The jobs are {names}.")
 
 
 def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_S) -> None:
-    """Free the shared memory of jobs that ended long ago, launcher and watcher with them (SIGKILL, a lost node's container).
+    """Free the shared memory of jobs that ended long ago along with their launcher and watcher (SIGKILL, a lost container).
 
     Args:
-        mine: folders of a live job; its neighbours are looked at, never itself.
-        after_s: how long a job's last sign of life must be past.
+        mine: the folders of a live job, next to which the others are.
+        after_s: how long ago the last heartbeat must be.
     """
     for folder in mine:
         with contextlib.suppress(OSError):
@@ -76,6 +76,6 @@ def _is_forgotten(path: Path, after_s: float) -> bool:
             status = box.status()
     except FormatError:
         return False
-    here = status.host == os.uname().nodename and status.pid_namespace == process.pid_namespace()
-    past = time.time() - status.heartbeat_ns / 1e9 > after_s
-    return here and past and not process.runs(status.pid, status.start_ticks)
+    is_old = time.time() - status.heartbeat_ns / 1e9 > after_s
+    is_local = status.host == os.uname().nodename and status.pid_namespace == process.pid_namespace()
+    return is_old and is_local and not process.is_running(status.pid, status.start_ticks)

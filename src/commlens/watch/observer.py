@@ -1,4 +1,4 @@
-"""Watches the ranks' processes from outside over a sliding window, and says what was seen as Observations."""
+"""Observes the ranks' processes from outside over a sliding window."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from commlens.model.collective import FrameKind
-from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.ranklog import End, Observation
 from commlens.watch import process
+from commlens.watch.cgroup import Cgroup
 from commlens.watch.pyspy import TIMEOUT_S, Classify, Pending, Stacks
 
 WINDOW_S: Final = 10.0
 SILENT_S: Final = 1.5
-"""The watchdog thread beats four times a second; after six beats missed it cannot run."""
-LOOKS_APART_S: Final = 1.0
-"""How often the watchdog thread looks at the stacks."""
+"""The watchdog thread beats four times a second: after six missed beats, it cannot run."""
+STACK_INTERVAL_S: Final = 1.0
+"""How often the watchdog thread records the stacks."""
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
 _IO_EVERY_S: Final = 0.4
@@ -24,10 +25,10 @@ _IO_EVERY_S: Final = 0.4
 
 @dataclass(frozen=True)
 class Pulse:
-    """What a rank's box says of its life at one moment; times are CLOCK_MONOTONIC ns."""
+    """The signs of life in a rank's box at one moment; times are CLOCK_MONOTONIC ns."""
 
     heartbeat_ns: int = 0
-    main_stack_since_ns: int = 0  # 0: not known
+    main_stack_since_ns: int = 0  # 0: unknown
     records: int = 0
     closed: bool = False
 
@@ -48,7 +49,7 @@ class _Subject:
     samples: deque[_Sample] = field(default_factory=deque)
     io: deque[tuple[int, int]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, bytes so far)
     throttled: deque[tuple[int, float]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, seconds so far)
-    cgroup: process.Cgroup | None = None
+    cgroup: Cgroup | None = None
     pressure: float | None = None
     oom_kills_before: int | None = None
     pending: Pending | None = None
@@ -58,63 +59,59 @@ class _Subject:
 
 
 class Observer:
-    """Collects samples for the ranks of this node.
+    """Samples the processes of the ranks on this node. While nothing is wrong, no samples are needed.
 
-    One sample costs a read of ``/proc/PID/stat``; io and cgroup files are read less often. Nobody needs to sample while
-    nothing is wrong.
+    A sample reads ``/proc/PID/stat``; io and cgroup files are read less often.
 
     Args:
-        window_s: how far back an Observation looks.
-        stacks_from_outside: whether py-spy may be used for ranks that cannot tell their own stack.
+        window_s: seconds that an Observation covers.
+        use_py_spy: whether py-spy may read the stacks of ranks whose watchdog thread cannot run.
     """
 
-    def __init__(self, window_s: float = WINDOW_S, *, stacks_from_outside: bool = True) -> None:
+    def __init__(self, window_s: float = WINDOW_S, *, use_py_spy: bool = True) -> None:
         self._window_ns = int(window_s * 1e9)
-        self._stacks_from_outside = stacks_from_outside
+        self._use_py_spy = use_py_spy
         self._subjects: dict[int, _Subject] = {}  # by pid
 
     def add(self, pid: int, start_ticks: int, classify: Classify = lambda _: FrameKind.USER) -> None:
-        """Observe this process. ``classify`` says whose code a file is, for stacks taken from outside."""
+        """Observe a process. ``classify`` returns the kind of code in a file, for stacks that py-spy reads."""
         subject = _Subject(pid, start_ticks, classify)
-        subject.cgroup = process.Cgroup.of(pid)
-        subject.oom_kills_before = subject.cgroup.look().oom_kills
+        subject.cgroup = Cgroup.of(pid)
+        subject.oom_kills_before = subject.cgroup.read().oom_kills
         self._subjects[pid] = subject
 
-    def remove(self, pid: int) -> None:
-        """Forget it: its rank has been started anew."""
-        self._subjects.pop(pid, None)
-
     def sample(self, pid: int, pulse: Pulse) -> None:
-        """Look at one process now. Its own state changes are seen only as often as this is called."""
+        """Sample a process now. State changes between two samples are not seen."""
         subject = self._subjects[pid]
         if subject.end is not None:
             return
         now = time.monotonic_ns()
-        seen = process.look(subject.pid)
+        seen = process.read_stat(subject.pid)
         if seen is None or (subject.start_ticks and seen.start_ticks != subject.start_ticks):
             return
         subject.samples.append(_Sample(now, seen.state, seen.cpu_s, pulse))
-        _forget(subject.samples, now - self._window_ns)
+        while len(subject.samples) > 2 and subject.samples[1].at_ns < now - self._window_ns:
+            subject.samples.popleft()
         if not subject.io or now - subject.io[-1][0] > _IO_EVERY_S * 1e9:
             total = process.io_bytes(subject.pid)
             if total is not None:
                 subject.io.append((now, total))
                 _forget_pairs(subject.io, now - self._window_ns)
         if subject.cgroup is not None and (not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9):
-            # Processes are moved between cgroups while they run; counters of two cgroups say nothing together.
-            cgroup = process.Cgroup.of(subject.pid)
+            # A process may move to another cgroup; the counters of two cgroups cannot be compared.
+            cgroup = Cgroup.of(subject.pid)
             if cgroup.cpu != subject.cgroup.cpu:
                 subject.throttled.clear()
             subject.cgroup = cgroup
-            counters = cgroup.look()
+            counters = cgroup.read()
             subject.pressure = counters.memory_pressure
             subject.throttled.append((now, counters.throttled_s if counters.throttled_s is not None else -1.0))
             _forget_pairs(subject.throttled, now - self._window_ns)
-        if self._stacks_from_outside and self._cannot_tell(subject):
-            self._ask_py_spy(subject)
+        if self._use_py_spy and self._watchdog_is_silent(subject):
+            self._start_py_spy(subject)
 
     def forget_samples(self) -> None:
-        """Start anew: what was seen belongs to a stall that is over."""
+        """Drop all samples: they belong to a stall that is over."""
         for subject in self._subjects.values():
             subject.samples.clear()
             subject.io.clear()
@@ -126,10 +123,10 @@ class Observer:
         """Note that a process ended.
 
         Args:
-            pid: which.
-            ending: its exit status as far as it is known.
-            clean: what its box says where the status is lost: True after a goodbye, False after an uncaught exception.
-            at_ns: Unix ns, now by default.
+            pid: of the process.
+            ending: its exit status, as far as it is known.
+            clean: replaces a lost exit status by what the box holds: True after a goodbye, False after an uncaught exception.
+            at_ns: Unix ns; now by default.
         """
         subject = self._subjects[pid]
         if subject.end is not None:
@@ -143,7 +140,7 @@ class Observer:
             end = End.CLEAN if clean else End.FAILED
         oom: bool | None = None
         if subject.cgroup is not None and subject.oom_kills_before is not None:
-            kills = subject.cgroup.look().oom_kills
+            kills = subject.cgroup.read().oom_kills
             if kills is not None:
                 oom = ending.signal == "SIGKILL" and kills > subject.oom_kills_before
         last = self._window(subject, time.monotonic_ns())
@@ -154,32 +151,26 @@ class Observer:
         subject.end = last
         return last
 
-    def observe(self, pid: int, log: RankLog | None = None, *, wait_s: float = 0.0) -> Observation:
-        """What was seen of a process.
-
-        Args:
-            pid: which.
-            log: its box as read, to judge whether its own stacks are stale.
-            wait_s: how long to wait for a py-spy that is still at it.
-        """
+    def observe(self, pid: int, *, wait_s: float = 0.0) -> Observation:
+        """Return what was observed of a process. ``wait_s`` is how long to wait for a py-spy that is still running."""
         subject = self._subjects.get(pid)
         if subject is None:
             return Observation(stacks_note="its process was not watched from here")
         if subject.end is not None:
             return subject.end
         seen = self._window(subject, time.monotonic_ns())
-        if self._stacks_from_outside and (self._cannot_tell(subject) or (log is not None and not log.stacks)):
-            self._ask_py_spy(subject)
+        if self._use_py_spy and self._watchdog_is_silent(subject):
+            self._start_py_spy(subject)
         self._collect(subject, wait_s)
         if subject.stacks is not None:
             seen.stacks, seen.stacks_note = subject.stacks.threads, subject.stacks.note
         return seen
 
     def _window(self, subject: _Subject, now: int) -> Observation:
-        """The samples of the window in one Observation."""
+        """Combine the window's samples into one Observation."""
         seen = Observation(end=End.RUNNING, seen_ns=time.time_ns())
         if not subject.samples:
-            last = process.look(subject.pid)
+            last = process.read_stat(subject.pid)
             seen.proc_state = last.state if last else None
             return seen
         first, last_sample = subject.samples[0], subject.samples[-1]
@@ -193,19 +184,19 @@ class Observer:
             seen.io_bytes = max(0, subject.io[-1][1] - subject.io[0][1])
         if len(subject.throttled) > 1 and subject.throttled[0][1] >= 0:
             over = (subject.throttled[-1][0] - subject.throttled[0][0]) / 1e9
-            # v1 and v2 add up the CPUs' times, so that it can exceed the window.
+            # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
             seen.throttled_fraction = round(min(1.0, max(0.0, subject.throttled[-1][1] - subject.throttled[0][1]) / over), 3)
         seen.memory_pressure = subject.pressure
         seen.holds_gil = _holds_gil(subject, now)
         seen.stack_moved = _stack_moved(subject, now)
         return seen
 
-    def _cannot_tell(self, subject: _Subject) -> bool:
-        """Whether its watchdog thread does not run, so that its stacks in the box are old."""
+    def _watchdog_is_silent(self, subject: _Subject) -> bool:
+        """Return whether the watchdog thread does not run, so that the stacks in the box are old."""
         pulse = subject.samples[-1].pulse if subject.samples else Pulse()
         return bool(pulse.heartbeat_ns) and not pulse.closed and _silent_s(pulse, time.monotonic_ns()) > SILENT_S
 
-    def _ask_py_spy(self, subject: _Subject) -> None:
+    def _start_py_spy(self, subject: _Subject) -> None:
         self._collect(subject, 0.0)
         if subject.pending is None and (subject.stacks is None or time.monotonic() - subject.stacks_at > _STACKS_FRESH_S):
             subject.pending = Pending(subject.pid, subject.classify)
@@ -216,7 +207,7 @@ class Observer:
         result = subject.pending.wait(wait_s)
         if result is not None:
             subject.stacks, subject.stacks_at, subject.pending = result, time.monotonic(), None
-        elif time.monotonic() - subject.pending.asked_at > TIMEOUT_S + 1:
+        elif time.monotonic() - subject.pending.started_at > TIMEOUT_S + 1:
             subject.stacks, subject.pending = Stacks([], "py-spy did not answer"), None
 
 
@@ -225,10 +216,10 @@ def _silent_s(pulse: Pulse, now: int) -> float:
 
 
 def _holds_gil(subject: _Subject, now: int) -> bool | None:
-    """Alive and running, yet no Python thread of it can run but one.
+    """Return whether the process runs but its watchdog thread cannot, because another thread holds the GIL.
 
-    Stopped, in uninterruptible sleep, and starved of CPU by its quota look the same in the heartbeat: they are told apart by
-    the states seen since the heart stopped beating.
+    A process that is stopped, in uninterruptible sleep or throttled misses its heartbeats, too: its states since the last heartbeat
+    tell these apart.
     """
     last = subject.samples[-1]
     if not last.pulse.heartbeat_ns or last.pulse.closed:
@@ -246,10 +237,10 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:
-    """Whether its main thread's stack changed, or it issued something, within the window.
+    """Return whether the main thread's stack changed, or a collective was issued, within the window; None if unknown.
 
-    The box says since when the stack has been the same, counted from its watchdog's first look after the last collective. That
-    first look is no change, so two different moments must have been seen.
+    The box holds since when the stack has been the same, counted from the watchdog's first look after the last collective. That
+    first look is not a change, so two different times must have been seen.
     """
     last = subject.samples[-1]
     if last.pulse.records != subject.samples[0].pulse.records:
@@ -257,15 +248,10 @@ def _stack_moved(subject: _Subject, now: int) -> bool | None:
     since = {sample.pulse.main_stack_since_ns for sample in subject.samples} - {0}
     if len(since) > 1:
         return True
-    # Where the watchdog cannot run, or has just begun to look, nobody can say.
-    if not since or last.at_ns - max(since) < LOOKS_APART_S * 1e9 or _silent_s(last.pulse, now) > SILENT_S:
+    # Unknown if the watchdog cannot run, or has only just begun to look.
+    if not since or last.at_ns - max(since) < STACK_INTERVAL_S * 1e9 or _silent_s(last.pulse, now) > SILENT_S:
         return None
     return False
-
-
-def _forget(samples: deque[_Sample], before_ns: int) -> None:
-    while len(samples) > 2 and samples[1].at_ns < before_ns:
-        samples.popleft()
 
 
 def _forget_pairs(pairs: deque[tuple[int, int]] | deque[tuple[int, float]], before_ns: int) -> None:

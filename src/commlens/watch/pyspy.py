@@ -1,7 +1,7 @@
-"""Python stacks taken from outside with py-spy, for a process that cannot tell its own.
+"""Python stacks read from outside with py-spy, for a process whose watchdog thread cannot record them.
 
-``--nonblocking`` reads the memory without stopping the process: a process that is stuck does not move anyway, and one that
-is not must not be touched.
+``--nonblocking`` reads the memory without pausing the process: a stuck process does not move anyway, and a running one must not be
+disturbed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import ThreadStack
@@ -26,27 +26,25 @@ Classify = Callable[[str], FrameKind]
 
 
 def find() -> str | None:
-    """The py-spy program: beside this Python, else on the path."""
+    """Return the path of py-spy: next to this Python, otherwise on PATH."""
     beside = Path(sys.executable).parent / "py-spy"
     return str(beside) if beside.exists() else shutil.which("py-spy")
 
 
-class Stacks:
-    """What py-spy said of one process."""
+class Stacks(NamedTuple):
+    """py-spy's answer for one process."""
 
-    def __init__(self, threads: list[ThreadStack], note: str | None, gil_owner: int | None = None) -> None:
-        self.threads = threads
-        self.note = note  # why there are none
-        self.gil_owner = gil_owner  # native id of the thread that holds the GIL
+    threads: list[ThreadStack]
+    note: str | None  # why there are none
 
 
 def take(pid: int, classify: Classify, *, timeout_s: float = TIMEOUT_S) -> Stacks:
-    """Take the stacks of all threads of a process.
+    """Read the stacks of all threads of a process.
 
     Args:
         pid: the process.
-        classify: says whose code a file is.
-        timeout_s: py-spy is killed after that.
+        classify: returns the kind of code in a file.
+        timeout_s: when to kill py-spy.
     """
     program = find()
     if program is None:
@@ -63,13 +61,12 @@ def take(pid: int, classify: Classify, *, timeout_s: float = TIMEOUT_S) -> Stack
     try:
         return parse(json.loads(done.stdout), pid, classify, time.time_ns())
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Stacks([], "py-spy's answer could not be understood")
+        return Stacks([], "py-spy printed something that is not its JSON")
 
 
 def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
-    """Turn py-spy's JSON (a list of threads, frames innermost first) into our stacks."""
+    """Convert py-spy's JSON: a list of threads, each with its frames, innermost first."""
     threads: list[ThreadStack] = []
-    owner: int | None = None
     for thread in answer:
         native = int(thread.get("os_thread_id") or 0)
         frames = tuple(
@@ -84,25 +81,23 @@ def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
         main = native == pid
         name = thread.get("thread_name") or ("MainThread" if main else "")
         threads.append(ThreadStack(thread=native, name=name, frames=frames, taken_ns=taken_ns, is_main=main))
-        if thread.get("owns_gil"):
-            owner = native
     threads.sort(key=lambda stack: not stack.is_main)
-    return Stacks(threads, None if threads else "py-spy found no Python thread", owner)
+    return Stacks(threads, None if threads else "py-spy found no Python thread")
 
 
 def _reason(stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     text = " ".join(lines)
     if "ermission" in text:
-        return "py-spy may not read the process (it needs the right to trace it: SYS_PTRACE in a container, or kernel.yama.ptrace_scope=0)"
+        return "py-spy may not read the process (it needs SYS_PTRACE in a container, or kernel.yama.ptrace_scope=0)"
     return f"py-spy failed: {text[:200] or 'no reason given'}"
 
 
 class Pending:
-    """py-spy running aside, so that whoever asked need not wait for it."""
+    """A run of py-spy in a thread of its own, so that the watcher does not wait for it."""
 
     def __init__(self, pid: int, classify: Classify) -> None:
-        self.asked_at = time.monotonic()
+        self.started_at = time.monotonic()
         self.result: Stacks | None = None
         self._thread = threading.Thread(target=self._run, args=(pid, classify), name="commlens-py-spy", daemon=True)
         self._thread.start()
@@ -114,6 +109,6 @@ class Pending:
             self.result = Stacks([], f"py-spy failed: {error}")
 
     def wait(self, timeout_s: float) -> Stacks | None:
-        """Its answer, None while it has none."""
+        """Return the answer; None if there is none yet."""
         self._thread.join(max(0.0, timeout_s))
         return self.result

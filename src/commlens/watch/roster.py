@@ -1,4 +1,4 @@
-"""The processes of a job on this node: found by their black boxes, or as children of the launcher; watched for their end."""
+"""The processes of a job on this node, found by their black boxes or as children of the launcher, and watched for their end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlens.watch import process
 
 @dataclass(frozen=True)
 class Worker:
-    """A rank's process as its parent, the launcher, knows it: before it has a box, or when it never gets one."""
+    """A rank's process as its launcher sees it, even if it has no box yet or never gets one."""
 
     rank: int
     pid: int
@@ -44,21 +44,21 @@ class Member:
     local_rank: int | None
     restart: int
     handle: process.Handle
-    here: bool = True  # its pid means something here: same host, same pid namespace
+    here: bool = True  # visible from here: same host, same pid namespace
     box: OpenBox | None = None
     status: BoxStatus | None = None
     ending: process.Ending | None = None  # once it has ended
-    ended_ns: int = 0  # Unix ns at which that was noticed
+    ended_ns: int = 0  # Unix ns at which its end was noticed
     unreadable: str | None = None  # why its box cannot be read
 
     @property
     def alive(self) -> bool:
-        """Still running, as far as can be told from here."""
+        """Whether it is not known to have ended."""
         return self.ending is None
 
     @property
     def ended_well(self) -> bool | None:
-        """Exit status 0, or a goodbye where the status is lost; None while it runs, or when nobody can say."""
+        """Whether it ended with exit status 0, or with a goodbye if the status is lost; None while it runs, or if that is unknown."""
         if self.ending is None:
             return None
         if self.ending.signal is not None:
@@ -69,16 +69,15 @@ class Member:
 
     @property
     def said_goodbye(self) -> bool | None:
-        """What its box says: True after a goodbye, False after an uncaught exception, None when it said nothing."""
-        phase = self.status.phase if self.status is not None else None
-        return {PHASE_CLOSED: True, PHASE_CLOSED_BY_EXCEPTION: False}.get(phase) if phase is not None else None
+        """Whether its box holds a goodbye (True) or an uncaught exception (False); None if neither."""
+        return {PHASE_CLOSED: True, PHASE_CLOSED_BY_EXCEPTION: False}.get(self.status.phase) if self.status is not None else None
 
 
 @dataclass
 class Roster:
-    """All members, by pid, and those of the current generation (torchelastic restarts its workers)."""
+    """All members by pid, and those of the current generation (torchelastic restarts its workers)."""
 
-    folders: Sequence[Path]  # the job's folders of boxes; more than one where the ranks may have had to choose
+    folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
     workers: Workers | None = None
     members: dict[int, Member] = field(default_factory=dict)
 
@@ -86,22 +85,21 @@ class Roster:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._poll = select.poll()
         self._poll.register(self._wake_read, select.POLLIN)
-        self._by_fileno: dict[int, Member] = {}
-        self._seen: dict[Path, int] = {}  # folder to its time of change
+        self._seen: dict[Path, int] = {}  # folder: its time of change
         self._refused: set[Path] = set()
         self._host = os.uname().nodename
         self._namespace = process.pid_namespace()
         self._workers_at = 0.0
-        self._current: list[Member] | None = None  # made when asked for, dropped when a member comes, goes or learns its rank
-        self._ready: set[int] = set()  # descriptors that the last poll named
+        self._current: list[Member] | None = None  # dropped when a member is added, removed or gets its rank
+        self._ready: set[int] = set()  # descriptors that the last wait returned
 
     @property
     def wake_fileno(self) -> int:
-        """Whatever is written here ends :meth:`wait` at once; the bytes are returned by it."""
+        """A write to this descriptor ends :meth:`wait`, which returns the bytes."""
         return self._wake_write
 
     def refresh(self) -> list[Member]:
-        """Look for new processes and new boxes. Returns the members that are new."""
+        """Find new processes and new boxes. Returns the new members."""
         return [member for folder in self.folders for member in self._from_boxes(folder)] + self._from_workers()
 
     def _from_boxes(self, folder: Path) -> list[Member]:
@@ -124,7 +122,7 @@ class Roster:
             here = status.host in ("", self._host) and (not status.pid_namespace or status.pid_namespace == self._namespace)
             member = self.members.get(status.pid)
             if member is None or member.start_ticks not in (0, status.start_ticks):
-                handle = process.Handle(status.pid, status.start_ticks) if here else process.Handle.nobody(status.pid)
+                handle = process.Handle(status.pid, status.start_ticks) if here else process.Handle.invisible(status.pid)
                 member = Member(
                     status.pid, status.start_ticks, status.rank, status.world_size, status.local_rank, status.restart, handle, here
                 )
@@ -153,11 +151,10 @@ class Roster:
         self._current = None
         if member.handle.fileno is not None:
             self._poll.register(member.handle.fileno, select.POLLIN)
-            self._by_fileno[member.handle.fileno] = member
 
     def adopt_ended(self, worker: Worker, ending: process.Ending) -> Member:
-        """Add a process of which only its end is known."""
-        handle = process.Handle.nobody(worker.pid)
+        """Add a process that ended before it was seen."""
+        handle = process.Handle.invisible(worker.pid)
         member = Member(worker.pid, worker.start_ticks, worker.rank, worker.world_size, worker.local_rank, worker.restart, handle)
         member.ending, member.ended_ns = ending, time.time_ns()
         self.members[worker.pid] = member
@@ -165,7 +162,7 @@ class Roster:
         return member
 
     def current(self) -> list[Member]:
-        """The newest process of each rank, of the newest generation, by rank."""
+        """Return the newest process of each rank of the newest generation, by rank."""
         if self._current is None:
             newest: dict[int, Member] = {}
             generation = max((member.restart for member in self.members.values()), default=0)
@@ -191,7 +188,7 @@ class Roster:
                 member.unreadable = str(error)
 
     def wait(self, seconds: float) -> bytes:
-        """Sleep until a process ends, somebody writes to :attr:`wake_fileno`, or the time is over. Returns what was written."""
+        """Sleep until a process ends, :attr:`wake_fileno` is written to, or the time is over. Returns the bytes that were written."""
         self._ready = {fileno for fileno, _ in self._poll.poll(max(0, math.ceil(seconds * 1000)))}
         if self._wake_read in self._ready:
             with contextlib.suppress(BlockingIOError):
@@ -200,11 +197,11 @@ class Roster:
 
     @property
     def was_woken(self) -> bool:
-        """Whether the last :meth:`wait` ended because something happened."""
+        """Whether the last :meth:`wait` ended before its time was over."""
         return bool(self._ready)
 
     def take_ended(self) -> list[Member]:
-        """Members that were found to have ended by the last :meth:`wait`, and have not been told of yet."""
+        """Return the members that have ended, as of the last :meth:`wait`; each of them once."""
         ended: list[Member] = []
         for member in self.members.values():
             if not member.alive or not member.here:
@@ -212,15 +209,12 @@ class Roster:
             handle = member.handle
             if handle.exists and handle.fileno is not None and handle.fileno not in self._ready:
                 continue
-            if handle.exists and handle.fileno is None and process.runs(member.pid, member.start_ticks):
-                continue
             ending = handle.ending()
             if ending is None:
                 continue
             member.ending, member.ended_ns = ending, time.time_ns()
             if handle.fileno is not None:
                 self._poll.unregister(handle.fileno)
-                del self._by_fileno[handle.fileno]
                 handle.close()
             if member.box is not None:
                 with contextlib.suppress(FormatError):
@@ -234,7 +228,6 @@ class Roster:
             if member.handle.fileno is not None:
                 with contextlib.suppress(KeyError):
                     self._poll.unregister(member.handle.fileno)
-                self._by_fileno.pop(member.handle.fileno, None)
                 member.handle.close()
             if member.box is not None:
                 if remove_boxes:
@@ -245,20 +238,20 @@ class Roster:
         self._current = None
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all handles and boxes."""
         self.forget(list(self.members.values()))
         os.close(self._wake_read)
         os.close(self._wake_write)
 
 
 def children_workers(parent: int) -> Workers:
-    """The ranks among a launcher's children, told by the environment that torchrun gives them."""
+    """Return a function that lists the ranks among a launcher's children, recognised by the environment that torchrun gives them."""
     known: dict[tuple[int, int], Worker | None] = {}
 
     def workers() -> list[Worker]:
         found: list[Worker] = []
         for pid in process.children(parent):
-            seen = process.look(pid)
+            seen = process.read_stat(pid)
             if seen is None:
                 continue
             key = (pid, seen.start_ticks)
@@ -266,7 +259,7 @@ def children_workers(parent: int) -> Workers:
                 if seen.ended:
                     continue
                 environ = process.environment(pid)
-                # Between fork and exec a child shows its parent's environment: look again.
+                # Between fork and exec, a child has its parent's environment: try again later.
                 if "RANK" not in environ or "TORCHELASTIC_RUN_ID" not in environ:
                     continue
                 known[key] = _worker(pid, seen.start_ticks, environ)

@@ -1,4 +1,4 @@
-"""Everything known of a job's ranks on this node, now: black boxes joined with what is seen of their processes."""
+"""Snapshots of a job on this node: its black boxes, joined with observations of its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOOK_EVERY_S = 0.1
 
 
 def pulse_of(member: Member) -> Pulse:
-    """What a member's box says of its life, as of the last poll."""
+    """Return the signs of life in a member's box, as of the last poll."""
     status = member.status
     if status is None:
         return Pulse()
@@ -26,10 +26,9 @@ def pulse_of(member: Member) -> Pulse:
 
 
 def read_logs(members: list[Member], observations: dict[int, Observation], *, newest: int | None = None) -> tuple[list[RankLog], list[str]]:
-    """Read the members' boxes, or only so many of their newest records.
+    """Read the members' boxes, or only the ``newest`` records of each.
 
-    A rank that has no box (it has not come to ``init_process_group``, or ended before) gets an empty log, so that it is known
-    to exist.
+    A rank without a box, which has not reached ``init_process_group`` or ended before, gets an empty log.
 
     Returns:
         The logs, each with its observation, and what could not be read, in sentences.
@@ -51,7 +50,7 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
             )  # fmt: skip
         log.observation = observations.get(member.pid, Observation())
         logs.append(log)
-    # A rank without a box does not know the job's name: it is that of the others.
+    # The log of a rank without a box lacks the job's name.
     job = next((log.job for log in logs if log.job), "")
     for log in logs:
         log.job = log.job or job
@@ -59,7 +58,7 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
 
 
 def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int, Observation]:
-    """Look at a roster's processes for ``window_s`` seconds. Returns the observations by pid."""
+    """Observe a roster's processes for ``window_s`` seconds. Returns the observations by pid."""
     for member in roster.refresh():
         if member.here:
             observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
@@ -80,11 +79,11 @@ def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int,
 
 
 def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
-    """Read all black boxes of a job, and look at its processes for a moment.
+    """Read all black boxes of a job, and observe its processes for a moment.
 
     Args:
         job_dir: the job's folder of boxes, from :func:`commlens.blackbox.job_dirs.live_jobs`.
-        window_s: how long to look at the processes: whether one works or sleeps shows only over time.
+        window_s: how long to observe the processes: whether one works or sleeps shows only over time.
     """
     roster = Roster([job_dir])
     try:
@@ -95,26 +94,26 @@ def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
 
 
 def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None) -> Path:
-    """Copy a job's black boxes, and what is seen of its processes, into a folder below ``directory``.
+    """Copy a job's black boxes, and what is observed of its processes, into a folder below ``directory``.
 
     Args:
-        directory: where; the job's folder is made in it.
-        job_dir: which job; by default the one whose rank this process is.
-        window_s: how long to look at the processes.
-        keep: how many jobs' dumps to keep there; by default as set.
+        directory: the job's folder is created in it.
+        job_dir: the job; by default the one that this process is a rank of.
+        window_s: how long to observe the processes.
+        keep: how many jobs' dumps to keep there; by default the setting keep_dumps.
 
     Returns:
         The dump's folder.
 
     Raises:
-        CommandError: this process is no recorded rank.
+        CommandError: this process is not a recorded rank.
     """
     from commlens.dumps import save
 
     job_dir = job_dir or own_job()
     if job_dir is None:
         raise CommandError(
-            "This process records nothing that could be dumped: start it with `commlens run`, or call commlens.enable() first."
+            "This process is not recorded, so there is nothing to dump: start it with `commlens run`, or call commlens.enable() first."
         )
     roster = Roster([job_dir])
     try:
@@ -126,7 +125,7 @@ def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float 
 
 
 def own_job(box_dir: str | None = None) -> Path | None:
-    """The job whose rank this process is."""
+    """Return the folder of the job that this process is a rank of; None if it is not recorded."""
     mine = os.getpid()
     for job in job_dirs.live_jobs(box_dir or os.environ.get("COMMLENS_BOX_DIR")):
         if any(job_dirs.box_pid(box) == mine for box in job_dirs.boxes(job)):

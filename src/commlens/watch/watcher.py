@@ -297,7 +297,7 @@ class Watcher:
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():
-            if member.alive and member.here and process.runs(member.pid, member.start_ticks):
+            if member.alive and member.here and process.is_running(member.pid, member.start_ticks):
                 with contextlib.suppress(OSError):
                     os.kill(member.pid, number)
 

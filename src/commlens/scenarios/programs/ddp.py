@@ -23,7 +23,7 @@ def mean_loss(loss: torch.Tensor) -> torch.Tensor:
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
     optimizer.zero_grad()
     loss = torch.nn.functional.mse_loss(model(x), y)
-    if not lab.strikes("ddp-skip-backward", step):  # "this loss looks odd, leave it out"
+    if not lab.strikes("ddp-skip-backward", step):  # "this loss looks odd, skip it"
         loss.backward()
     optimizer.step()
     return mean_loss(loss)
@@ -37,8 +37,8 @@ def main() -> None:
         x, y = load_batch(rank, step)
         loss = train_step(model, optimizer, x, y, step)
         lab.report(step, loss)
-    # The reducer goes before its group: as the last owner it destroys the group while holding the GIL, for which a thread of
-    # gloo may wait that has a tensor to let go of (torch 2.13 was seen to hang so, on a busy machine).
+    # Delete the reducer before its group: as the last owner, it destroys the group while holding the GIL, and a thread of gloo
+    # that has to release a tensor may be waiting for the GIL (a hang seen with torch 2.13 on a busy machine).
     trained = model.module
     del model
     lab.finish(trained)

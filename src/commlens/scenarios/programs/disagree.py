@@ -1,4 +1,4 @@
-"""Data parallel training by hand in which one rank asks for something else than the others, once."""
+"""Hand-written data parallel training in which one rank once issues a different collective."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def flat_gradients(model: torch.nn.Module) -> torch.Tensor:
 def average_gradients(model: torch.nn.Module, step: int) -> None:
     flat = flat_gradients(model)
     if lab.strikes("skip-then-other", step):
-        return  # "this batch was bad, leave its gradients out"
+        return  # "this batch was bad, skip its gradients"
     if lab.strikes("skip-then-same", step):
         return
     if lab.strikes("mismatch-dtype", step):

@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2): parameters are gathered block by block, in the order in which forward meets the blocks."""
+"""fully_shard (FSDP2): parameters are gathered block by block, in the order in which forward runs the blocks."""
 
 from __future__ import annotations
 

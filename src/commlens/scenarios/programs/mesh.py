@@ -1,4 +1,4 @@
-"""A two-dimensional mesh by hand: statistics are summed along rows, gradients averaged along columns."""
+"""A hand-written two-dimensional mesh: statistics are summed along rows, gradients are averaged along columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data parallel training in which one rank takes long for a good reason, and the others wait: nothing is wrong."""
+"""Data parallel training in which one rank takes long for a good reason while the others wait: nothing is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def average_gradients(model: torch.nn.Module) -> None:
 
 
 def save_checkpoint(model: torch.nn.Module, folder: Path) -> None:
-    """Write the model and a large optimizer state, shard by shard, each one safe on the disk before the next."""
+    """Write the model and a large optimizer state, shard by shard, each flushed to the disk before the next."""
     torch.save(model.state_dict(), folder / "model.pt")
     until = time.monotonic() + SLOW_S
     shard = 0
@@ -58,12 +58,12 @@ def compile_for_all_lengths(model: torch.nn.Module) -> None:
 
 
 def build_index() -> None:
-    """Wait for something outside: nothing of this process moves, so only the marked block says that it is meant."""
+    """Wait for an external event: this process does nothing, so only the marked block shows that the wait is intended."""
     time.sleep(SLOW_S)
 
 
 def main() -> None:
-    rank, world_size = lab.begin(timedelta(seconds=120))  # compiling takes its time on a busy machine
+    rank, world_size = lab.begin(timedelta(seconds=120))  # compiling takes long on a busy machine
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     name = lab.running()

@@ -1,4 +1,4 @@
-"""A pipeline: each rank is a stage; activations go up, gradients come down, two microbatches in each step."""
+"""A pipeline: each rank is a stage; activations are sent forward, gradients backward, two microbatches per step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def send_gradient(gradient: torch.Tensor | None, rank: int, step: int, index: in
 
 
 def train_step(stage: torch.nn.Module, rank: int, world_size: int, step: int) -> torch.Tensor:
-    """All microbatches forward, then all backward."""
+    """Run all microbatches forward, then all backward."""
     last = rank == world_size - 1
     inputs, outputs = [], []
     total = torch.zeros(())

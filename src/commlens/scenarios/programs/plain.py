@@ -1,4 +1,4 @@
-"""Data parallel training written by hand: each step averages the gradients with one all_reduce."""
+"""Hand-written data parallel training: each step averages the gradients with one all_reduce."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tokenize(step: int) -> None:
 
 
 def augment(x: torch.Tensor, step: int) -> torch.Tensor:
-    """Some tens of milliseconds of real work on the CPU."""
+    """Do tens of milliseconds of real work on the CPU."""
     if lab.running() != "throttled":
         return x
     if lab.strikes("throttled", step):

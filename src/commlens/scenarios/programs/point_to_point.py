@@ -1,4 +1,4 @@
-"""Decentralised training: ranks exchange what they know with neighbours, by send and receive."""
+"""Decentralised training: ranks exchange values with their neighbours by send and receive."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def swap_with_partner(value: torch.Tensor, rank: int, world_size: int, step: int) -> torch.Tensor:
-    """Ranks talk in pairs: one of each sends first, the other receives first."""
+    """Exchange values in pairs: one rank sends first, the other receives first."""
     partner = rank ^ 1
     incoming = torch.empty_like(value)
     sends_first = (rank - culprit_rank(world_size)) % 2 == 0
@@ -28,12 +28,12 @@ def swap_with_partner(value: torch.Tensor, rank: int, world_size: int, step: int
         dist.recv(incoming, partner)  # fault: both-recv
         dist.send(value, partner)
     if lab.strikes("recv-without-send", step):
-        dist.recv(incoming, partner)  # nobody sends this one  # fault: recv-without-send
+        dist.recv(incoming, partner)  # no rank sends this one  # fault: recv-without-send
     return (value + incoming) / 2
 
 
 def halo_exchange(edge: torch.Tensor, rank: int, world_size: int, step: int) -> torch.Tensor:
-    """Everybody sends to the right and receives from the left, in one batch."""
+    """Send to the right and receive from the left, in one batch."""
     incoming = torch.empty_like(edge)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     ops = [dist.P2POp(dist.isend, edge, right), dist.P2POp(dist.irecv, incoming, left)]

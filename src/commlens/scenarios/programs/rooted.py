@@ -1,4 +1,4 @@
-"""Rank 0 broadcasts, and says so through the store; the others join the broadcast only after that. Legal: a root need not wait."""
+"""Rank 0 broadcasts and then sets a key in the store, on which the others join. This is legal: a root need not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training over several process groups: which order is legal, and which deadlocks."""
+"""Training over several process groups, in a legal order or in one that deadlocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def exchange(value: torch.Tensor, group: dist.ProcessGroup) -> None:
 
 
 def halves(rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Even and odd ranks; first and second half: each rank is in one group of both kinds."""
+    """Return this rank's group of even or odd ranks, and its group of the first or second half."""
     mine: list[dist.ProcessGroup] = []
     for members in (
         [[r for r in range(world_size) if r % 2 == k] for k in (0, 1)],
@@ -44,7 +44,7 @@ def halves(rank: int, world_size: int) -> tuple[dist.ProcessGroup, dist.ProcessG
 
 
 def asynchronously(rank: int, value: torch.Tensor, first: dist.ProcessGroup, second: dist.ProcessGroup) -> torch.Tensor:
-    """Legal: across groups the order of issue is free when nobody waits in between, and so is the order of waiting."""
+    """Issue and wait in different orders on each rank. Legal across groups, because no rank waits before all are issued."""
     a, b, c = value.clone(), value.clone() * 2, value.clone() * 3
     order = [(a, first), (b, second), (c, first)] if rank % 2 == 0 else [(b, second), (a, first), (c, first)]
     works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in order]

@@ -15,7 +15,7 @@ VOCABULARY, WIDTH, HEAD, LAYERS, TOKENS = 64, 32, 4, 2, 16
 
 
 class Attention(torch.nn.Module):
-    """Causal self-attention; under tensor parallelism each rank holds some of the heads."""
+    """Causal self-attention. With tensor parallelism, each rank holds a share of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Block(torch.nn.Module):
 
 
 class Transformer(torch.nn.Module):
-    """Predicts the next token, and says how badly."""
+    """Predicts the next token; forward returns the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Data parallel training in which one rank's share of the data is shorter than the others'."""
+"""Data parallel training in which one rank has less data than the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def end_of_epoch() -> None:
 
 
 def wait_for_results() -> None:
-    """Polls for a file that the evaluation writes, as job scripts do."""
+    """Poll for a file that the evaluation writes, as job scripts do."""
     results = Path(tempfile.gettempdir()) / "no-such-results.json"
     until = time.monotonic() + lab.STALL_S
     while not results.exists() and time.monotonic() < until:  # fault: uneven-then-idle
