@@ -26,13 +26,13 @@ def attempt(name, function):
     began = time.monotonic()
     try:
         function()
-        told = None
+        raised = None
     except DistributedOperationException as error:
         ours = error if isinstance(error, commlens.DistributedOperationException) else error.__cause__
-        told = [getattr(ours, "kind", "Accelerate's own"), str(error), str(ours)]
+        raised = [getattr(ours, "kind", "Accelerate's own"), str(error), str(ours)]
     except Exception as error:
-        told = [type(error).__name__, str(error), ""]
-    RESULTS[name] = {"told": told, "seconds": time.monotonic() - began}
+        raised = [type(error).__name__, str(error), ""]
+    RESULTS[name] = {"raised": raised, "seconds": time.monotonic() - began}
 
 def main():
     state = PartialState(cpu=True)
@@ -69,7 +69,7 @@ if __name__ == "__main__":
 
 
 class Ran:
-    """A job of two processes, and what each was told."""
+    """A job of two ranks, and the refusals that each raised."""
 
     def __init__(self, folder: Path, program: Program, code: int) -> None:
         self.folder, self.program, self.code = folder, program, code
@@ -78,7 +78,7 @@ class Ran:
 
     def both(self, name: str) -> list[str] | None:
         """Kind, text, and commlens's text, the same on both ranks."""
-        first, second = (results[name]["told"] for results in self.by_rank)
+        first, second = (results[name]["raised"] for results in self.by_rank)
         assert first == second, f"{name}: {first}\n{second}"
         return first
 
@@ -116,10 +116,10 @@ def line_of(text: str) -> int:
 
 
 def test_the_table(ours: Ran):
-    told = ours.both("broadcast")
+    raised = ours.both("broadcast")
     line = line_of('attempt("broadcast"')
-    assert told is not None and told[0] == "mismatch/shape"
-    assert told[1] == (
+    assert raised is not None and raised[0] == "mismatch/shape"
+    assert raised[1] == (
         "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n"
         "\n"
         "Operation: `accelerate.utils.operations.broadcast`  (torch.distributed.broadcast, group default_pg, ranks 0-1, #1, src 0)\n"
@@ -151,17 +151,17 @@ def test_uncaught_both_print_it_and_the_job_ends_within_a_second(ours: Ran):
     ],
 )
 def test_accelerates_function_is_named_and_its_exception_catches_ours(ours: Ran, name: str, kind: str, operation: str):
-    told = ours.both(name)
-    assert told is not None and told[0] == kind
-    assert f"Operation: `accelerate.utils.operations.{operation}" in told[2]
-    assert f"train.py:{line_of('lambda: broadcast(ones(2 + rank))' if name == 'lines' else f'attempt({json.dumps(name)}')}" in told[2]
+    raised = ours.both(name)
+    assert raised is not None and raised[0] == kind
+    assert f"Operation: `accelerate.utils.operations.{operation}" in raised[2]
+    assert f"train.py:{line_of('lambda: broadcast(ones(2 + rank))' if name == 'lines' else f'attempt({json.dumps(name)}')}" in raised[2]
 
 
-def test_other_operations_are_told_by_both_names(ours: Ran):
-    told = ours.both("object")
-    assert told is not None and told[0] == "mismatch/op"
-    assert "`all_reduce` SUM of accelerate.utils.operations.reduce" in told[1]
-    assert "`all_gather` of accelerate.utils.operations.gather_object" in told[1]
+def test_different_operations_are_shown_with_both_names(ours: Ran):
+    raised = ours.both("object")
+    assert raised is not None and raised[0] == "mismatch/op"
+    assert "`all_reduce` SUM of accelerate.utils.operations.reduce" in raised[1]
+    assert "`all_gather` of accelerate.utils.operations.gather_object" in raised[1]
 
 
 @pytest.mark.parametrize("name", ["fine", "fine again"])
@@ -172,15 +172,15 @@ def test_after_a_refusal_the_group_can_be_used(ours: Ran, together: Ran, name: s
 class TestTogether:
     def test_the_first_to_find_the_fault_speaks_and_it_knows_the_line(self, together: Ran):
         assert together.code == 0, together.program.report()
-        told = together.both("gather")
-        assert told is not None and told[0] == "mismatch/shape"
-        assert "Operation: `accelerate.utils.operations.gather`  (group default_pg, ranks 0-1, #1)" in told[1]
-        assert 'Input shapes of tensor["a"][0]:\n  - Process 0: [2]  float32   train.py:' in told[1]
+        raised = together.both("gather")
+        assert raised is not None and raised[0] == "mismatch/shape"
+        assert "Operation: `accelerate.utils.operations.gather`  (group default_pg, ranks 0-1, #1)" in raised[1]
+        assert 'Input shapes of tensor["a"][0]:\n  - Process 0: [2]  float32   train.py:' in raised[1]
 
     def test_what_accelerate_misses_is_found(self, together: Ran):
         for name, kind in (("dtype", "mismatch/dtype"), ("root", "mismatch/root"), ("other operation", "mismatch/op")):
-            told = together.both(name)
-            assert told is not None and told[0] == kind, name
+            raised = together.both(name)
+            assert raised is not None and raised[0] == kind, name
 
     def test_its_own_check_communicates_nothing(self, ours: Ran, together: Ran):
         # What its check refuses is not issued, so that there are fewer collectives with it; there would be two more for each operation.
@@ -193,5 +193,5 @@ def test_accelerate_launch_with_several_processes_on_a_cpu(tmp_path: Path):
     ran = run(tmp_path, *command, ACCELERATE_USE_CPU="true", HF_HOME=str(tmp_path))
     assert ran.code == 0, ran.program.report()
     assert ran.both("fine") is None
-    told = ran.both("dtype")
-    assert told is not None and told[0] == "mismatch/dtype"
+    raised = ran.both("dtype")
+    assert raised is not None and raised[0] == "mismatch/dtype"

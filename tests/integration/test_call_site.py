@@ -1,4 +1,4 @@
-"""What an operation is called in a refusal: what the user's line called, and that line. One process, on the fake backend."""
+"""The name and the line of an operation in a refusal. One process, on the fake backend."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[str]]
 
 
 @pytest.mark.parametrize("case", EXPECTED)
-def test_the_operation_is_the_librarys_and_the_line_the_users(names: dict[str, list[list[str]]], case: str):
+def test_the_name_is_the_librarys_and_the_line_is_the_users(names: dict[str, list[list[str]]], case: str):
     assert names[case], "nothing was issued"
     for name, where in names[case]:
         assert name == EXPECTED[case]
         assert where.startswith("train.py:") and where.split(" in ")[1] in ("<lambda>", "direct", "ddp", "fsdp")
 
 
-def test_a_thread_of_cpps_own_has_no_line():
+def test_a_cpp_thread_has_no_line():
     from commlens.verification.call_site import call_site
 
     assert call_site(None, "all_reduce") == ("torch.nn.parallel.DistributedDataParallel (backward)", "")

@@ -1,4 +1,4 @@
-"""No false alarm and no new hang: legal programs on real gloo ranks compute under strict verification what they compute without."""
+"""No false alarm and no new hang: legal programs on real gloo ranks compute the same with and without strict verification."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 MIXED = [("oddities", 2), ("oddities", 4), RANDOM[1]]
-"""These run with every other rank on the other engine, too."""
+"""These also run with the two engines on alternating ranks."""
 
 
 def launch_all(out: Path, way: str, jobs: list[tuple[str, int]], environ: dict[str, str]) -> tuple[Path, str]:
@@ -65,14 +65,14 @@ def test_legal_program(
 
 
 @pytest.mark.parametrize(("job", "size", "name"), AMONG_BOTH, ids=[IDS[CASES.index(case)] for case in AMONG_BOTH])
-def test_legal_program_of_ranks_of_both_engines(
+def test_legal_program_with_both_engines(
     bare: tuple[Path, str], verified_by_both: tuple[Path, str], job: str, size: int, name: str
 ) -> None:
     judge(bare, verified_by_both, "mixed", job, size, name)
 
 
 def judge(bare: tuple[Path, str], verified: tuple[Path, str], way: str, job: str, size: int, name: str) -> None:
-    """Hold what was computed to what it is without verification."""
+    """Require the same results as without verification."""
     folder = verified[0] / f"{job}:{size}:{way}"
     assert (folder / "job.json").exists(), f"the job did not run:\n{verified[1][-4000:]}"
     without = bare[0] / f"{job}:{size}:bare"
@@ -82,10 +82,10 @@ def judge(bare: tuple[Path, str], verified: tuple[Path, str], way: str, job: str
         for path in each.glob("*.out")
     )
     for rank, (expected, found) in enumerate(zip(reported(without, size), reported(folder, size), strict=True)):
-        assert name in expected, f"rank {rank} did not come to it without verification\n{outputs}"
+        assert name in expected, f"rank {rank} did not reach it without verification\n{outputs}"
         assert "bits" in expected[name], f"rank {rank} fails without verification: {expected[name]['error']}"
-        assert name in found, f"rank {rank} did not come to it under verification\n{outputs}"
+        assert name in found, f"rank {rank} did not reach it under verification\n{outputs}"
         assert "bits" in found[name], f"rank {rank}: {found[name]['error']}"
-        assert found[name]["bits"] == expected[name]["bits"], f"rank {rank} computes something else under verification"
+        assert found[name]["bits"] == expected[name]["bits"], f"rank {rank} computes another result under verification"
     assert "stops verifying" not in outputs
     assert "records in Python" not in outputs

@@ -1,4 +1,4 @@
-"""Strict verification of faulty programs on real gloo ranks: what each fault of ``verify_cases.py`` comes to, and the table of it."""
+"""Strict verification of faulty programs on real gloo ranks: the outcome of each case, and the page with the table."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
 def launch(out: Path, module: str, *arguments: str, environ: dict[str, str]) -> str:
-    """Run one of this folder's programs; what it printed."""
+    """Run one of this folder's programs and return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))} | environ
     environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parents[1] / "src"), str(HERE), environment.get("PYTHONPATH", "")])
@@ -61,7 +61,7 @@ MIXED = [
     "sigkill",
     "never_comes",
 ]
-"""One of each kind: these run with every other rank on the other engine, too."""
+"""One fault of each kind: these also run with the two engines on alternating ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def launched_mixed(tmp_path_factory: pytest.TempPathFactory, native_cache: Path)
 
 
 def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
-    """In the words of the table, as the ranks tell it."""
+    """Return the outcome in the words of the table, by the ranks' reports."""
     refused = [rank for rank in involved if ranks[rank]["raised"] == "DistributedOperationException"]
     if not refused:
         return ENDED if any(ranks[rank]["raised"] for rank in involved) else PASSES
@@ -94,7 +94,7 @@ def test_fault_between_ranks_of_both_engines(launched_mixed: tuple[Path, str], n
 
 
 def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, Any]]:
-    """Hold a job to what its case says. Returns what its ranks reported."""
+    """Require the outcome that a case declares, and return the ranks' reports."""
     case, folder = CASES[name], out / f"{name}:{size}"
     assert (folder / "job.json").exists(), f"the job did not run: {printed[-4000:]}"
     job = json.loads((folder / "job.json").read_text())
@@ -102,7 +102,7 @@ def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, 
     ranks = {rank: json.loads(path.read_text()) for rank in range(size) if (path := folder / f"{rank}.json").exists()}
     shown = f"{json.dumps(ranks, indent=1)}\n{outputs}"
     assert not job["hung"], f"ranks {job['hung']} were ended by force after {job['seconds']:.0f} s\n{shown}"
-    # Who takes no part does not raise: ranks that died or left of themselves, and those beside a message.
+    # Ranks that died or left by themselves do not raise, nor do ranks that take no part in a message.
     survivors = [rank for rank in ranks if not (rank == 1 and case.leaves)]
     involved = [rank for rank in survivors if rank < 2 or not case.pair]
     assert set(ranks) >= set(range(size)) - ({1} if case.leaves else set()), shown
@@ -134,19 +134,19 @@ def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, 
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_refusals_that_are_caught_leave_the_groups_usable(launched: tuple[Path, str], size: int) -> None:
+def test_groups_are_usable_after_caught_refusals(launched: tuple[Path, str], size: int) -> None:
     judge_caught(*launched, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_refusals_that_ranks_of_both_engines_catch(launched_mixed: tuple[Path, str], size: int) -> None:
+def test_groups_are_usable_after_caught_refusals_with_both_engines(launched_mixed: tuple[Path, str], size: int) -> None:
     judge_caught(*launched_mixed, size)
 
 
 def judge_caught(out: Path, printed: str, size: int) -> None:
-    """Every refusal was caught, and the groups computed on."""
+    """Require that every refusal was caught and that the groups still compute."""
     if not says_whether_a_call_waits():
-        pytest.skip("what this torch lets be found is with gloo already, which no group survives")
+        pytest.skip("with this torch, faults are found when gloo has the operation already, and no group survives that")
     folder = out / f"caught:{size}"
     expected = [step for name in CAUGHT for step in (CASES[name].kind, True)]
     for rank in range(size):
@@ -157,17 +157,17 @@ def judge_caught(out: Path, printed: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_was_verified_once_is_verified_without_python_by_the_native_engine(launched: tuple[Path, str], size: int) -> None:
+def test_the_native_engine_verifies_repeated_collectives_without_python(launched: tuple[Path, str], size: int) -> None:
     judge_repeated(*launched, size)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_a_native_rank_verified_once_with_one_in_python(launched_mixed: tuple[Path, str], size: int) -> None:
+def test_repeated_collectives_with_both_engines(launched_mixed: tuple[Path, str], size: int) -> None:
     judge_repeated(*launched_mixed, size)
 
 
 def judge_repeated(out: Path, printed: str, size: int) -> None:
-    """A native rank asks Python where a peer lets it wait for long, or goes wrong, and for nothing else; one in Python does each time."""
+    """Require that a native rank calls Python only for a slow or wrong peer, and that a Python rank does each time."""
     for rank in range(size):
         report = out / f"repeated:{size}" / f"{rank}.json"
         assert report.exists(), f"{printed[-4000:]}\n{report.with_suffix('.out').read_text()[-4000:]}"
@@ -181,5 +181,5 @@ def judge_repeated(out: Path, printed: str, size: int) -> None:
             assert found["continued"] > 0, f"rank {rank}: {found}"
 
 
-def test_the_table_is_what_the_cases_say() -> None:
+def test_the_page_matches_the_cases() -> None:
     assert verify_cases.TABLE.read_text() == verify_cases.table(), "write it anew: python tests/integration/verify_cases.py"

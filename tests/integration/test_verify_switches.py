@@ -1,4 +1,4 @@
-"""Strict verification as a user switches it on: launch --debug, commlens run, regions, one line of code, and functions of one's own."""
+"""The ways to switch strict verification on: launch --debug, commlens run, regions, one line of code; and functions of the user's own."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def attempt(name, function, *args, **kwargs):
     began = time.monotonic()
     try:
         function(*args, **kwargs)
-        told = None
+        raised = None
     except commlens.DistributedOperationException as error:
-        told = [error.kind, str(error)]
-    RESULTS[name] = {"told": told, "seconds": time.monotonic() - began}
+        raised = [error.kind, str(error)]
+    RESULTS[name] = {"raised": raised, "seconds": time.monotonic() - began}
 
 def save():
     pathlib.Path(f"results{dist.get_rank()}.json").write_text(json.dumps(RESULTS))
@@ -38,7 +38,7 @@ def bad():
     dist.broadcast(torch.ones(1, 5) if dist.get_rank() == 0 else torch.ones(1, 2, 5), 0)
 
 def odd():
-    # What nobody but a verifier minds.
+    # Only a verifier objects to this.
     dist.all_reduce(torch.ones(1), op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
 """
 
@@ -118,14 +118,14 @@ def main():
     for _ in range(50):
         with commlens.verify():
             pass
-    # Messages that cross a region's border, and one received from anybody.
+    # Messages that cross a region's border, and a receive from any source.
     sent = [dist.isend(torch.ones(i + 1), 1) for i in range(2)] if rank == 0 else []
     if rank == 1:
         dist.recv(torch.zeros(1), 0)
     with commlens.verify():
         if rank == 1:
             attempt("crossed", dist.recv, torch.zeros(2), 0)
-            attempt("from anybody", dist.recv, torch.zeros(3))
+            attempt("from any source", dist.recv, torch.zeros(3))
             attempt("the next", dist.recv, torch.zeros(4), 0)
         else:
             dist.send(torch.ones(3), 1)
@@ -133,7 +133,7 @@ def main():
         step()
     for work in sent:
         work.wait()
-    # Only one rank has it, and enters it where the other is inside a collective.
+    # A region on one rank only, entered while the other is inside a collective.
     began = time.monotonic()
     if rank == 0:
         with commlens.verify():
@@ -181,8 +181,8 @@ Input shapes:
 BAD_LINE = 1 + next(i for i, line in enumerate(PRELUDE.splitlines()) if "dist.broadcast" in line)
 
 
-class Told:
-    """What a program's two ranks were told."""
+class Outcome:
+    """The refusals that a program's two ranks raised, and their logs."""
 
     def __init__(self, bench: Bench, program: Program, code: int) -> None:
         self.program, self.code = program, code
@@ -192,40 +192,40 @@ class Told:
 
     def both(self, name: str) -> tuple[str, str] | None:
         """Kind and text, the same on both ranks."""
-        first, second = (results[name]["told"] for results in self.by_rank)
+        first, second = (results[name]["raised"] for results in self.by_rank)
         assert first == second, f"{name}: {first}\n{second}"
         return None if first is None else (first[0], first[1])
 
 
-def run(folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str) -> Told:
+def run(folder: Path, text: str, *command: str, launcher: str = "launch", **environ: str) -> Outcome:
     bench = Bench(folder)
     try:
         script = folder / "cases.py"
         script.write_text(text)
         program = getattr(bench, launcher)(*[str(script) if part == "SCRIPT" else part for part in command], **environ)
-        return Told(bench, program, program.end())
+        return Outcome(bench, program, program.end())
     finally:
         bench.close()
 
 
 @pytest.fixture(scope="module")
-def debugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def debugged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     yield run(tmp_path_factory.mktemp("debugged"), CASES, "--debug", "SCRIPT", COMMLENS_DEBUG_MODE="0")
 
 
 @pytest.fixture(scope="module")
-def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Told]:
+def regions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcome]:
     yield run(tmp_path_factory.mktemp("regions"), REGIONS, "SCRIPT", COMMLENS_VERIFY_TIMEOUT="1.5")
 
 
 class TestLaunchDebug:
-    def test_both_ranks_print_the_table_within_a_second(self, debugged: Told):
+    def test_both_ranks_raise_the_table_within_a_second(self, debugged: Outcome):
         assert debugged.both("fine") is None
         assert debugged.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
         assert all(results["seed"]["seconds"] < 1 for results in debugged.by_rank)
         assert debugged.both("usable") is None
 
-    def test_the_job_ends_with_an_error_and_torchruns_summary_shows_the_table(self, debugged: Told):
+    def test_the_job_ends_with_an_error_and_torchruns_summary_shows_the_table(self, debugged: Outcome):
         assert debugged.code != 0
         text = debugged.program.error
         summary = text[text.index("Root Cause (first observed failure)") :]
@@ -233,14 +233,14 @@ class TestLaunchDebug:
         for rank in (0, 1):
             assert f"[rank{rank}]:   - Process 0: [1, 5]     float32   cases.py:" in text, debugged.program.report()
 
-    def test_the_traceback_leads_to_the_users_line_without_the_verifiers_own(self, debugged: Told):
+    def test_the_traceback_has_no_line_of_the_verifier(self, debugged: Outcome):
         assert "commlens/verification/" not in debugged.program.error
 
 
 class TestOwnFunctions:
-    def test_what_agrees_runs(self, debugged: Told):
+    def test_a_call_with_equal_arguments_runs(self, debugged: Outcome):
         assert debugged.both("same") is None
-        assert debugged.both("other value") is None  # values are compared where that was asked for
+        assert debugged.both("other value") is None  # values are compared only on request
         assert debugged.both("padded") is None
         assert debugged.both("usable again") is None
 
@@ -259,63 +259,65 @@ class TestOwnFunctions:
             ("functions", "mismatch/op", ["  - Rank 0: `cases.gather_metrics`   cases.py:"]),
         ],
     )
-    def test_what_differs_is_named_by_function_and_path_on_all_ranks(self, debugged: Told, name: str, kind: str, lines: list[str]):
-        told = debugged.both(name)
-        assert told is not None and told[0] == kind
+    def test_a_difference_is_named_by_function_and_path_on_all_ranks(self, debugged: Outcome, name: str, kind: str, lines: list[str]):
+        raised = debugged.both(name)
+        assert raised is not None and raised[0] == kind
         for line in lines:
-            assert line in told[1], told[1]
+            assert line in raised[1], raised[1]
         if kind != "mismatch/op":
             function = {"value": "reduce_metrics", "padded dims": "pad"}.get(name, "gather_metrics")
-            assert f"Operation: `cases.{function}`  (group default_pg, ranks 0-1, #" in told[1]
+            assert f"Operation: `cases.{function}`  (group default_pg, ranks 0-1, #" in raised[1]
 
 
 class TestRegions:
-    def test_strict_inside_and_as_before_outside(self, regions: Told):
+    def test_collectives_are_verified_inside_only(self, regions: Outcome):
         assert regions.code == 0, regions.program.report()
         assert regions.both("outside") is None
         assert regions.both("inside") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
         assert regions.both("after") is None
 
-    def test_messages_across_the_border_of_a_region_are_no_mismatch(self, regions: Told):
-        assert [regions.by_rank[1][name]["told"] for name in ("crossed", "from anybody", "the next")] == [None] * 3
+    def test_messages_that_cross_the_border_of_a_region_are_not_compared(self, regions: Outcome):
+        assert [regions.by_rank[1][name]["raised"] for name in ("crossed", "from any source", "the next")] == [None] * 3
 
-    def test_where_one_rank_lacks_it_it_is_told_and_the_job_goes_on(self, regions: Told):
+    def test_a_region_that_one_rank_lacks_is_logged_and_the_job_goes_on(self, regions: Outcome):
         assert "rank 1 did not reach the point where verification begins" in regions.logs[0]
         assert regions.logs[0].count("\n") == 1 and regions.logs[1] == ""
         for results in regions.by_rank:
             assert 1 < results["alone"] < 5
             assert set(results["sums"]) == {2.0}
 
-    def test_a_job_that_records_can_be_switched_to_verifying(self, regions: Told):
-        told = regions.both("from now on")
-        assert told is not None and told[0] == "mismatch/shape"
+    def test_a_job_that_records_can_be_switched_to_verifying(self, regions: Outcome):
+        raised = regions.both("from now on")
+        assert raised is not None and raised[0] == "mismatch/shape"
 
 
 def test_no_debug_wins_over_the_environment_and_the_file(tmp_path: Path):
     (tmp_path / "settings.yaml").write_text("debug: true\n")
     arguments = ("--no-debug", "--config-file", str(tmp_path / "settings.yaml"), "SCRIPT")
-    told = run(tmp_path, LATE.replace("commlens.enable(verify=True, verify_timeout=2)", "pass"), *arguments, "all", COMMLENS_DEBUG_MODE="1")
-    assert told.both("late") is None and told.code == 0
+    outcome = run(
+        tmp_path, LATE.replace("commlens.enable(verify=True, verify_timeout=2)", "pass"), *arguments, "all", COMMLENS_DEBUG_MODE="1"
+    )
+    assert outcome.both("late") is None and outcome.code == 0
 
 
 def test_under_torchrun(tmp_path: Path):
-    told = run(tmp_path, CASES, "-m", "commlens", "run", "--debug", "SCRIPT", launcher="torchrun", CAUGHT="1")
-    assert told.code == 0, told.program.report()
-    assert told.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
-    crossed = told.both("against a collective")
+    outcome = run(tmp_path, CASES, "-m", "commlens", "run", "--debug", "SCRIPT", launcher="torchrun", CAUGHT="1")
+    assert outcome.code == 0, outcome.program.report()
+    assert outcome.both("seed") == ("mismatch/shape", TABLE.format(number=2, script="cases", line=BAD_LINE))
+    crossed = outcome.both("against a collective")
     assert crossed is not None and crossed[0] == "cycle"
     assert "  - Rank 0: waits in all_reduce #" in crossed[1] and "  - Rank 1: waits in cases.gather_metrics #" in crossed[1]
 
 
 @pytest.mark.parametrize("who", ["all", "one"])
 def test_enabling_in_the_middle_of_a_job_that_was_not_recorded(tmp_path: Path, who: str):
-    told = run(tmp_path, LATE, "SCRIPT", who, launcher="torchrun")
-    assert told.code == 0, told.program.report()
+    outcome = run(tmp_path, LATE, "SCRIPT", who, launcher="torchrun")
+    assert outcome.code == 0, outcome.program.report()
     if who == "all":
-        late = told.both("late")
+        late = outcome.both("late")
         assert late is not None and late[0] == "mismatch/reduce-op"
-        assert told.logs == ["", ""]
+        assert outcome.logs == ["", ""]
     else:
-        assert told.both("late") is None
+        assert outcome.both("late") is None
         wanted = "collectives are not verified here: rank 1 did not switch verification on at the same point of the program"
-        assert told.logs[0] == f"commlens: {wanted}\n"
+        assert outcome.logs[0] == f"commlens: {wanted}\n"

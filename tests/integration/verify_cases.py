@@ -1,6 +1,6 @@
-"""Faulty programs, one for each row of docs/verify_table.md: what strict verification says of each, and how it ends.
+"""Faulty programs, one for each row of docs/verify_table.md, with the refusal and the outcome that strict verification must give.
 
-A case is a function that every rank of a real gloo job runs. Its docstring is its row's title, and every line marked ``# told`` must be
+A case is a function that every rank of a real gloo job runs. Its docstring is its row's title, and every line marked ``# reported`` must be
 in the refusal's text. ``verify_forked.py`` runs them, ``test_verify_strict.py`` judges, and ``python verify_cases.py`` writes the table.
 """
 
@@ -38,16 +38,16 @@ PLAIN: Final = "plain"
 P2P: Final = "point-to-point"
 STRENGTH: Final = (PASSES, ENDED, DETECTED, PREVENTED)
 TABLE: Final = Path(__file__).parents[2] / "docs" / "verify_table.md"
-MARK: Final = "# told"
+MARK: Final = "# reported"
 _WIDTH: Final = 8
 
 
 class Context:
-    """What a case is given on each rank."""
+    """The context of a case on one rank."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
-        self.odd = rank == 1  # the rank that does it differently
+        self.odd = rank == 1  # the rank that deviates
         self.groups: list[Any] = []  # two groups of all ranks
         self.before_the_fault: Callable[[], None] = lambda: None  # for cases that issue something legal first
 
@@ -111,31 +111,31 @@ def case(
 @case(PLAIN, "mismatch/shape", PREVENTED, "[5]  float32", "[4]  float32", sizes=BOTH)
 def all_reduce_shape(c: Context) -> None:
     """all_reduce: number of elements."""
-    dist.all_reduce(torch.ones(5 if c.odd else 4))  # told
+    dist.all_reduce(torch.ones(5 if c.odd else 4))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[2, 3]", "[3, 2]", sizes=BOTH)
 def all_reduce_same_numel(c: Context) -> None:
     """all_reduce: same number of elements, different shape."""
-    dist.all_reduce(torch.ones((3, 2) if c.odd else (2, 3)))  # told
+    dist.all_reduce(torch.ones((3, 2) if c.odd else (2, 3)))  # reported
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32", sizes=BOTH)
 def all_reduce_dtype(c: Context) -> None:
     """all_reduce: dtype."""
-    dist.all_reduce(torch.ones(4, dtype=torch.float64 if c.odd else torch.float32))  # told
+    dist.all_reduce(torch.ones(4, dtype=torch.float64 if c.odd else torch.float32))  # reported
 
 
 @case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "MAX", sizes=BOTH)
 def all_reduce_op(c: Context) -> None:
     """all_reduce: reduce op."""
-    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM)  # told
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM)  # reported
 
 
 @case(PLAIN, "mismatch/layout", PREVENTED, "row-major", "dimensions in order [1, 0]")
 def all_reduce_layout(c: Context) -> None:
     """all_reduce: same shape, different memory order."""
-    dist.all_reduce(torch.ones(3, 3).t() if c.odd else torch.ones(3, 3))  # told
+    dist.all_reduce(torch.ones(3, 3).t() if c.odd else torch.ones(3, 3))  # reported
 
 
 # --- all_gather, reduce_scatter, all_to_all, barrier
@@ -145,49 +145,49 @@ def all_reduce_layout(c: Context) -> None:
 def all_gather_shape(c: Context) -> None:
     """all_gather (lists): shape."""
     n = 5 if c.odd else 4
-    dist.all_gather([torch.empty(n) for _ in range(c.size)], torch.ones(n))  # told
+    dist.all_gather([torch.empty(n) for _ in range(c.size)], torch.ones(n))  # reported
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "int32", "float32")
 def all_gather_dtype(c: Context) -> None:
     """all_gather (lists): dtype."""
     dtype = torch.int32 if c.odd else torch.float32
-    dist.all_gather([torch.empty(4, dtype=dtype) for _ in range(c.size)], torch.ones(4, dtype=dtype))  # told
+    dist.all_gather([torch.empty(4, dtype=dtype) for _ in range(c.size)], torch.ones(4, dtype=dtype))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[6]", "[4]", sizes=BOTH)
 def all_gather_into_tensor_shape(c: Context) -> None:
     """all_gather_into_tensor: number of elements."""
     n = 6 if c.odd else 4
-    dist.all_gather_into_tensor(torch.empty(n * c.size), torch.ones(n))  # told
+    dist.all_gather_into_tensor(torch.empty(n * c.size), torch.ones(n))  # reported
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
 def all_gather_into_tensor_dtype(c: Context) -> None:
     """all_gather_into_tensor: dtype."""
     dtype = torch.float64 if c.odd else torch.float32
-    dist.all_gather_into_tensor(torch.empty(4 * c.size, dtype=dtype), torch.ones(4, dtype=dtype))  # told
+    dist.all_gather_into_tensor(torch.empty(4 * c.size, dtype=dtype), torch.ones(4, dtype=dtype))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, sizes=BOTH)
 def reduce_scatter_tensor_shape(c: Context) -> None:
     """reduce_scatter_tensor: number of elements."""
     n = 6 if c.odd else 4
-    dist.reduce_scatter_tensor(torch.empty(n), torch.ones(n * c.size))  # told
+    dist.reduce_scatter_tensor(torch.empty(n), torch.ones(n * c.size))  # reported
 
 
 @case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "MIN")
 def reduce_scatter_tensor_op(c: Context) -> None:
     """reduce_scatter_tensor: reduce op."""
     op = dist.ReduceOp.MIN if c.odd else dist.ReduceOp.SUM
-    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size), op=op)  # told
+    dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size), op=op)  # reported
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
 def reduce_scatter_dtype(c: Context) -> None:
     """reduce_scatter (lists): dtype."""
     dtype = torch.float64 if c.odd else torch.float32
-    dist.reduce_scatter(torch.empty(4, dtype=dtype), [torch.ones(4, dtype=dtype) for _ in range(c.size)])  # told
+    dist.reduce_scatter(torch.empty(4, dtype=dtype), [torch.ones(4, dtype=dtype) for _ in range(c.size)])  # reported
 
 
 @case(PLAIN, "mismatch/splits", PREVENTED, "sends [3, 1", "sends even", sizes=BOTH)
@@ -195,39 +195,39 @@ def all_to_all_splits(c: Context) -> None:
     """all_to_all_single: splits."""
     send = [3, 1] + [2] * (c.size - 2) if c.odd else []
     receive = [2] * c.size if c.odd else []
-    dist.all_to_all_single(torch.empty(2 * c.size), torch.ones(2 * c.size), receive, send)  # told
+    dist.all_to_all_single(torch.empty(2 * c.size), torch.ones(2 * c.size), receive, send)  # reported
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "float64", "float32")
 def all_to_all_dtype(c: Context) -> None:
     """all_to_all_single: dtype."""
     dtype = torch.float64 if c.odd else torch.float32
-    dist.all_to_all_single(torch.empty(2 * c.size, dtype=dtype), torch.ones(2 * c.size, dtype=dtype))  # told
+    dist.all_to_all_single(torch.empty(2 * c.size, dtype=dtype), torch.ones(2 * c.size, dtype=dtype))  # reported
 
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`barrier`", "`all_reduce`", sizes=BOTH)
 def barrier_or_all_reduce(c: Context) -> None:
     """barrier vs. all_reduce."""
     if c.odd:
-        dist.barrier()  # told
+        dist.barrier()  # reported
     else:
-        dist.all_reduce(torch.ones(1))  # told
+        dist.all_reduce(torch.ones(1))  # reported
 
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`all_gather`", "`reduce_scatter`", sizes=BOTH)
 def gather_or_scatter(c: Context) -> None:
     """all_gather vs. reduce_scatter."""
     if c.odd:
-        dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size))  # told
+        dist.reduce_scatter_tensor(torch.empty(4), torch.ones(4 * c.size))  # reported
     else:
-        dist.all_gather_into_tensor(torch.empty(4 * c.size), torch.ones(4))  # told
+        dist.all_gather_into_tensor(torch.empty(4 * c.size), torch.ones(4))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[3]", "[7]")
 def order_swap_shapes(c: Context) -> None:
     """Two all_reduces of different shapes, swapped."""
     for n in (7, 3) if c.odd else (3, 7):
-        dist.all_reduce(torch.ones(n))  # told
+        dist.all_reduce(torch.ones(n))  # reported
 
 
 @case(PLAIN, "", PASSES)
@@ -245,7 +245,7 @@ def order_swap_same_shape(c: Context) -> None:
 def order_swap_groups(c: Context) -> None:
     """The same all_reduces on two groups, swapped."""
     first, second = c.groups[::-1] if c.odd else c.groups
-    dist.all_reduce(torch.ones(4), group=first)  # told
+    dist.all_reduce(torch.ones(4), group=first)  # reported
     dist.all_reduce(torch.ones(4), group=second)
 
 
@@ -255,76 +255,76 @@ def order_swap_groups(c: Context) -> None:
 @case(PLAIN, "mismatch/shape", PREVENTED, "[1, 5]", "[1, 2, 5]", sizes=BOTH)
 def broadcast_shape(c: Context) -> None:
     """broadcast: shape."""
-    dist.broadcast(torch.ones(1, 2, 5) if c.odd else torch.ones(1, 5), 0)  # told
+    dist.broadcast(torch.ones(1, 2, 5) if c.odd else torch.ones(1, 5), 0)  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[2, 5]", "[5, 2]")
 def broadcast_same_numel(c: Context) -> None:
     """broadcast: same number of elements, different shape."""
-    dist.broadcast(torch.ones(5, 2) if c.odd else torch.ones(2, 5), 0)  # told
+    dist.broadcast(torch.ones(5, 2) if c.odd else torch.ones(2, 5), 0)  # reported
 
 
 @case(PLAIN, "mismatch/dtype", PREVENTED, "int32", "float32")
 def broadcast_dtype(c: Context) -> None:
     """broadcast: dtype."""
-    dist.broadcast(torch.ones(4, dtype=torch.int32 if c.odd else torch.float32), 0)  # told
+    dist.broadcast(torch.ones(4, dtype=torch.int32 if c.odd else torch.float32), 0)  # reported
 
 
 @case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1", sizes=BOTH)
 def broadcast_root(c: Context) -> None:
     """broadcast: source."""
-    dist.broadcast(torch.ones(4), int(c.odd))  # told
+    dist.broadcast(torch.ones(4), int(c.odd))  # reported
 
 
 @case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
 def reduce_root(c: Context) -> None:
     """reduce: destination."""
-    dist.reduce(torch.ones(4), int(c.odd))  # told
+    dist.reduce(torch.ones(4), int(c.odd))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[4]", "[5]", sizes=BOTH)
 def reduce_shape(c: Context) -> None:
     """reduce: number of elements."""
-    dist.reduce(torch.ones(5 if c.odd else 4), 0)  # told
+    dist.reduce(torch.ones(5 if c.odd else 4), 0)  # reported
 
 
 @case(PLAIN, "mismatch/reduce-op", PREVENTED, "SUM", "PRODUCT")
 def reduce_op(c: Context) -> None:
     """reduce: reduce op."""
-    dist.reduce(torch.ones(4), 0, op=dist.ReduceOp.PRODUCT if c.odd else dist.ReduceOp.SUM)  # told
+    dist.reduce(torch.ones(4), 0, op=dist.ReduceOp.PRODUCT if c.odd else dist.ReduceOp.SUM)  # reported
 
 
 @case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
 def scatter_root(c: Context) -> None:
     """scatter: source."""
-    dist.scatter(torch.empty(4), [torch.ones(4)] * c.size if c.rank < 2 else None, int(c.odd))  # told
+    dist.scatter(torch.empty(4), [torch.ones(4)] * c.size if c.rank < 2 else None, int(c.odd))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED)
 def scatter_shape(c: Context) -> None:
     """scatter: number of elements."""
-    dist.scatter(torch.empty(5 if c.odd else 4), [torch.ones(4)] * c.size if c.rank == 0 else None, 0)  # told
+    dist.scatter(torch.empty(5 if c.odd else 4), [torch.ones(4)] * c.size if c.rank == 0 else None, 0)  # reported
 
 
 @case(PLAIN, "mismatch/root", PREVENTED, "root 0", "root 1")
 def gather_root(c: Context) -> None:
     """gather: destination."""
-    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank < 2 else None, int(c.odd))  # told
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank < 2 else None, int(c.odd))  # reported
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[5]", "[4]", sizes=BOTH)
 def gather_shape(c: Context) -> None:
     """gather: number of elements."""
-    dist.gather(torch.ones(5 if c.odd else 4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # told
+    dist.gather(torch.ones(5 if c.odd else 4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # reported
 
 
 @case(PLAIN, "mismatch/op", PREVENTED, "`broadcast` with root 0", "`all_reduce`", sizes=BOTH)
 def broadcast_or_all_reduce(c: Context) -> None:
     """broadcast vs. all_reduce."""
     if c.odd:
-        dist.broadcast(torch.ones(4), 0)  # told
+        dist.broadcast(torch.ones(4), 0)  # reported
     else:
-        dist.all_reduce(torch.ones(4))  # told
+        dist.all_reduce(torch.ones(4))  # reported
 
 
 # --- point-to-point
@@ -334,34 +334,34 @@ def broadcast_or_all_reduce(c: Context) -> None:
 def send_recv_shape(c: Context) -> None:
     """send vs. recv: number of elements."""
     if c.rank == 0:
-        dist.send(torch.ones(4), 1)  # told
+        dist.send(torch.ones(4), 1)  # reported
     elif c.odd:
-        dist.recv(torch.ones(6), 0)  # told
+        dist.recv(torch.ones(6), 0)  # reported
 
 
 @case(P2P, "mismatch/p2p", DETECTED, "int32", "float32")
 def send_recv_dtype(c: Context) -> None:
     """send vs. recv: dtype."""
     if c.rank == 0:
-        dist.send(torch.ones(4), 1)  # told
+        dist.send(torch.ones(4), 1)  # reported
     elif c.odd:
-        dist.recv(torch.ones(4, dtype=torch.int32), 0)  # told
+        dist.recv(torch.ones(4, dtype=torch.int32), 0)  # reported
 
 
 @case(P2P, "mismatch/p2p", DETECTED, "recv from rank 0, tag 7", "send to rank 1, tag 5", timeout_s=1.5)
 def send_recv_tag(c: Context) -> None:
     """send vs. recv: tag."""
     if c.rank == 0:
-        dist.send(torch.ones(4), 1, tag=5)  # told
+        dist.send(torch.ones(4), 1, tag=5)  # reported
     else:
-        dist.recv(torch.ones(4), 0, tag=7)  # told
+        dist.recv(torch.ones(4), 0, tag=7)  # reported
 
 
 @case(P2P, "cycle", DETECTED, "Each receives before it sends", sizes=BOTH)
 def both_receive(c: Context) -> None:
     """Both ranks receive first."""
     if c.rank < 2:
-        dist.recv(torch.ones(4), 1 - c.rank)  # told
+        dist.recv(torch.ones(4), 1 - c.rank)  # reported
 
 
 @case(P2P, "mismatch/p2p", DETECTED, "[4] float32", "[6] float32")
@@ -369,7 +369,7 @@ def batch_shape(c: Context) -> None:
     """batch_isend_irecv: number of elements."""
     n = 6 if c.odd else 4
     ops = [dist.P2POp(dist.isend, torch.ones(4), 1 - c.rank), dist.P2POp(dist.irecv, torch.ones(n), 1 - c.rank)]
-    for work in dist.batch_isend_irecv(ops):  # told
+    for work in dist.batch_isend_irecv(ops):  # reported
         work.wait()
 
 
@@ -379,21 +379,21 @@ def batch_shape(c: Context) -> None:
 @case("async", "mismatch/shape", DETECTED, "[5]", "[4]", sizes=BOTH)
 def async_shape(c: Context) -> None:
     """all_reduce with async_op: number of elements."""
-    dist.all_reduce(torch.ones(5 if c.odd else 4), async_op=True).wait()  # told
+    dist.all_reduce(torch.ones(5 if c.odd else 4), async_op=True).wait()  # reported
 
 
 @case("async", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`", sizes=BOTH)
 def async_ops(c: Context) -> None:
     """all_reduce vs. broadcast, with async_op."""
     x = torch.ones(4)
-    work = dist.broadcast(x, 0, async_op=True) if c.odd else dist.all_reduce(x, async_op=True)  # told
+    work = dist.broadcast(x, 0, async_op=True) if c.odd else dist.all_reduce(x, async_op=True)  # reported
     work.wait()
 
 
 @case("async", "mismatch/reduce-op", DETECTED, "SUM", "MAX")
 def async_reduce_op(c: Context) -> None:
     """all_reduce with async_op: reduce op."""
-    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM, async_op=True).wait()  # told
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if c.odd else dist.ReduceOp.SUM, async_op=True).wait()  # reported
 
 
 # --- coalesced, objects, groups
@@ -419,25 +419,25 @@ def coalesced_order(c: Context) -> None:
 def object_kinds(c: Context) -> None:
     """broadcast_object_list vs. all_gather_object."""
     if c.odd:
-        dist.all_gather_object([None] * c.size, 1)  # told
+        dist.all_gather_object([None] * c.size, 1)  # reported
     else:
-        dist.broadcast_object_list([1], 0)  # told
+        dist.broadcast_object_list([1], 0)  # reported
 
 
 @case("objects", "mismatch/op", PREVENTED, "`all_reduce`", "`all_gather`")
 def object_against_tensor(c: Context) -> None:
     """all_gather_object vs. all_reduce."""
     if c.odd:
-        dist.all_reduce(torch.ones(1))  # told
+        dist.all_reduce(torch.ones(1))  # reported
     else:
-        dist.all_gather_object([None] * c.size, 1)  # told
+        dist.all_gather_object([None] * c.size, 1)  # reported
 
 
 @case("groups", "missing", ENDED, "Rank 0", "torch.distributed.all_reduce", timeout_s=2.0)
 def new_group_on_some(c: Context) -> None:
     """new_group called by some ranks only."""
     if not c.odd:
-        dist.new_group(list(range(c.size)), timeout=timedelta(seconds=4))  # told
+        dist.new_group(list(range(c.size)), timeout=timedelta(seconds=4))  # reported
     dist.all_reduce(torch.ones(2))
 
 
@@ -447,23 +447,23 @@ def new_group_on_some(c: Context) -> None:
 @case("functional", "mismatch/shape", DETECTED, "[5]", "[4]", sizes=BOTH)
 def functional_shape(c: Context) -> None:
     """all_reduce: number of elements."""
-    functional.wait_tensor(functional.all_reduce(torch.ones(5 if c.odd else 4), "sum", dist.group.WORLD))  # told
+    functional.wait_tensor(functional.all_reduce(torch.ones(5 if c.odd else 4), "sum", dist.group.WORLD))  # reported
 
 
 @case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
 def functional_ops(c: Context) -> None:
     """all_reduce vs. all_gather."""
     x, world = torch.ones(4), dist.group.WORLD
-    functional.wait_tensor(functional.all_gather_tensor(x, 0, world) if c.odd else functional.all_reduce(x, "sum", world))  # told
+    functional.wait_tensor(functional.all_gather_tensor(x, 0, world) if c.odd else functional.all_reduce(x, "sum", world))  # reported
 
 
 @case("functional", "mismatch/op", DETECTED, "`all_reduce`", "`broadcast`")
 def functional_against_plain(c: Context) -> None:
     """all_reduce vs. a plain broadcast."""
     if c.odd:
-        dist.broadcast(torch.ones(4), 0)  # told
+        dist.broadcast(torch.ones(4), 0)  # reported
     else:
-        functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # told
+        functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD))  # reported
 
 
 @case("DTensor", "mismatch/shape", DETECTED, "[3, 4]", "[2, 4]", sizes=BOTH)
@@ -472,7 +472,7 @@ def dtensor_local_shapes(c: Context) -> None:
     mesh = init_device_mesh("cpu", (c.size,))
     partial = DTensor.from_local(torch.ones(3 if c.odd else 2, 4), mesh, [Partial()], run_check=False)
     c.before_the_fault()
-    partial.redistribute(mesh, [Replicate()]).to_local()  # told
+    partial.redistribute(mesh, [Replicate()]).to_local()  # reported
 
 
 @case("DTensor", "mismatch/op", DETECTED, "`all_reduce`", "`all_gather`")
@@ -482,7 +482,7 @@ def dtensor_placements(c: Context) -> None:
     placement = Shard(0) if c.odd else Partial()
     local = DTensor.from_local(torch.ones(2, 4), mesh, [placement], run_check=False)
     c.before_the_fault()
-    local.redistribute(mesh, [Replicate()]).to_local()  # told
+    local.redistribute(mesh, [Replicate()]).to_local()  # reported
 
 
 @case("DDP", "mismatch/op", ENDED, "`barrier`", "DistributedDataParallel")
@@ -492,7 +492,7 @@ def ddp_skipped_step(c: Context) -> None:
     for _ in range(2 if c.odd else 3):
         model(torch.ones(2, 4)).sum().backward()
     if c.odd:
-        dist.barrier()  # told
+        dist.barrier()  # reported
 
 
 @case("DDP", "", ENDED, leaves=True)
@@ -523,7 +523,7 @@ def fsdp_forward_order(c: Context) -> None:
     c.before_the_fault()
     x = torch.ones(2, 8)
     for layer in reversed(layers) if c.odd else layers:
-        x = layer(x)  # told
+        x = layer(x)  # reported
     x.sum().backward()
 
 
@@ -537,7 +537,7 @@ def pipeline_shapes(c: Context) -> None:
     schedule = ScheduleGPipe(stage, 2)
     batch = torch.ones(4, shape[1])
     c.before_the_fault()
-    schedule.step(batch) if c.rank == 0 else schedule.step()  # told
+    schedule.step(batch) if c.rank == 0 else schedule.step()  # reported
 
 
 @case("compiled", "mismatch/shape", DETECTED, "[5]", "[4]")
@@ -559,8 +559,8 @@ ABSENT: Final = "a rank is missing"
 def never_comes(c: Context) -> None:
     """It does something else; the message names its line."""
     if c.odd:
-        time.sleep(3)  # told
-    dist.all_reduce(torch.ones(4))  # told
+        time.sleep(3)  # reported
+    dist.all_reduce(torch.ones(4))  # reported
 
 
 @case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "has finished", sizes=BOTH, usable=False, leaves=True)
@@ -568,7 +568,7 @@ def exits(c: Context) -> None:
     """It exits."""
     if c.odd:
         sys.exit(0)
-    dist.all_reduce(torch.ones(4))  # told
+    dist.all_reduce(torch.ones(4))  # reported
 
 
 @case(ABSENT, "dead", PREVENTED, "rank 1 has ended", usable=False, leaves=True)
@@ -576,7 +576,7 @@ def raises(c: Context) -> None:
     """It raises."""
     if c.odd:
         raise ValueError("of its own")
-    dist.all_reduce(torch.ones(4))  # told
+    dist.all_reduce(torch.ones(4))  # reported
 
 
 @case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "was killed or crashed", sizes=BOTH, usable=False, leaves=True)
@@ -584,7 +584,7 @@ def sigkill(c: Context) -> None:
     """It dies by SIGKILL."""
     if c.odd:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(4))  # told
+    dist.all_reduce(torch.ones(4))  # reported
 
 
 @case(ABSENT, "missing", PREVENTED, "Rank 1", "is stopped by a signal", sizes=BOTH, timeout_s=1.5, usable=False, leaves=True)
@@ -592,7 +592,7 @@ def sigstop(c: Context) -> None:
     """It is stopped by SIGSTOP."""
     if c.odd:
         os.kill(os.getpid(), signal.SIGSTOP)
-    dist.all_reduce(torch.ones(4))  # told
+    dist.all_reduce(torch.ones(4))  # reported
 
 
 @case(ABSENT, "missing", PREVENTED, "Rank 1", "is the GIL held?", timeout_s=2.0, usable=False)
@@ -600,33 +600,33 @@ def holds_the_gil(c: Context) -> None:
     """It holds the GIL in C code."""
     if c.odd:
         ctypes.PyDLL(None).sleep(4)
-    dist.all_reduce(torch.ones(4))  # told
+    dist.all_reduce(torch.ones(4))  # reported
 
 
 @case(ABSENT, "missing", DETECTED, "broadcast", "Rank 0", timeout_s=2.0, usable=False)
 def root_never_comes(c: Context) -> None:
     """The root of a broadcast does something else."""
     if c.rank == 0:
-        time.sleep(3)  # told
-    dist.broadcast(torch.ones(4), 0)  # told
+        time.sleep(3)  # reported
+    dist.broadcast(torch.ones(4), 0)  # reported
 
 
 @case(ABSENT, "missing", DETECTED, "gather", "Rank 1", timeout_s=2.0, usable=False)
 def giver_never_comes(c: Context) -> None:
     """A rank that a gather's root waits for does something else."""
     if c.odd:
-        time.sleep(4)  # told
-    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # told
+        time.sleep(4)  # reported
+    dist.gather(torch.ones(4), [torch.empty(4) for _ in range(c.size)] if c.rank == 0 else None, 0)  # reported
 
 
 @case(ABSENT, "missing", DETECTED, "recv from rank 0", timeout_s=2.0, usable=False)
 def sender_never_comes(c: Context) -> None:
     """The sender of a message does something else."""
     if c.rank == 0:
-        time.sleep(3)  # told
+        time.sleep(3)  # reported
         dist.send(torch.ones(4), 1)
     elif c.odd:
-        dist.recv(torch.ones(4), 0)  # told
+        dist.recv(torch.ones(4), 0)  # reported
 
 
 # --- the table

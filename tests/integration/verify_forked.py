@@ -1,8 +1,8 @@
 """Runs jobs of real gloo ranks under strict verification: ``python verify_forked.py OUT ENGINE all_reduce_shape:2 all_reduce_shape:4 ...``.
 
-The engine is ``python``, ``native``, or ``mixed``: then every other rank's is in Python.
+The engine is ``python``, ``native``, or ``mixed``, which alternates them by rank.
 
-One process imports torch; every rank of every job is forked from it. Each rank appends what became of it to ``OUT/<job>/<rank>.json``
+One process imports torch; every rank of every job is forked from it. Each rank writes its outcome to ``OUT/<job>/<rank>.json``
 and prints to ``OUT/<job>/<rank>.out``.
 """
 
@@ -46,14 +46,14 @@ class Job:
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
-    """What became of a rank, whole or not at all."""
+    """Write a rank's outcome, completely or not at all."""
     draft = path.with_suffix(".part")
     draft.write_text(json.dumps(record))
     draft.rename(path)
 
 
 def init(folder: Path, rank: int, size: int, timeout_s: float, name: str = "store") -> None:
-    """The default group, over a file."""
+    """Create the default group, with a file as its store."""
     store = dist.FileStore(str(folder / name), size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
 
@@ -166,7 +166,7 @@ def _state(pid: int) -> str:
 
 
 def prepare() -> None:
-    """What every rank would otherwise do for itself, done once before the forks."""
+    """Do once, before the forks, the work that every rank would repeat."""
     import commlens.capture.watchdog
     import commlens.tap.tap
     import commlens.tap.torch_patches
@@ -180,7 +180,7 @@ def prepare() -> None:
 
 
 def _destroy_later() -> None:
-    """torch 2.6 joins gloo's threads with the GIL held, for which they may still be waiting: a deadlock of its own, verified or not."""
+    """Delay destruction on torch 2.6, which joins gloo's threads with the GIL held: a deadlock if one of them still waits for it."""
     original = dist.destroy_process_group
 
     def destroy_process_group(*group: Any) -> None:
@@ -194,7 +194,7 @@ def _destroy_later() -> None:
 
 
 def run_case(rank: int, size: int, result: Path, name: str) -> None:
-    """One rank of one case."""
+    """Run one rank of one case."""
     import verify_cases
 
     from commlens.errors import DistributedOperationException
@@ -234,7 +234,7 @@ def run_case(rank: int, size: int, result: Path, name: str) -> None:
 
 
 def are_usable(groups: Sequence[Any], rank: int, size: int) -> bool:
-    """Whether groups of all ranks still compute what they should."""
+    """Return whether groups of all ranks still compute correctly."""
     usable = True
     for group in (*groups, *reversed(groups)):
         tensor = torch.full((2,), float(rank))
@@ -248,7 +248,7 @@ CAUGHT = ("order_swap_groups", "all_reduce_shape", "order_swap_groups", "all_red
 
 
 def run_caught(rank: int, size: int, result: Path) -> None:
-    """One rank of a program that catches one refusal after the other and goes on, sooner on some ranks than on others."""
+    """Run one rank of a program that catches one refusal after the other and continues, sooner on some ranks than on others."""
     import verify_cases
 
     from commlens.errors import DistributedOperationException
@@ -272,16 +272,16 @@ def run_caught(rank: int, size: int, result: Path) -> None:
 
 ROUNDS = 20
 REPEATED_FAULTS = {("async", ""): "dead"}
-"""What the others issue, and what rank 1 does (nothing: it ends), each of them as often before; and what that is refused for."""
+"""(op of the other ranks, op of rank 1; "" if it ends) -> the kind of the refusal. All ops have been issued before."""
 if says_whether_a_call_waits():
     swapped = (("all_reduce", "broadcast"), ("gather", "scatter"), ("all_to_all", "reduce_scatter"))
     REPEATED_FAULTS = {**dict.fromkeys(swapped, "mismatch/op"), **REPEATED_FAULTS}
 
 
 def run_repeated(rank: int, size: int, result: Path) -> None:
-    """One rank of a program that does the same again and again, then goes wrong in what it has done before.
+    """Run one rank of a program that repeats some ops, then misuses the same ops.
 
-    It counts how often each kind of op comes to Python's verifier in the second half of what is right.
+    It counts how often each kind of op reaches Python's verifier in the second half of the correct part.
     """
     from torch.distributed import _functional_collectives as functional
 
@@ -326,7 +326,7 @@ def run_repeated(rank: int, size: int, result: Path) -> None:
     schedule = [(name, name) for name in each + each]
     for fault in REPEATED_FAULTS:
         schedule += [*((name, name) for name in again), fault]
-    for at, (usual, odd) in enumerate(schedule):  # one line for all of them: it is part of what tells collectives apart
+    for at, (usual, odd) in enumerate(schedule):  # one line issues all of them: the call site is part of a plan's key
         now, counts = odd if rank == 1 else usual, len(each) <= at < 2 * len(each)
         try:
             if now:

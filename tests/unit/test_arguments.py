@@ -1,4 +1,4 @@
-"""Arguments of functions, compared between ranks."""
+"""Compare the arguments of functions between ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Batch:
 
 
 def compared(*values: Any, compare_values: bool = False, shapes: bool = True) -> Any:
-    """What is found when rank 0 gives the first value, rank 1 the second ..."""
+    """Return the disagreement of ranks that pass these values: rank 0 the first, rank 1 the second, ..."""
     leaves = {}
     for rank, value in enumerate(values):
         described = describe({"inputs": value}, lambda name: compare_values, shapes=shapes)
@@ -70,28 +70,28 @@ def test_a_difference_is_named_by_its_path(first, second, aspect, path, words):
     assert found.at == [(path, dict(enumerate(words)))]
 
 
-def test_structure_comes_first_and_its_inside_is_not_told_again():
+def test_structure_comes_first_and_hides_differences_inside():
     found = compared([ones(1), [ones(2)]], [ones(9), [ones(2), ones(2)]])
     assert found.aspect == "structure" and [path for path, _ in found.at] == ["inputs[1]"]
 
 
-def test_the_odd_rank_is_among_those_that_are_told():
+def test_all_ranks_are_listed_not_only_the_odd_one():
     found = compared(ones(2), ones(2), ones(3))
     assert found.at == [("inputs", {0: ("[2]", "float32"), 1: ("[2]", "float32"), 2: ("[3]", "float32")})]
 
 
-def test_sizes_may_differ_where_that_was_said_and_dimensions_may_not():
+def test_without_shapes_only_the_number_of_dimensions_must_agree():
     assert compared(ones(2, 3), ones(5, 1), shapes=False) is None
     assert compared(ones(2, 3), ones(5), shapes=False).aspect == "shape"
 
 
-def test_a_container_within_itself_comes_to_an_end():
+def test_a_container_that_contains_itself_is_described():
     endless: list[Any] = [1]
     endless.append(endless)
     assert compared(endless, endless) is None
 
 
-def test_many_leaves_are_packed_small_and_what_cannot_be_read_is_said():
+def test_many_leaves_are_compressed_and_damaged_ones_reported():
     many = describe({"inputs": [ones(1)] * 3000}, lambda name: False)
     assert isinstance(pack(many), str) and len(pack(many)) < 32 * 1024 and unpack(pack(many)) == many
     for damaged in (None, "not packed", [1, 2], "zz" * 30):

@@ -1,4 +1,4 @@
-"""What ranks must agree on."""
+"""The rules that ranks' collectives must agree by."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_the_odd_one_is_named(usual: CollectiveArgs, odd: CollectiveArgs, aspect
         (A, asked("all_reduce", spec((4, 5, 1)), reduce_op="SUM")),
         (A, asked("all_reduce", spec(20), reduce_op="SUM")),
         (asked("all_reduce", spec(4, "complex64")), asked("all_reduce", spec((4, 2), "float32"))),
-        # a list of outputs and one tensor meet on the wire
+        # a list of outputs and one tensor match on the wire
         (asked("all_gather", spec(3), outputs=(spec(3),) * 4), asked("all_gather", spec(3), outputs=(spec(12),))),
         (asked("reduce_scatter", *(spec(3),) * 4, reduce_op="SUM"), asked("reduce_scatter", spec(12), reduce_op="SUM")),
         # lists on the root only
@@ -66,11 +66,11 @@ def test_the_odd_one_is_named(usual: CollectiveArgs, odd: CollectiveArgs, aspect
         (asked("reduce", spec(3), root=2, asynchronous=True), asked("reduce", spec(3), root=2, asynchronous=None)),
     ],
 )
-def test_what_corresponds_agrees(usual: CollectiveArgs, other: CollectiveArgs) -> None:
+def test_corresponding_arguments_agree(usual: CollectiveArgs, other: CollectiveArgs) -> None:
     assert not isinstance(odd_one(usual, other), Disagree)
 
 
-def test_sparse_tensors_may_hold_other_numbers_of_elements_but_not_other_shapes() -> None:
+def test_sparse_tensors_must_have_the_same_dense_shape() -> None:
     one = asked("all_reduce", spec((10, 10), layout="sparse_coo"), reduce_op="SUM")
     assert odd_one(one, one) == Agree()
     answer = odd_one(one, asked("all_reduce", spec((10, 11), layout="sparse_coo"), reduce_op="SUM"))
@@ -78,7 +78,7 @@ def test_sparse_tensors_may_hold_other_numbers_of_elements_but_not_other_shapes(
     assert answer.aspect == "shape"
 
 
-def test_uneven_lists_are_legal_where_everybody_says_so() -> None:
+def test_uneven_lists_are_legal_if_all_ranks_expect_them() -> None:
     outputs = (spec(1), spec(2), spec(3))
     good = {r: asked("all_gather", spec(r + 1), outputs=outputs) for r in range(3)}
     assert compare_collectives(good, range(3)) == Agree()
@@ -103,11 +103,11 @@ def test_a_tie_has_no_minority() -> None:
 
 
 def exchange(rows: list[list[int]], wrong: tuple[int, int] | None = None) -> dict[int, CollectiveArgs]:
-    """all_to_all: ``rows[i][j]`` rows of 3 go from i to j."""
-    everybody = range(len(rows))
+    """Return an all_to_all in which rank i sends ``rows[i][j]`` rows of 3 elements to rank j."""
+    ranks = range(len(rows))
     result = {}
-    for rank in everybody:
-        into = [rows[other][rank] + (1 if wrong == (other, rank) else 0) for other in everybody]
+    for rank in ranks:
+        into = [rows[other][rank] + (1 if wrong == (other, rank) else 0) for other in ranks]
         result[rank] = asked(
             "all_to_all",
             spec((sum(rows[rank]), 3)),
@@ -127,7 +127,7 @@ def test_splits_are_compared_pair_by_pair() -> None:
     assert "rank 1 sends 24 elements to rank 3, which expects 27" in answer.detail
 
 
-def test_even_splits_fit_without_being_told() -> None:
+def test_empty_splits_are_even() -> None:
     one = asked("all_to_all", spec((8, 3)), outputs=(spec((8, 3)),))
     assert odd_one(one, one) == Agree()
     answer = odd_one(one, asked("all_to_all", spec((4, 3)), outputs=(spec((4, 3)),)))
@@ -146,7 +146,7 @@ def test_coalesced_members_agree_one_by_one() -> None:
     assert (fewer.aspect, fewer.minority) == ("op", (1,))
 
 
-def test_one_coalesced_op_whose_tensors_are_in_another_order() -> None:
+def test_coalesced_tensors_in_another_order_are_suspicious() -> None:
     in_order, swapped = asked("all_reduce", spec(2), spec(5), reduce_op="SUM"), asked("all_reduce", spec(5), spec(2), reduce_op="SUM")
     flat = asked("all_reduce", spec(7), reduce_op="SUM")
     answer = compare_collectives({0: in_order, 1: swapped, 2: in_order})
@@ -155,7 +155,7 @@ def test_one_coalesced_op_whose_tensors_are_in_another_order() -> None:
     assert not isinstance(compare_collectives({0: in_order, 1: flat}), Disagree), "the same elements, flat"
 
 
-def test_messages() -> None:
+def test_a_send_must_match_its_receive() -> None:
     send, recv = asked("send", spec(4)), asked("recv", outputs=(spec(4),))
     assert compare_pair(0, send, 1, recv) == Agree()
     assert isinstance(compare_pair(0, asked("send"), 1, recv), Unknown)
@@ -176,7 +176,7 @@ asks = st.builds(
 
 
 @given(st.dictionaries(st.integers(0, 3), asks, max_size=4))
-def test_any_evidence_gets_an_answer_that_does_not_depend_on_its_order(evidence: dict[int, CollectiveArgs]) -> None:
+def test_the_answer_does_not_depend_on_the_order_of_ranks(evidence: dict[int, CollectiveArgs]) -> None:
     answer = compare_collectives(evidence, range(4))
     assert answer == compare_collectives(dict(reversed(evidence.items())), range(4))
     if isinstance(answer, Disagree):
@@ -184,6 +184,6 @@ def test_any_evidence_gets_an_answer_that_does_not_depend_on_its_order(evidence:
 
 
 @given(asks, st.integers(2, 4))
-def test_what_is_equal_never_disagrees_unless_its_own_splits_do(one: CollectiveArgs, size: int) -> None:
+def test_equal_arguments_agree_unless_their_own_splits_conflict(one: CollectiveArgs, size: int) -> None:
     answer = compare_collectives(dict.fromkeys(range(size), one), range(size))
     assert not isinstance(answer, Disagree) or answer.aspect == "splits"

@@ -1,4 +1,4 @@
-"""Boards and bells in C++ are those in Python: what one writes, the other reads."""
+"""Boards and bells in C++ and in Python have the same layout and understand each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def module(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class Rank:
-    """A rank's board and what announces on it, in C++."""
+    """A rank's board, and the exchange in C++ that announces on it."""
 
     def __init__(self, module: Any, folder: Path, rank: int) -> None:
         self.refusals = RefusalLog(folder)
@@ -37,7 +37,7 @@ class Rank:
         self.slot = self.board.add_channel(KEY, {"ranks": [0, 1]})
 
 
-def test_the_layouts_in_cpp_are_those_of_boards_and_bells(module: Any) -> None:
+def test_cpp_and_python_have_the_same_layouts(module: Any) -> None:
     for name, value in module.board_layout().items():
         assert value == getattr(B, name), name
     layout = module.bells_layout()
@@ -62,7 +62,7 @@ def test_python_reads_what_cpp_announces_and_withdraws(module: Any, tmp_path: Pa
     assert read.last_number(ours.slot) == 39
 
 
-def test_bells_in_cpp_and_in_python_hear_each_other(module: Any, tmp_path: Path) -> None:
+def test_cpp_and_python_wake_each_other(module: Any, tmp_path: Path) -> None:
     ours, theirs = Rank(module, tmp_path, 0), Bells(RefusalLog(tmp_path).map, 1)
     heard = theirs.listen(0, thread=1)
     ours.exchange.ring([1])

@@ -1,4 +1,4 @@
-"""Sleeping until another process writes a word: real processes and one shared page."""
+"""Wake-ups between real processes that share one page."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def futexes(page: mmap.mmap, request: pytest.FixtureRequest) -> Futexes:
     if request.param == "polling":
         found.works = False
     elif not found.works:
-        pytest.skip("this system has no futexes for us")
+        pytest.skip("this system does not allow futexes")
     return found
 
 
-def test_nobody_sleeps_on_a_word_that_has_changed(page: mmap.mmap, futexes: Futexes) -> None:
+def test_a_wait_returns_at_once_if_the_word_has_changed(page: mmap.mmap, futexes: Futexes) -> None:
     memoryview(page).cast("Q")[7] = 1 << 40 | 3
     began = time.monotonic()
     futexes.wait(7, 2, LONG_NS)
@@ -75,14 +75,14 @@ def test_a_sleeper_is_woken_by_another_process(path: Path, page: mmap.mmap, fute
         began = time.monotonic()
         while words[7] == 0:
             futexes.wait(7, 0, LONG_NS)
-        assert time.monotonic() - began < LONG_NS / 1e9, "it slept until its sleep ended by itself"
+        assert time.monotonic() - began < LONG_NS / 1e9, "the sleep ended by its timeout"
 
 
-def test_a_sleep_ends_by_itself(futexes: Futexes) -> None:
+def test_a_sleep_ends_after_its_timeout(futexes: Futexes) -> None:
     futexes.wait(7, 0, 1_000_000)
 
 
-def test_a_rank_hears_the_bell_of_the_peer_that_it_waits_for(path: Path, page: mmap.mmap) -> None:
+def test_a_rank_is_woken_by_the_bell_of_the_peer_that_it_waits_for(path: Path, page: mmap.mmap) -> None:
     ours, words = Bells(page, 0), memoryview(page).cast("Q")
     heard = ours.listen(1, thread=1)
     assert words[_bell(0) + 1] == _bell(1)
@@ -93,7 +93,7 @@ def test_a_rank_hears_the_bell_of_the_peer_that_it_waits_for(path: Path, page: m
     assert words[_bell(0) + 1] == 0
 
 
-def test_threads_that_sleep_on_several_bells(page: mmap.mmap) -> None:
+def test_threads_of_one_rank_sleep_on_different_bells(page: mmap.mmap) -> None:
     bells, words = Bells(page, 0), memoryview(page).cast("Q")
     bells.listen(1, thread=1)
     bells.listen(2, thread=2)
@@ -104,7 +104,7 @@ def test_threads_that_sleep_on_several_bells(page: mmap.mmap) -> None:
     assert words[_bell(0) + 1] == 0
 
 
-def test_a_process_that_comes_after_another_of_its_rank_does_not_ring_what_was_rung_before(page: mmap.mmap) -> None:
+def test_a_restarted_rank_does_not_repeat_a_value_of_its_bell(page: mmap.mmap) -> None:
     first = Bells(page, 3)
     first.ring([])
     heard = first.listen(3, thread=1)
@@ -112,6 +112,6 @@ def test_a_process_that_comes_after_another_of_its_rank_does_not_ring_what_was_r
     assert first.listen(3, thread=1) != heard
 
 
-def test_bells_stay_within_their_page() -> None:
+def test_all_bells_are_within_the_page() -> None:
     assert all(_bell(rank) + 1 < LAST_WORD for rank in range(10_000))
     assert len({_bell(rank) for rank in range(252)}) == 252

@@ -131,7 +131,7 @@ class Board:
         self.set_word(WAITING_NUMBER, number)
         self.set_word(WAITING, key)
 
-    def is_alive(self, position: int) -> bool:
+    def is_recent(self, position: int) -> bool:
         """Return whether a blob is still safe to refer to: less than half of the ring has been written since."""
         return position > self._head - BLOBS_SIZE // 2
 

@@ -240,7 +240,7 @@ class Announcer:
     def _known_blob(self, key: Any, of: InternedArgs | None) -> int:
         """Return the position of a blob; 0 if it was not written, or is too old to be referred to."""
         known, position = self._blobs.get(key, (None, 0))
-        return position if known is of and position and self._board.is_alive(position) else 0
+        return position if known is of and position and self._board.is_recent(position) else 0
 
     def _keep_blob(self, key: Any, of: InternedArgs | None, position: int) -> int:
         if len(self._blobs) > _KEPT:

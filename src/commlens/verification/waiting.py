@@ -187,7 +187,7 @@ class Waiting:
             self._refuse_if_in_cycle(pending, waited_ns)
         timeout_s = self._timeout_s()
         if timeout_s and waited_ns > timeout_s * 1e9:
-            where = {rank: self._where_is(rank) for rank in absent}
+            where = {rank: self._whereabouts(rank) for rank in absent}
             self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
             self._refuse_absence("missing", pending, where, waited_ns)
 
@@ -237,7 +237,7 @@ class Waiting:
             return HAS_FINISHED
         return "was killed or crashed" if is_gone(board.pid, board.start_ticks) else ""
 
-    def _where_is(self, rank: int) -> str:
+    def _whereabouts(self, rank: int) -> str:
         """Return an absent rank's whereabouts; "" if unknown. The line is its main thread's, as its own watchdog thread last saw it."""
         board = self._peers[rank]
         if process_state(board.pid) in ("T", "t"):
