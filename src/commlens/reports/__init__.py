@@ -1,1 +1,1 @@
-"""Renderings of the verdict: one module per output."""
+"""Reports: one module for each output. They draw examined jobs, traces and dumps, and diagnose nothing."""

@@ -1,4 +1,4 @@
-"""The verdict as JSON, following the published schema ``schemas/verdict-1.schema.json``."""
+"""Print a verdict as JSON, following the published schema ``schemas/verdict-1.schema.json``."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ def print_json(verdict: Verdict, file: IO[str] | None = None) -> None:
 
 
 def schema() -> dict[str, Any]:
-    """The published schema, as data."""
+    """Return the published schema as data."""
     text = resources.files("commlens.reports").joinpath("schemas", SCHEMA_FILE).read_bytes()
     return msgspec.json.decode(text, type=dict[str, Any])

@@ -13,7 +13,7 @@ from commlens.diagnosis.index import View, World
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
-from commlens.text import args_phrase, capital, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, verb
+from commlens.text import args_phrase, capital, duration, frame_phrase, op_phrase, ranks_and_verb, verb
 
 
 @dataclass
@@ -121,16 +121,6 @@ def prose(*sentences: str) -> str:
 def first_line(error: str) -> str:
     """Return the first line of an error, short and without its full stop."""
     return error.strip().partition("\n")[0][:160].rstrip(". ") or "an error without a message"
-
-
-def at_line(op: Collective) -> str:
-    """``" (train.py:81)"``."""
-    return f" ({op.source.where})" if op.source is not None else ""
-
-
-def of_group(op: Collective) -> str:
-    """``" of group dp [0-3]"``."""
-    return f" of {group_phrase(op.channel.group)}"
 
 
 def most_waited(edges: Sequence[Edge]) -> Edge:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Literal
 
-from commlens.diagnosis.findings.context import Context, at_line, of_group, prose
+from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step
 from commlens.diagnosis.routine import leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Instance, Node, edges_of
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, op_phrase, ranks_phrase, verb
+from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
 
 How = Literal["history", "order", "tie"]
 Departures = dict[int, tuple[Collective, Collective | None]]
@@ -34,7 +34,8 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
         op = next((edge.op for node, _, edge in path if node.rank == first), None)
     if op is None:
         op = next(context.graph.blocks[node].op for node in waits if node.rank == first)
-    steps = [f"rank {a.rank} waits in {op_phrase(edge.op)}{at_line(edge.op)} for rank {b.rank}" for a, b, edge in path]
+    lines = [f" ({edge.op.source.where})" if edge.op.source is not None else "" for _, _, edge in path]
+    steps = [f"rank {a.rank} waits in {op_phrase(edge.op)}{line} for rank {b.rank}" for (a, b, edge), line in zip(path, lines, strict=True)]
     blocked = context.blocked_by(waits)
     waited = context.longest_wait(ranks)
     finding = Finding(
@@ -72,7 +73,7 @@ def _without_number(op: Collective) -> str:
     """``"all_reduce of group dp [0-3]"``, ``"recv from rank 1"``."""
     if op.is_point_to_point:
         return f"{op.op} {'to' if op.op == 'send' else 'from'} rank {op.peer}"
-    return op.op + of_group(op)
+    return f"{op.op} of {group_phrase(op.channel.group)}"
 
 
 def _odd_ones(context: Context, waits: list[Node], ranks: list[int], on_path: list[int]) -> tuple[list[int], Departures, How]:

@@ -46,7 +46,9 @@ def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None)
         return f"compare the collectives that {culprits} issue" + (f" at {mine}" if first.source is not None else "")
     theirs = frame_phrase(usual.source) or usual.op
     if theirs == mine and usual.source is not None:
-        return f"find out why {mine} issues something else on {culprits} than on the others"
+        op_differs = trouble.answer is None or trouble.answer.aspect == "op"
+        differs = "issues another collective" if op_differs else "passes other arguments"
+        return f"find out why {mine} {differs} on {culprits} than on the others"
     return f"compare {mine} on {culprits} with {theirs} on the others"
 
 

@@ -40,53 +40,45 @@ class Meeting(NamedTuple):
 
 def find_stuck_inside(context: Context, node: Node) -> None:
     """Blame a rank that is stopped or starved inside; else report that data still moves, or suspect the network."""
-    meeting = _meeting(context, node)
-    failed = _failed(context, meeting.waiting)
-    if not failed and not context.world.foreign and _since_last_arrival(meeting) < context.world.stalled_after_ns:
-        return
-    activities = {view.rank: context.doing(view) for view in meeting.views}
-    culprits = [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
-    busy = [view.rank for view in meeting.views if _burns_cpu(view) and meeting.op.channel.device == "cpu"]
-    if culprits:
-        _held_up(context, meeting, culprits, activities[culprits[0]])
-    elif busy and not failed:
-        _still_moving(context, meeting, busy)
-    else:
-        _no_progress(context, meeting)
-
-
-def _meeting(context: Context, node: Node) -> Meeting:
     instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
     members = instance.key[2] if instance.sender < 0 else (instance.sender, instance.receiver)
     views = [context.world.views[rank] for rank in members if rank in context.world.views]
-    return Meeting(instance, edges[0].op, views, edges, sorted({edge.rank for edge in edges}), context.blocked_by([node]))
+    meeting = Meeting(instance, edges[0].op, views, edges, sorted({edge.rank for edge in edges}), context.blocked_by([node]))
+    failed = _failed(context, meeting.waiting)
+    if not failed and not context.world.foreign and _since_last_arrival(meeting) < context.world.stalled_after_ns:
+        return
+    activities = {view.rank: context.doing(view) for view in views}
+    culprits = [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
+    busy = [view.rank for view in views if _burns_cpu(view) and meeting.op.channel.device == "cpu"]
+    if culprits:
+        finding = _held_up(context, meeting, culprits, activities[culprits[0]])
+    elif busy and not failed:
+        finding = _still_moving(context, meeting, busy)
+    else:
+        finding = _no_progress(context, meeting)
+    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
 
-def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Doing) -> None:
+def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Doing) -> Finding:
     others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
-    finding = Finding(
+    return Finding(
         kind="stuck-inside", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(meeting.blocked) - set(culprits)),
         confidence="high", summary=f"{ranks_phrase(culprits)} {doing.phrase} inside {meeting.name}; "
         f"{ranks_and_verb(others, 'waits', 'wait')} there",
-        explanation=_explanation(context, meeting), next_step=missing_step(doing, culprits),
-        evidence=_errors(meeting),
+        explanation=_explanation(context, meeting), next_step=missing_step(doing, culprits), evidence=_errors(meeting),
     )  # fmt: skip
-    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
 
-def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> None:
-    ranks = [view.rank for view in meeting.views]
-    waited = duration(context.longest_wait(meeting.waiting))
-    finding = Finding(
+def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> Finding:
+    ranks = ranks_phrase(view.rank for view in meeting.views)
+    return Finding(
         kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=meeting.blocked, confidence="medium",
-        summary=f"{ranks_phrase(ranks)} are in {meeting.name}, which still moves data, {waited} so far",
-        explanation=context.waiting(meeting.edges), next_step="wait",
-        evidence=[f"{ranks_and_verb(busy, 'uses', 'use')} CPU inside it."],
+        summary=f"{ranks} are in {meeting.name}, which still moves data, {duration(context.longest_wait(meeting.waiting))} so far",
+        explanation=context.waiting(meeting.edges), next_step="wait", evidence=[f"{ranks_and_verb(busy, 'uses', 'use')} CPU inside it."],
     )  # fmt: skip
-    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
 
-def _no_progress(context: Context, meeting: Meeting) -> None:
+def _no_progress(context: Context, meeting: Meeting) -> Finding:
     done = [view.rank for view in meeting.views if _has_completed(view, meeting.instance)]
     inside = [view.rank for view in meeting.views if view.rank not in done]
     rest = f"; {ranks_phrase(done)} completed it"
@@ -96,13 +88,12 @@ def _no_progress(context: Context, meeting: Meeting) -> None:
     more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
     if context.world.foreign and not errors and not any(view.log.captured_ns for view in meeting.views):
         more += " If the job may still be running, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
-    finding = Finding(
+    return Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
         summary=f"{ranks_and_verb(inside, 'is', 'are')} inside {meeting.name}{rest}", explanation=_explanation(context, meeting),
         next_step="look at the network and the drivers between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)",
         evidence=errors, would_raise_confidence=more,
     )  # fmt: skip
-    context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
 
 def _explanation(context: Context, meeting: Meeting) -> str:

@@ -1,1 +1,1 @@
-"""Dumps of any origin, written for other tools: one module for each format."""
+"""Write dumps of any origin for other tools: one module for each format."""

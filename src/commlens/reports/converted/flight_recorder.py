@@ -1,7 +1,7 @@
-"""Dumps as PyTorch's Flight Recorder writes them, format 2.10: a pickle that torchfrtrace reads, or JSON.
+"""Write dumps in the format of PyTorch's Flight Recorder, version 2.10: a pickle that torchfrtrace reads, or JSON.
 
-What the format has no word for is left out: reduce op, root, splits, tags. Names of operations are those that NCCL's process group
-gives, because torchfrtrace accepts no others. JSON has the frames of stacks, too, which torch leaves out of it.
+The format cannot represent reduce ops, roots, splits and tags, so these are left out. Operations have the names of NCCL's process
+group, because torchfrtrace accepts no others. Unlike torch's JSON, ours contains the stack frames.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ import msgspec
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
 from commlens.model.ops import IN_PLACE, NCCL_NAMES, POINT_TO_POINT
-from commlens.text import ranks_phrase
+from commlens.text import count
 
 VERSION: Final = "2.10"
 
 _BACKENDS: Final = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"})
-"""Those that torchfrtrace knows."""
+"""The backends that torchfrtrace accepts."""
 _DTYPES: Final = {
     "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "float16": "Half", "float32": "Float",
     "float64": "Double", "complex32": "ComplexHalf", "complex64": "ComplexFloat", "complex128": "ComplexDouble", "bool": "Bool",
     "bfloat16": "BFloat16", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64",
 }  # fmt: skip
 _MESSAGES_FROM: Final = 1_000_000
-"""Where numbers of messages begin: torchfrtrace takes a collective and a message of one number for a coalesced group, and fails."""
+"""The first number of messages. torchfrtrace takes a collective and a message with equal numbers for a coalesced group, and fails."""
 _STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "scheduled"}
 
 
 def to_pickle(rows: RankColumns, problems: list[str]) -> bytes:
-    """One rank's dump as a pickle, protocol 2.
+    """Return one rank's dump as a pickle of protocol 2.
 
     Args:
         rows: the rank's operations.
-        problems: takes a sentence about what the format could not take.
+        problems: receives a sentence on operations that the format cannot represent.
     """
     return pickle.dumps(_dump(rows, problems), protocol=2)
 
 
 def to_json(rows: RankColumns, problems: list[str]) -> bytes:
-    """One rank's dump as JSON."""
+    """Return one rank's dump as JSON."""
     dump = _dump(rows, problems)
     dump["pg_status"] = {key: {name: str(value) for name, value in about.items()} for key, about in dump["pg_status"].items()}
     for entry in dump["entries"]:
@@ -52,81 +52,89 @@ def to_json(rows: RankColumns, problems: list[str]) -> bytes:
 
 
 def _dump(rows: RankColumns, problems: list[str]) -> dict[str, Any]:
-    names = [_backend(channel) for channel in rows.channels]
-    pg_ids = {name: number for number, name in enumerate(dict.fromkeys(channel.group.name for channel in rows.channels))}
     entries: list[dict[str, Any]] = []
-    frames: dict[int, list[dict[str, Any]]] = {}
-    sizes = [_sizes(asked) for asked in rows.args]
-    closing = {(int(number)): int(at) for at, number in enumerate(rows.coalesced) if number and rows.closes[at]}
-    last: dict[int, int] = {}  # collectives on each channel so far
-    messages: dict[int, tuple[int, int]] = {}  # of each channel, messages so far, and the batch that the last one is of
-    status: dict[int, list[int]] = {}
+    pg_ids = {name: number for number, name in enumerate(dict.fromkeys(channel.group.name for channel in rows.channels))}
+    backends = [_backend(channel) for channel in rows.channels]
+    sizes = [_sizes(args) for args in rows.args]
+    frames = [[{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in stack] for stack in rows.stacks]
+    numbers = _Numbers(rows)
+    status = {pg_id: [-1, -1, -1] for pg_id in pg_ids.values()}  # last enqueued, started and completed
     unnamed = 0
     for at in range(len(rows)):
-        number, p2p, batch = int(rows.channel[at]), bool(rows.p2p[at]), int(rows.coalesced[at])
-        channel, asked = rows.channels[number], rows.args[int(rows.args_index[at])]
-        sequence = int(rows.sequence[at])
-        count, before = messages.get(number, (_MESSAGES_FROM if rows.origin == "commlens" else 0, -1))
-        if p2p:
-            count = sequence if rows.origin != "commlens" else count + (not batch or batch != before)
-            messages[number] = (count, batch)
-        else:
-            sequence = int(rows.sequence[closing.get(batch, at)]) if batch else sequence
-            last[number] = sequence
-        name = _name(asked, channel, rows.rank, int(rows.peer[at]))
+        number, args = int(rows.channel[at]), rows.args[int(rows.args_index[at])]
+        group = rows.channels[number].group
+        collective, message = numbers.at(at)
+        name = _name(args, rows.channels[number], rows.rank, int(rows.peer[at]))
         if name is None:
             unnamed += 1
             continue
-        state = int(rows.state[at])
-        inputs, outputs = sizes[int(rows.args_index[at])]
-        stack = int(rows.stack[at])
-        if stack >= 0 and stack not in frames:
-            frames[stack] = [{"name": frame.function, "filename": frame.file, "line": frame.line} for frame in rows.stacks[stack]]
+        state, stack = int(rows.state[at]), int(rows.stack[at])
+        (input_sizes, input_dtypes), (output_sizes, output_dtypes) = sizes[int(rows.args_index[at])]
         entry = {
-            "frames": frames.get(stack, []),
+            "frames": frames[stack] if stack >= 0 else [],
             "record_id": int(rows.record_id[at]),
-            "pg_id": pg_ids[channel.group.name],
-            "process_group": (channel.group.name, channel.group.description or "undefined"),
-            "collective_seq_id": last.get(number, 0),
-            "p2p_seq_id": count,
+            "pg_id": pg_ids[group.name],
+            "process_group": (group.name, group.description or "undefined"),
+            "collective_seq_id": collective,
+            "p2p_seq_id": message,
             "op_id": int(rows.op_id[at]),
-            "profiling_name": f"{names[number]}:{name}",
+            "profiling_name": f"{backends[number]}:{name}",
             "time_created_ns": int(rows.created_ns[at]),
-            "input_sizes": inputs[0],
-            "input_dtypes": inputs[1],
-            "output_sizes": outputs[0],
-            "output_dtypes": outputs[1],
+            "input_sizes": input_sizes,
+            "input_dtypes": input_dtypes,
+            "output_sizes": output_sizes,
+            "output_dtypes": output_dtypes,
             "state": _STATES.get(state, "scheduled"),
             "time_discovered_started_ns": int(rows.started_ns[at]) or None if state in (STARTED, COMPLETED) else None,
             "time_discovered_completed_ns": int(rows.completed_ns[at]) or None if state == COMPLETED else None,
             "retired": bool(rows.retired[at]),
             "timeout_ms": int(rows.timeout_ms[at]),
-            "is_p2p": p2p,
+            "is_p2p": bool(rows.p2p[at]),
             "thread_id": "0",
             "thread_name": "",
         }
         if rows.duration_ns[at] >= 0:
             entry["duration_ms"] = int(rows.duration_ns[at]) / 1e6
         entries.append(entry)
-        if not p2p:
-            known = status.setdefault(pg_ids[channel.group.name], [-1, -1, -1])
-            known[0] = max(known[0], sequence)
-            if state == STARTED or (state == COMPLETED and rows.started_ns[at]):
-                known[1] = max(known[1], sequence)
-            if rows.retired[at] or state == COMPLETED:
-                known[2] = max(known[2], sequence)
+        if not rows.p2p[at]:
+            started = state == STARTED or (state == COMPLETED and rows.started_ns[at])
+            last = status[pg_ids[group.name]]
+            for field, reached in enumerate((True, started, rows.retired[at] or state == COMPLETED)):
+                last[field] = max(last[field], collective) if reached else last[field]
     if unnamed:
-        problems.append(f"{ranks_phrase([rows.rank])}: {unnamed} receives from any source were left out: the format cannot say them.")
+        left_out = f"{count(unnamed, 'receive')} from any source {'was' if unnamed == 1 else 'were'} left out"
+        problems.append(f"rank {rows.rank}: {left_out}: the format cannot represent them.")
+    fields = ("last_enqueued_collective", "last_started_collective", "last_completed_collective")
     return {
         "version": VERSION,
         "pg_config": {channel.group.name: _config(channel) for channel in [*rows.groups, *rows.channels]},
         "comm_lib_version": "",
-        "pg_status": {
-            str(key): dict(zip(("last_enqueued_collective", "last_started_collective", "last_completed_collective"), last3, strict=True))
-            for key, last3 in status.items()
-        },
+        "pg_status": {str(pg_id): dict(zip(fields, last, strict=True)) for pg_id, last in status.items() if last[0] >= 0},
         "entries": entries,
     }
+
+
+class _Numbers:
+    """The sequence numbers of each channel as torch's recorder counts them."""
+
+    def __init__(self, rows: RankColumns) -> None:
+        self._rows = rows
+        self._closing = {int(batch): at for at, batch in enumerate(rows.coalesced) if batch and rows.closes[at]}
+        self._collectives: dict[int, int] = {}
+        self._messages: dict[int, tuple[int, int]] = {}  # the last number, and the batch that it is of
+
+    def at(self, at: int) -> tuple[int, int]:
+        """Return the numbers of the last collective and the last message, after one more row."""
+        rows = self._rows
+        channel, batch, sequence = int(rows.channel[at]), int(rows.coalesced[at]), int(rows.sequence[at])
+        ours = rows.origin == "commlens"
+        message, before = self._messages.get(channel, (_MESSAGES_FROM if ours else 0, -1))
+        if rows.p2p[at]:
+            message = message + (not batch or batch != before) if ours else sequence
+            self._messages[channel] = (message, batch)
+        else:  # the members of a coalesced group share the number of the entry that closes it
+            self._collectives[channel] = int(rows.sequence[self._closing.get(batch, at)]) if batch else sequence
+        return self._collectives.get(channel, 0), message
 
 
 def _config(channel: Channel) -> dict[str, str]:
@@ -140,7 +148,7 @@ def _backend(channel: Channel) -> str:
 
 
 def _name(asked: CollectiveArgs, channel: Channel, rank: int, peer: int) -> str | None:
-    """``all_reduce``, ``send 0->1`` with ranks of the group; None where the format has no name for it."""
+    """``all_reduce``, ``send 0->1`` with ranks of the group; None if the format has no name for it."""
     if asked.op not in POINT_TO_POINT:
         return NCCL_NAMES.get(asked.dispatcher_op, asked.dispatcher_op)
     ranks = channel.group.ranks
@@ -154,7 +162,7 @@ Sizes = tuple[list[list[int]], list[str]]
 
 
 def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
-    """Sizes and dtypes of inputs and outputs. A list of one tensor for each rank counts as one tensor, as NCCL's group flattens it."""
+    """Return sizes and dtypes of inputs and outputs. A list of one tensor per rank is one tensor, since NCCL's group flattens it."""
     inputs, outputs = asked.inputs, asked.outputs
     if asked.op in IN_PLACE:
         inputs = outputs = inputs or outputs

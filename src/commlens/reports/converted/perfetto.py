@@ -1,8 +1,8 @@
-"""Dumps as a timeline for ui.perfetto.dev and chrome://tracing: Chrome's trace event JSON.
+"""Write dumps as a timeline for ui.perfetto.dev and chrome://tracing: Chrome's trace event JSON.
 
-One process for each rank, one track in it for each process group. An operation is a slice from its start (where no start was
-recorded: from when it was issued, or the one before it on its group had ended) to its end. One that never ended has no end: it is
-drawn to the end of the picture, marked as unfinished.
+Each rank is a process with one track per process group. An operation is a slice from its start to its end. Without a recorded start,
+it begins when it was issued or when the operation before it on its group ended. An operation that never ended is drawn to the end of
+the timeline and marked as unfinished.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from commlens.reports.converted.table import STATES
 from commlens.text import format_ranks
 
 _LANES: Final = 100
-"""Tracks of one group lie so many numbers apart: operations of one group that overlap need several."""
+"""Distance of the groups' track numbers. Overlapping operations of one group need several tracks."""
 
 
 def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
-    """The timeline, a piece for each rank."""
+    """Yield the timeline, one piece per rank."""
     yield b'{"displayTimeUnit":"ms","traceEvents":[\n'
     first = True
     for rows in several:
@@ -38,8 +38,8 @@ def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
     rank = rows.rank
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}{host}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    lanes: dict[int, list[int]] = {}  # of each channel, where each of its tracks is free again; never after an open slice
-    previous: dict[int, int] = {}  # of each channel, when the operation before ended
+    lanes: dict[int, list[int]] = {}  # by channel: when each of its tracks is free again; -1 after an open slice
+    previous: dict[int, int] = {}  # by channel: when the last operation ended
     for at in range(len(rows)):
         created, started, ended = int(rows.created_ns[at]), int(rows.started_ns[at]), int(rows.completed_ns[at])
         if not created:
@@ -69,7 +69,7 @@ def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
 
 
 def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
-    """The first track where a slice disturbs no other, and whether it is a new one. Open slices lie within one another on one."""
+    """Return the first track on which a slice overlaps no other, and whether it is new. Open slices share a track: they nest."""
     for number, until in enumerate(free):
         if (until >= 0 and until <= began) or (until < 0 and end < 0):
             free[number] = end

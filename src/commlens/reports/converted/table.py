@@ -1,4 +1,4 @@
-"""The joined table: one line for each operation of each rank, as CSV or Parquet, for notebooks and databases."""
+"""Write one row for each operation of each rank, as CSV or Parquet, for notebooks and databases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAIN: Final = {
     "sequence": "int64", "peer": "int32", "created_ns": "int64", "started_ns": "int64", "completed_ns": "int64", "duration_ns": "int64",
     "timeout_ms": "int64", "coalesced": "int32",
 }  # fmt: skip
-"""Columns as they are in RankColumns. -1 and 0 stand for "not known" there, and are left empty here."""
+"""Columns taken from RankColumns. Their -1 or 0 for "unknown" is written as an empty cell."""
 _EMPTY: Final = {"peer": -1, "created_ns": 0, "started_ns": 0, "completed_ns": 0, "duration_ns": -1, "timeout_ms": 0, "coalesced": 0}
 
 _CHANNEL: Final[dict[str, Callable[[Channel], Any]]] = {
@@ -47,11 +47,11 @@ _STACK: Final[dict[str, Callable[[Stack], Any]]] = {
     "stack": lambda one: "; ".join(f"{frame.file}:{frame.line} {frame.function}" for frame in one),
 }
 COLUMNS: Final = ("rank", "host", "index", *_CHANNEL, *_ASKED, "p2p", "state", *_PLAIN, *_STACK, "source", "job")
-"""What the table has, in order; docs/convert.md explains each."""
+"""The columns in order; docs/convert.md explains each."""
 
 
 def to_csv(several: Iterable[RankColumns]) -> Iterator[bytes]:
-    """The table, a piece for each rank."""
+    """Yield the table, one piece per rank."""
     for number, rows in enumerate(several):
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
@@ -63,7 +63,7 @@ def to_csv(several: Iterable[RankColumns]) -> Iterator[bytes]:
 
 
 def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
-    """The table, a row group for each rank; texts are dictionary-encoded.
+    """Write the table with one row group per rank and dictionary-encoded texts.
 
     Raises:
         MissingDependency: pyarrow is not installed.
@@ -93,7 +93,7 @@ def write_parquet(several: Iterable[RankColumns], path: Path) -> None:
 
 
 def _numbers(rows: RankColumns, name: str) -> tuple[Any, Any]:
-    """The values, and where they are not known."""
+    """Return the values, and a mask of the unknown ones."""
     if name == "rank":
         return np.full(len(rows), rows.rank, "int32"), np.zeros(len(rows), "bool")
     values = rows.record_id if name == "index" else getattr(rows, name)
@@ -101,7 +101,7 @@ def _numbers(rows: RankColumns, name: str) -> tuple[Any, Any]:
 
 
 def _coded(rows: RankColumns, name: str) -> tuple[Any, list[str]]:
-    """Each different text once, and which of them each row has; -1 for none."""
+    """Return the code of each row, -1 for none, and the distinct texts."""
     made: list[str]
     if name in _CHANNEL:
         codes, made = rows.channel, [_CHANNEL[name](one) for one in rows.channels]
@@ -127,7 +127,7 @@ def _texts(rows: RankColumns, name: str) -> list[str]:
 
 
 def _clean(text: str) -> str:
-    """Without halves of characters, which neither format can hold: texts come from others' files."""
+    """Escape lone surrogates, which neither format can hold. The texts come from foreign files."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 

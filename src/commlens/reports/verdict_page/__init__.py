@@ -82,7 +82,7 @@ def _some(names: list[str]) -> str:
 def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
     texts = Texts()
     made = Ranks()
-    for rank in job.everybody:
+    for rank in job.all_ranks:
         view = job.world.views.get(rank)
         log = view.log if view is not None else None
         made.rank.append(rank)

@@ -16,6 +16,9 @@ Role = Literal["culprit", "victim", "awaited", "involved", "unknown", "none"]
 """``awaited``: the others wait for it, without evidence of a fault. ``involved``: named by a finding that is not a root cause.
 ``unknown``: it left no record."""
 
+ROLES: tuple[Role, ...] = ("culprit", "awaited", "involved", "victim", "unknown", "none")
+"""In the order in which they are shown."""
+
 CellState = Literal["completed", "in-flight", "failed", "unknown", "absent", "overwritten"]
 
 

@@ -9,8 +9,8 @@ from commlens.diagnosis.examined import ExaminedJob
 from commlens.diagnosis.index import Block, ChannelKey, View, World
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding, Verdict
-from commlens.reports.verdict_page.data import RankClass, Role
-from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label
+from commlens.reports.verdict_page.data import ROLES, RankClass, Role
+from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label, op_phrase
 
 CLASSES_WANTED = 9  # with more, ranks are distinguished less finely
 CLASSES_MAX = 24
@@ -35,9 +35,8 @@ class Job:
     def __init__(self, examined: ExaminedJob) -> None:
         self.examined = examined
         self.verdict, self.world, self.troubles, self.graph = examined
-        verdict = self.verdict
-        self.everybody = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *verdict.culprits})
-        self.roles = _roles(verdict, self.world)
+        self.all_ranks = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *self.verdict.culprits})
+        self.roles = _roles(self.verdict, self.world)
         self.classes, self.class_of = self._fold()
         self.focus = self._focus()
 
@@ -67,12 +66,11 @@ class Job:
     def _fold(self) -> tuple[list[RankClass], dict[int, int]]:
         for detail in range(_DETAILS, -1, -1):
             doing: dict[Doing, list[int]] = defaultdict(list)
-            for rank in self.everybody:
+            for rank in self.all_ranks:
                 doing[self._doing(rank, detail)].append(rank)
             if len(doing) <= CLASSES_WANTED:
                 break
-        order = ("culprit", "awaited", "involved", "victim", "unknown", "none")
-        found = sorted(doing.items(), key=lambda item: (order.index(item[0].role), -len(item[1]), item[1]))
+        found = sorted(doing.items(), key=lambda item: (ROLES.index(item[0].role), -len(item[1]), item[1]))
         rest: list[int] = []
         if len(found) > CLASSES_MAX:
             rest = sorted(rank for _, ranks in found[CLASSES_MAX - 1 :] for rank in ranks)
@@ -113,12 +111,12 @@ class Job:
         if view.fate.kind == "clean":
             return Doing(role, "finished", "")
         if view.fate.kind in ("own", "gone") or (view.fate.ended and block is None):
-            where = frame_phrase(view.fate.source) or self._at(view)
+            where = frame_phrase(view.fate.source) or _main_line(view)
             return Doing(role, view.fate.text or "ended", where if placed else "")
         if block is not None:
             words = f"{_WAIT[block.how]} {_phrase(block.op, detail)}"
             return Doing(role, words, frame_phrase(block.op.source) if placed else "")
-        where = self._at(view)
+        where = _main_line(view)
         if where:
             return Doing(role, f"are in {where.partition(' ')[2] or where}", where if placed else "")
         if view.last_op is None:
@@ -133,10 +131,9 @@ class Job:
         stuck = {thread: block for thread, block in view.blocks.items() if block.stuck} or view.blocks
         return stuck.get(view.main_thread) or min(stuck.values(), key=lambda block: (block.since_ns, block.thread))
 
-    @staticmethod
-    def _at(view: View) -> str:
-        stack = view.log.main_stack
-        return frame_phrase(stack.source) if stack is not None else ""
+
+def _main_line(view: View) -> str:
+    return frame_phrase(view.log.main_stack.source) if view.log.main_stack is not None else ""
 
 
 def phrase(op: Collective) -> str:
@@ -148,9 +145,7 @@ def _phrase(op: Collective, detail: int) -> str:
     if op.is_point_to_point:
         if detail < _DETAILS:
             return "a send or receive" if detail < 2 else f"a {op.op}"
-        towards = "to" if op.op == "send" else "from"
-        who = f"rank {op.peer}" if op.peer is not None else "any rank"
-        return f"{op.op} #{op.sequence_number} {towards} {who}"
+        return op_phrase(op)
     if detail == 0:
         return f"collectives of {label(op)}"
     return f"{op.op} #{op.sequence_number} of {label(op)}" if detail > 2 else f"{op.op} of {label(op)}"

@@ -29,7 +29,7 @@ def rank_grids(job: Job) -> list[Layout]:
     for rank, view in job.world.views.items():
         hosts[view.log.host or "an unnamed host"].append(rank)
     rows = [LayoutRow(host, sorted(ranks)) for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1]))]
-    missing = [rank for rank in job.everybody if rank not in job.world.views]
+    missing = [rank for rank in job.all_ranks if rank not in job.world.views]
     if missing:
         rows.append(LayoutRow("no records", missing))
     if rows:

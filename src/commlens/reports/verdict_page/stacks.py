@@ -6,14 +6,13 @@ from collections import defaultdict
 
 from commlens.model.collective import Stack
 from commlens.model.ranklog import ThreadStack
-from commlens.reports.verdict_page.data import FrameRef, Role, StackClass
+from commlens.reports.verdict_page.data import ROLES, FrameRef, Role, StackClass
 from commlens.reports.verdict_page.job import Job, phrase
 from commlens.text import format_ranks
 
 _CLASSES_MAX = 60
 _FRAMES_MAX = 80
 _OTHER_THREADS_OF = 4  # culprits whose other threads are shown
-_ORDER: tuple[Role, ...] = ("culprit", "awaited", "involved", "victim", "unknown", "none")
 
 
 def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
@@ -33,7 +32,7 @@ def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
         for other in _others(job, rank):
             found[job.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(rank)
     mains = ("main thread", "the thread that issued it")
-    ordered = sorted(found.items(), key=lambda item: (_ORDER.index(item[0][0]), item[0][1] not in mains, -len(item[1]), item[1]))
+    ordered = sorted(found.items(), key=lambda item: (ROLES.index(item[0][0]), item[0][1] not in mains, -len(item[1]), item[1]))
     class_of: dict[int, int] = {}
     classes: list[StackClass] = []
     for (role, thread, note, frames), ranks in ordered[:_CLASSES_MAX]:

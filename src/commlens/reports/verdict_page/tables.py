@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from commlens.diagnosis.index import ChannelKey, Track
 from commlens.model.collective import Collective, State
-from commlens.reports.verdict_page.data import Cell, CellState, Role, Table, TableColumn, TableRow
+from commlens.reports.verdict_page.data import ROLES, Cell, CellState, Role, Table, TableColumn, TableRow
 from commlens.reports.verdict_page.job import Job, phrase
-from commlens.text import args_phrase, count, duration, format_ranks, frame_phrase, group_label, group_phrase, ranks_phrase
+from commlens.text import args_phrase, duration, format_ranks, frame_phrase, group_label, group_phrase, ranks_phrase
 
 _TABLES_MAX = 6
-_OF_A_LABEL = 2
+_TABLES_OF_A_LABEL = 2  # the many groups of one mesh dimension look alike
 _BEFORE, _AFTER = 5, 4
 _COLUMNS_MAX = 10
 _LAST_MAX = 12
@@ -23,87 +23,72 @@ _STATES: dict[State, CellState] = {
     State.ISSUED: "in-flight",
     State.FAILED: "failed",
 }
-_Signature = tuple[Role, tuple[object, ...]]
-_ORDER: tuple[Role, ...] = ("culprit", "awaited", "involved", "victim", "unknown", "none")
 
 
 def tables(job: Job) -> list[Table]:
     """Return one table for each group with a fault or a wait, and one of all collectives in the order of issue."""
     centres: dict[ChannelKey, int] = {}
-    named = {(key, number) for key, number, _ in job.focus}
     for key, number, _ in job.focus:
         centres.setdefault(key, number)
-    held: Counter[ChannelKey] = Counter()
-    first: dict[ChannelKey, int] = {}
-    for node in job.graph.blocks.values():
-        if not node.op.is_point_to_point and node.op.sequence_number:
-            key = node.op.channel.key
-            held[key] += 1
-            first[key] = min(first.get(key, node.op.sequence_number), node.op.sequence_number)
-    by_label: Counter[str] = Counter()
+    waits: dict[ChannelKey, list[int]] = defaultdict(list)
+    for block in job.graph.blocks.values():
+        if not block.op.is_point_to_point and block.op.sequence_number:
+            waits[block.op.channel.key].append(block.op.sequence_number)
+    shown: Counter[str] = Counter()
     blamed = {rank for rank, role in job.roles.items() if role in ("culprit", "awaited")}
-    for key, _ in sorted(held.items(), key=lambda item: (blamed.isdisjoint(item[0][2]), -item[1], item[0])):
-        name = job.world.channels[key].group.label
-        by_label[name] += 1
-        if by_label[name] <= _OF_A_LABEL:  # the many groups of one mesh dimension look alike
-            centres.setdefault(key, first[key])
-    left_out = max(0, len(centres) - _TABLES_MAX)
-    made = [_aligned(job, key, number, {n for k, n in named if k == key}) for key, number in list(centres.items())[:_TABLES_MAX]]
-    if left_out and made:
-        made[-1].left_out += f" {left_out} more groups in which ranks wait have no table."
-    if job.world.views and any(view.history for view in job.world.views.values()):
+    for key, numbers in sorted(waits.items(), key=lambda item: (blamed.isdisjoint(item[0][2]), -len(item[1]), item[0])):
+        label = job.world.channels[key].group.label
+        shown[label] += 1
+        if shown[label] <= _TABLES_OF_A_LABEL:
+            centres.setdefault(key, min(numbers))
+    made = [_aligned(job, key, number) for key, number in list(centres.items())[:_TABLES_MAX]]
+    if len(centres) > _TABLES_MAX:
+        made[-1].left_out += f" {len(centres) - _TABLES_MAX} more groups in which ranks wait have no table."
+    if any(view.history for view in job.world.views.values()):
         made.append(_in_order(job))
     return made
+
+
+class _Columns:
+    """Ranks with the same cells, as columns: the root cause first, and as many as a table shows."""
+
+    def __init__(self, job: Job, cells: dict[int, list[Cell]]) -> None:
+        columns: dict[tuple[Role, tuple[object, ...]], list[int]] = defaultdict(list)
+        for rank, column in cells.items():
+            columns[job.role(rank), tuple((c.op, c.what, c.place, c.state, c.differs) for c in column)].append(rank)
+        ordered = sorted(((role, ranks) for (role, _), ranks in columns.items()), key=lambda c: (ROLES.index(c[0]), -len(c[1]), c[1]))
+        self.ranks = [ranks for _, ranks in ordered[:_COLUMNS_MAX]]
+        self.heads = [TableColumn(format_ranks(ranks), role) for role, ranks in ordered[:_COLUMNS_MAX]]
+        self.cells = [cells[ranks[0]] for ranks in self.ranks]
+        rest = [rank for _, ranks in ordered[_COLUMNS_MAX:] for rank in ranks]
+        self.left_out = f"Not shown: {ranks_phrase(rest)}, which issued still other collectives." if rest else ""
 
 
 # --- by sequence number ------------------------------------------------------------------------------------------
 
 
-def _aligned(job: Job, key: ChannelKey, centre: int, named: set[int]) -> Table:
-    views = job.world.views
-    channel = job.world.channels[key]
+def _aligned(job: Job, key: ChannelKey, centre: int) -> Table:
+    views, group = job.world.views, job.world.channels[key].group
     tracks = {rank: views[rank].tracks.get(key) for rank in key[2] if rank in views}
     newest = max((track.last for track in tracks.values() if track is not None), default=centre)
     numbers = [n for n in range(centre - _BEFORE, min(centre + _AFTER, max(newest, centre)) + 1) if n > 0]
     odd, notes = _mismatches(job, key, numbers)
-    firsts = {n: at for n in numbers if (at := _first_arrival(tracks.values(), n))}
-    one_clock = len({views[rank].log.host for rank in tracks}) == 1
-    signatures: dict[_Signature, list[int]] = defaultdict(list)
-    cells: dict[_Signature, list[Cell]] = {}
-    late: dict[tuple[_Signature, int], int] = defaultdict(int)
+    cells: dict[int, list[Cell]] = {}
     for rank in key[2]:
-        track = tracks.get(rank)
         awaited = rank in views and job.role(rank) in ("culprit", "awaited", "involved")
-        column = [_cell(track, n, differs=rank in odd.get(n, ()), awaited=awaited and n == centre, known=rank in views) for n in numbers]
-        signature: _Signature = (job.role(rank), tuple((c.op, c.what, c.place, c.state, c.differs) for c in column))
-        signatures[signature].append(rank)
-        cells.setdefault(signature, column)
-        for n in numbers if track is not None else ():
-            op = track.ops.get(n) if track is not None else None
-            if op is not None and op.announced_ns and n in firsts:
-                late[signature, n] = max(late[signature, n], op.announced_ns - firsts[n])
-    ordered = sorted(signatures, key=lambda s: (_ORDER.index(s[0]), -len(signatures[s]), signatures[s]))
-    shown = ordered[:_COLUMNS_MAX]
-    for signature in shown:
-        for n, cell in zip(numbers, cells[signature], strict=True):
-            if late[signature, n] >= _LATE_NS and one_clock:
-                cell.late = f"{duration(late[signature, n])} after the first"
-    rows = [
-        TableRow(f"#{n}", [cells[signature][i] for signature in shown], n in named or (not named and n == centre), notes.get(n, ""))
-        for i, n in enumerate(numbers)
-    ]
-    columns = [TableColumn(format_ranks(signatures[s]), s[0]) for s in shown]
-    rest = sorted(rank for s in ordered[_COLUMNS_MAX:] for rank in signatures[s])
-    left_out = f"{ranks_phrase(rest)} issued still other collectives and are left out." if rest else ""
-    about = f"The collectives on {group_phrase(channel.group)}, by sequence number; ranks that issued the same share a column."
-    return Table(_table_name(job, key), about, columns, rows, left_out)
-
-
-def _table_name(job: Job, key: ChannelKey) -> str:
-    group = job.world.channels[key].group
+        track = tracks.get(rank)
+        cells[rank] = [
+            _cell(track, n, differs=rank in odd.get(n, ()), awaited=awaited and n == centre, known=rank in views) for n in numbers
+        ]
+    columns = _Columns(job, cells)
+    if len({views[rank].log.host for rank in tracks}) == 1:  # all times are of one clock
+        _add_delays(columns, tracks, numbers)
+    named = {n for other, n, _ in job.focus if other == key} or {centre}
+    rows = [TableRow(f"#{n}", [column[i] for column in columns.cells], n in named, notes.get(n, "")) for i, n in enumerate(numbers)]
+    about = f"The collectives on {group_phrase(group)}, by sequence number; ranks that issued the same share a column."
     ranks = format_ranks(group.ranks)
-    name = group_label(group)
-    return f"{name} [{ranks if len(ranks) <= 24 else f'{len(group.ranks)} ranks'}]"
+    name = f"{group_label(group)} [{ranks if len(ranks) <= 24 else f'{len(group.ranks)} ranks'}]"
+    return Table(name, about, columns.heads, rows, columns.left_out)
 
 
 def _mismatches(job: Job, key: ChannelKey, numbers: Sequence[int]) -> tuple[dict[int, set[int]], dict[int, str]]:
@@ -118,10 +103,15 @@ def _mismatches(job: Job, key: ChannelKey, numbers: Sequence[int]) -> tuple[dict
     return odd, notes
 
 
-def _first_arrival(tracks: Iterable[Track | None], number: int) -> int:
-    """Return when the first rank issued a number, in Unix ns; 0 if that is unknown."""
-    times = [track.ops[number].announced_ns for track in tracks if track is not None and number in track.ops]
-    return min(filter(None, times), default=0)
+def _add_delays(columns: _Columns, tracks: dict[int, Track | None], numbers: Sequence[int]) -> None:
+    """Note in each cell how long after the first rank the last one of the column issued the collective."""
+    for row, number in enumerate(numbers):
+        ops = {rank: track.ops[number] for rank, track in tracks.items() if track is not None and number in track.ops}
+        times = {rank: op.announced_ns for rank, op in ops.items() if op.announced_ns}
+        for ranks, column in zip(columns.ranks, columns.cells, strict=True):
+            late = max((times[rank] for rank in ranks if rank in times), default=0) - min(times.values(), default=0)
+            if late >= _LATE_NS:
+                column[row].late = f"{duration(late)} after the first"
 
 
 def _cell(track: Track | None, number: int, *, differs: bool, awaited: bool, known: bool) -> Cell:
@@ -143,27 +133,14 @@ def _filled(op: Collective, name: str, differs: bool = False) -> Cell:
 
 def _in_order(job: Job) -> Table:
     """Return the last collectives on all groups, which shows ranks that use another order."""
-    signatures: dict[_Signature, list[int]] = defaultdict(list)
-    cells: dict[_Signature, list[Cell]] = {}
-    for rank, view in sorted(job.world.views.items()):
-        recent = [_filled(op, phrase(op)) for op in view.history[-_LAST_MAX:] if not (op.coalescing_id and not op.coalesced_members)]
-        signature: _Signature = (job.role(rank), tuple((c.op, c.what, c.place, c.state) for c in recent))
-        signatures[signature].append(rank)
-        cells.setdefault(signature, recent)
-    ordered = sorted(signatures, key=lambda s: (_ORDER.index(s[0]), -len(signatures[s]), signatures[s]))
-    shown = ordered[:_COLUMNS_MAX]
-    height = max((len(cells[s]) for s in shown), default=0)
+    cells = {
+        rank: [_filled(op, phrase(op)) for op in view.history[-_LAST_MAX:] if not (op.coalescing_id and not op.coalesced_members)]
+        for rank, view in sorted(job.world.views.items())
+    }
+    columns = _Columns(job, cells)
     rows = []
-    for back in range(height, 0, -1):
-        row = [cells[s][-back] if back <= len(cells[s]) else Cell("", state="overwritten") for s in shown]
+    for back in range(max(map(len, columns.cells), default=0), 0, -1):
+        row = [column[-back] if back <= len(column) else Cell("", state="overwritten") for column in columns.cells]
         rows.append(TableRow("last" if back == 1 else f"{back - 1} before", row))
-    rest = sum(len(signatures[s]) for s in ordered[_COLUMNS_MAX:])
-    left_out = f"{count(rest, 'rank')} that issued still other collectives {'is' if rest == 1 else 'are'} left out." if rest else ""
-    columns = [TableColumn(format_ranks(signatures[s]), s[0]) for s in shown]
-    return Table(
-        "In the order of issue",
-        "The last collectives of each rank on all of its groups, the newest at the bottom.",
-        columns,
-        rows,
-        left_out,
-    )
+    about = "The last collectives of each rank on all of its groups, the newest at the bottom."
+    return Table("In the order of issue", about, columns.heads, rows, columns.left_out)
