@@ -287,7 +287,7 @@ class TestBlobs:
     def test_without_what_was_asked_a_record_keeps_its_place(self) -> None:
         log = read_box(self.box(asked=1 << 40).bytes())
         assert [(got.op, got.sequence_number) for got in log.collectives] == [("unknown", 1)]
-        assert log.problems == ["1 of the last 1 records are known without what was asked, which was overwritten or is damaged"]
+        assert log.problems == ["1 of the last 1 records are without their arguments, which were overwritten or are damaged"]
 
     def test_without_it_a_send_cannot_be_told_from_a_receive(self) -> None:
         box = Box()
@@ -300,7 +300,7 @@ class TestBlobs:
     def test_without_its_stack(self) -> None:
         log = read_box(self.box(stack=1 << 40).bytes())
         assert log.collectives[0].stack == ()
-        assert log.problems == ["1 of the last 1 records are known without their stacks, which were overwritten or are damaged"]
+        assert log.problems == ["1 of the last 1 records are without their stacks, which were overwritten or are damaged"]
 
     def test_a_blob_of_another_kind(self) -> None:
         box = Box()
@@ -440,7 +440,7 @@ class TestRefused:
         box.data[30] ^= 1
         assert self.refused(box.bytes()) == "x.box has a damaged header: its checksum does not match."
         box.write_header(version=2)
-        assert "layout version 2, and this commlens reads version 1" in self.refused(box.bytes())
+        assert "layout version 2, but this commlens reads version 1" in self.refused(box.bytes())
 
     @pytest.mark.parametrize(
         "field",
@@ -452,7 +452,7 @@ class TestRefused:
             return  # legal, if odd
         box = busy_box()
         box.write_header(**{field: value})
-        assert "contradicts itself" in self.refused(box.bytes())
+        assert "contradict each other" in self.refused(box.bytes())
 
     def test_a_file_cut_short_gives_what_is_left(self) -> None:
         box = busy_box()

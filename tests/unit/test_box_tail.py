@@ -8,7 +8,7 @@ import pytest
 from boxes import Box, busy_box
 from live_boxes import Memory
 
-from commlens.blackbox.blobs import AskedJson
+from commlens.blackbox.blobs import ArgsJson
 from commlens.blackbox.reader import OpenBox
 from commlens.blackbox.tail import BoxTail, reduce_code
 
@@ -92,7 +92,7 @@ def test_a_number_that_a_thread_drew_and_has_not_written(box: Box, tail: BoxTail
 
 def test_blobs(box: Box, tail: BoxTail) -> None:
     short, long = box.asked(), box.text("x" * 5000)
-    assert isinstance(tail.decoded(short), AskedJson)
+    assert isinstance(tail.decoded(short), ArgsJson)
     assert len(tail.blob(long) or b"") > 5000
     assert tail.blob(0) is None
     assert tail.blob(short + 8) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from commlens.dumps import detect
 from commlens.formats.columns import STARTED
 from commlens.formats.torch_log import read_torch_log
-from commlens.formats.torch_log.lines import group_of, moment_of, progress_of, speaker_of, timeouts_of
+from commlens.formats.torch_log.lines import parse_group, parse_origin, parse_progress, parse_time, parse_timeout
 from commlens.model.ranklog import End
 
 CAUGHT = "Watchdog caught collective operation timeout: "
@@ -172,17 +172,17 @@ def test_text_that_speaks_of_something_else_says_nothing():
 
 
 def test_single_lines():
-    assert speaker_of("[default3]:[rank11]: text") == (11, 3, "text")
-    assert speaker_of("12: text") == (None, 12, "text")
-    assert speaker_of("no prefix") == (None, None, "no prefix")
-    assert group_of("[PG 0 (default_pg) Rank 3] x") == ("", "0", "default_pg", 3)
-    assert group_of("[PG ID 2 PG GUID 9 Rank 4] x") == ("9", "2", "", 4)
-    assert group_of("[Rank 4] x") is None
-    assert timeouts_of("WorkNCCL(SeqNum=1, OpType=BARRIER, Timeout(ms)=5)") == (1, "BARRIER", None, None, 5, -1, None)
-    assert progress_of("Timeout at NCCL work: 5, last enqueued NCCL work: 7, last completed NCCL work: 4.") == (5, 7, -1, 4)
-    assert progress_of("Last enqueued NCCL work: 7, last completed NCCL work: -1.") == (None, 7, -1, -1)
-    assert moment_of("E1206 18:44:12.715298746 x") % 1_000_000_000 == 715298746
-    assert moment_of("E9999 99:99:99.5") == 0
+    assert parse_origin("[default3]:[rank11]: text") == (11, 3, "text")
+    assert parse_origin("12: text") == (None, 12, "text")
+    assert parse_origin("no prefix") == (None, None, "no prefix")
+    assert parse_group("[PG 0 (default_pg) Rank 3] x") == ("", "0", "default_pg", 3)
+    assert parse_group("[PG ID 2 PG GUID 9 Rank 4] x") == ("9", "2", "", 4)
+    assert parse_group("[Rank 4] x") is None
+    assert parse_timeout("WorkNCCL(SeqNum=1, OpType=BARRIER, Timeout(ms)=5)") == (1, "BARRIER", None, None, 5, -1, None)
+    assert parse_progress("Timeout at NCCL work: 5, last enqueued NCCL work: 7, last completed NCCL work: 4.") == (5, 7, -1, 4)
+    assert parse_progress("Last enqueued NCCL work: 7, last completed NCCL work: -1.") == (None, 7, -1, -1)
+    assert parse_time("E1206 18:44:12.715298746 x") % 1_000_000_000 == 715298746
+    assert parse_time("E9999 99:99:99.5") == 0
 
 
 PARTS = [

@@ -255,7 +255,7 @@ def test_comm_debug_modes_json_is_read(tmp_path):
     out = trace.to_summary()
     assert not out.bytes_known and out.answer == "8 collectives, by CommDebugMode's count."
     assert out.by_mesh_dim == [] and out.coverage == "CommDebugMode's JSON has no self-check."
-    assert "bytes" not in render(out).split("This was CommDebugMode's JSON")[0]
+    assert "bytes" not in render(out).split("This trace is from CommDebugMode's JSON")[0]
 
 
 def test_a_damaged_one_gets_a_sentence(tmp_path):

@@ -1,4 +1,4 @@
-"""A black box's side table: groups, what was asked, stacks and texts, as JSON of fixed shapes."""
+"""The side table of a black box: groups, arguments, stacks and texts as JSON of fixed shapes."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class GroupJson(msgspec.Struct, frozen=True, tag_field="k", tag="group"):
     inc: _Natural = 0
 
 
-class AskedJson(msgspec.Struct, frozen=True, tag_field="k", tag="asked"):
-    """What was asked of a collective."""
+class ArgsJson(msgspec.Struct, frozen=True, tag_field="k", tag="asked"):
+    """The arguments of a collective."""
 
     op: str
     dop: str | None = None
@@ -67,20 +67,20 @@ class StackJson(msgspec.Struct, frozen=True, tag_field="k", tag="stack"):
 
 
 class ExceptionJson(msgspec.Struct, frozen=True, tag_field="k", tag="exception"):
-    """An exception and where it was raised."""
+    """An exception, and the stack where it was raised."""
 
     text: str
     f: tuple[FrameJson, ...] = ()
 
 
 class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
-    """A text: a label, an error."""
+    """A label or an error."""
 
     text: str
 
 
 class ThreadJson(msgspec.Struct, frozen=True):
-    """A thread and where it was."""
+    """A thread and its stack."""
 
     tid: _Natural = 0
     name: str = ""
@@ -94,15 +94,15 @@ class EvidenceJson(msgspec.Struct, frozen=True):
     threads: tuple[ThreadJson, ...] = ()
 
 
-BlobJson = GroupJson | AskedJson | StackJson | ExceptionJson | TextJson
-_Kind = TypeVar("_Kind", GroupJson, AskedJson, StackJson, ExceptionJson, TextJson)
+BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson
+_Kind = TypeVar("_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson)
 
 _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode
 decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode
 
 
 def decode_blob(payload: bytes) -> BlobJson | None:
-    """A blob's payload, checked; None where it is none of ours."""
+    """Decode and check a blob's payload; None if it is not a blob of this version."""
     try:
         blob: BlobJson = _decode_blob(payload)
     except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
@@ -110,8 +110,8 @@ def decode_blob(payload: bytes) -> BlobJson | None:
     return blob
 
 
-def asked_of(blob: AskedJson, reduce_code: int) -> CollectiveArgs:
-    """What was asked, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
+def decode_args(blob: ArgsJson, reduce_code: int) -> CollectiveArgs:
+    """Return the arguments, with the reduce op that the watchdog thread recorded later (code + 1; 0: none)."""
     return CollectiveArgs(
         op=blob.op,
         dispatcher_op=blob.dop or blob.op,
@@ -129,11 +129,11 @@ def _tensor(spec: TensorJson) -> TensorSpec:
     return TensorSpec(spec.shape, spec.dtype, spec.device, spec.layout, spec.order)
 
 
-def channel_of(blob: GroupJson, *, limit: int) -> Channel | None:
-    """The channel that a group blob describes, or None where it has no ranks.
+def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
+    """Return the channel of a group blob, or None if it has no ranks.
 
     Raises:
-        ValueError: its ranks are no set of ranks, or more than ``limit``.
+        ValueError: its ranks are not a set of ranks, or are more than ``limit``.
     """
     ranks = parse_ranks(blob.ranks, limit=limit)
     group = ProcessGroup(blob.name, ranks, blob.desc or "", blob.backend or "", blob.mesh_dim, blob.inc)
@@ -141,12 +141,12 @@ def channel_of(blob: GroupJson, *, limit: int) -> Channel | None:
 
 
 class SideTable:
-    """One copy of a side table.
+    """A copy of a side table.
 
     Args:
-        copy: its bytes; fewer than ``size`` when the file is cut off.
-        size: what it should have.
-        head: bytes ever written to it, as of no later than the copy.
+        copy: its bytes; fewer than ``size`` if the file is cut off.
+        size: its size in bytes.
+        head: bytes ever written to it, read no later than the copy.
     """
 
     def __init__(self, copy: bytes, size: int, head: int) -> None:
@@ -154,12 +154,12 @@ class SideTable:
         self._size = size
         self._head = head
         self._blobs: dict[int, BlobJson | None] = {}
-        # Blobs do not overlap, so an honest table has no more to check than its size; a hostile one could ask us to check
+        # Blobs do not overlap, so an intact table needs no more checking than its size. A hostile one could demand
         # 64 KiB for each of 65,000 records.
         self._budget = 2 * size
 
     def blob(self, position: int, kind: type[_Kind]) -> _Kind | None:
-        """The blob at a position, if it is alive, whole and of this kind."""
+        """Return the blob at a position if it is alive, intact and of this kind."""
         if position not in self._blobs:
             self._blobs[position] = self._fetch(position)
         found = self._blobs[position]
@@ -167,7 +167,7 @@ class SideTable:
 
     def _fetch(self, position: int) -> BlobJson | None:
         if position <= max(0, self._head - self._size) or (position - 1) % L.BLOB_ALIGN:
-            return None  # none, overwritten, or nonsense
+            return None  # none, overwritten or invalid
         at = (position - 1) % self._size
         if at + L.BLOB.size > len(self._copy):
             return None

@@ -1,4 +1,4 @@
-"""Copies a black box that may be written meanwhile, without taking a torn record for a good one."""
+"""Copy a black box while it may be written, without accepting torn records."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import msgspec
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX, Identity, read_identity
 
-_PAUSES_S: Final = (0.0, 0.0002, 0.001, 0.004)  # before a torn record is read again: its writer may have lost the CPU in mid-write
-# A slot of the ring: the announced part, its CRC-32, the gap, the life words.
+_PAUSES_S: Final = (0.0, 0.0002, 0.001, 0.004)  # before rereading a torn record: its writer may have been preempted in mid-write
+# A slot of the ring buffer: the announced part, its CRC-32, a gap, the life words.
 _SLOT: Final = struct.Struct(f"{L.RECORD.format}I{L.ENTERED - L.RECORD_CRC_AT - 4}x{(L.RECORD_SIZE - L.ENTERED) // 8}Q")
 
 
 class Parts(msgspec.Struct):
-    """One copy of a box, each part read after those that refer to it."""
+    """A copy of a box. Each part is read after the parts that refer to it."""
 
     identity: Identity
     header: bytes
-    slots: list[tuple[int, ...]]  # records that are whole, as _SLOT unpacks them
+    slots: list[tuple[int, ...]]  # intact records, as _SLOT unpacks them
     ring: bytes
     side: bytes
     side_head: int
@@ -35,14 +35,14 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
     """Copy a box.
 
     Args:
-        read: gives the bytes at (offset, length), fewer where the file ends.
-        size: of the file.
-        name: what to call it in errors.
-        live: whether reading again may give something else.
-        newest: check and take only so many of the newest records.
+        read: returns the bytes at (offset, length), fewer at the end of the file.
+        size: size of the file.
+        name: name of the file for errors.
+        live: whether the file may change, so that rereading can help.
+        newest: check and copy only this many of the newest records.
 
     Raises:
-        FormatError: the header is damaged, or of something else.
+        FormatError: the header is damaged, or not a black box's.
     """
     header = read(0, L.HEADER_SIZE)
     identity = read_identity(header, name)
@@ -61,11 +61,11 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
             at = (record[0] - 1) % identity.capacity * L.RECORD_SIZE
             patched[at : at + L.RECORD_SIZE] = again[at : at + L.RECORD_SIZE]
         ring = bytes(patched)
-    # After the ring, because a blob is written before the record that refers to it.
+    # After the ring buffer, because a blob is written before the record that refers to it.
     side = read(identity.side_at, identity.side_size)
     evidence = read(identity.evidence_at, 2 * identity.evidence_slot)
     for _ in _PAUSES_S if live else ():
-        # The heartbeat is two words: taken only when two looks agree, so that it never is one of each beat.
+        # The heartbeat is two words. Two equal reads prove that both are of one beat.
         again = read(0, L.HEADER_SIZE)
         if len(again) < L.HEADER_SIZE:
             break
@@ -78,7 +78,7 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
 
 
 def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[int]:
-    """The slots to look at."""
+    """Return the slots to check."""
     (issued,) = L.LIVE_WORD.unpack_from(header, L.NEXT_INDEX)
     if newest is None or newest >= capacity or issued <= newest:
         return range(capacity)
@@ -86,10 +86,10 @@ def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[i
 
 
 def whole_records(ring: bytes, numbers: range | list[int], capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Unpack the slots called for: the records that are whole and in their place, and the numbers of the slots that hold a torn one."""
+    """Return the intact records among these slots, and the numbers of the slots with a torn record."""
     whole: list[tuple[int, ...]] = []
     torn: list[int] = []
-    present = len(ring) // L.RECORD_SIZE  # fewer than the capacity when the file is cut off
+    present = len(ring) // L.RECORD_SIZE  # fewer than the capacity if the file is cut off
     crc32, view = zlib.crc32, memoryview(ring)
     blank = bytes(L.RECORD_CRC_AT + 4)
     every = list(_SLOT.iter_unpack(view[: present * L.RECORD_SIZE]))

@@ -1,4 +1,4 @@
-"""A black box's header: who wrote it, and its live words."""
+"""The header of a black box: the identity of its writer, and the live words."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from commlens.blackbox import layout as L
 from commlens.errors import FormatError
 
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
-"""No box is larger, in bytes; what claims to be is refused."""
+"""Largest box in bytes; a header that claims more is rejected."""
 WORLD_MAX: Final = 1 << 20
-"""No job has more ranks; a number beyond it is damage."""
+"""Most ranks of a job; a larger number means damage."""
 INT_MAX: Final = (1 << 63) - 1
-"""The largest integer that JSON encoders agree on."""
+"""Largest integer that all JSON encoders support."""
 
 _LIVE: Final = struct.Struct("<15Q")  # from HEARTBEAT_MONO to TIMEOUT_MS
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
-    """A box's identity and live words: enough to notice a stall without reading its records.
+    """The identity and live words of a box: enough to detect a stall without reading records.
 
-    Times ending in ``_mono_ns`` are CLOCK_MONOTONIC of the box's machine, to be compared with ``time.monotonic_ns()`` there;
-    0 when it has not happened. Blobs are positions: only whether they are 0 matters here.
+    Times ending in ``_mono_ns`` are CLOCK_MONOTONIC on the box's machine, comparable with ``time.monotonic_ns()`` there; 0 if it
+    has not happened. Blobs are positions; here it only matters whether they are 0.
     """
 
     job: str
     host: str
     boot_id: str
     pid_namespace: str
-    rank: int  # -1 when not known yet
-    world_size: int  # 0 when not known yet
+    rank: int  # -1 if not yet known
+    world_size: int  # 0 if not yet known
     local_rank: int | None
     restart: int
     pid: int
-    start_ticks: int  # start of the process in clock ticks since boot: pid and start together name one process
+    start_ticks: int  # start of the process in clock ticks since boot; with the pid it identifies the process
     script: str
     timeout_s: float
     capacity: int
@@ -48,9 +48,9 @@ class BoxStatus(msgspec.Struct, frozen=True):
     issued: int  # records announced so far
     phase: int  # one of layout.PHASE_*
     steps: int
-    oldest_index: int  # oldest record in flight as the rank's watchdog thread last saw; 0: none
+    oldest_index: int  # oldest record in flight, last seen by the rank's watchdog thread; 0: none
     oldest_mono_ns: int
-    lost: int  # records lost to an error of commlens
+    lost: int  # records lost because of an error in commlens
     evidence_number: int
     expecting: int  # blob
     exception: int  # blob
@@ -63,17 +63,17 @@ class BoxStatus(msgspec.Struct, frozen=True):
 
     @property
     def closed(self) -> bool:
-        """Whether the process said goodbye."""
+        """Whether the process ran its atexit handlers."""
         return self.phase in (L.PHASE_CLOSED, L.PHASE_CLOSED_BY_EXCEPTION)
 
     @property
     def closed_by_exception(self) -> bool:
-        """Whether it said goodbye after an uncaught exception or a non-zero ``sys.exit``."""
+        """Whether the process exited after an uncaught exception or a non-zero ``sys.exit``."""
         return self.phase == L.PHASE_CLOSED_BY_EXCEPTION
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """The static part of a header, checked."""
+    """The checked static part of a header."""
 
     raw: bytes
     capacity: int
@@ -97,7 +97,7 @@ def read_identity(header: bytes, name: str) -> Identity:
     """Check and unpack the static part.
 
     Raises:
-        FormatError: it is no black box of this version, or damaged.
+        FormatError: the file is not a black box of this version, or is damaged.
     """
     if not header:
         raise FormatError(f"{name} is empty.")
@@ -110,9 +110,9 @@ def read_identity(header: bytes, name: str) -> Identity:
     (_, version, header_size, record_size, capacity, side_at, side_size, evidence_at, evidence_slot, total_size, pid, rank, world_size,
      local_rank, start_ticks, created_mono_ns, created_ns, about_size, about_crc) = L.STATIC.unpack(raw)  # fmt: skip
     if version != L.VERSION:
-        # Another version may keep its checksum elsewhere, so this comes before it.
+        # Before the checksum, which another version may have elsewhere.
         raise FormatError(
-            f"{name} is a black box of layout version {version}, and this commlens reads version {L.VERSION}: "
+            f"{name} is a black box of layout version {version}, but this commlens reads version {L.VERSION}: "
             "read it with the commlens that wrote it, unless it is damaged."
         )
     if int.from_bytes(header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little") != zlib.crc32(raw):
@@ -130,7 +130,7 @@ def read_identity(header: bytes, name: str) -> Identity:
         and world_size <= WORLD_MAX
     )
     if not fits:
-        raise FormatError(f"{name} has a header that contradicts itself: its parts do not fit into one another.")
+        raise FormatError(f"{name} has a damaged header: its sizes and offsets contradict each other.")
     problems: list[str] = []
     about: dict[str, Any] = {}
     text = header[L.ABOUT_AT : L.ABOUT_AT + about_size]
@@ -147,13 +147,13 @@ def read_identity(header: bytes, name: str) -> Identity:
 
 
 def about_text(about: dict[str, Any], key: str) -> str:
-    """A text of the JSON about the process; empty where it has none."""
+    """Return a text from the JSON about the process; "" if missing."""
     value = about.get(key, "")
     return value if isinstance(value, str) else str(value) if isinstance(value, int) else ""
 
 
 def about_number(about: dict[str, Any], key: str) -> float:
-    """A number of it that is not negative; 0 where it has none."""
+    """Return a non-negative number from the JSON about the process; 0 if missing."""
     value = about.get(key, 0)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= INT_MAX else 0
 

@@ -1,4 +1,4 @@
-"""Where black boxes live: ``<root>/commlens-<uid>/<job>/rank<r>.<pid>.box``. Standard library only."""
+"""The folders of black boxes: ``<root>/commlens-<uid>/<job>/rank<r>.<pid>.box``. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(SUFFIX)}")
 
 
 def memory_backed(path: Path) -> bool:
-    """Whether ``path`` lies on a file system that is memory (a disk-backed map can stall the job in page faults)."""
+    """Return whether ``path`` is on a memory file system (a disk-backed map can stall the job in page faults)."""
     best, kind = "", ""
     try:
         real = str(path.resolve())
@@ -30,10 +30,10 @@ def memory_backed(path: Path) -> bool:
 
 
 def box_roots(box_dir: str | None) -> list[Path]:
-    """Candidate folders for black boxes, best first.
+    """Return candidate folders for black boxes, the best first.
 
     Args:
-        box_dir: the setting; when given it is the only candidate, and it may be on a disk: that is the user's choice.
+        box_dir: the setting. If given, it is the only candidate, even on a disk: that is the user's choice.
     """
     if box_dir:
         return [Path(box_dir)]
@@ -42,12 +42,12 @@ def box_roots(box_dir: str | None) -> list[Path]:
 
 
 def user_folder(root: Path) -> Path:
-    """This user's folder below a root."""
+    """Return this user's folder below a root."""
     return root / f"commlens-{os.getuid()}"
 
 
 def live_jobs(box_dir: str | None) -> list[Path]:
-    """Folders of jobs that have black boxes here, oldest first."""
+    """Return the folders of jobs with black boxes on this machine, oldest first."""
     jobs: list[Path] = []
     for root in box_roots(box_dir):
         try:
@@ -65,7 +65,7 @@ def _modified(path: Path) -> float:
 
 
 def boxes(job_dir: Path) -> list[Path]:
-    """The black boxes in a job's folder, by rank and pid."""
+    """Return the black boxes in a job's folder, by rank and pid."""
     try:
         found = [(match, path) for path in job_dir.iterdir() if (match := _BOX_NAME.fullmatch(path.name))]
     except OSError:
@@ -74,27 +74,27 @@ def boxes(job_dir: Path) -> list[Path]:
 
 
 def box_name(rank: int, pid: int) -> str:
-    """File name of a rank's box."""
+    """Return the file name of a rank's box."""
     return f"rank{rank}.{pid}{SUFFIX}"
 
 
 def box_pid(path: Path) -> int:
-    """The pid in a box's file name; 0 for another name."""
+    """Return the pid in a box's file name; 0 for any other name."""
     match = _BOX_NAME.fullmatch(path.name)
     return int(match[2]) if match else 0
 
 
 def safe_name(text: str, limit: int = 80) -> str:
-    """``text`` as one harmless path component."""
+    """Return ``text`` as one safe path component."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._")[:limit]
     return cleaned or "job"
 
 
 def job_identity(environ: Mapping[str, str]) -> str:
-    """A name that all ranks of one job on this node agree on, and no other job has.
+    """Return a job id that is equal on all ranks of a job on this node and unique to the job.
 
-    The launcher sets ``COMMLENS_JOB``. Otherwise it comes from what schedulers and launchers give every rank alike; ranks
-    that only share a parent (``mp.spawn``, a shell script) are told by it.
+    The launcher sets ``COMMLENS_JOB``. Otherwise the id is derived from the variables that schedulers and launchers set alike for
+    every rank, or from the parent process (``mp.spawn``, a shell script).
     """
     if environ.get("COMMLENS_JOB"):
         return safe_name(environ["COMMLENS_JOB"])
@@ -110,17 +110,17 @@ def job_identity(environ: Mapping[str, str]) -> str:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 when it does not exist."""
+    """Return when a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 if it does not exist."""
     return _stat_number(pid, 22)
 
 
 def parent_of(pid: int) -> int:
-    """The parent's pid (field 4); 0 when it cannot be read."""
+    """Return the parent's pid (field 4); 0 if unreadable."""
     return _stat_number(pid, 4)
 
 
 def _stat_number(pid: int, field: int) -> int:
-    """A field of ``/proc/PID/stat``, counted from 1 as proc(5) does; the second may itself hold blanks and brackets."""
+    """Return a field of ``/proc/PID/stat``, numbered from 1 as in proc(5); field 2 may contain spaces and parentheses."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return int(text.rsplit(")", 1)[1].split()[field - 3])

@@ -1,10 +1,10 @@
-"""The black box's layout, version 1: one place for its writer (capture) and its readers. docs/protocol.md explains it.
+"""Layout of the black box, version 1, for its writer and readers. docs/protocol.md explains it.
 
-Standard library only, because it is imported into the training process. All numbers are little-endian.
+Standard library only, because the training process imports it. All numbers are little-endian.
 
     header    4096 bytes   static part (checksummed), live words, a JSON text about the process
-    ring      capacity records of RECORD_SIZE bytes
-    side      append-only ring of blobs: groups, what was asked, stacks, texts
+    ring      ring buffer: capacity records of RECORD_SIZE bytes
+    side      ring buffer of blobs: groups, arguments, stacks, texts
     evidence  two slots, written in turn: the threads' stacks, taken by the process's own watchdog thread
 """
 
@@ -21,7 +21,7 @@ SUFFIX: Final = ".box"
 
 # --- header: static part -----------------------------------------------------------------------------------------
 # magic, version, header size, record size, capacity, side offset, side size, evidence offset, evidence slot size,
-# total size, pid, rank, world size, local rank (-1: not known), start time of the process in clock ticks,
+# total size, pid, rank, world size, local rank (-1: unknown), start time of the process in clock ticks,
 # CLOCK_MONOTONIC at creation, Unix time at creation, length of the JSON text, CRC-32 of that text
 STATIC: Final = struct.Struct("<8sIIIIQQQQQIiIiQQQII")
 STATIC_CRC_AT: Final = STATIC.size  # u32: CRC-32 of the static part
@@ -35,21 +35,21 @@ NEXT_INDEX: Final = 272  # records announced so far
 SIDE_HEAD: Final = 280  # bytes ever written to the side table
 PHASE: Final = 288  # one of PHASE_*
 STEPS: Final = 296  # optimizer steps completed
-OLDEST_INDEX: Final = 304  # oldest record in flight, as the watchdog thread last saw; 0: none
+OLDEST_INDEX: Final = 304  # oldest record in flight, last seen by the watchdog thread; 0: none
 OLDEST_SINCE: Final = 312  # its announcement, CLOCK_MONOTONIC ns
-LOST: Final = 320  # records not written because of an error of ours
+LOST: Final = 320  # records lost because of an error in commlens
 EVIDENCE_SEQ: Final = 328  # evidence writes so far; number n is in slot n % 2
 EXPECTING: Final = 336  # blob {"k": "text"}: label of an open expect_slow, else 0
 EXCEPTION: Final = 344  # blob {"k": "exception"}: the uncaught exception, else 0
-MAIN_STACK_SINCE: Final = 352  # since when the main thread's stack has not changed, CLOCK_MONOTONIC ns; 0: not known
-RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, when learnt after creation; else 0
-TIMEOUT_MS: Final = 368  # of the default process group; 0: not known
+MAIN_STACK_SINCE: Final = 352  # last change of the main thread's stack, CLOCK_MONOTONIC ns; 0: unknown
+RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, if learned after creation; else 0
+TIMEOUT_MS: Final = 368  # of the default process group; 0: unknown
 LIVE_WORD: Final = struct.Struct("<Q")
 
 PHASE_CREATED: Final = 0  # inside init_process_group
 PHASE_INITIALISED: Final = 1
-PHASE_CLOSED: Final = 2  # said goodbye
-PHASE_CLOSED_BY_EXCEPTION: Final = 3  # said goodbye after an uncaught exception
+PHASE_CLOSED: Final = 2  # atexit handlers ran
+PHASE_CLOSED_BY_EXCEPTION: Final = 3  # atexit handlers ran after an uncaught exception
 
 # --- records -----------------------------------------------------------------------------------------------------
 RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")  # the fields of Record
@@ -98,7 +98,7 @@ FAILURE: Final = 168  # blob {"k": "text"} position << 16 | tag
 REDUCE_OP: Final = 176  # (code + 1) << 16 | tag; codes index REDUCE_OPS
 DURATION: Final = 184  # ticks << 16 | tag: on the device, with timing
 TAG_MASK: Final = 0xFFFF
-CAPACITY_MAX: Final = 65_000  # below 2**16, so that tags tell a slot's records apart
+CAPACITY_MAX: Final = 65_000  # below 2**16, so that tags distinguish the records of a slot
 
 OUTCOME_NONE: Final = 0
 OUTCOME_COMPLETED: Final = 1
@@ -117,7 +117,7 @@ REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR
 
 
 def reduce_op_of(stored: int) -> str | None:
-    """The name of a reduce op as it is stored: its code + 1. None for 0, and for codes that nobody knows."""
+    """Return the name of a reduce op from its stored code + 1; None for 0 and unknown codes."""
     return REDUCE_OPS[stored - 1] if 0 < stored <= len(REDUCE_OPS) else None
 
 
@@ -125,8 +125,8 @@ def reduce_op_of(stored: int) -> str | None:
 BLOB: Final = struct.Struct("<IIQ")  # payload length, CRC-32 of (position, payload), position
 BLOB_ALIGN: Final = 8
 BLOB_MAX: Final = 64 * 1024
-# A position is the value of SIDE_HEAD at which the blob starts; it lies at side offset + (position - 1) % side size.
-# Positions start at 1, 0 means none. A blob never wraps: where it would, the writer skips to the table's start.
+# A position is SIDE_HEAD at the start of the blob, plus 1; the blob is at side offset + (position - 1) % side size.
+# Positions start at 1, 0 means none. A blob never wraps: the writer skips to the table's start instead.
 # A blob is alive while position > SIDE_HEAD - side size.
 
 # --- evidence ----------------------------------------------------------------------------------------------------
@@ -135,16 +135,16 @@ EVIDENCE_SLOT: Final = 128 * 1024
 
 
 def side_size(capacity: int) -> int:
-    """Bytes of the side table for a ring of ``capacity`` records."""
+    """Return the bytes of the side table for ``capacity`` records."""
     return (512 * 1024 + capacity * 512 + 4095) // 4096 * 4096
 
 
 def box_size(capacity: int) -> int:
-    """Bytes of a whole box. 2000 records: 2.2 MB."""
+    """Return the bytes of a whole box. 2000 records take 2.2 MB."""
     ring = (capacity * RECORD_SIZE + 4095) // 4096 * 4096
     return HEADER_SIZE + ring + side_size(capacity) + 2 * EVIDENCE_SLOT
 
 
 def blob_crc(position: int, payload: bytes) -> int:
-    """Checksum of a blob: its position is part of it, so that an old blob at the same place is not taken for it."""
+    """Return the checksum of a blob. It covers the position, so that an older blob at the same place is not mistaken for it."""
     return zlib.crc32(payload, position & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""Turns one copy of a black box into a RankLog."""
+"""Decode a copy of a black box into a RankLog."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Final
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.blobs import (
-    AskedJson,
+    ArgsJson,
     ExceptionJson,
     FrameJson,
     GroupJson,
@@ -16,8 +16,8 @@ from commlens.blackbox.blobs import (
     StackJson,
     TextJson,
     ThreadJson,
-    asked_of,
-    channel_of,
+    decode_args,
+    decode_channel,
     decode_evidence,
 )
 from commlens.blackbox.copy import Parts
@@ -35,10 +35,10 @@ from commlens.model.collective import (
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog, ThreadStack
 
-_RANKS_MAX: Final = 500_000  # ranks spelled out over all groups of a box: the text "0-99999999" is cheap, its tuple is not
+_RANKS_MAX: Final = 500_000  # over all groups of a box: the text "0-99999999" is cheap, its tuple is not
 _TICKS_MASK: Final = (1 << 48) - 1
-_CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # by how much a wall clock is set while a job runs, at most
-_TEXT_MAX: Final = 4000  # characters of an exception's text that are kept
+_CLOCK_SET_MAX_NS: Final = 86_400 * 10**9  # largest adjustment of a wall clock while a job runs
+_TEXT_MAX: Final = 4000  # characters of an exception
 
 _HOW: Final = (
     LearnedHow.NOT_YET,
@@ -56,7 +56,7 @@ _OUTCOME_STATES: Final = {
 
 
 class BoxReader:
-    """Turns one copy of a box into a RankLog. Everything that several records share is decoded once."""
+    """Decodes a copy of a box. Values that records share are decoded once."""
 
     def __init__(self, parts: Parts, name: str, captured_ns: int | None) -> None:
         self.parts = parts
@@ -69,8 +69,8 @@ class BoxReader:
         self.ranks_left = _RANKS_MAX
         self.channels: dict[int, Channel | None] = {}
         self.same_channel: dict[Channel, Channel] = {}
-        self.asked: dict[tuple[int, int], CollectiveArgs | None] = {}
-        self.same_asked: dict[CollectiveArgs, CollectiveArgs] = {}
+        self.args_by_blob: dict[tuple[int, int], CollectiveArgs | None] = {}
+        self.same_args: dict[CollectiveArgs, CollectiveArgs] = {}
         self.stacks: dict[int, Stack | None] = {}
         self.same_stack: dict[Stack, Stack] = {}
         self.files: dict[str, FrameKind] = {}
@@ -80,53 +80,54 @@ class BoxReader:
     # --- times
 
     def _monotonic_to_unix(self) -> int:
-        """What to add to CLOCK_MONOTONIC. The latest pair counts: the wall clock may have been set since the creation.
+        """Return the offset from CLOCK_MONOTONIC to Unix time.
 
-        One offset serves the whole box, so that no span within it is ever stretched.
+        It is from the latest heartbeat, since the wall clock may have been set after creation. One offset serves the whole box, so
+        that durations stay correct.
         """
         status = self.status
         created = status.created_ns - status.created_mono_ns
         latest = status.heartbeat_ns - status.heartbeat_mono_ns
-        # Live words have no checksum: one that is days off is damaged.
+        # Live words have no checksum; one that is days off is damaged.
         return latest if status.heartbeat_mono_ns >= status.created_mono_ns and abs(latest - created) < _CLOCK_SET_MAX_NS else created
 
     def unix(self, monotonic_ns: int) -> int:
-        """CLOCK_MONOTONIC ns as Unix ns; 0 stays 0."""
+        """Convert CLOCK_MONOTONIC ns to Unix ns; 0 stays 0."""
         return min(max(monotonic_ns + self.shift, 1), INT_MAX) if monotonic_ns else 0
 
-    # --- what records share
+    # --- values that records share
 
     def channel(self, position: int) -> Channel | None:
-        """The channel that a group blob describes."""
+        """Return the channel of a group blob."""
         if position not in self.channels:
             blob = self.side.blob(position, GroupJson)
             channel = None
             if blob is not None:
                 try:
-                    channel = channel_of(blob, limit=self.ranks_left)
+                    channel = decode_channel(blob, limit=self.ranks_left)
                 except ValueError:
-                    self.ranks_left //= 2  # trying has cost time, too
+                    self.ranks_left //= 2  # a failed attempt costs time, too
                 if channel is not None:
                     self.ranks_left -= len(channel.group.ranks)
                     channel = self.same_channel.setdefault(channel, channel)
             self.channels[position] = channel
         return self.channels[position]
 
-    def what_was_asked(self, position: int, reduce_code: int) -> CollectiveArgs | None:
-        """An asked blob, with the reduce op that the watchdog thread filled in later (code + 1; 0: none)."""
+    def args(self, position: int, reduce_code: int) -> CollectiveArgs | None:
+        """Return the arguments in a blob, with the reduce op that the watchdog thread recorded later (code + 1; 0: none)."""
         reduce_code = reduce_code if reduce_code <= len(L.REDUCE_OPS) else 0
         key = (position, reduce_code)
-        if key not in self.asked:
-            blob = self.side.blob(position, AskedJson)
-            asked = None
+        if key not in self.args_by_blob:
+            blob = self.side.blob(position, ArgsJson)
+            args = None
             if blob is not None:
-                asked = asked_of(blob, reduce_code)
-                asked = self.same_asked.setdefault(asked, asked)
-            self.asked[key] = asked
-        return self.asked[key]
+                args = decode_args(blob, reduce_code)
+                args = self.same_args.setdefault(args, args)
+            self.args_by_blob[key] = args
+        return self.args_by_blob[key]
 
     def stack(self, position: int) -> Stack | None:
-        """A stack blob's frames."""
+        """Return the frames of a stack blob."""
         if position not in self.stacks:
             blob = self.side.blob(position, StackJson)
             stack = self.frames(blob.f) if blob is not None else None
@@ -134,18 +135,18 @@ class BoxReader:
         return self.stacks[position]
 
     def text(self, position: int) -> str | None:
-        """A text blob's text, or an exception's."""
+        """Return the text of a text or exception blob."""
         blob = self.side.blob(position, TextJson) or self.side.blob(position, ExceptionJson)
         return blob.text if blob is not None else None
 
     # --- frames
 
     def frames(self, found: tuple[FrameJson, ...]) -> Stack:
-        """Frames with their kinds."""
+        """Return frames with their kinds."""
         return tuple(Frame(f.file, max(f.line or 0, 0), f.function, FrameKind.NATIVE if f.native else self.kind_of(f.file)) for f in found)
 
     def kind_of(self, file: str) -> FrameKind:
-        """Whose code a file is; asked once for each file."""
+        """Return the kind of a file, cached."""
         kind = self.files.get(file)
         if kind is None:
             kind = self.files[file] = frame_kind(file, self.prefixes)
@@ -154,7 +155,7 @@ class BoxReader:
     # --- the log
 
     def log(self, newest: int | None = None) -> RankLog:
-        """Everything in the box, or of its records only the ``newest``."""
+        """Decode the whole box, or only its ``newest`` records."""
         status, about = self.status, self.identity.about
         collectives = self._collectives(newest)
         stacks, stacks_ns = self._evidence()
@@ -171,7 +172,7 @@ class BoxReader:
         if status.lost:
             self.problems.append(f"{status.lost} collectives were not recorded because of an error inside commlens")
         if status.phase > L.PHASE_CLOSED_BY_EXCEPTION:
-            self.problems.append("the word that says how far the process came is damaged")
+            self.problems.append("the word with the phase of the process is damaged")
         if self.parts.size < self.identity.total_size:
             self.problems.insert(0, f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are left")
         return RankLog(
@@ -214,7 +215,7 @@ class BoxReader:
         return line[:_TEXT_MAX], self.frames(blob.f)
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
-        """The newest whole evidence slot. The other one may be in the middle of being written."""
+        """Return the newest intact evidence slot. The other one may be in the middle of a write."""
         slot_size = self.identity.evidence_slot
         best: tuple[int, int, memoryview] | None = None
         for number in (0, 1):
@@ -247,11 +248,11 @@ class BoxReader:
         if newest and self.issued > newest + capacity:
             self.problems.append("the count of collectives is damaged")
             self.issued = newest
-        # While the ring was copied the writer went on: what it overwrote meanwhile is older than the box.
+        # The writer continued during the copy: drop records that the ring buffer no longer holds.
         oldest = newest - capacity
         held = {record[0]: record for record in self.parts.slots if record[0] > oldest}
         result: list[Collective] = []
-        lost_channels = lost_asked = lost_stacks = 0
+        lost_channels = lost_args = lost_stacks = 0
         for index in sorted(held)[-(at_most or len(held) or 1) :]:
             record = held[index]
             channel = self.channel(record[2])
@@ -262,24 +263,24 @@ class BoxReader:
             if collective is None:
                 lost_channels += 1
                 continue
-            lost_asked += collective.args.dispatcher_op == "unknown"
+            lost_args += collective.args.dispatcher_op == "unknown"
             lost_stacks += record[4] != 0 and self.stack(record[4]) is None
             result.append(collective)
         if at_most is not None:
-            return result  # what was left out on purpose is no problem
+            return result  # skipped on purpose
         unreadable = min(self.issued, capacity) - sum(index > self.issued - capacity for index in held)
         self._count(unreadable, "torn or damaged and left out")
         self._count(lost_channels, "left out because their group was overwritten or is damaged")
-        self._count(lost_asked, "known without what was asked, which was overwritten or is damaged")
-        self._count(lost_stacks, "known without their stacks, which were overwritten or are damaged")
+        self._count(lost_args, "without their arguments, which were overwritten or are damaged")
+        self._count(lost_stacks, "without their stacks, which were overwritten or are damaged")
         return result
 
-    def _count(self, count: int, what: str) -> None:
+    def _count(self, count: int, problem: str) -> None:
         if count > 0:
-            self.problems.append(f"{count} of the last {min(self.issued, self.identity.capacity)} records are {what}")
+            self.problems.append(f"{count} of the last {min(self.issued, self.identity.capacity)} records are {problem}")
 
     def _collective(self, record: tuple[int, ...], channel: Channel) -> Collective | None:
-        (index, announced, _group, asked_at, stack_at, module_at, sequence_number, step, coalescing_id, tag, thread, flags, peer, members,
+        (index, announced, _group, args_at, stack_at, module_at, sequence_number, step, coalescing_id, tag, thread, flags, peer, members,
          _crc, entered, returned, wait_began, wait_ended, done, outcome, failure, reduce_op, duration) = record  # fmt: skip
         own = index & L.TAG_MASK
         ticks = (announced - self.identity.created_mono_ns) // L.TICK_NS
@@ -289,20 +290,20 @@ class BoxReader:
             if word & L.TAG_MASK != own or not word >> 16:
                 return 0
             passed = ((word >> 16) - ticks) & _TICKS_MASK
-            # Before the announcement: left by an older record whose index ends in the same 16 bits.
+            # Before the announcement: written for an older record whose index ends in the same 16 bits.
             return 0 if passed >> 47 else min(announced_ns + passed * L.TICK_NS, INT_MAX)
 
         def value(word: int) -> int:
             return word >> 16 if word & L.TAG_MASK == own else 0
 
-        asked = self.what_was_asked(asked_at, value(reduce_op))
-        if asked is None:
+        args = self.args(args_at, value(reduce_op))
+        if args is None:
             if flags & L.FLAG_ANY_SOURCE:
-                asked = CollectiveArgs("recv", "unknown")
+                args = CollectiveArgs("recv", "unknown")
             elif peer >= 0:
-                return None  # a send or a receive: its sequence number means nothing without the direction
+                return None  # a send or a receive, whose sequence number means nothing without the direction
             else:
-                asked = CollectiveArgs("unknown", "unknown")
+                args = CollectiveArgs("unknown", "unknown")
         entered_ns = announced_ns if flags & L.FLAG_ENTERED else moment(entered)
         ended = value(outcome)
         result, how = (ended >> 8) & 0xFF, ended & 0xFF
@@ -319,7 +320,7 @@ class BoxReader:
             index=index,
             channel=channel,
             sequence_number=min(sequence_number, INT_MAX),
-            args=asked,
+            args=args,
             state=state,
             announced_ns=announced_ns,
             entered_ns=entered_ns,

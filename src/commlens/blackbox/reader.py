@@ -1,11 +1,10 @@
-"""Reads black boxes: those that a process is writing right now, and copies of them in a dump.
+"""Read black boxes, live ones and copies in dumps, as docs/protocol.md describes.
 
-docs/protocol.md, "Reading it", is what this module keeps to. The writer takes no lock, may be killed between any two
-instructions, and the file may come from anywhere, so nothing in it is believed before it has been checked, and no
-damage costs more than bounded time and memory.
+The writer takes no lock and may be killed between any two instructions, and the file may come from anywhere. So the reader checks
+everything before use, and damage costs only bounded time and memory.
 
-Boxes are read with ``pread``, not through a map: a file that is cut short under a map kills its reader with SIGBUS, and
-a checked copy cannot change between the check and the use. A poll copies 4 KiB, a whole box of 2000 records 2.2 MB.
+Boxes are read with ``pread``, not mapped: truncating a mapped file kills its reader with SIGBUS, and a checked copy cannot change
+between check and use. A poll copies 4 KiB, a whole box of 2000 records 2.2 MB.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ __all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read
 
 
 def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the black box") -> BoxStatus:
-    """Read a box's header: who wrote it, and its live words.
+    """Read the identity and live words in a box's header.
 
     Args:
-        buffer: the file's first 4096 bytes, or more of it.
-        name: what to call the file in an error.
+        buffer: at least the file's first 4096 bytes.
+        name: name of the file for errors.
 
     Raises:
-        FormatError: it is no black box of this version, or its header is damaged.
+        FormatError: the file is not a black box of this version, or its header is damaged.
     """
     header = bytes(buffer[: L.HEADER_SIZE])
     return read_live(header, read_identity(header, name))
@@ -45,15 +44,15 @@ def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the blac
 def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None) -> RankLog:
     """Read a whole black box, live or copied.
 
-    What is damaged or was overwritten meanwhile is left out and said in ``RankLog.problems``.
+    Damaged and overwritten records are skipped and reported in ``RankLog.problems``.
 
     Args:
-        source: the file, or its contents.
-        name: what to call it in errors and in ``RankLog.source``; by default its path.
-        captured_ns: Unix ns of the moment that the box shows; by default now, which is right for a live one.
+        source: the file, or its content.
+        name: name for errors and ``RankLog.source``; by default the path.
+        captured_ns: Unix ns of the copy; by default now, for a live box.
 
     Raises:
-        FormatError: it cannot be opened, is no black box of this version, or its header is damaged.
+        FormatError: the file cannot be opened, is not a black box of this version, or its header is damaged.
     """
     if isinstance(source, Path):
         with OpenBox(source, name=name) as box:
@@ -65,12 +64,11 @@ def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int 
 class OpenBox:
     """A black box kept open for polling.
 
-    The descriptor holds the file: a box that is deleted or replaced under it stays readable, one that is cut short gives a
-    :class:`FormatError` or a partial log.
+    The descriptor keeps a deleted or replaced box readable. A truncated box gives a :class:`FormatError` or a partial log.
 
     Args:
         path: the file. Only regular files are opened, so that a named pipe cannot block the reader.
-        name: what to call it in errors; by default its path.
+        name: name for errors; by default the path.
 
     Raises:
         FormatError: the file cannot be opened.
@@ -84,7 +82,7 @@ class OpenBox:
         self._descriptor = open_regular(path, self.name)
 
     def status(self) -> BoxStatus:
-        """The identity and the live words, from one read of 4 KiB."""
+        """Read the identity and the live words: 4 KiB."""
         header = self.read(0, L.HEADER_SIZE)
         if self._identity is None or len(header) < L.HEADER_SIZE or header[: L.STATIC.size] != self._identity.raw:
             self._identity = read_identity(header, self.name)
@@ -92,17 +90,17 @@ class OpenBox:
 
     @property
     def identity(self) -> Identity:
-        """The static part of the header, checked."""
+        """The checked static part of the header."""
         if self._identity is None:
             self._identity = read_identity(self.read(0, L.HEADER_SIZE), self.name)
         return self._identity
 
     def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
-        """Everything in the box as of now, or of its records only the ``newest``, which is much cheaper."""
+        """Read the whole box, or only its ``newest`` records, which is much cheaper."""
         return BoxReader(self._parts(newest), self.name, captured_ns).log(newest)
 
     def copy(self) -> bytes:
-        """The box as a dump holds it: verbatim, but with records that were torn while it was copied read again."""
+        """Return a verbatim copy for a dump, with torn records read again."""
         parts = self._parts()
         identity = parts.identity
         image = bytearray(self.read(0, identity.total_size))
@@ -122,7 +120,7 @@ class OpenBox:
         return lambda file: frame_kind(file, prefixes)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -144,7 +142,7 @@ class OpenBox:
         return read_parts(self.read, size, self.name, live=True, newest=newest)
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes there as of now, fewer where the file ends."""
+        """Read bytes from the file, fewer at its end."""
         pieces: list[bytes] = []
         try:
             while length > 0:
@@ -163,12 +161,12 @@ def open_regular(path: Path, name: str) -> int:
     """Open a regular file for reading and return its descriptor.
 
     Raises:
-        FormatError: it does not exist, may not be read, or is not a regular file (which is then not even opened).
+        FormatError: the file does not exist, is not readable, or is not a regular file (and then is not opened).
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise FormatError(f"{name} is not a regular file.")
-        # Between the two calls it may have become a named pipe: O_NONBLOCK keeps the open from waiting for a writer.
+        # The file may be replaced by a named pipe between the two calls: O_NONBLOCK keeps the open from blocking.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         raise FormatError(f"{name} could not be opened: {reason(error)}.") from error
@@ -179,6 +177,6 @@ def open_regular(path: Path, name: str) -> int:
 
 
 def reason(error: BaseException) -> str:
-    """An OSError's text as the end of a sentence: ``"permission denied"``."""
+    """Return an error's text as the end of a sentence: ``"permission denied"``."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return text[:1].lower() + text[1:] if text else type(error).__name__

@@ -1,6 +1,6 @@
-"""Follows a live black box: the records that are new, and the few blobs that they name. Never the whole box.
+"""Follow a live black box: read only new records and the blobs that they refer to.
 
-A poll that finds nothing new is one read of 32 bytes.
+A poll without new records reads 32 bytes.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from commlens.blackbox.reader import OpenBox
 from commlens.errors import FormatError
 
 _LIVE: Final = struct.Struct("<4Q")  # heartbeat, Unix heartbeat, records announced, bytes written to the side table
-# Of a slot only what a comparison needs; announcement, module, thread and the life words but one are passed over.
+# The fields of a slot that a comparison needs; announcement, module, thread and all life words but one are skipped.
 _SLOT: Final = struct.Struct(f"<Q8xQQQ8xQQQq4xIiII{L.REDUCE_OP - L.RECORD_CRC_AT - 4}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
 _REDUCE_WORD: Final = struct.Struct(f"<{L.REDUCE_OP}xQ{L.RECORD_SIZE - L.REDUCE_OP - 8}x")
-_LATE_LOOKS: Final = 20  # at a record that is announced and not whole: its writer may have lost the CPU, or died, in mid-write
+_LATE_READS: Final = 20  # reads of an announced but torn record: its writer may have been preempted, or died, in mid-write
 _BLOB_GUESS: Final = 768  # most blobs are shorter: one read
 
 
 Raw = tuple[int, ...]
-"""One new record: index, positions of the group's, the ask's and the stack's blobs, sequence number, step, coalescing id, tag, flags,
-peer, members, CRC, and the reduce op's life word as it is (see :func:`reduce_code`)."""
+"""One new record: index, positions of the blobs of group, arguments and stack, sequence number, step, coalescing id, tag, flags, peer,
+members, CRC, and the raw life word of the reduce op (see :func:`reduce_code`)."""
 
 
 def reduce_code(word: int, index: int) -> int:
-    """The reduce op's code + 1 in a record's life word; 0 where it is not there yet."""
+    """Return the reduce op's code + 1 in a record's life word; 0 if not yet written."""
     code = word >> 16
     return code if word & L.TAG_MASK == index & L.TAG_MASK and code <= len(L.REDUCE_OPS) else 0
 
 
 class BoxTail:
-    """The records of one box as they appear, each of them once.
+    """The new records of a box, each returned once.
 
     Args:
-        box: kept open by its owner.
-        first: the first record wanted.
+        box: stays open; its owner closes it.
+        first: index of the first record to return.
     """
 
     def __init__(self, box: OpenBox, first: int = 1) -> None:
@@ -47,13 +47,13 @@ class BoxTail:
         self.capacity = identity.capacity
         self._side_at, self._side_size = identity.side_at, identity.side_size
         self.next = first
-        self.missed = 0  # records that were overwritten before they were read, passed over, or never whole
+        self.missed = 0  # records that were overwritten before they were read, skipped, or torn for good
         self.heartbeat = 0  # of the rank's watchdog thread, CLOCK_MONOTONIC ns, as of the last poll
         self.issued = 0
-        self._late: dict[int, int] = {}  # index to how often it was looked at
+        self._late: dict[int, int] = {}  # index of a torn record: number of reads so far
 
     def poll(self, at_most: int) -> list[Raw]:
-        """What is new, oldest first but for records that were late. Of more than ``at_most`` only the newest are read.
+        """Return new records, oldest first except for late ones. Of more than ``at_most``, only the newest are read.
 
         Raises:
             FormatError: the file cannot be read.
@@ -62,7 +62,7 @@ class BoxTail:
         if len(live) < _LIVE.size:
             raise FormatError(f"{self._box.name} was cut off while it was read.")
         self.heartbeat, _, self.issued, _ = _LIVE.unpack(live)
-        found = self._look_again() if self._late else []
+        found = self._reread_late() if self._late else []
         if self.issued < self.next:
             return found
         first = max(self.next, self.issued - min(self.capacity, at_most) + 1)
@@ -72,7 +72,7 @@ class BoxTail:
         return found
 
     def was_never_issued(self, index: int) -> bool:
-        """Whether a record's op failed before the backend had it, so that a later one may have its number."""
+        """Return whether an op failed before it reached the backend, so that a later op may have its sequence number."""
         slot = self._slots(index, index)
         if len(slot) < L.RECORD_SIZE or int.from_bytes(slot[:8], "little") != index:
             return False
@@ -81,11 +81,11 @@ class BoxTail:
         return outcome & L.TAG_MASK == own and outcome >> 24 & 0xFF == L.OUTCOME_FAILED and returned & L.TAG_MASK != own
 
     def reduce_words(self, first: int, last: int) -> list[int]:
-        """The reduce op's life word of the records ``first`` to ``last``, for :func:`reduce_code`."""
+        """Return the reduce op's life words of the records ``first`` to ``last``, for :func:`reduce_code`."""
         return [word for (word,) in _REDUCE_WORD.iter_unpack(self._slots(first, last))]
 
     def blob(self, position: int) -> bytes | None:
-        """A blob's payload, if it is alive and whole."""
+        """Return a blob's payload if it is alive and intact."""
         if position <= 0 or (position - 1) % L.BLOB_ALIGN:
             return None
         at = (position - 1) % self._side_size
@@ -103,7 +103,7 @@ class BoxTail:
         return payload if crc == L.blob_crc(position, payload) else None
 
     def decoded(self, position: int) -> BlobJson | None:
-        """The same, decoded."""
+        """Return a decoded blob if it is alive and intact."""
         payload = self.blob(position)
         return decode_blob(payload) if payload is not None else None
 
@@ -117,22 +117,22 @@ class BoxTail:
             if raw[0] == index and raw[11] == crc32(ring[at : at + upto]):
                 found.append(raw)
             elif raw[0] > index:
-                self.missed += 1  # overwritten since
+                self.missed += 1  # overwritten
             else:
                 self._late[index] = 0
             index += 1
             at += size
         return found
 
-    def _look_again(self) -> list[Raw]:
+    def _reread_late(self) -> list[Raw]:
         found: list[Raw] = []
-        for index, looks in list(self._late.items()):
+        for index, reads in list(self._late.items()):
             slot = self._slots(index, index)
             raw = _SLOT.unpack(slot) if len(slot) == _SLOT.size else None
             if raw is not None and raw[0] == index and raw[11] == zlib.crc32(slot[: L.RECORD_CRC_AT]):
                 found.append(raw)
-            elif looks < _LATE_LOOKS and index + self.capacity > self.issued:
-                self._late[index] = looks + 1
+            elif reads < _LATE_READS and index + self.capacity > self.issued:
+                self._late[index] = reads + 1
                 continue
             else:
                 self.missed += 1
@@ -140,7 +140,7 @@ class BoxTail:
         return found
 
     def _slots(self, first: int, last: int) -> bytes:
-        """The slots of records ``first`` to ``last``, in that order; whole slots only."""
+        """Return the slots of the records ``first`` to ``last`` in order; whole slots only."""
         begin = (first - 1) % self.capacity
         count = min(last - first + 1, self.capacity)
         here = min(count, self.capacity - begin)

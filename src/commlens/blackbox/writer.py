@@ -1,4 +1,4 @@
-"""Writes one rank's black box. Standard library only; docs/protocol.md says what each byte means.
+"""Write one rank's black box. Standard library only; docs/protocol.md describes each byte.
 
 The hot path is :meth:`BoxWriter.announce` and the life words. Nothing here takes a lock on it: a record's slot belongs to
 the thread that drew its index (``itertools.count`` is atomic), and only the side table, which is written when something is
@@ -38,15 +38,15 @@ class BoxWriter:
     """A black box in a file of its own, allocated whole before anything is mapped.
 
     Args:
-        path: where; must not exist.
-        capacity: records in the ring, at most :data:`layout.CAPACITY_MAX`.
-        rank, world_size: -1 and 0 where not known yet.
-        local_rank: -1 where not known.
-        start_ticks: the process's start time, proof that a pid is still this process.
-        about: the JSON object of the header; what does not fit is left out, longest text first.
+        path: the file; must not exist.
+        capacity: records in the ring buffer, at most :data:`layout.CAPACITY_MAX`.
+        rank, world_size: -1 and 0 if not yet known.
+        local_rank: -1 if unknown.
+        start_ticks: the process's start time, which distinguishes it from a later process with the same pid.
+        about: the JSON object of the header; values that do not fit are dropped, the longest first.
 
     Raises:
-        OSError: no room, no permission, or the file exists.
+        OSError: no space, no permission, or the file exists.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class BoxWriter:
         self._side_head = 0
         self._evidence_seq = 0
         self.last_index = 0
-        self.side_floor = 0  # blobs up to here are too old to be referred to by new records
+        self.side_floor = 0  # new records must not refer to blobs up to this position
         self.epoch = _monotonic()
         # Built under a temporary name: a reader that lists the folder never sees a box without its header.
         building = path.with_suffix(".new")
@@ -100,11 +100,11 @@ class BoxWriter:
         self._words[offset // _WORD] = value
 
     def heartbeat(self) -> None:
-        """Say that this process's watchdog thread runs."""
+        """Record that the watchdog thread is running."""
         self.word(L.HEARTBEAT_UNIX, time.time_ns())
         self.word(L.HEARTBEAT_MONO, _monotonic())
 
-    # --- records. A life word is not written any more once the record's slot has a newer owner, whose words it would wipe out.
+    # --- records. A life word is not written once a newer record has the slot, whose words it would overwrite
 
     def announce(self, record: tuple[int, ...]) -> int:
         """Write a whole record and return the offset of its slot, which the life words need.
@@ -121,7 +121,7 @@ class BoxWriter:
         return offset
 
     def forget_number(self, offset: int, index: int) -> None:
-        """Make it a record without a sequence number: a later one has that number, in which ranks meet."""
+        """Remove a record's sequence number, which a later record gets: by it ranks align."""
         if index + self.capacity > self.last_index:
             record = bytearray(self._map[offset : offset + L.RECORD_CRC_AT])
             record[L.SEQUENCE_NUMBER : L.SEQUENCE_NUMBER + _WORD] = bytes(_WORD)
@@ -138,7 +138,7 @@ class BoxWriter:
             self._words[(offset + field) // _WORD] = (value << 16) | (index & 0xFFFF)
 
     def wait_began(self, offset: int, index: int, now: int, thread: int, returned: bool) -> None:
-        """Write that ``thread`` waits since ``now``, and with ``returned`` that the issuing call came back just before."""
+        """Record that ``thread`` waits since ``now`` and, with ``returned``, that the issuing call returned just before."""
         if index + self.capacity <= self.last_index:
             return
         tag = index & 0xFFFF
@@ -152,7 +152,7 @@ class BoxWriter:
         words[at + _WAIT_BEGAN] = began
 
     def wait_completed(self, offset: int, index: int, now: int, thread: int) -> None:
-        """Write that the wait ended and the op with it."""
+        """Record that the wait ended and the op completed."""
         if index + self.capacity <= self.last_index:
             return
         tag = index & 0xFFFF
@@ -163,14 +163,14 @@ class BoxWriter:
         words[at + _OUTCOME] = (thread << 32) | _COMPLETED_BY_WAIT | tag
 
     def mark_outcome(self, offset: int, index: int, outcome: int, how: int, thread: int = 0) -> None:
-        """Write how a record ended, or (with outcome 0) which thread waits for it."""
+        """Write the outcome of a record or, with outcome 0, the thread that waits for it."""
         if index + self.capacity > self.last_index:
             self._words[(offset + L.OUTCOME) // _WORD] = (thread << 32) | (outcome << 24) | (how << 16) | (index & 0xFFFF)
 
     # --- side table
 
     def add_blob(self, content: dict[str, Any]) -> int:
-        """Append a JSON object to the side table and return its position; 0 when it is too large."""
+        """Append a JSON object to the side table and return its position; 0 if it is too large."""
         payload = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
         return self._append(payload) if len(payload) <= L.BLOB_MAX else 0
 
@@ -182,7 +182,7 @@ class BoxWriter:
                 self._side_head += room
             position = self._side_head + 1
             at = self._side_at + self._side_head % self._side_size
-            # The head moves first: a reader must know the old blobs here to be dead before they are overwritten.
+            # The head moves first, so that readers treat the old blobs here as dead before they are overwritten.
             self._side_head += need
             self.side_floor = max(0, self._side_head - self._side_size // 2)
             self.word(L.SIDE_HEAD, self._side_head)
@@ -193,7 +193,7 @@ class BoxWriter:
     # --- evidence
 
     def write_evidence(self, threads: list[dict[str, Any]], now: int) -> None:
-        """Store the threads' stacks in the slot that is not the newest."""
+        """Store the threads' stacks in the older slot."""
         while True:
             payload = json.dumps({"threads": threads}, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")
             if len(payload) <= L.EVIDENCE_SLOT - L.EVIDENCE.size:

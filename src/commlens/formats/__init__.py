@@ -1,1 +1,1 @@
-"""Files of other tools: one reader for each format, all of which return the same columns."""
+"""Readers of other tools' files, one per format, which all return the same columns."""

@@ -1,9 +1,9 @@
-"""One rank's operations as columns: what every reader of other tools' dumps makes, and what diagnosis works on.
+"""One rank's operations as columns, the result of every reader and the input of diagnosis.
 
-A dump of 2,000 operations becomes a handful of arrays and a few dozen interned objects, so that thousands of ranks can be
-aligned without an object for each operation. :meth:`RankColumns.log` makes objects of the few around a fault.
+A dump of 2,000 operations becomes a few arrays and a few dozen interned objects, so that thousands of ranks can be aligned without
+an object per operation. :meth:`RankColumns.log` creates objects for the few operations around a fault.
 
-Imports numpy, so it is imported only where dumps are read.
+Imports numpy, so only code that reads dumps imports this module.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from commlens.model.ranklog import Observation, RankLog
 __all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "RankColumns", "StackTable", "Status", "stack_of"]
 
 SCHEDULED: Final = 0
-"""``state``: enqueued; nothing says that it started. With timing switched off nothing ever says so."""
+"""``state``: enqueued, and not known to have started, which is never known without timing."""
 STARTED: Final = 1
 COMPLETED: Final = 2
 RETIRED: Final = 3
-"""``state``: the recorder let go of it and does not say why: it completed, or it failed or timed out."""
+"""``state``: the recorder no longer tracks it, for an unknown reason: it completed, failed or timed out."""
 
 _STATES: Final = (State.ISSUED, State.ISSUED, State.COMPLETED, State.UNKNOWN)
 
 Status = tuple[int, int, int]
-"""Last enqueued, started and completed sequence of a process group; -1 where none."""
+"""Last enqueued, started and completed sequence number of a process group; -1 if none."""
 
 Integers = npt.NDArray[Any]
 Flags = npt.NDArray[Any]
 
 
 class StackTable(Sequence[Stack]):
-    """Stacks that are made into frames only when somebody looks at one.
+    """Stacks whose frames are created on access.
 
     Args:
-        frames: file, line and function of each different frame.
-        stacks: for each different stack, its frames' places in ``frames``, innermost first; as bytes, 32-bit integers.
+        frames: file, line and function of each distinct frame.
+        stacks: for each distinct stack, the indices of its frames, innermost first, as native 32-bit integers.
     """
 
     def __init__(self, frames: Sequence[tuple[str, int, str]] = (), stacks: Sequence[bytes] = ()) -> None:
@@ -63,17 +63,17 @@ class StackTable(Sequence[Stack]):
 
     def _stack(self, index: int) -> Stack:
         frames = self._frames
-        return tuple([_made_frame(*frames[place]) for place in memoryview(self._stacks[index]).cast("i")])
+        return tuple([_interned_frame(*frames[place]) for place in memoryview(self._stacks[index]).cast("i")])
 
 
 def stack_of(frames: Sequence[tuple[str, int, str]]) -> Stack:
-    """A stack of files, lines and functions."""
-    return tuple([_made_frame(*frame) for frame in frames])
+    """Return a stack from files, lines and functions."""
+    return tuple([_interned_frame(*frame) for frame in frames])
 
 
 @lru_cache(maxsize=16384)
-def _made_frame(file: str, line: int, function: str) -> Frame:
-    """The ranks of a job share their code."""
+def _interned_frame(file: str, line: int, function: str) -> Frame:
+    """Return a frame, interned, since the ranks of a job share their code."""
     return Frame(file, line, function, _kind_of(file))
 
 
@@ -86,7 +86,7 @@ def _kind_of(file: str) -> FrameKind:
     if "/torch/" in file and any(
         part in file for part in ("/torch/distributed/", "/torch/nn/", "/torch/utils/", "/torch/_", "/torch/optim/")
     ):
-        return FrameKind.TORCH  # a torch built in its own source tree is in no site-packages
+        return FrameKind.TORCH  # a torch that is built in its source tree is not in site-packages
     return frame_kind(file, [])
 
 
@@ -95,7 +95,7 @@ DTYPES: Final = {
     "state": "uint8", "retired": "bool", "p2p": "bool", "peer": "int32", "created_ns": "int64", "started_ns": "int64",
     "completed_ns": "int64", "duration_ns": "int64", "timeout_ms": "int64", "coalesced": "int32", "closes": "bool",
 }  # fmt: skip
-"""The columns of :class:`RankColumns`, and their types."""
+"""The columns of :class:`RankColumns` and their types."""
 
 
 _INT32 = partial(np.zeros, 0, "int32")
@@ -106,61 +106,61 @@ _BOOL = partial(np.zeros, 0, np.bool_)
 
 @dataclass(slots=True)
 class RankColumns:
-    """What one file tells of one rank, oldest operation first. Columns have one value for each operation.
+    """One rank's operations in one file, oldest first. Columns have one value per operation.
 
-    Sequences are those of the file: of the process group for a collective, of its point-to-point operations for those; on
-    NCCL a pair of ranks that is not in a batch counts its own.
+    Sequence numbers are the file's: per process group for collectives, and separately for its point-to-point operations; NCCL counts
+    per pair of ranks outside batches.
     """
 
-    rank: int = -1  # global; -1 where the file does not say
-    world_size: int = 0  # 0 where the file does not say
+    rank: int = -1  # global; -1 if unknown
+    world_size: int = 0  # 0 if unknown
     host: str = ""
     job: str = ""
     source: str = ""  # "dumps/rank_3", "dumps.tar!rank_3"
     origin: str = "flight-recorder"  # "flight-recorder", "gloo-recorder", "torch-log", "commlens"
-    version: str = ""  # of the file's format
-    captured_ns: int = 0  # Unix ns; 0 where the file does not say
-    problems: list[str] = field(default_factory=list)  # what could not be read, in sentences
-    possible_ranks: tuple[int, ...] = ()  # members of every group in the file: one of them wrote it; empty when not known
+    version: str = ""  # of the file format
+    captured_ns: int = 0  # Unix ns; 0 if unknown
+    problems: list[str] = field(default_factory=list)  # sentences about unreadable parts
+    possible_ranks: tuple[int, ...] = ()  # ranks in every group of the file, one of which wrote it; empty if unknown
     channels: list[Channel] = field(default_factory=list)
     args: list[CollectiveArgs] = field(default_factory=list)
     stacks: Sequence[Stack] = field(default_factory=StackTable)
-    status: dict[str, Status] = field(default_factory=dict)  # by the file's own group id, which other ranks do not share
-    status_groups: dict[str, str] = field(default_factory=dict)  # that id: the group's name, where it is known
-    groups: list[Channel] = field(default_factory=list)  # all the process groups that the file names, used or not
-    troubles: list[str] = field(default_factory=list)  # what went wrong that no row can say, in sentences: nobody is to blame by it
-    exception: str = ""  # what a log says that the process died of: the last line of a traceback, a CUDA error
+    status: dict[str, Status] = field(default_factory=dict)  # by the process-local group id
+    status_groups: dict[str, str] = field(default_factory=dict)  # process-local group id: group name, if known
+    groups: list[Channel] = field(default_factory=list)  # all process groups in the file, used or not
+    troubles: list[str] = field(default_factory=list)  # sentences about failures that cannot be aligned across ranks, so they blame no rank
+    exception: str = ""  # cause of the process's death in a log: the last line of a traceback, a CUDA error
     exception_stack: Stack = ()
-    observation: Observation = field(default_factory=Observation)  # what a log says of the process's end
+    observation: Observation = field(default_factory=Observation)  # how the process ended, according to a log
 
     channel: Integers = field(default_factory=_INT32)  # index into channels
     args_index: Integers = field(default_factory=_INT32)  # index into args
-    stack: Integers = field(default_factory=_INT32)  # index into stacks, -1 none
+    stack: Integers = field(default_factory=_INT32)  # index into stacks; -1 if none
     sequence: Integers = field(default_factory=_INT64)
     record_id: Integers = field(default_factory=_INT64)
     op_id: Integers = field(default_factory=_INT64)
     state: Integers = field(default_factory=_UINT8)
     retired: Flags = field(default_factory=_BOOL)
     p2p: Flags = field(default_factory=_BOOL)
-    peer: Integers = field(default_factory=_INT32)  # global rank, -1 none or not known
+    peer: Integers = field(default_factory=_INT32)  # global rank; -1 if none or unknown
     created_ns: Integers = field(default_factory=_INT64)
-    started_ns: Integers = field(default_factory=_INT64)  # 0 none
-    completed_ns: Integers = field(default_factory=_INT64)  # 0 none
-    duration_ns: Integers = field(default_factory=_INT64)  # -1 none
+    started_ns: Integers = field(default_factory=_INT64)  # 0 if none
+    completed_ns: Integers = field(default_factory=_INT64)  # 0 if none
+    duration_ns: Integers = field(default_factory=_INT64)  # -1 if none
     timeout_ms: Integers = field(default_factory=_INT64)
-    coalesced: Integers = field(default_factory=_INT32)  # number of its coalesced group in this file, 0 alone
-    closes: Flags = field(default_factory=_BOOL)  # the entry that closes a coalesced group
+    coalesced: Integers = field(default_factory=_INT32)  # number of the coalesced group in this file; 0 if not coalesced
+    closes: Flags = field(default_factory=_BOOL)  # closes a coalesced group
 
     def __len__(self) -> int:
         return len(self.sequence)
 
     @property
     def issued(self) -> int:
-        """How many operations the rank ever recorded, as far as the file knows: a ring forgets its oldest."""
+        """The number of operations that the rank ever recorded, as far as the file shows; a ring buffer drops the oldest."""
         return max(int(self.record_id.max()) + 1, len(self)) if len(self) else 0
 
     def set_columns(self, columns: dict[str, Any]) -> None:
-        """Take columns by name, each as the type that it is declared with."""
+        """Set all columns, converted to their declared types."""
         for name, dtype in DTYPES.items():
             setattr(self, name, np.asarray(columns[name], dtype))
 
@@ -171,7 +171,7 @@ class RankColumns:
         return replace(self, **{name: getattr(self, name)[mask] for name in DTYPES})
 
     def log(self, indices: Iterable[int]) -> RankLog:
-        """These operations as objects, in a log of the rank."""
+        """Return these operations as objects in a log of the rank."""
         chosen = [int(index) for index in indices]
         members: dict[int, int] = {}
         if any(self.closes[index] for index in chosen):

@@ -1,4 +1,4 @@
-"""Reading what CommDebugMode's ``generate_json_dump`` writes, torch's own or ours: counts by module, and ops where it lists them."""
+"""Read the JSON of CommDebugMode's ``generate_json_dump``, torch's or commlens's: counts by module, and ops if listed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from commlens.model.ops import api_wire_op
 from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TracedOp, TracedParameter, TraceEvent
 
 _UNKNOWN: Final = (
-    "This was CommDebugMode's JSON, which holds counts by module only: bytes, groups, order, times, steps, owners, causes and lines "
-    "of code are unknown. What it counts for a module and not for one of its children is taken as the module's own."
+    "This trace is from CommDebugMode's JSON, which holds only counts by module: bytes, groups, order, times, steps, owners, causes and "
+    "lines of code are unknown. Counts of a module that are not its children's are taken as its own."
 )
 
 
@@ -33,27 +33,27 @@ class _Module(msgspec.Struct):
     parameters: list[tuple[str, Any]] = []
     collectives_forward: list[tuple[str, int]] = []
     collectives_backward: list[tuple[str, int]] = []
-    collectives_checkpointing: list[tuple[str, int]] = []  # ours only; part of collectives_backward in torch's
-    collectives_optimizer: list[tuple[str, int]] = []  # ours only, as the next one
+    collectives_checkpointing: list[tuple[str, int]] = []  # commlens only; torch includes them in collectives_backward
+    collectives_optimizer: list[tuple[str, int]] = []  # commlens only
     collectives_unclassified: list[tuple[str, int]] = []
     operations_forward: list[_Op] = []
     operations_backward: list[_Op] = []
     operations_checkpointing: list[_Op] = []
-    operations_optimizer: list[_Op] = []  # ours only
+    operations_optimizer: list[_Op] = []  # commlens only
 
 
 def convert(content: bytes, path: Path) -> TraceData:
-    """Make a trace of it: one summarised event for each module, phase and op.
+    """Return a trace with one summarised event per module, phase and op.
 
     Raises:
-        FormatError: the layout is not CommDebugMode's, or damaged.
+        FormatError: the JSON is not CommDebugMode's, or is damaged.
     """
     try:
         root = msgspec.json.decode(content, type=_Module)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise FormatError(f"{path} looks like CommDebugMode's JSON but is damaged: {str(error).rstrip('.')}.") from None
     data = TraceData(groups=[ProcessGroup("unknown", (), "unknown")], coverage=Coverage(blind=[_UNKNOWN]))
-    # A module that was called several times is repeated, once for each call, with all below it: the first one says everything.
+    # A module that was called several times is repeated once per call, with all its children. The first copy is complete.
     waiting: list[tuple[_Module, int | None]] = [(root, None)]
     seen: set[str] = set()
     while waiting:
@@ -94,7 +94,7 @@ def _collectives(data: TraceData, module: _Module, children: list[_Module], site
             own = number - below.get(name, 0)
             if own <= 0:
                 continue
-            # What no module has: CommDebugMode calls it forward wherever it was, in the optimizer, too.
+            # CommDebugMode counts everything outside modules as forward, even in the optimizer.
             known = None if site is None and phase is Phase.FORWARD else phase
             data.events.append(
                 TraceEvent(sequence=len(data.events) + 1, op=api_wire_op(name), api=name, phase=known, group=0, site=site, count=own)

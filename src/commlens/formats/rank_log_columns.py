@@ -1,4 +1,4 @@
-"""A black box's log as columns, so that what is written for other tools has one source."""
+"""Convert a black box's log to columns, the one source of all exports."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _STATES = {
 
 
 def columns_from_log(log: RankLog) -> RankColumns:
-    """The log's collectives as columns. What only a black box holds (waits, threads, the step, errors) is not in them.
+    """Return a log's collectives as columns, without waits, threads, steps and errors, which only a black box has.
 
-    A group that was made after the default group had been destroyed and made again has ``@1``, ``@2``, ... after its name,
-    since names begin anew then.
+    If the default group was destroyed and created again, later groups get ``@1``, ``@2``, ... after their names, since torch reuses
+    the names.
     """
     channels: dict[tuple[object, ...], int] = {}
     asked: dict[CollectiveArgs, int] = {}
@@ -44,7 +44,7 @@ def columns_from_log(log: RankLog) -> RankColumns:
         key = (*one.channel.key, one.channel.group.description)
         if key not in channels:
             channels[key] = len(channels)
-            rows.channels.append(_plain_channel(one.channel))
+            rows.channels.append(_unique_name(one.channel))
         values = (
             channels[key],
             asked.setdefault(one.args, len(asked)),
@@ -79,6 +79,6 @@ _COLUMNS = (
 )  # fmt: skip
 
 
-def _plain_channel(channel: Channel) -> Channel:
+def _unique_name(channel: Channel) -> Channel:
     group = channel.group
     return replace(channel, group=replace(group, name=f"{group.name}@{group.incarnation}")) if group.incarnation else channel

@@ -1,6 +1,6 @@
-"""Trace files: one JSON object, schema ``commlens.trace/1``, gzipped where the name ends with ``.gz``. docs/trace.md is for users.
+"""Read and write trace files: a JSON object, schema ``commlens.trace/1``, gzipped if the name ends with ``.gz``. See docs/trace.md.
 
-The lists hold one item a line, so that two files can be compared by eye and read by tools that go by lines.
+Lists have one item per line, so that line-based tools such as diff can compare files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Head(msgspec.Struct):
 
 
 def encode(data: TraceData) -> bytes:
-    """A trace as the bytes of an uncompressed file; grows with the number of events and no faster."""
+    """Return a trace as the bytes of an uncompressed file. The size is linear in the number of events."""
     lines = []
     for name in data.__struct_fields__:
         value = getattr(data, name)
@@ -43,7 +43,7 @@ def encode(data: TraceData) -> bytes:
 def _encoded(value: Any) -> str:
     try:
         return msgspec.json.encode(value).decode()
-    except UnicodeEncodeError:  # a file name that is not text: its odd bytes become question marks
+    except UnicodeEncodeError:  # a file name that is not valid text: its invalid bytes become question marks
         return msgspec.json.encode(_text_only(msgspec.to_builtins(value))).decode()
 
 
@@ -58,15 +58,15 @@ def _text_only(value: Any) -> Any:
 
 
 def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
-    """Save a trace, whole or not at all.
+    """Save a trace atomically.
 
     Args:
         data: the trace.
-        path: the file; its folder is made when missing, and ``.gz`` at its end compresses.
-        overwrite: whether a file that is there may be replaced.
+        path: the file, compressed if it ends with ``.gz``. Its folder is created if missing.
+        overwrite: whether an existing file may be replaced.
 
     Raises:
-        OutputError: it could not be written.
+        OutputError: the file could not be written.
     """
     content = encode(data)
     if path.name.endswith(".gz"):
@@ -75,10 +75,10 @@ def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
 
 
 def read_trace(path: Path) -> TraceData:
-    """Read a trace file; CommDebugMode's JSON, too, as far as it goes.
+    """Read a trace file, or CommDebugMode's JSON as far as possible.
 
     Raises:
-        FormatError: it is none of them, or it is damaged. The message says what it is, and is one sentence or two.
+        FormatError: the file is neither, or is damaged. The message says what the file is.
     """
     content = _content(path)
     try:
@@ -86,7 +86,7 @@ def read_trace(path: Path) -> TraceData:
     except msgspec.ValidationError:
         raise FormatError(f"{path} is not a trace: it is JSON, but not one object with a schema.") from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise FormatError(f"{path} is not a trace: {_what_it_is(content, error)}") from None
+        raise FormatError(f"{path} is not a trace: {_describe(content, error)}") from None
     if head.schema is None and isinstance(head.fqn, str) and isinstance(head.children, list):
         from commlens.formats.comm_debug_json import convert
 
@@ -97,9 +97,9 @@ def read_trace(path: Path) -> TraceData:
         data = msgspec.json.decode(content, type=TraceData)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {str(error).rstrip('.')}.") from None
-    wrong = _impossible(data)
-    if wrong:
-        raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {wrong}.")
+    contradiction = _contradiction(data)
+    if contradiction:
+        raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {contradiction}.")
     return data
 
 
@@ -124,12 +124,12 @@ def _content(path: Path) -> bytes:
         raise FormatError(f"{path} is not a whole trace: its compressed content is cut off or damaged.") from None
 
 
-def _what_it_is(content: bytes, error: Exception) -> str:
+def _describe(content: bytes, error: Exception) -> str:
     if content.startswith(b"COMMLENS"):
         return "it is a black box; commlens diagnose reads those."
     start = content.lstrip()[:1]
     if start == b"{" and "truncated" in str(error):
-        return "its JSON is cut off, as when a program was ended while it wrote."
+        return "its JSON is cut off, as if the program was killed while writing it."
     if start in (b"{", b"["):
         return f"its JSON is damaged ({str(error).rstrip('.')})."
     return "it holds no JSON."
@@ -143,12 +143,12 @@ def _other_schema(schema: Any) -> str:
     if family == ours and version.isdecimal() and int(version) > int(our_version):
         return f"its schema is {schema!r}, made by a newer commlens; this one knows {SCHEMA!r}. Update commlens."
     if family == "commlens.verdict":
-        return "it is a verdict, what commlens diagnose --json prints."
+        return "it is a verdict, the output of commlens diagnose --json."
     return f"its schema is {str(schema)[:80]!r}, where {SCHEMA!r} is expected."
 
 
-def _impossible(data: TraceData) -> str | None:
-    """What cannot be true of a trace, although every field has the right type."""
+def _contradiction(data: TraceData) -> str | None:
+    """Return what is impossible in a trace although every field has the right type; None if nothing is."""
     groups = len(data.groups)
     for number, event in enumerate(data.events):
         if not 0 <= event.group < groups:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from commlens.blackbox import layout as L
-from commlens.blackbox.blobs import GroupJson, channel_of
+from commlens.blackbox.blobs import GroupJson, decode_channel
 from commlens.blackbox.tail import BoxTail, Raw, reduce_code
 from commlens.model.collective import Channel
 from commlens.model.ops import POINT_TO_POINT
@@ -131,7 +131,7 @@ class RecordReader:
         found: _RankChannel | None = None
         if isinstance(blob, GroupJson):
             try:
-                channel = channel_of(blob, limit=_RANKS_MAX)
+                channel = decode_channel(blob, limit=_RANKS_MAX)
             except ValueError:
                 channel = None
             if channel is not None:

@@ -6,7 +6,7 @@ import itertools
 from dataclasses import dataclass
 from typing import Final
 
-from commlens.blackbox.blobs import AskedJson, asked_of, decode_blob
+from commlens.blackbox.blobs import ArgsJson, decode_args, decode_blob
 from commlens.model.collective import CollectiveArgs
 from commlens.model.ops import REDUCING
 
@@ -20,7 +20,7 @@ REMEMBERED: Final = 20_000  # entries of every cache, at most: a program may var
 class Signature:
     """The arguments of a collective or message, or those of every member of a coalesced group."""
 
-    blob: AskedJson | None  # None for a coalesced group
+    blob: ArgsJson | None  # None for a coalesced group
     asked: CollectiveArgs | None
     members: tuple[CollectiveArgs, ...] = ()  # of a coalesced group
 
@@ -56,12 +56,12 @@ class SignatureTable:
         signature = self._ids.get(payload)
         if signature is None:
             blob = decode_blob(payload)
-            if not isinstance(blob, AskedJson):
+            if not isinstance(blob, ArgsJson):
                 return 0
             if len(self._ids) >= REMEMBERED:
                 self._ids.clear()  # ids are never reused: an old and a new id of equal signatures are then compared by value
             signature = self._ids[payload] = next(self._next_id)
-            asked = asked_of(blob, 0)
+            asked = decode_args(blob, 0)
             self.signatures[signature] = Signature(blob, asked)
             if asked.op in REDUCING or asked.op == "all_to_all":
                 self.needs_more.add(signature)
@@ -87,7 +87,7 @@ class SignatureTable:
     def with_reduce_op(self, signature: SignatureId, reduce_op: int) -> CollectiveArgs | None:
         """Return the arguments with the reduce op that was recorded later; None if they are unknown."""
         known = self.get(signature)
-        return asked_of(known.blob, reduce_op) if known is not None and known.blob is not None else None
+        return decode_args(known.blob, reduce_op) if known is not None and known.blob is not None else None
 
     def _forget_oldest(self) -> None:
         if len(self.signatures) > 2 * REMEMBERED:

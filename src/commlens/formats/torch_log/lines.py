@@ -1,6 +1,6 @@
-"""What single lines of a job's log say: who speaks, which collective timed out, how far a process group had come.
+"""Parse single lines of a job's log: the rank, the collective that timed out, the progress of a process group.
 
-The texts are those of ProcessGroupNCCL's watchdog in torch 1.13 to 2.15, of torchrun and srun. Pure functions of one line.
+Supports ProcessGroupNCCL's watchdog in torch 1.13 to 2.15, torchrun and srun. Pure functions of one line.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ import re
 import time
 from typing import Final, NamedTuple
 
-__all__ = ["INTERESTING", "Child", "Group", "Progress", "Speaker", "Timeout", "child_of", "group_of", "moment_of", "progress_of", "size_of",
-           "speaker_of", "timeouts_of", "unix_ns"]  # fmt: skip
-
 INTERESTING: Final = re.compile(
     rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|CUDA out of memory|Fatal Python error|Stack trace of the failed"
 )
-"""What a line has, apart from those inside a traceback, when it is worth a look."""
+"""Matches every line worth parsing, except those inside a traceback."""
 
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK: Final = re.compile(r"\[(?:rank|RANK) ?(\d{1,7})\]:? ?")
@@ -46,25 +43,25 @@ _CHILD_TIME: Final = re.compile(r"\s+time\s+: (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
 _GLOG: Final = re.compile(r"[EWIF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 
 
-class Speaker(NamedTuple):
-    """Who wrote a line, and what is left of it without the prefixes."""
+class Origin(NamedTuple):
+    """The rank that wrote a line, and the line without its prefixes."""
 
-    rank: int | None  # global, where the line says so
+    rank: int | None  # global, if the line has it
     local: int | None  # torchrun's local rank, or srun's task
     text: str
 
 
 class Group(NamedTuple):
-    """A process group as a line names it."""
+    """A process group as named in a line."""
 
-    name: str  # torch's own name, the same on all ranks; "" where the line has only the process's own number of it
-    number: str  # that number, "" where there is none
+    name: str  # torch's name, equal on all ranks; "" if the line has only the process-local number
+    number: str  # process-local number; "" if none
     description: str
-    rank: int  # of who speaks, in the group
+    rank: int  # group rank of the process that wrote the line
 
     @property
     def is_default(self) -> bool:
-        """Whether it is the default group, which every rank has as its first."""
+        """Whether it is the default group, the first on every rank."""
         return self.description == "default_pg" or (not self.name and not self.description and self.number == "0")
 
 
@@ -76,28 +73,28 @@ class Timeout(NamedTuple):
     inputs: int | None  # elements
     outputs: int | None
     timeout_ms: int
-    ran_ms: int  # -1 where the line does not say
-    group_rank: int | None  # of who speaks, in a group that is not named
+    ran_ms: int  # -1 if unknown
+    group_rank: int | None  # of the process that wrote the line, in an unnamed group
 
 
 class Progress(NamedTuple):
-    """How far a process group had come on a rank."""
+    """The progress of a process group on a rank."""
 
-    number: int | None  # the work that the line is about
+    number: int | None  # sequence number of the work in the line
     enqueued: int
-    started: int  # -1 where the line does not say
+    started: int  # -1 if unknown
     completed: int
 
 
-class Child(NamedTuple):
+class WorkerField(NamedTuple):
     """One line of torchrun's summary of failed workers."""
 
-    what: str  # "rank", "exit", "host", "time"
+    key: str  # "rank", "exit", "host", "time"
     value: str
 
 
-def speaker_of(line: str) -> Speaker:
-    """Take the prefixes of torch, torchrun and srun off a line."""
+def parse_origin(line: str) -> Origin:
+    """Strip the prefixes of torch, torchrun and srun from a line and return the rank in them."""
     text = _ANSI.sub("", line)
     rank = local = None
     label = _LABEL.match(text)
@@ -109,11 +106,11 @@ def speaker_of(line: str) -> Speaker:
     found = _RANK.search(text, 0, 120)
     if found:
         rank, text = int(found[1]), text[found.end() :]
-    return Speaker(rank, local, text)
+    return Origin(rank, local, text)
 
 
-def group_of(text: str) -> Group | None:
-    """The process group in ``[PG ID 0 PG GUID 0(default_pg) Rank 2]``, ``[PG 1 Rank 0]`` or ``[PG 0 (default_pg) Rank 3]``."""
+def parse_group(text: str) -> Group | None:
+    """Return the process group in ``[PG ID 0 PG GUID 0(default_pg) Rank 2]``, ``[PG 1 Rank 0]`` or ``[PG 0 (default_pg) Rank 3]``."""
     found = _GROUP.search(text)
     if not found:
         return None
@@ -122,8 +119,8 @@ def group_of(text: str) -> Group | None:
     return Group(found["guid"] or "", found["id"] or found["number"] or "", description, int(found["rank"]))
 
 
-def timeouts_of(text: str) -> Timeout | None:
-    """What ``WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000)`` says."""
+def parse_timeout(text: str) -> Timeout | None:
+    """Parse ``WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000)``."""
     found = _TIMEOUT.search(text)
     if not found:
         return None
@@ -139,8 +136,8 @@ def timeouts_of(text: str) -> Timeout | None:
     )
 
 
-def progress_of(text: str) -> Progress | None:
-    """What ``last enqueued work: 811, last completed work: 807`` says, of all torch versions."""
+def parse_progress(text: str) -> Progress | None:
+    """Parse ``last enqueued work: 811, last completed work: 807``, in the wording of any torch version."""
     found = _PROGRESS.search(text)
     if not found:
         return None
@@ -148,25 +145,25 @@ def progress_of(text: str) -> Progress | None:
     return Progress(int(number) if number else None, int(found["enqueued"]), int(found["started"] or -1), int(found["completed"]))
 
 
-def size_of(text: str) -> int:
-    """The world size, where a line says it; else 0."""
+def parse_world_size(text: str) -> int:
+    """Return the world size in a line, or 0."""
     found = _SIZE.search(text)
     return int(found[1]) if found else 0
 
 
-def child_of(text: str) -> Child | None:
-    """A line of the list that torchrun prints when workers have failed."""
-    for what, pattern in (("rank", _CHILD_RANK), ("exit", _CHILD_EXIT), ("host", _CHILD_HOST), ("time", _CHILD_TIME)):
+def parse_worker_field(text: str) -> WorkerField | None:
+    """Parse a line of torchrun's list of failed workers."""
+    for key, pattern in (("rank", _CHILD_RANK), ("exit", _CHILD_EXIT), ("host", _CHILD_HOST), ("time", _CHILD_TIME)):
         found = pattern.match(text)
         if found:
-            return Child(what, found[1])
+            return WorkerField(key, found[1])
     return None
 
 
-def moment_of(text: str) -> int:
-    """Unix ns of a line of C++ (``E1206 18:44:12.715298746``), taken as UTC of the latest such day; 0 where there is none.
+def parse_time(text: str) -> int:
+    """Return the time in a C++ line (``E1206 18:44:12.715298746``) as Unix ns, read as UTC of the latest such day; 0 if none.
 
-    The year is not in it, nor the time zone: moments of one log compare with each other, not with a clock.
+    The line has neither year nor time zone, so times are comparable only within one log.
     """
     found = _GLOG.search(text, 0, 160)
     if not found:
@@ -179,8 +176,8 @@ def moment_of(text: str) -> int:
     return calendar.timegm((year, month, day, hour, minute, second)) * 1_000_000_000 + int(found[6].ljust(9, "0"))
 
 
-def unix_ns(text: str) -> int:
-    """Unix ns of torchrun's ``2024-01-26_05:13:33``, taken as UTC; 0 for anything else."""
+def parse_torchrun_time(text: str) -> int:
+    """Return torchrun's ``2024-01-26_05:13:33``, read as UTC, as Unix ns; 0 for anything else."""
     try:
         return calendar.timegm(time.strptime(text, "%Y-%m-%d_%H:%M:%S")) * 1_000_000_000
     except ValueError:

@@ -1,4 +1,4 @@
-"""Puts together what a log's lines say of each rank."""
+"""Join a log's lines to one state per rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from commlens.model.ops import COALESCED, POINT_TO_POINT, watchdog_wire_op
 from commlens.model.ranklog import End, Observation
 
 _RANKS_MAX: Final = 100_000
-_NOTES_MAX: Final = 20  # sentences for each rank
+_NOTES_MAX: Final = 20  # sentences per rank
 _FRAMES_MAX: Final = 400
 
 _FRAME: Final = re.compile(r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})')
@@ -24,25 +24,25 @@ _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.Ca
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
-"""Of these a line says neither the peer nor which count its number belongs to."""
+"""Ops of which a line has neither the peer nor the counter of the sequence number."""
 
 
 @dataclass(slots=True)
 class _Group:
     group: L.Group
     progress: L.Progress | None = None
-    failed: dict[int, L.Timeout | None] = field(default_factory=dict)  # sequence number: what is known of it
+    failed: dict[int, L.Timeout | None] = field(default_factory=dict)  # sequence number: its timeout, if logged
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What is known of one speaker."""
+    """The state of one rank."""
 
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
-    heard: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out, the group not said yet
-    moments: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
+    unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out in a group that is not yet known
+    times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
     stack: list[tuple[str, int, str]] = field(default_factory=list)  # of the failed collective, innermost first
-    traceback: list[tuple[str, int, str]] | None = None  # being heard, outermost first
+    traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
     exception: str = ""
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
     observation: Observation = field(default_factory=Observation)
@@ -50,79 +50,79 @@ class _Rank:
     last_ns: int = 0
 
 
-class Teller:
-    """Hears a log's lines in their order and tells what they say of each rank."""
+class LogParser:
+    """Reads a log's lines in order and collects the state of each rank."""
 
     def __init__(self, source: str) -> None:
         self._source = source
         self._ranks: dict[int, _Rank] = {}
         self._world_size = 0
-        self._global: dict[int, int] = {}  # torchrun's local ranks, or srun's tasks, by lines that have both
+        self._global: dict[int, int] = {}  # global rank by torchrun's local rank or srun's task, from lines with both
         self._only_local = False
-        self._tracebacks: set[int] = set()  # ranks in the middle of one
-        self._stack_of: int | None = None  # the rank whose failed collective's stack comes now
-        self._child: dict[str, str] = {}  # of torchrun's summary
+        self._tracebacks: set[int] = set()  # ranks inside a traceback
+        self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
+        self._worker: dict[str, str] = {}  # fields of a worker in torchrun's summary
 
     @property
-    def listening(self) -> bool:
-        """Whether every line is wanted now: a traceback or a stack is under way."""
+    def in_block(self) -> bool:
+        """Whether a traceback or a stack is being read, so that every line matters."""
         return bool(self._tracebacks) or self._stack_of is not None
 
-    def hear(self, line: str) -> None:
-        """One line."""
-        speaker = L.speaker_of(line)
-        if speaker.rank is not None and speaker.local is not None:
-            self._global[speaker.local] = speaker.rank
-        group = L.group_of(speaker.text)
-        rank = self._who(speaker, group)
-        self._world_size = max(self._world_size, L.size_of(speaker.text))
-        self._hear_child(speaker.text)
+    def add_line(self, line: str) -> None:
+        """Parse one line."""
+        origin = L.parse_origin(line)
+        if origin.rank is not None and origin.local is not None:
+            self._global[origin.local] = origin.rank
+        group = L.parse_group(origin.text)
+        rank = self._rank_of(origin, group)
+        self._world_size = max(self._world_size, L.parse_world_size(origin.text))
+        self._add_worker_field(origin.text)
         if rank not in self._ranks and len(self._ranks) >= _RANKS_MAX:
             return
         about = self._ranks.setdefault(rank, _Rank())
-        about.last_ns = L.moment_of(line) or about.last_ns
-        self._hear_watchdog(rank, about, speaker.text, group)
-        self._hear_python(rank, about, speaker.text)
+        about.last_ns = L.parse_time(line) or about.last_ns
+        self._add_watchdog_line(rank, about, origin.text, group)
+        self._add_python_line(rank, about, origin.text)
 
-    def _who(self, speaker: L.Speaker, group: L.Group | None) -> int:
-        """The global rank of who speaks; -1 when the line does not say."""
-        if speaker.rank is not None:
-            return speaker.rank
+    def _rank_of(self, origin: L.Origin, group: L.Group | None) -> int:
+        """Return the global rank that wrote a line; -1 if unknown."""
+        if origin.rank is not None:
+            return origin.rank
         if group is not None and group.is_default:
             return group.rank
-        if speaker.local is not None:
-            if speaker.local not in self._global:
+        if origin.local is not None:
+            if origin.local not in self._global:
                 self._only_local = True
-            return self._global.get(speaker.local, speaker.local)
+            return self._global.get(origin.local, origin.local)
         return -1
 
     # --- torch's watchdog ---------------------------------------------------------------------------------------------
 
-    def _hear_watchdog(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
-        timeout, progress = L.timeouts_of(text), L.progress_of(text)
+    def _add_watchdog_line(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
+        timeout, progress = L.parse_timeout(text), L.parse_progress(text)
         if timeout is not None:
-            about.heard[timeout.group_rank, timeout.number] = timeout
-            about.moments.setdefault(timeout.number, L.moment_of(text))
+            about.unassigned[timeout.group_rank, timeout.number] = timeout
+            about.times.setdefault(timeout.number, L.parse_time(text))
         if group is not None and (timeout is not None or progress is not None):
             known = about.groups.setdefault((group.name, group.number if not group.name else ""), _Group(group))
             if progress is not None:
                 known.progress = progress
                 if progress.number is not None:
-                    heard = about.heard.pop((group.rank, progress.number), None)
-                    known.failed[progress.number] = heard or known.failed.get(progress.number)
+                    timeout_before = about.unassigned.pop((group.rank, progress.number), None)
+                    known.failed[progress.number] = timeout_before or known.failed.get(progress.number)
             if timeout is not None:
                 known.failed[timeout.number] = timeout
-                about.heard.pop((timeout.group_rank, timeout.number), None)
+                about.unassigned.pop((timeout.group_rank, timeout.number), None)
         if "Stack trace of the failed collective" in text and "not found" not in text:
             self._stack_of, about.stack = rank, []
         elif self._stack_of is not None and rank in (self._stack_of, -1):  # its lines have no prefix
-            self._hear_stack(text)
+            self._add_stack_line(text)
         found = _FATAL.search(text) or ("atchdog" in text and _CUDA_ERROR.search(text)) or None
         if found:
             about.exception, about.exception_frames = found[0], []
 
-    def _hear_stack(self, text: str) -> None:
-        """A line of the failed collective's stack, or what comes after it."""
+    def _add_stack_line(self, text: str) -> None:
+        """Parse a line of the failed collective's stack, or the line after it."""
         assert self._stack_of is not None
         found = _FAILED_FRAME.match(text)
         stack = self._ranks[self._stack_of].stack
@@ -133,7 +133,7 @@ class Teller:
 
     # --- Python, torchrun ---------------------------------------------------------------------------------------------
 
-    def _hear_python(self, rank: int, about: _Rank, text: str) -> None:
+    def _add_python_line(self, rank: int, about: _Rank, text: str) -> None:
         if "Traceback (most recent call last):" in text:
             about.traceback = []
             self._tracebacks.add(rank)
@@ -150,31 +150,31 @@ class Teller:
             about.traceback = None
             self._tracebacks.discard(rank)
 
-    def _hear_child(self, text: str) -> None:
-        """Torchrun's summary: time, host, rank and exit status of each worker that failed, in this order."""
-        child = L.child_of(text)
-        if child is None:
+    def _add_worker_field(self, text: str) -> None:
+        """Parse torchrun's summary: time, host, rank and exit status of each failed worker, in this order."""
+        worker_field = L.parse_worker_field(text)
+        if worker_field is None:
             return
-        if child.what in ("time", "host"):
-            self._child[child.what] = child.value
-        elif child.what == "rank":
-            self._child["rank"] = child.value
-        elif "rank" in self._child and len(self._ranks) < _RANKS_MAX:
-            about = self._ranks.setdefault(int(self._child["rank"]), _Rank())
-            about.host = self._child.get("host", "")
-            code = int(child.value)
+        if worker_field.key in ("time", "host"):
+            self._worker[worker_field.key] = worker_field.value
+        elif worker_field.key == "rank":
+            self._worker["rank"] = worker_field.value
+        elif "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
+            about = self._ranks.setdefault(int(self._worker["rank"]), _Rank())
+            about.host = self._worker.get("host", "")
+            code = int(worker_field.value)
             about.observation = Observation(
                 end=End.KILLED if code < 0 else End.FAILED,
                 exit_code=code if code >= 0 else None,
                 signal=_signal(-code) if code < 0 else None,
-                ended_ns=L.unix_ns(self._child.get("time", "")),
+                ended_ns=L.parse_torchrun_time(self._worker.get("time", "")),
             )
-            self._child = {}
+            self._worker = {}
 
-    # --- what it all says ---------------------------------------------------------------------------------------------
+    # --- the result ---------------------------------------------------------------------------------------------
 
-    def rows(self) -> list[RankColumns]:
-        """What was heard, one for each rank that has something to say."""
+    def columns(self) -> list[RankColumns]:
+        """Return the columns of each rank with a message."""
         found = []
         for rank, about in sorted(self._ranks.items()):
             rows = self._rows(rank, about)
@@ -189,13 +189,13 @@ class Teller:
         rows.exception_stack = stack_of(about.exception_frames)
         rows.observation = about.observation
         if self._only_local and rank >= 0:
-            rows.problems.append("the log has the number of each process on its node only; it was taken for the rank")
+            rows.problems.append("the log has only local ranks, which were used as ranks")
         columns: dict[str, list[Any]] = {name: [] for name in DTYPES}
         for known in about.groups.values():
             self._add_group(rows, columns, known, about)
-        for (group_rank, _), timeout in about.heard.items():
-            who = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
-            rows.troubles.append(f"{_timed_out(timeout)}, in a process group that the log does not name{who}")
+        for (group_rank, _), timeout in about.unassigned.items():
+            rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
+            rows.troubles.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
         del rows.troubles[_NOTES_MAX:]
         if about.stack and len(columns["sequence"]) == 1:
             rows.stacks = [stack_of(about.stack)]
@@ -209,8 +209,8 @@ class Teller:
         timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
         for timeout in timeouts.values():
             if not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE:
-                rows.troubles.append(f"{_timed_out(timeout)}{_in_words(group)}")
-        if not name:  # the process's own number of a group: other ranks have others for it
+                rows.troubles.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
+        if not name:  # a process-local number, which differs between ranks
             return
         channel = Channel(ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda")
         rows.groups.append(channel)
@@ -222,20 +222,20 @@ class Teller:
                 continue
             if channel not in rows.channels:
                 rows.channels.append(channel)
-            rows.args.append(_asked(timeout))
-            moment = about.moments.get(number, 0)
+            rows.args.append(_args(timeout))
+            time_ns = about.times.get(number, 0)
             values = {
                 "channel": rows.channels.index(channel), "args_index": len(rows.args) - 1, "stack": -1, "sequence": number,
                 "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1, "timeout_ms": timeout.timeout_ms,
-                "created_ns": moment - timeout.ran_ms * 1_000_000 if moment and timeout.ran_ms >= 0 else 0,
+                "created_ns": time_ns - timeout.ran_ms * 1_000_000 if time_ns and timeout.ran_ms >= 0 else 0,
                 "state": STARTED if progress is not None and progress.started >= number else 0,
             }  # fmt: skip
             for column, content in columns.items():
                 content.append(values.get(column, 0))
 
 
-def _asked(timeout: L.Timeout) -> CollectiveArgs:
-    """What the watchdog says: the operation and how many elements, but neither shape nor dtype."""
+def _args(timeout: L.Timeout) -> CollectiveArgs:
+    """Return the op and its number of elements; the watchdog prints neither shape nor dtype."""
     return CollectiveArgs(watchdog_wire_op(timeout.op), timeout.op, _elements(timeout.inputs), _elements(timeout.outputs))
 
 
@@ -247,11 +247,11 @@ def _timed_out(timeout: L.Timeout) -> str:
     return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out after {timeout.timeout_ms / 1000:g} s"
 
 
-def _in_words(group: L.Group) -> str:
+def _group_phrase(group: L.Group) -> str:
     if group.name:
         return f" in group {group.description or group.name}"
     named = f" ({group.description})" if group.description else ""
-    return f" in the process's own group number {group.number}{named}, which other ranks may number otherwise"
+    return f" in the process-local group number {group.number}{named}, which other ranks may number differently"
 
 
 def _status(progress: L.Progress) -> Status:
