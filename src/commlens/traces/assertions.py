@@ -20,6 +20,8 @@ UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
 """If set to 1, golden files are written instead of compared."""
 
 _MOST_SHOWN = 5
+_LASTING_FIELDS = ("op", "api", "phase", "site", "dtype", "input_bytes", "output_bytes", "wire_bytes", "reduce_op", "root", "peer",
+                   "asynchronous", "members")  # fmt: skip
 
 
 def as_trace(source: Any) -> Trace:
@@ -150,22 +152,10 @@ def condense(data: TraceData) -> TraceData:
             condensed.groups.append(type(group)(name="", ranks=group.ranks, description=wording.label(group), mesh_dim=group.mesh_dim))
         plain = TraceEvent(
             sequence=0,
-            op=event.op,
-            api=event.api,
-            phase=event.phase,
             group=groups[wording.label(group), group.ranks],
-            site=event.site,
             owner=None if event.owner is None else type(event.owner)(event.owner.library, event.owner.name),
             cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # its text varies with torch
-            dtype=event.dtype,
-            input_bytes=event.input_bytes,
-            output_bytes=event.output_bytes,
-            wire_bytes=event.wire_bytes,
-            reduce_op=event.reduce_op,
-            root=event.root,
-            peer=event.peer,
-            asynchronous=event.asynchronous,
-            members=event.members,
+            **{name: getattr(event, name) for name in _LASTING_FIELDS},
         )
         key = tuple(getattr(plain, name) for name in plain.__struct_fields__)
         if key in kept:

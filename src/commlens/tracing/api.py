@@ -10,8 +10,6 @@ from commlens.errors import MissingDependency
 if TYPE_CHECKING:
     from commlens.tracing.session import LiveTrace
 
-__all__ = ["trace"]
-
 
 def trace(
     *,

@@ -68,11 +68,6 @@ class ModuleCall:
         self.start = start
         self.end: int | None = None  # None while it is running
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether the call is a recomputation."""
-        return self.run_by is not None
-
 
 class _Table:
     """One thread's calls that made autograd nodes, by the first number they could have assigned."""

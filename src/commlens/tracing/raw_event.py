@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from commlens.model.trace import Cause, Owner, Phase
@@ -10,11 +11,9 @@ from commlens.tracing.modules import ModuleCall
 from commlens.tracing.stacks import StackInfo
 
 
+@dataclass(init=False, eq=False, repr=False, slots=True)
 class RawEvent:
     """One collective. ``trace_events.py`` turns it into an event of the trace."""
-
-    __slots__ = ("args", "call", "cause", "functional", "info", "owner", "path", "phase", "reduce_op", "returned_ns", "sequence",
-                 "started_ns", "step", "thread", "wait_began_ns", "wait_ended_ns")  # fmt: skip
 
     args: InternedArgs
     info: StackInfo
@@ -32,11 +31,6 @@ class RawEvent:
     returned_ns: int
     wait_began_ns: int
     wait_ended_ns: int
-
-    @property
-    def op(self) -> str:
-        """The wire op."""
-        return self.args.op
 
     @property
     def dispatcher_op(self) -> str:

@@ -62,8 +62,8 @@ class TracedProcess:
     def start(self) -> None:
         """Start tracing."""
         try:
-            for name in ("_new_process_group_helper", "destroy_process_group"):
-                self._patches.wrap(c10d, name, getattr(self, f"_around{name if name[0] == '_' else '_' + name}"))
+            self._patches.wrap(c10d, "_new_process_group_helper", self._wrap_new_group)
+            self._patches.wrap(c10d, "destroy_process_group", self._wrap_destroy)
             self._patches.replace_aliases()
             self._save_on_sigterm()
             self.live.start()
@@ -127,7 +127,7 @@ class TracedProcess:
 
     # --- groups, which must be named before they are destroyed
 
-    def _around_new_process_group_helper(self, original: Any) -> Any:
+    def _wrap_new_group(self, original: Any) -> Any:
         def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
             made = original(*args, **kwargs)
             if self._rank is None and isinstance(made[0], dist.ProcessGroup):
@@ -136,7 +136,7 @@ class TracedProcess:
 
         return _new_process_group_helper
 
-    def _around_destroy_process_group(self, original: Any) -> Any:
+    def _wrap_destroy(self, original: Any) -> Any:
         def destroy_process_group(group: Any = None) -> Any:
             if os.getpid() == self._pid and (group is None or group is c10d._world.default_pg):
                 try:

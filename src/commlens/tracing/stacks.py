@@ -47,23 +47,8 @@ _NOT_CALLED_BY_NAME = (
 class StackInfo:
     """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1 means absent."""
 
-    __slots__ = (
-        "codes",
-        "dispatch_depth",
-        "engine_calls",
-        "explicit",
-        "fsdp1_depth",
-        "fsdp_depth",
-        "fsdp_state_depth",
-        "hook_depth",
-        "in_optimizer",
-        "in_pass",
-        "index",
-        "packet",
-        "redistribute_depth",
-        "source",
-        "through",
-    )  # fmt: skip
+    __slots__ = ("codes", "dispatch_depth", "engine_calls", "explicit", "fsdp1_depth", "fsdp_depth", "fsdp_state_depth", "hook_depth",
+                 "in_optimizer", "in_pass", "index", "packet", "redistribute_depth", "source", "through")  # fmt: skip
 
     def __init__(self, index: int, codes: list[CodeType]) -> None:
         self.index = index

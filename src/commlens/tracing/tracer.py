@@ -25,7 +25,7 @@ from commlens.tap.groups import Groups
 from commlens.tap.interned_args import ArgsTable, noted_reduce_ops, output_pointers
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
-from commlens.tracing.modules import ModuleCall, ModuleTracker
+from commlens.tracing.modules import ModuleTracker
 from commlens.tracing.owners import Owners
 from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters
@@ -152,10 +152,6 @@ class Tracer:
         self._loose_works.clear()
         self._infos.forget_codes()
         self._pointers.clear()
-
-    def locate(self) -> tuple[Phase | None, ModuleCall | None]:
-        """Return the phase and module call that this thread is in."""
-        return self.modules.locate()
 
     # --- called by the tap
 

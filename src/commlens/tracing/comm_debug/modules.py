@@ -95,12 +95,12 @@ class ModuleView:
     @property
     def activation_checkpointing(self) -> bool:
         """Whether this thread is recomputing a forward for activation checkpointing."""
-        return self._tracer is not None and self._tracer.locate()[0] is Phase.RECOMPUTATION
+        return self._tracer is not None and self._tracer.modules.locate()[0] is Phase.RECOMPUTATION
 
     @property
     def name(self) -> str:
         """The module that this thread is in; ``"Global"`` outside all modules."""
-        call = self._tracer.locate()[1] if self._tracer is not None else None
+        call = self._tracer.modules.locate()[1] if self._tracer is not None else None
         return call.row.path if call is not None else GLOBAL
 
     @property

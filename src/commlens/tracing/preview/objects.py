@@ -125,12 +125,9 @@ class Objects:
             key = self._key("broadcast", source, None, ranks)
             with unset_fake_temporarily():
                 if source == self.rank:
-                    self._sent(key, object_list, kwargs)
+                    self._keep(key, _pickled(object_list, kwargs))
                     return original(object_list, **given)
-                message = self._message(key)
-                if message is None or len(message) != len(object_list):
-                    message = _pickled(object_list, kwargs)
-                with self.delivering(_sizes(message), b"".join(message)):
+                with self._delivering_objects(key, object_list, kwargs):
                     return original(object_list, **given)
 
         return broadcast_object_list
@@ -179,7 +176,7 @@ class Objects:
                 ranks = _ranks(group)
                 if self.rank in ranks:
                     key = self._key("send", self.rank, _global(group, dst, group_dst), ranks)
-                    self._sent(key, object_list, kwargs)
+                    self._keep(key, _pickled(object_list, kwargs))
                 return original(object_list, group=group, device=device, **_given(dst=dst, group_dst=group_dst), **kwargs)
 
         return send_object_list
@@ -201,13 +198,16 @@ class Objects:
             with unset_fake_temporarily():
                 # A receive from any rank is assumed to be from the previous rank.
                 source = ranks[ranks.index(self.rank) - 1] if src is None and group_src is None else _global(group, src, group_src)
-                message = self._message(self._key("send", source, self.rank, ranks))
-                if message is None or len(message) != len(object_list):
-                    message = _pickled(object_list, kwargs)
-                with self.delivering(_sizes(message), b"".join(message)):
+                with self._delivering_objects(self._key("send", source, self.rank, ranks), object_list, kwargs):
                     return original(object_list, **given)
 
         return recv_object_list
+
+    def _delivering_objects(self, key: Key, object_list: list[Any], kwargs: dict[str, Any]) -> _Delivery:
+        message = self._message(key)
+        if message is None or len(message) != len(object_list):
+            message = _pickled(object_list, kwargs)
+        return self.delivering(_sizes(message), b"".join(message))
 
     # --- messages
 
@@ -215,9 +215,6 @@ class Objects:
         call = (kind, source, destination, ranks)
         self._counts[call] += 1
         return (*call, self._counts[call])
-
-    def _sent(self, key: Key, objects: list[Any], kwargs: dict[str, Any]) -> None:
-        self._keep(key, _pickled(objects, kwargs))
 
     def _keep(self, key: Key, message: Message) -> None:
         if key == self.until:
