@@ -62,7 +62,7 @@ def test_the_modules_open_down_to_ops_and_the_level_of_detail_says_which(usual):
     slider.fill("0")
     assert row(page, "weight").count() == row(page, "aten.mm").count() == 0
     row(page, "all_reduce on tp").wait_for()
-    page.get_by_role("button", name="Fold alike modules").click()
+    page.get_by_role("button", name="Fold similar modules").click()
     row(page, "layers.3").wait_for()
     assert row(page, "layers.0-3").count() == 0 and "fold=no" in page.url
 
@@ -73,7 +73,7 @@ def test_a_collective_says_why_and_a_link_brings_it_back(usual):
     details = page.get_by_label("Details", exact=True)
     said = details.inner_text()
     assert "#2 all_reduce on tp" in said and "MLP.layers.0.net2" in said
-    assert "The program or its parallel plan asked for it." in said and "Partial(sum) → Replicate()" in said
+    assert "The program or its parallel plan requested it." in said and "Partial(sum) → Replicate()" in said
     assert "/home/me/train.py:14" in said and "tp [0-3], mesh_tp, gloo, 4 ranks" in said
     assert "4.0 kB in, 4.0 kB out, 6.0 kB on the wire, float32, SUM" in said
     assert "in the call" in said and "waited for" in said and "Overlaps" in said
@@ -93,7 +93,7 @@ def test_an_op_leads_to_the_collective_that_it_caused_and_back(usual):
     row(page, "aten.mm.default").click()
     assert "→ Replicate()" in details.inner_text() and "Caused" in details.inner_text()
     details.get_by_role("button", name=re.compile("#.* all_reduce on tp")).first.click()
-    assert "DTensor decided on it, to run aten.mm.default" in details.inner_text()
+    assert "DTensor chose it to run aten.mm.default" in details.inner_text()
     details.get_by_role("button", name="aten.mm.default").click()
     assert details.locator("h2").inner_text() == "aten.mm.default"
 
@@ -120,7 +120,7 @@ def test_filters_narrow_every_view_and_the_address_keeps_them(usual):
     page.get_by_label("at least").select_option(label="10.0 kB")
     assert found.inner_text() == "16 of 32 collectives"
     search.fill("nothing has this")
-    assert page.get_by_text("No module has anything of what was asked for.").count() == 1
+    assert page.get_by_text("No module matches the filters.").count() == 1
 
 
 def test_the_tree_is_walked_with_the_keyboard(usual):
@@ -221,7 +221,7 @@ def test_a_long_trace_puts_few_rows_into_the_document(open_page, tmp_path):
     page.keyboard.press("End")
     row(page, "12,800", "Collectives in order").wait_for()
     assert page.locator(".grid-row").count() < 250
-    page.get_by_role("button", name="Fold alike modules").click()
+    page.get_by_role("button", name="Fold similar modules").click()
     row(page, "layers.1").wait_for()
     assert page.locator(".grid-row").count() < 250
 
@@ -232,7 +232,7 @@ def test_ranks_that_differ_are_chosen_from_and_times_can_be_estimated(open_page,
     path.write_bytes(ranks.to_html(name="traces", names=[f"trace-{rank}.json" for rank in range(4)], network=preset("h100-ib")))
     page = open_page(path, ready="h1")
     assert "rank 2" in page.locator(".ranks").inner_text() and "rank 0 of 8" in page.inner_text("h1")
-    assert "Times are estimated for h100-ib" in page.inner_text("main") and "if none were hidden" in page.inner_text("h1")
+    assert "Times are estimated for h100-ib" in page.inner_text("main") and "if none are hidden" in page.inner_text("h1")
     page.get_by_label("Shown:").select_option(label="rank 2")
     assert "rank 2 of 8" in page.inner_text("h1") and "trace-2.json" in page.inner_text("main")
     assert row(page, "layers.0-2").count() == 1

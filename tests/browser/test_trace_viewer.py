@@ -111,7 +111,7 @@ def test_what_is_dropped_is_read_like_what_commlens_view_reads(viewer, open_page
         ("x.json", b"hello", "x.json is not a trace: it holds no JSON."),
         ("x.json", b'{"fqn": ', "x.json is not a whole trace: its JSON is cut off or damaged."),
         ("x.json", b'{"schema": "commlens.verdict/1"}', "its schema is commlens.verdict/1"),
-        ("box", b"COMMLENS\x00\x01", "box is a black box, not a trace: commlens diagnose reads those."),
+        ("box", b"COMMLENS\x00\x01", "box is a black box, not a trace: use commlens diagnose."),
         ("x.json.gz", gzip.compress(b"{}" * 1000, mtime=0)[:20], "x.json.gz cannot be read: its compressed content is cut off or damaged."),
         ("x.json", encode(training())[:5000], "x.json is not a whole trace"),
         ("x.json", encode(training()).replace(b'"group":1', b'"group":9', 1), "refers to group 9 of 2"),
@@ -153,7 +153,7 @@ def test_two_traces_stand_side_by_side_with_what_differs_marked(comparison, open
     changed = grid.locator(".grid-row", has_text="forward: all_gather on dp").first
     assert "−50 %" in changed.inner_text() and changed.get_by_role("img", name="changed").count() == 1
     assert grid.locator(".grid-row", has_text="forward: all_reduce on tp").filter(has_not=page.get_by_role("img")).count() == 0
-    page.get_by_role("button", name="Only what differs").click()
+    page.get_by_role("button", name="Only differences").click()
     page.get_by_role("button", name="Open all").click()
     page.get_by_role("searchbox").fill("layers.3.net2")
     assert grid.locator(".grid-row", has_text="forward: all_reduce on tp").count() == 1

@@ -15,7 +15,7 @@ _REASONS = 5
 def summary_html(summary: Summary) -> str:
     """Render the summary: breakdowns, the costliest reasons and the self-check. All text from the trace is escaped."""
     known = summary.bytes_known
-    breakdowns = (("mesh dimension", summary.by_mesh_dim), ("pass", summary.by_phase), ("collective", summary.by_op))
+    breakdowns = (("mesh dimension", summary.by_mesh_dim), ("phase", summary.by_phase), ("op", summary.by_op))
     parts = [f"<p><b>{escape(summary.answer)}</b></p>"]
     parts += [_table(title, rows, known=known) for title, rows in breakdowns if rows and summary.calls]
     if summary.why:

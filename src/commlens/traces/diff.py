@@ -290,18 +290,18 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
     site_after, _ = _site(others)
     before, after = wording.place(one.phase, _model(site)), wording.place(other.phase, _model(site_after))
     within = wording.within(one.phase, _model(site))
-    what = f"{number(_plain(amount))} {one.op} on {one.group}"
+    collectives = f"{number(_plain(amount))} {one.op} on {one.group}"
     changed = _difference(one, other)
     if name == "moved":
         changed = {key: value for key, value in changed.items() if key in ("dtype", "group size", "placements", "reduce op")}
         if one.group != other.group:
-            sentence = f"{what} {within}: now on {other.group}"
+            sentence = f"{collectives} {within}: now on {other.group}"
             changed = {"group": (one.group, other.group), **changed}
         else:
-            sentence = f"{what}: moved from {before} to {after}"
+            sentence = f"{collectives}: moved from {before} to {after}"
             changed = {"place": (before, after), **changed}
     elif name == "replaced":
-        sentence = f"{what} {within}: replaced by {other.op}"
+        sentence = f"{collectives} {within}: replaced by {other.op}"
         changed = {
             "op": (one.op, other.op),
             **{key: value for key, value in changed.items() if key in ("dtype", "group size", "placements")},
@@ -309,7 +309,7 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
         if one.wire_bytes != other.wire_bytes:
             sentence += f", {size(other.wire_bytes)} on the wire instead of {size(one.wire_bytes)}"
     else:
-        sentence = f"{what} {within}: {_features(changed)}"
+        sentence = f"{collectives} {within}: {_features(changed)}"
     rest = {key: value for key, value in changed.items() if key not in ("group", "place", "op")}
     if name != "changed" and rest:
         sentence += f", {_features(rest)}"
@@ -345,18 +345,18 @@ def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: 
 
     (calls_before, bytes_before), (calls_after, bytes_after) = totals(old), totals(new)
     difference = sum(group.values(), Fraction())
-    what = f"{first.op} on {first.group}"
+    collectives = f"{first.op} on {first.group}"
     where = wording.within(first.phase, _model(site))
     carried = size(_plain(_weight(group)))
     if kind == "new" and not calls_before:
-        sentence = f"new: {number(_plain(difference))} {what} {where}, {carried} on the wire{_purpose(group)}"
+        sentence = f"new: {number(_plain(difference))} {collectives} {where}, {carried} on the wire{_purpose(group)}"
     elif kind == "gone" and not calls_after:
-        sentence = f"gone: {number(_plain(difference))} {what} {where}, {carried} on the wire{_purpose(group)}"
+        sentence = f"gone: {number(_plain(difference))} {collectives} {where}, {carried} on the wire{_purpose(group)}"
     else:
         kind = "count"
         more = "more" if calls_after > calls_before else "fewer"
         sentence = (
-            f"{number(_plain(difference))} {more} {what} {where} "
+            f"{number(_plain(difference))} {more} {collectives} {where} "
             f"({number(_plain(calls_after))} instead of {number(_plain(calls_before))}), {carried} on the wire"
         )
     return Change(

@@ -129,8 +129,8 @@ class RankTraces:
                 for key in counts - against:
                     places.setdefault(key[:4], ([], []))[side].append(key)
             for (op, group, phase, site), (own, usual) in list(places.items()):  # type: ignore[misc]
-                what = f"{op} on {group} {wording.within(phase, site)}"
-                sentences.append(f"{these}: {what} is {_shapes(own)}; on {others} it is {_shapes(usual)}")
+                collective = f"{op} on {group} {wording.within(phase, site)}"
+                sentences.append(f"{these}: {collective} is {_shapes(own)}; on {others} it is {_shapes(usual)}")
         return sentences
 
     def _messages(self) -> list[str]:

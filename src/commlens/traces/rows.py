@@ -4,18 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+from commlens.model.collective import ProcessGroup
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.text import format_ranks
 from commlens.traces import wording
-
-COLUMNS: Final = (
-    "rank", "sequence", "step", "last_step", "count", "phase", "op", "api", "mesh_dim", "group", "group_name", "group_description",
-    "group_ranks", "group_size", "backend", "module", "call", "owner_library", "owner", "owner_parameters", "cause_op", "cause_before",
-    "cause_after", "cause_implicit", "cause_mesh", "source", "function", "through", "dtype", "input_bytes", "output_bytes",
-    "wire_bytes", "reduce_op", "root", "peer", "tag", "asynchronous", "members", "thread", "started_ns", "returned_ns",
-    "wait_began_ns", "wait_ended_ns",
-)  # fmt: skip
-"""The keys of a row, in order."""
 
 
 def rows(data: TraceData) -> list[dict[str, Any]]:
@@ -71,3 +63,7 @@ def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
         "wait_began_ns": event.wait_began_ns or None,
         "wait_ended_ns": event.wait_ended_ns or None,
     }
+
+
+COLUMNS: Final = tuple(row(TraceData(groups=[ProcessGroup("", ())]), TraceEvent(sequence=0, op="", api="", phase=None, group=0)))
+"""The keys of a row, in order."""

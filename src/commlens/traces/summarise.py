@@ -13,7 +13,7 @@ from commlens.traces import wording
 
 MOST_WHY = 10
 _FOLD_FROM = 3  # from this many modules that differ only in a number, one row
-_ORDER = [phase.value for phase in Phase]
+_ORDER = [*(phase.value for phase in Phase), "unclassified"]
 
 
 def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
@@ -26,7 +26,7 @@ def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
     calls, total, known = _amount(data)
     coverage, complete = _coverage(data)
     return Summary(
-        answer=_answer(data, calls, total, known, unfiltered),
+        answer=answer(data, unfiltered),
         rank=data.rank,
         world_size=data.world_size,
         steps=data.steps,
@@ -34,10 +34,7 @@ def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
         wire_bytes=total,
         bytes_known=known,
         by_mesh_dim=_by(data, lambda group, event: wording.label(group), sizes=True) if _groups_known(data) else [],
-        by_phase=sorted(
-            _by(data, lambda group, event: wording.phase_name(event.phase)),
-            key=lambda row: _ORDER.index(row.name) if row.name in _ORDER else len(_ORDER),
-        ),
+        by_phase=sorted(_by(data, lambda group, event: wording.phase_name(event.phase)), key=lambda row: _ORDER.index(row.name)),
         by_op=_by(data, lambda group, event: event.op),
         by_module=modules(data),
         why=reasons(data)[:MOST_WHY],
@@ -47,11 +44,6 @@ def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
     )
 
 
-def answer(data: TraceData) -> str:
-    """Return only the summary's first sentence, which is cheap."""
-    return _answer(data, *_amount(data), None)
-
-
 def _amount(data: TraceData) -> tuple[int, int, bool]:
     """Return the number of collectives, the bytes on the wire, and whether bytes are known."""
     calls = sum(event.count for event in data.events)
@@ -59,7 +51,9 @@ def _amount(data: TraceData) -> tuple[int, int, bool]:
     return calls, total, calls == 0 or total > 0 or any(event.dtype or event.op in BARRIERS for event in data.events)
 
 
-def _answer(data: TraceData, calls: int, total: int, known: bool, unfiltered: int | None) -> str:
+def answer(data: TraceData, unfiltered: int | None = None) -> str:
+    """Return only the summary's first sentence, which is cheap. The arguments are those of :func:`summarise`."""
+    calls, total, known = _amount(data)
     rank = f"rank {data.rank} of {data.world_size}{', a preview' if data.preview else ''}"
     collectives = count(calls, "collective") if unfiltered is None else f"{number(calls)} of {count(unfiltered, 'collective')}"
     over = _over(data) if unfiltered is None else ""
@@ -123,7 +117,7 @@ def folded(paths: Iterable[str]) -> dict[str, str]:
 
 
 def modules(data: TraceData) -> list[ModuleTotal]:
-    """Return own and inclusive totals of each module that, or whose children, issued a collective."""
+    """Return own and inclusive totals of each module that has collectives, its own or its children's."""
     own: dict[str, list[int]] = {}
     for event in data.events:
         if event.site is not None:

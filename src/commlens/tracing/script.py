@@ -190,8 +190,8 @@ class TracedProcess:
             self._save()
         _die_of_sigterm()
 
-    def _fail(self, what: str, error: Exception) -> None:
-        log.warning("commlens: process %d %s: %s: %s", self._pid, what, type(error).__name__, error)
+    def _fail(self, problem: str, error: Exception) -> None:
+        log.warning("commlens: process %d %s: %s: %s", self._pid, problem, type(error).__name__, error)
 
 
 def _die_of_sigterm() -> None:

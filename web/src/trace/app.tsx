@@ -214,7 +214,7 @@ function answer(trace: Trace): string {
   if (!trace.groupsKnown) return `${some}, by CommDebugMode's count.`;
   const who = `rank ${trace.rank} of ${number(trace.worldSize)}${trace.preview ? ", a preview" : ""}`;
   const over = trace.steps ? `, over ${count(trace.steps, "optimizer step")}` : "";
-  const time = hasTime(trace) && trace.estimate ? `, ${seconds(trace.events.reduce((total, event) => total + trace.timeOf(event), 0) / 1e9)} if none were hidden` : "";
+  const time = hasTime(trace) && trace.estimate ? `, ${seconds(trace.events.reduce((total, event) => total + trace.timeOf(event), 0) / 1e9)} if none are hidden` : "";
   return `${some}${trace.bytesKnown ? `, ${size(trace.wireBytes)} on the wire` : ""}${over}, ${who}${time}.`;
 }
 

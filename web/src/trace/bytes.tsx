@@ -20,9 +20,9 @@ interface Block {
 }
 
 const HEIGHT = 34;
-const LEAST = 0.12; // percent of the width that can still be seen
+const LEAST = 0.12; // smallest visible block, in percent of the width
 
-/** The modules as an icicle: as wide as their bytes on the wire, children under their parents. */
+/** The modules as an icicle chart: width shows bytes on the wire, children are under their parents. */
 export function Bytes({ trace, tree, colours, onChoose }: BytesProps) {
   const [root, setRoot] = useState<ModuleRow | null>(null);
   const top = root && tree.rows.includes(root) && weigh(root, trace) > 0 ? root : null;
@@ -34,13 +34,13 @@ export function Bytes({ trace, tree, colours, onChoose }: BytesProps) {
     <Section
       id="bytes"
       title={trace.bytesKnown ? "Bytes" : "Shares"}
-      about={`Each module as wide as its ${what}, those inside it below; where nothing is below, the module issued it itself. Choose one to enlarge it.`}
+      about={`Width shows ${what}; child modules are below their parent. Where nothing is below, the module issued the collectives itself. Select a module to enlarge it.`}
       tools={top ? <button type="button" class="button" onClick={() => setRoot(top.parent)}>Back to {top.parent?.path ?? "the whole model"}</button> : undefined}
     >
-      {blocks.length === 0 ? <p class="dim">There is nothing here.</p> : (
+      {blocks.length === 0 ? <p class="dim">Nothing to show.</p> : (
         <div class="icicle" role="group" aria-label={`Modules by ${what}`} style={{ height: `${depth * HEIGHT}px` }}>
           {blocks.map(({ row, depth, left, width }) => {
-            const said = `${row.path || "in no module"}: ${trace.bytesKnown ? `${size(row.all.sum.bytes)}, ` : ""}${count(row.all.sum.calls, "collective")}${row.members.length > 1 ? `, ${number(row.members.length)} modules` : ""}`;
+            const said = `${row.path || "outside all modules"}: ${trace.bytesKnown ? `${size(row.all.sum.bytes)}, ` : ""}${count(row.all.sum.calls, "collective")}${row.members.length > 1 ? `, ${number(row.members.length)} modules` : ""}`;
             return (
               <button
                 key={row.path}
@@ -61,7 +61,7 @@ export function Bytes({ trace, tree, colours, onChoose }: BytesProps) {
         </div>
       )}
       {labels.length > 1 && trace.groupsKnown && (
-        <p class="legend dim">The colour is the group of most of its {trace.bytesKnown ? "bytes" : "collectives"}: {labels.map(([label, colour]) => <span key={label} class="legend-item"><span class="swatch" style={{ background: `var(${colour})` }} />{label}</span>)}</p>
+        <p class="legend dim">The colour shows the group with most of the {trace.bytesKnown ? "bytes" : "collectives"}: {labels.map(([label, colour]) => <span key={label} class="legend-item"><span class="swatch" style={{ background: `var(${colour})` }} />{label}</span>)}</p>
       )}
     </Section>
   );

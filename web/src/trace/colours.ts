@@ -1,4 +1,4 @@
-// Each process group has a colour, that of most bytes the first; the others share the last.
+// The process groups with most bytes have a colour each; the others share the last colour.
 
 import type { Trace } from "./model";
 

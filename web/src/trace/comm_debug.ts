@@ -1,4 +1,4 @@
-// What CommDebugMode's generate_json_dump wrote, torch's own or ours, as a trace: formats/comm_debug_json.py has the same rules.
+// Converts the JSON of CommDebugMode's generate_json_dump, torch's or ours, to a trace, by the rules of formats/comm_debug_json.py.
 
 import { Builder, type Trace, list, record, text } from "./model";
 
@@ -18,8 +18,8 @@ const FUNCTIONAL: Record<string, string> = {
   gather_into_tensor: "gather",
 };
 const UNKNOWN =
-  "This was CommDebugMode's JSON, which holds counts by module only: bytes, groups, order, times, steps, owners, causes and lines of code are unknown. " +
-  "What it counts for a module and not for one of its children is taken as the module's own.";
+  "This trace is from CommDebugMode's JSON, which holds only counts by module: bytes, groups, order, times, steps, owners, causes and " +
+  "lines of code are unknown. Counts of a module that are not its children's are taken as its own.";
 const COLLECTIVES = [
   ["forward", "collectives_forward"],
   ["backward", "collectives_backward"],
@@ -36,11 +36,11 @@ const OPERATIONS = [
 
 type Section = Record<string, unknown>;
 
-/** Make a trace of it: one summarised event for each module, phase and op. */
+/** Create a trace with one summarised event per module, phase and op. */
 export function convert(root: Section): Trace {
   const builder = new Builder();
   builder.group({ name: "unknown", description: "unknown", ranks: [] });
-  // A module that was called several times is repeated, once for each call, with all below it: the first one says everything.
+  // A module called several times is repeated with all its children, once per call: the first one has everything.
   const seen = new Set<string>();
   const waiting: Section[] = [root];
   let total = 0;
@@ -76,7 +76,7 @@ function collectives(builder: Builder, section: Section, children: Section[], si
       const own = number - (below.get(name) ?? 0);
       if (own <= 0) continue;
       total += own;
-      // What no module has: CommDebugMode calls it forward wherever it was, in the optimizer, too.
+      // Counts outside all modules: CommDebugMode calls them forward even in the optimizer.
       const known = site === null && phase === "forward" ? null : phase;
       builder.event({ sequence: builder.trace.events.length + 1, op: wireOp(name), api: name, phase: known, group: 0, site, count: own });
     }

@@ -8,7 +8,7 @@ import type { Change, Loaded } from "./read";
 import { Tally } from "./tree";
 import * as words from "./words";
 
-/** What one place issues in both traces. */
+/** The collectives of one place in both traces. */
 interface Pair {
   before: Tally;
   after: Tally;
@@ -19,7 +19,7 @@ interface Side extends Pair {
   label: string;
   depth: number;
   children: Side[];
-  /** By pass, op and group, of the module itself. */
+  /** By phase, op and group, of the module itself. */
   own: Map<string, Pair & { phase: number; op: string; group: string }>;
   differs: boolean;
 }
@@ -28,7 +28,7 @@ type Row =
   | { kind: "module"; key: string; side: Side; open: boolean; leaf: boolean }
   | { kind: "kind"; key: string; depth: number; said: string; pair: Pair };
 
-/** Two traces side by side: what changed in words, and every module with both figures. */
+/** Two traces side by side: the changes in sentences, and every module with both figures. */
 export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean }) {
   const [one, other] = loaded.traces as [Trace, Trace];
   const [names, comparison] = [loaded.head.names, loaded.head.comparison!];
@@ -80,8 +80,8 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
         ))}
       </dl>
       {[...loaded.head.notes, ...comparison.notes].map((note) => <p key={note} class="dim">{note}</p>)}
-      <Section id="changes" title="Changes" about={comparison.changes.length ? "That of most bytes first. Choose one to see it in its module." : undefined}>
-        {comparison.changes.length === 0 ? <p>Nothing that counts is different. Times, lines of code and the order of issue do not count.</p> : (
+      <Section id="changes" title="Changes" about={comparison.changes.length ? "Ordered by bytes. Select a change to see it in its module." : undefined}>
+        {comparison.changes.length === 0 ? <p>Nothing changed. Times, lines of code and the order of issue are ignored.</p> : (
           <ol class="changes">
             {comparison.changes.map((change, index) => (
               <li key={index}>
@@ -95,12 +95,12 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
       <Section
         id="modules"
         title="Side by side"
-        about={`Each module with all inside it, in both traces${perStep ? "; figures are those of a step" : ""}.`}
+        about={`Each module with its children, in both traces${perStep ? "; figures are per step" : ""}.`}
       >
         <div class="controls">
           <Search value={query} onInput={setQuery} label="Search modules and ops" />
           <span class="buttons">
-            <button type="button" class="button" aria-pressed={onlyChanged} onClick={() => setOnlyChanged(!onlyChanged)}>Only what differs</button>
+            <button type="button" class="button" aria-pressed={onlyChanged} onClick={() => setOnlyChanged(!onlyChanged)}>Only differences</button>
             <button type="button" class="button" onClick={() => setOpen(new Set(everything(roots).map((side) => side.path)))}>Open all</button>
             <button type="button" class="button" onClick={() => setOpen(new Set())}>Close all</button>
           </span>
@@ -121,7 +121,7 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
           chosen={chosen}
           rowClass={(row) => mark(pairOf(row))}
           most={24}
-          empty={onlyChanged ? "No module issues more or less than before." : "No module has that in its path."}
+          empty={onlyChanged ? "No module issues more or fewer collectives than before." : "No module matches the search."}
         />
       </Section>
     </Shell>
@@ -130,7 +130,7 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
 
 const KINDS: Record<string, string> = { "world-size": "world" };
 
-/** Without the word that the mark before it says. */
+/** Drop the word that the mark before the sentence already shows. */
 function sentenceOf(change: Change): string {
   return change.sentence.startsWith(`${change.kind}: `) ? change.sentence.slice(change.kind.length + 2) : change.sentence;
 }
@@ -167,7 +167,7 @@ function percent({ before, after }: Pair): string {
   return `${share > 0 ? "+" : "−"}${Math.abs(share) < 10 ? Math.abs(share).toFixed(1) : Math.round(Math.abs(share))} %`;
 }
 
-/** The class of the model, where there is one only. */
+/** The class of the model, if there is only one. */
 function rootOf(trace: Trace): string | null {
   const roots = new Set([...trace.modules.map((module) => module.path), ...trace.events.flatMap((event) => event.site ?? [])].map((path) => path.split(".")[0]!));
   return roots.size === 1 ? [...roots][0]! : null;
@@ -182,7 +182,7 @@ function sideBySide(one: Trace, other: Trace, perStep: boolean): Side[] {
   const get = (path: string): Side => {
     const known = sides.get(path);
     if (known) return known;
-    const side: Side = { path, label: path || "in no module", depth: 0, children: [], before: new Tally(), after: new Tally(), own: new Map(), differs: false };
+    const side: Side = { path, label: path || "outside all modules", depth: 0, children: [], before: new Tally(), after: new Tally(), own: new Map(), differs: false };
     sides.set(path, side);
     const dot = path.lastIndexOf(".");
     if (dot > 0) {
@@ -233,7 +233,7 @@ function visible(roots: readonly Side[], open: ReadonlySet<string>, onlyChanged:
   const wanted = new Map<Side, boolean>();
   const want = (side: Side): boolean => {
     const inside = side.children.map(want).some(Boolean);
-    const found = !query || matches(`${side.path || "in no module"} ${[...side.own.values()].map(({ op, group }) => `${op} ${group}`).join(" ")}`, query);
+    const found = !query || matches(`${side.path || "outside all modules"} ${[...side.own.values()].map(({ op, group }) => `${op} ${group}`).join(" ")}`, query);
     const is = (inside || found) && (!onlyChanged || side.differs) && (side.before.calls + side.after.calls > 0);
     wanted.set(side, is);
     return is;

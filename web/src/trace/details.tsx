@@ -10,7 +10,7 @@ import { type Reason, reasons } from "./reasons";
 import { type ModuleRow, type Tally, parametersOf, talliesOf } from "./tree";
 import * as words from "./words";
 
-/** What somebody has chosen to know more about. */
+/** The selected item. */
 export type Chosen =
   | { kind: "collective"; event: Collective }
   | { kind: "module"; row: ModuleRow }
@@ -26,7 +26,7 @@ interface DetailsProps {
   onSource: (source: string) => void;
 }
 
-/** Everything about one thing, beside the rest of the page. */
+/** All details of the selected item, beside the rest of the page. */
 export function Details(props: DetailsProps) {
   const { chosen, onClose } = props;
   return (
@@ -53,12 +53,12 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
       <p>{sentenceOf(event)}</p>
       <dl>
         <Fact name="Module">{event.site === null ? "none" : <Link onClick={() => onModule(event.site!)}>{event.site}</Link>}{event.call > 1 ? `, call ${number(event.call)}` : ""}</Fact>
-        <Fact name="Pass">{PHASES[event.phase]}{trace.steps > 1 ? `, step ${event.step === event.lastStep ? event.step : `${event.step} to ${event.lastStep}`}` : ""}</Fact>
+        <Fact name="Phase">{PHASES[event.phase]}{trace.steps > 1 ? `, step ${event.step === event.lastStep ? event.step : `${event.step} to ${event.lastStep}`}` : ""}</Fact>
         {cause && (
           <Fact name="Redistribution">
             <span class="mono change"><span>{words.placements(cause.before)}</span> <span aria-label="to">→</span> <span>{words.placements(cause.after)}</span></span>
             <br />
-            {cause.implicit ? `DTensor decided on it${cause.op ? `, to run ${cause.op}` : ""}.` : `The program or its parallel plan asked for it${cause.op ? `; ${cause.op} needed it` : ""}.`}
+            {cause.implicit ? `DTensor chose it${cause.op ? ` to run ${cause.op}` : ""}.` : `The program or its parallel plan requested it${cause.op ? `; ${cause.op} needed it` : ""}.`}
             {cause.mesh && <><br /><span class="dim mono">{cause.mesh}</span></>}
           </Fact>
         )}
@@ -70,7 +70,7 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
             <br /><span class="dim mono path">{source.file}:{source.line}</span>
           </Fact>
         )}
-        {!source && event.through && <Fact name="Through">{event.through}</Fact>}
+        {!source && event.through && <Fact name="Called through">{event.through}</Fact>}
         {trace.groupsKnown && <Fact name="Group">{words.onGroup(group)}{group.description && group.description !== group.label ? `, ${group.description}` : ""}{group.backend ? `, ${group.backend}` : ""}, {count(group.ranks.length, "rank")}</Fact>}
         {trace.bytesKnown && (
           <Fact name="Bytes">
@@ -79,12 +79,12 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
           </Fact>
         )}
         {event.root !== null && <Fact name="Root">rank {event.root}</Fact>}
-        {event.peer !== null && <Fact name="Other rank">{event.peer}{event.tag ? `, tag ${event.tag}` : ""}</Fact>}
+        {event.peer !== null && <Fact name="Peer">rank {event.peer}{event.tag ? `, tag ${event.tag}` : ""}</Fact>}
         <Fact name="Call">{event.api}{event.asynchronous === null ? "" : event.asynchronous ? ", asynchronous" : ", synchronous"}{event.members ? `, joins ${event.members} ops` : ""}{event.thread ? `, on thread ${event.thread}` : ""}</Fact>
         {trace.timesKnown && event.returned > 0 && (
           <Fact name="Time">
             issued {seconds(event.started / 1e9)} after the trace began, {seconds((event.returned - event.started) / 1e9)} in the call
-            {event.waitEnded ? `, waited for ${seconds((event.waitEnded - event.waitBegan) / 1e9)}${event.waitBegan > event.returned ? `, ${seconds((event.waitBegan - event.returned) / 1e9)} after it had returned` : ""}` : "; nobody was seen to wait for it"}
+            {event.waitEnded ? `, waited for ${seconds((event.waitEnded - event.waitBegan) / 1e9)}${event.waitBegan > event.returned ? `, ${seconds((event.waitBegan - event.returned) / 1e9)} after it returned` : ""}` : "; no wait was recorded"}
           </Fact>
         )}
         {trace.estimate && <Fact name="Estimate">{seconds(trace.timeOf(event) / 1e9)} on {trace.estimate.network}</Fact>}
@@ -126,11 +126,11 @@ function asText(trace: Trace, event: Collective): string {
   ].filter(Boolean).join("\n");
 }
 
-/** The DTensor op that needed the redistribution: the last one of that name and place before the collective. */
+/** The DTensor op that needed the redistribution: the last op of that name and place before the collective. */
 function opBefore(trace: Trace, event: Collective): { op: number; name: string; inputs: string } | null {
   const wanted = event.cause?.op;
   if (!wanted) return null;
-  // Ops are in order; those just before the collective have its own number, or the numbers before it.
+  // Ops are in order; those just before the collective have its number or a lower one.
   let [low, high] = [0, trace.opBefore.length];
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -147,7 +147,7 @@ function opBefore(trace: Trace, event: Collective): { op: number; name: string; 
 function OneOp({ trace, op, onModule, onChoose }: DetailsProps & { op: number }) {
   const kind = trace.opKinds[trace.opKind[op]!]!;
   const before = trace.opBefore[op]!;
-  // What it made DTensor redistribute was issued right after it.
+  // The redistribution that it needed was issued right after it.
   const caused = trace.events.filter((event) => event.sequence >= before && event.sequence < before + 16 && event.site === kind.site && event.cause?.op && kind.name.startsWith(event.cause.op));
   const next = trace.events.find((event) => before > 0 && event.sequence >= before);
   return (
@@ -191,12 +191,12 @@ function OneModule({ trace, row, onModule, onChoose }: DetailsProps & { row: Mod
   const why = reasons(trace, inside, "reason");
   return (
     <>
-      <h2>{row.path || "In no module"}</h2>
+      <h2>{row.path || "Outside all modules"}</h2>
       <p class="dim">{[typeOf(row.members, trace), row.members.length > 1 ? count(row.members.length, "module") : "", ran ? `called ${count(ran, "time")}` : ""].filter(Boolean).join(", ")}</p>
-      {row.path && <p class="buttons"><button type="button" class="button" onClick={() => onModule(row.path)}>Show only this</button></p>}
-      <h3>With all inside it</h3>
+      {row.path && <p class="buttons"><button type="button" class="button" onClick={() => onModule(row.path)}>Show only this module</button></p>}
+      <h3>Including children</h3>
       <table class="figures">
-        <thead><tr><th>Pass</th><th>Collective</th><th class="numeric">Calls</th>{trace.bytesKnown && <th class="numeric">On the wire</th>}</tr></thead>
+        <thead><tr><th>Phase</th><th>Collective</th><th class="numeric">Calls</th>{trace.bytesKnown && <th class="numeric">On the wire</th>}</tr></thead>
         <tbody>
           {PHASES.flatMap((name, phase) => [...talliesOf(trace, inside.filter((index) => trace.events[index]!.phase === phase)).values()].map(({ op, group, tally }, index) => (
             <tr key={`${phase} ${op} ${group}`}>
@@ -214,10 +214,10 @@ function OneModule({ trace, row, onModule, onChoose }: DetailsProps & { row: Mod
           <li key={reason.key}><Link onClick={() => onChoose({ kind: "reason", reason })}>{reason.sentence}</Link>{trace.bytesKnown && <span class="dim"> {size(reason.tally.bytes)}</span>}</li>
         ))}
       </ul>
-      {parameters.length > 0 && <h3>Its parameters</h3>}
+      {parameters.length > 0 && <h3>Parameters</h3>}
       <ul class="plain-list mono">
         {parameters.slice(0, MOST).map(({ parameter, times }, index) => (
-          <li key={index}>{parameter.name}{times > 1 ? ` × ${times}` : ""} <span class="placement">{words.placements(parameter.placements) || "not a DTensor"}</span> <span class="dim">{parameterShape(parameter)}{parameter.localBytes === null ? "" : `, ${size(parameter.localBytes)} here`}</span></li>
+          <li key={index}>{parameter.name}{times > 1 ? ` × ${times}` : ""} <span class="placement">{words.placements(parameter.placements) || "not a DTensor"}</span> <span class="dim">{parameterShape(parameter)}{parameter.localBytes === null ? "" : `, ${size(parameter.localBytes)} on this rank`}</span></li>
         ))}
       </ul>
     </>

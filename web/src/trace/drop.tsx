@@ -2,7 +2,7 @@ import { useEffect, useRef, useState } from "preact/hooks";
 import { Shell } from "../shared/page";
 import { type Loaded, NoTrace, type Progress, readFile } from "./read";
 
-/** Where a page that carries nothing takes its file. */
+/** The empty viewer, which takes a file. */
 export function Empty({ onLoaded, progress }: { onLoaded: (loaded: Loaded) => void; progress: Progress }) {
   const [said, setSaid] = useState("");
   const chooser = useRef<HTMLInputElement>(null);
@@ -33,7 +33,7 @@ export function Empty({ onLoaded, progress }: { onLoaded: (loaded: Loaded) => vo
   );
 }
 
-/** Reads a file, and says what is wrong with it. */
+/** Read a file, or report why it cannot be read. */
 function useTake(onLoaded: (loaded: Loaded) => void, say: (text: string) => void, progress: Progress): (file: File) => Promise<void> {
   return async (file) => {
     say("");
@@ -45,7 +45,7 @@ function useTake(onLoaded: (loaded: Loaded) => void, say: (text: string) => void
   };
 }
 
-/** A file may be dropped anywhere on the page; whether one is held over it. */
+/** Accept a file dropped anywhere on the page; return whether one is held over it. */
 function useDropAnywhere(take: (file: File) => Promise<void>): boolean {
   const [over, setOver] = useState(false);
   const latest = useRef(take);

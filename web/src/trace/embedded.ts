@@ -1,6 +1,6 @@
-// What the page carries, as a stream: a long trace is read piece by piece.
+// The page's data as a stream, so that a long trace is read piece by piece.
 
-/** Bytes of text, and how many there will be; null where the page carries nothing. */
+/** The stream and its length in bytes; null if the page has no data. */
 export function embeddedStream(): { stream: ReadableStream<Uint8Array>; size: number } | null {
   const text = document.getElementById("commlens-data")?.textContent?.trim();
   if (!text) return null;

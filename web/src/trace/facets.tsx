@@ -10,7 +10,7 @@ interface FacetsProps {
   onChange: (filter: Filter) => void;
 }
 
-/** How collectives and bytes are spread over groups, phases and ops. Choosing a row shows only that. */
+/** Collectives and bytes by group, phase and op. Selecting a row filters the page by it. */
 export function Facets({ trace, filter, colours, onChange }: FacetsProps) {
   const groups = new Map(trace.groups.map((group) => [group.label, group]));
   return (
@@ -25,7 +25,7 @@ export function Facets({ trace, filter, colours, onChange }: FacetsProps) {
           colour={(label) => colours.get(label)}
         />
       )}
-      <FacetTable {...{ trace, filter, onChange }} facet="phases" name="Pass" of={(event) => event.phase} shown={(phase) => PHASES[phase]!} />
+      <FacetTable {...{ trace, filter, onChange }} facet="phases" name="Phase" of={(event) => event.phase} shown={(phase) => PHASES[phase]!} />
       <FacetTable {...{ trace, filter, onChange }} facet="ops" name="Collective" of={(event) => event.op} shown={(op) => op} />
     </div>
   );

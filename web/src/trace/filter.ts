@@ -1,4 +1,4 @@
-// Which collectives and ops are shown, and how the address says so.
+// The filter for collectives and ops, and its form in the address.
 
 import { matches } from "../shared/search";
 import { type Collective, PHASES, type Trace } from "./model";
@@ -11,7 +11,7 @@ export interface Filter {
   groups: ReadonlySet<string>;
   module: string;
   source: string;
-  /** Bytes on the wire of one collective, at least. */
+  /** Minimum bytes on the wire of a collective. */
   least: number;
 }
 
@@ -23,7 +23,7 @@ export function isActive(filter: Filter): boolean {
 
 export type Facet = "phases" | "ops" | "groups";
 
-/** Indices of the collectives that pass; one facet may be left out, to count what choosing another of its values would give. */
+/** Indices of the collectives that pass. One facet may be ignored, to count its other values. */
 export function matching(trace: Trace, filter: Filter, without?: Facet): number[] {
   const { phases, ops, groups, module, source, least } = filter;
   const query = filter.text.trim();
@@ -54,7 +54,7 @@ export function matching(trace: Trace, filter: Filter, without?: Facet): number[
   return found;
 }
 
-/** What a search looks at: the same for all of one kind. */
+/** The text to search, the same for all collectives of a kind. */
 function textOf(trace: Trace, event: Collective): string {
   const { owner, cause, source } = event;
   return [
@@ -63,7 +63,7 @@ function textOf(trace: Trace, event: Collective): string {
   ].join(" ");
 }
 
-/** Which kinds of tensor ops pass. What only collectives have (a group, a size) is asked of those alone. */
+/** The kinds of tensor ops that pass. Filters on a group or a size apply only to collectives. */
 export function opKindsShown(trace: Trace, filter: Filter, noise: number): boolean[] {
   const query = filter.text.trim();
   return trace.opKinds.map(
@@ -75,7 +75,7 @@ export function opKindsShown(trace: Trace, filter: Filter, noise: number): boole
   );
 }
 
-/** What the address after the # says beside the filter. */
+/** The rest of the address after the #. */
 export interface View {
   noise: number;
   folded: boolean;

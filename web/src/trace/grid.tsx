@@ -15,7 +15,7 @@ interface GridProps<Row> {
   columns: readonly Column<Row>[];
   rows: readonly Row[];
   keyOf: (row: Row) => string;
-  /** Of a tree: depth, and whether the row is open; undefined where there is nothing to open. */
+  /** In a tree: depth, and whether the row is open; undefined if it cannot be opened. */
   level?: (row: Row) => { depth: number; open: boolean | undefined };
   onOpen?: (row: Row, open: boolean) => void;
   onChoose?: (row: Row) => void;
@@ -31,7 +31,7 @@ interface GridProps<Row> {
 const ROW = 30;
 const OVERSCAN = 10;
 
-/** A table, or a tree of rows, of which only what is in view is in the document. Arrow keys move, Enter chooses. */
+/** A table or tree whose visible rows alone are in the document. Arrow keys move, Enter selects. */
 export function Grid<Row>(props: GridProps<Row>) {
   const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18 } = props;
   const box = useRef<HTMLDivElement>(null);
@@ -141,7 +141,7 @@ export function Grid<Row>(props: GridProps<Row>) {
       </div>,
     );
   }
-  if (!rows.length) return <p class="dim">{props.empty ?? "There is nothing here."}</p>;
+  if (!rows.length) return <p class="dim">{props.empty ?? "Nothing to show."}</p>;
   return (
     <div
       class="grid"
@@ -166,7 +166,7 @@ export function Grid<Row>(props: GridProps<Row>) {
   );
 }
 
-/** What the columns need at least, with gaps and padding, in rem: all rows are as wide, whatever is in them. */
+/** The minimum width of the columns with gaps and padding, in rem, so that all rows are equally wide. */
 function least<Row>(columns: readonly Column<Row>[]): number {
   return columns.reduce((sum, { width }) => sum + Number(/([\d.]+)rem/.exec(width)?.[1] ?? 0) + 0.8, 0.6);
 }

@@ -1,19 +1,19 @@
-// What the drawing of the sequence shows: lanes of spans, over the order of issue or over time.
+// The lanes and spans of the sequence drawing, by order of issue or by time.
 
 import { type Collective, PHASES, type Trace } from "./model";
 
 export interface Span {
   start: number;
   end: number;
-  /** Which row of its lane it lies in: what overlaps lies above each other. */
+  /** Its row in the lane; overlapping spans are in different rows. */
   row: number;
-  /** Index of the collective; -1 for what only tells where one is (a pass, a module). */
+  /** Index of the collective; -1 for spans that only show a place (a phase, a module). */
   event: number;
   name: string;
   colour: string;
   /** A wait, in the lane of a thread. */
   faint?: boolean;
-  /** Of neighbours that tell where one is, every other one. */
+  /** Set on every other of neighbouring place spans. */
   shade?: boolean;
 }
 
@@ -27,7 +27,7 @@ export interface Lane {
 
 const MOST_ROWS = 6;
 
-/** One place for each collective, one lane for each group; above them the passes and the modules. */
+/** One slot per collective, one lane per group; phases and modules above them. */
 export function lanesByOrder(trace: Trace): Lane[] {
   const { events } = trace;
   const parts = new Map<string | null, string>();
@@ -44,7 +44,7 @@ export function lanesByOrder(trace: Trace): Lane[] {
   return lanes;
 }
 
-/** One lane for each thread, with what it issued and waited for; one for each group, with what is in flight. */
+/** One lane per thread with its issues and waits; one per group with the collectives in flight. */
 export function lanesByTime(trace: Trace): Lane[] {
   const timed = trace.events.filter((event) => event.returned > 0);
   const lanes: Lane[] = [];
@@ -67,7 +67,7 @@ export function lanesByTime(trace: Trace): Lane[] {
   return lanes;
 }
 
-/** What was in flight at the same time, in order; the number of them where there are more than `most`. */
+/** The collectives in flight at the same time, in order; only their number if there are more than `most`. */
 export function overlapping(trace: Trace, event: Collective, most: number): { found: Collective[]; all: number } {
   const found: Collective[] = [];
   let all = 0;
@@ -94,7 +94,7 @@ function byGroup(trace: Trace): [string, number[]][] {
   return [...found].sort((a, b) => b[1].length - a[1].length).slice(0, 24);
 }
 
-/** Spans in rows, so that those of one row do not overlap, as far as there is room. */
+/** Place spans in rows so that none overlap within a row, as far as space permits. */
 function laned(name: string, spans: Span[]): Lane {
   spans.sort((a, b) => a.start - b.start || b.end - a.end);
   const ends: number[] = [];
@@ -120,7 +120,7 @@ function runs(name: string, events: readonly Collective[], of: (event: Collectiv
   return { name, spans, rows: 1, longest: spans.reduce((most, span) => Math.max(most, span.end - span.start), 0) };
 }
 
-/** The part of the model that a module is in: up to the first number, without the root. */
+/** The part of the model that contains a module: its path up to the first number, without the root. */
 function part(site: string | null): string {
   if (site === null) return "no module";
   const parts = site.split(".");

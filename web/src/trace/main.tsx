@@ -9,7 +9,7 @@ applyTheme();
 const place = document.getElementById("app");
 if (place) void show(place);
 
-// In a frame that has no address of its own (a notebook's cell) a link to a section would leave the page.
+// In a frame without an address of its own (a notebook's cell), a link to a section would leave the page.
 addEventListener("click", (event) => {
   const link = event.target instanceof Element ? event.target.closest('a[href^="#"]') : null;
   if (!link || location.protocol !== "about:") return;
@@ -17,7 +17,7 @@ addEventListener("click", (event) => {
   document.getElementById(link.getAttribute("href")!.slice(1))?.scrollIntoView();
 });
 
-/** Show what the page carries as soon as it is read; until then, and where it cannot be, the plain text stays. */
+/** Show the page's trace once it is read; until then, or if that fails, the plain text remains. */
 async function show(place: HTMLElement): Promise<void> {
   const bar = document.createElement("progress");
   bar.className = "loading";
@@ -36,7 +36,7 @@ async function show(place: HTMLElement): Promise<void> {
   } catch (error) {
     const note = document.createElement("p");
     note.className = "note";
-    note.textContent = `This browser could not show the whole page (${String(error)}). What matters most follows as text.`;
+    note.textContent = `This browser could not show the whole page (${String(error)}). The summary follows as text.`;
     place.prepend(note);
   }
   bar.remove();

@@ -1,4 +1,4 @@
-// A trace in memory: what a file of schema commlens.trace/1 holds, each collective as one object of one shape, strings that repeat shared.
+// A trace in memory: the content of a commlens.trace/1 file, with uniform objects and shared strings.
 
 export const SCHEMA = "commlens.trace/1";
 export const PHASES = ["forward", "backward", "recomputation", "optimizer", "outside", "unclassified"] as const;
@@ -32,10 +32,10 @@ export interface Cause {
   mesh: string;
 }
 
-/** One collective; of the summarised part of a long trace, `count` alike ones. Times in ns since the trace began. */
+/** One collective, or `count` similar ones in the summarised part of a long trace. Times are in ns since the trace began. */
 export interface Collective {
   index: number;
-  /** The same of all that differ only in when they ran and how much they carried. */
+  /** Shared by all collectives that differ only in time and size. */
   kind: number;
   sequence: number;
   op: string;
@@ -84,7 +84,7 @@ export interface Module {
   parameters: Parameter[];
 }
 
-/** A tensor op in one place; `Trace.ops` says when each ran. */
+/** A tensor op in one place; `Trace.ops` has the order of runs. */
 export interface OpKind {
   name: string;
   phase: number;
@@ -116,11 +116,11 @@ export class Trace {
   modules: Module[] = [];
   events: Collective[] = [];
   opKinds: OpKind[] = [];
-  /** Of each op that ran, in order: its kind, and the first sequence number that a collective after it can have. */
+  /** For each op in order: its kind, and the lowest sequence number of a collective after it. */
   opKind: number[] = [];
   opBefore: number[] = [];
   coverage: Coverage = { dispatched: 0, recorded: 0, unclassified: 0, blind: [] };
-  /** Seconds that each collective would take on a network, one by one, and the network's name. */
+  /** The estimated seconds of each collective, and the network's name. */
   estimate: { network: string; seconds: number[] } | null = null;
   timesKnown = false;
   bytesKnown = false;
@@ -130,7 +130,7 @@ export class Trace {
     return this.groups[event.group]!;
   }
 
-  /** Nanoseconds that the issuing thread spent in the call and in waiting for it; in a preview those of the estimate. */
+  /** Nanoseconds that the issuing thread spent in the call and the wait; in a preview, the estimate. */
   timeOf(event: Collective): number {
     if (this.estimate) return (this.estimate.seconds[event.index] ?? 0) * 1e9 * event.count;
     if (!this.timesKnown) return 0;
@@ -150,7 +150,7 @@ const TRIVIAL = new Set([
   "aten.detach.default", "aten.t.default", "aten.view.default", "aten._to_copy.default", "aten.as_strided.default", "aten.transpose.int",
 ]);
 
-/** Makes a trace, piece by piece. What the pieces hold is not trusted: a field of the wrong type gets its default. */
+/** Builds a trace piece by piece. Input is not trusted: a field of the wrong type gets its default. */
 export class Builder {
   readonly trace = new Trace();
   private strings = new Map<string, string>();

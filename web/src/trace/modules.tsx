@@ -10,7 +10,7 @@ import * as words from "./words";
 interface ModulesProps {
   trace: Trace;
   tree: Tree;
-  /** Changes whenever the tree was counted anew. */
+  /** Changes whenever the tree is recounted. */
   counted: unknown;
   open: ReadonlySet<string>;
   onOpen: (open: ReadonlySet<string>) => void;
@@ -26,9 +26,9 @@ interface ModulesProps {
 
 const NOISE = [
   "counts",
-  "also single collectives, parameters, and DTensor ops",
+  "also single collectives, parameters and DTensor ops",
   "also other tensor ops",
-  "also views, detach and the like",
+  "also trivial ops such as views and detach",
 ];
 
 export function Modules(props: ModulesProps) {
@@ -56,7 +56,7 @@ export function Modules(props: ModulesProps) {
     <Section
       id="modules"
       title="Modules"
-      about={`What each module communicates, with all inside it. Open a module for its passes, and a pass for its collectives${trace.opKind.length ? " and tensor ops" : ""} in order.`}
+      about={`The communication of each module, including its children. Open a module to see its phases, and a phase to see its collectives${trace.opKind.length ? " and tensor ops" : ""} in order.`}
     >
       <div class="controls">
         <span class="noise">
@@ -69,7 +69,7 @@ export function Modules(props: ModulesProps) {
           <output for="detail"><b>{noise}</b> {NOISE[noise]}</output>
         </span>
         <span class="buttons">
-          <button type="button" class="button" aria-pressed={folded} onClick={() => onFold(!folded)}>Fold alike modules</button>
+          <button type="button" class="button" aria-pressed={folded} onClick={() => onFold(!folded)}>Fold similar modules</button>
           <button type="button" class="button" onClick={() => onOpen(new Set(tree.rows.map((row) => row.path)))}>Open all</button>
           <button type="button" class="button" onClick={() => onOpen(new Set())}>Close all</button>
         </span>
@@ -86,7 +86,7 @@ export function Modules(props: ModulesProps) {
         rowClass={(row) => `row-${row.kind}`}
         wide={(row) => (row.kind === "module" || narrow ? 1 : 1 + phases.length)}
         most={22}
-        empty="No module has anything of what was asked for."
+        empty="No module matches the filters."
       />
     </Section>
   );

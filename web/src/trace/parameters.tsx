@@ -18,7 +18,7 @@ export function parameterShape(parameter: Parameter): string {
   return [parameter.shape ? `[${parameter.shape.join(", ")}]` : "", parameter.dtype].filter(Boolean).join(" ");
 }
 
-/** The parameters of the modules, and how they are sharded. */
+/** The parameters of the modules and their sharding. */
 export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree: Tree; filter: Filter; narrow: boolean }) {
   const rows = useMemo(() => {
     const modules = new Map(trace.modules.map((module) => [module.path, module]));
@@ -46,14 +46,14 @@ export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree
     <Section
       id="parameters"
       title="Parameters"
-      about={whole ? `How they are sharded between two steps. Rank ${trace.rank} holds ${size(held)} of those shown here.` : `How they are sharded: ${count(rows.length, "parameter")}.`}
+      about={whole ? `Sharding between steps. Rank ${trace.rank} holds ${size(held)} of these parameters.` : `Sharding of ${count(rows.length, "parameter")}.`}
     >
       <Grid
         label="Parameters"
         columns={columns}
         rows={rows}
         keyOf={({ path, parameter }) => `${path}.${parameter.name} ${JSON.stringify(parameter)}`}
-        empty={trace.modules.some((module) => module.parameters.length) ? "No parameter is of what was asked for." : "The trace says nothing of parameters."}
+        empty={trace.modules.some((module) => module.parameters.length) ? "No parameter matches the filters." : "The trace has no parameters."}
       />
     </Section>
   );

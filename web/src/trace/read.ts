@@ -1,13 +1,13 @@
-// Reads what the page carries, or a file that was dropped on it, line by line, and lets the browser breathe in between.
+// Reads the page's trace or a dropped file line by line, and lets the browser update in between.
 
 import { embeddedStream } from "./embedded";
 import { convert } from "./comm_debug";
 import { Builder, SCHEMA, type Trace, record, text } from "./model";
 
-/** The first line of what a page carries; the traces follow, as their files hold them. */
+/** The first line of the page's data; the traces follow in their file format. */
 export interface Head {
   kind: "trace" | "compare";
-  /** What each trace is called. */
+  /** The name of each trace. */
   names: string[];
   notes: string[];
   ranks?: { answer: string; differences: string[]; classes: string[] };
@@ -38,17 +38,17 @@ export interface Loaded {
 
 export type Progress = (share: number) => void;
 
-/** A file that is no trace. The message is a sentence for the reader. */
+/** A file that is not a trace. The message is a sentence for the reader. */
 export class NoTrace extends Error {}
 
-/** What the page was made with; null where it waits for a file. */
+/** The page's own traces; null in an empty viewer. */
 export async function readEmbedded(progress: Progress): Promise<Loaded | null> {
   const found = embeddedStream();
   if (!found) return null;
   const lines = linesOf(found.stream, found.size, progress);
   const first = await lines.next();
   const head = JSON.parse(first.value ?? "null") as Head | null;
-  if (!head) throw new NoTrace("This page carries nothing.");
+  if (!head) throw new NoTrace("This page contains no trace.");
   const traces: Trace[] = [];
   for (const _ of head.names) traces.push(await readLines(lines));
   head.estimates?.forEach((estimate, index) => {
@@ -58,7 +58,7 @@ export async function readEmbedded(progress: Progress): Promise<Loaded | null> {
   return { head, traces };
 }
 
-/** A file that was dropped or chosen: a trace, compressed or not, or CommDebugMode's JSON. It goes nowhere. */
+/** Read a dropped or chosen file: a trace, compressed or not, or CommDebugMode's JSON. Nothing is uploaded. */
 export async function readFile(file: File, progress: Progress): Promise<Loaded> {
   const magic = new Uint8Array(await file.slice(0, 2).arrayBuffer());
   const packed = magic[0] === 0x1f && magic[1] === 0x8b;
@@ -84,7 +84,7 @@ function contentOf(file: File, packed: boolean, progress: Progress): ReadableStr
   return packed ? raw.pipeThrough(new DecompressionStream("gzip")) : raw;
 }
 
-/** commlens writes one item a line. What another program has written anew, or has been damaged, is null: to be read in one go. */
+/** Parse a line with one item, as commlens writes them. Return null for other layouts, which are read in one piece. */
 async function readByLines(stream: ReadableStream<Uint8Array>): Promise<Trace | null> {
   const lines = linesOf(stream, 0, () => undefined);
   const start = [await lines.next(), await lines.next()];
@@ -107,7 +107,7 @@ function fromJson(content: string): Trace {
   try {
     value = JSON.parse(content);
   } catch (error) {
-    if (content.startsWith("COMMLENS")) throw new NoTrace("is a black box, not a trace: commlens diagnose reads those.");
+    if (content.startsWith("COMMLENS")) throw new NoTrace("is a black box, not a trace: use commlens diagnose.");
     const start = content.trimStart()[0];
     throw new NoTrace(start === "{" || start === "[" ? "is not a whole trace: its JSON is cut off or damaged." : "is not a trace: it holds no JSON.");
   }
@@ -128,7 +128,7 @@ function fromJson(content: string): Trace {
   return builder.finish();
 }
 
-/** One trace, from lines as formats/trace_json.py writes them. */
+/** Read one trace from lines as formats/trace_json.py writes them. */
 async function readLines(lines: AsyncIterator<string>, begun = false): Promise<Trace> {
   const builder = new Builder();
   let adding: ((item: unknown) => void) | null = null;
@@ -155,11 +155,11 @@ async function readLines(lines: AsyncIterator<string>, begun = false): Promise<T
       if (open) adding = addTo(builder, open[1]!);
       else for (const [key, value] of Object.entries(JSON.parse(`{${withoutComma(line)}}`) as object)) builder.meta(key, value);
     } catch (error) {
-      const why = error instanceof SyntaxError ? "one of its lines is no JSON" : error instanceof Error ? error.message : String(error);
+      const why = error instanceof SyntaxError ? "one of its lines is not JSON" : error instanceof Error ? error.message : String(error);
       throw new NoTrace(`claims to be a trace but is damaged: ${why}.`);
     }
   }
-  if (!ended) throw new NoTrace("is not a whole trace: it is cut off, as when a program was ended while it wrote.");
+  if (!ended) throw new NoTrace("is not a whole trace: it is cut off, as if the program ended while writing it.");
   return builder.finish();
 }
 
@@ -203,7 +203,7 @@ async function* linesOf(stream: ReadableStream<Uint8Array>, size: number, progre
   }
 }
 
-/** Lets the browser paint and answer. */
+/** Let the browser paint and respond. */
 function breathe(): Promise<void> {
   return new Promise((resolve) => {
     const { port1, port2 } = new MessageChannel();

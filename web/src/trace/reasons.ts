@@ -1,4 +1,4 @@
-// Collectives of one place, cause, owner and line together: why they were issued.
+// Reasons for collectives: grouped by place, cause, owner and line.
 
 import { type Collective, type Trace, PHASES } from "./model";
 import { Tally } from "./tree";
@@ -22,7 +22,7 @@ export interface Reason {
   events: number[];
 }
 
-/** The costliest first. */
+/** Costliest first. */
 export function reasons(trace: Trace, events: readonly number[], by: By): Reason[] {
   const found = new Map<string, Reason>();
   const keys = new Keys();
@@ -39,7 +39,7 @@ export function reasons(trace: Trace, events: readonly number[], by: By): Reason
   return ordered;
 }
 
-/** What is put together, worked out once for each kind of collective. */
+/** The grouping key, computed once for each kind of collective. */
 class Keys {
   private numbers = new Map<unknown, number>();
   private known = new Map<number, string>();
@@ -78,8 +78,8 @@ function sentence(trace: Trace, reason: Reason, by: By): string {
     ops.set(name, (ops.get(name) ?? 0) + event.count);
   }
   const said = [...ops].sort((a, b) => b[1] - a[1]).slice(0, 3).map(([name, many]) => `${number(many)} ${name}`).join(", ") + (ops.size > 3 ? ", ..." : "");
-  if (by === "source") return `${words.sourceWords(first) || "no line is known"}: ${said}`;
-  if (by === "owner") return `${first.owner ? `${first.owner.library} ${first.owner.name}` : "no library's parameters"}: ${said}`;
+  if (by === "source") return `${words.sourceWords(first) || "unknown line"}: ${said}`;
+  if (by === "owner") return `${first.owner ? `${first.owner.library} ${first.owner.name}` : "no owner"}: ${said}`;
   if (by === "cause") return `${first.cause ? words.causeWords(first.cause) : "no redistribution"}: ${said}`;
   return `${said}${first.dtype ? `, ${first.dtype}` : ""}, ${sites(events)}`;
 }

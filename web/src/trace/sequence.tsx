@@ -19,7 +19,7 @@ interface SequenceProps {
 const LANE = 22;
 const AXIS = 20;
 
-/** What was issued when, and what overlaps what: a drawing, and the same as a list. */
+/** The order, timing and overlap of collectives, as a drawing and as a list. */
 export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: SequenceProps) {
   const [byTime, setByTime] = useState(trace.timesKnown);
   const timed = byTime && trace.timesKnown;
@@ -49,10 +49,10 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
       title="Sequence"
       about={
         !trace.groupsKnown
-          ? "By module: CommDebugMode does not say in which order they were issued."
+          ? "Grouped by module: CommDebugMode's JSON has no order."
           : timed
-          ? "What each thread issued and waited for, and what was in flight on each group, from the issue to the end of the wait. Bars of one group above each other overlap."
-          : `In order of issue${trace.preview ? "; a preview is made without a network, so that its times mean nothing" : ""}. One lane for each group.`
+          ? "The issues and waits of each thread, and the collectives in flight on each group, from the issue to the end of the wait. Stacked bars of a group overlap in time."
+          : `In order of issue${trace.preview ? "; the times of a preview mean nothing" : ""}. One lane per group.`
       }
       tools={trace.timesKnown ? (
         <span class="buttons" role="group" aria-label="Across">
@@ -70,7 +70,7 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
         onChoose={onChoose}
         chosen={chosen === null ? null : String(chosen)}
         most={14}
-        empty="No collective is of what was asked for."
+        empty="No collective matches the filters."
       />
     </Section>
   );
@@ -110,7 +110,7 @@ function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingPro
   const gutter = width < 600 ? 64 : 132;
   const rows = lanes.reduce((sum, lane) => sum + lane.rows, 0);
   const height = rows * LANE + AXIS;
-  // A collective that was chosen elsewhere comes into view.
+  // Scroll to a collective selected elsewhere.
   useEffect(() => {
     if (chosen === null) return;
     for (const lane of lanes) {
@@ -185,13 +185,13 @@ function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingPro
           <button type="button" class="button" onClick={() => zoom(2)}>Zoom out</button>
           <button type="button" class="button" onClick={() => setView(whole)}>All</button>
         </span>
-        <span class="dim hint">Drag to move, Ctrl and the wheel to zoom, arrow keys for the next and the previous one.</span>
+        <span class="dim hint">Drag to move, Ctrl and the wheel to zoom, arrow keys to select the next or previous collective.</span>
       </div>
       <canvas
         ref={canvas}
         tabIndex={0}
         role="img"
-        aria-label={`${count(events.length, "collective")} ${timed ? "over time" : "in order of issue"}, ${count(lanes.length, "lane")}: ${lanes.map((lane) => lane.name).join(", ")}. The list below says the same.`}
+        aria-label={`${count(events.length, "collective")} ${timed ? "over time" : "in order of issue"}, ${count(lanes.length, "lane")}: ${lanes.map((lane) => lane.name).join(", ")}. The list below has the same content.`}
         style={{ height: `${height}px` }}
         onKeyDown={keys}
         onWheel={wheel}
@@ -263,7 +263,7 @@ function paint(
     context.beginPath();
     context.rect(gutter, top, width - gutter, lane.rows * LANE);
     context.clip();
-    const painted = new Float64Array(lane.rows).fill(-1); // where the last bar of a row ends: what would not be seen is passed over
+    const painted = new Float64Array(lane.rows).fill(-1); // end of each row's last bar: skip bars that would be hidden
     const dimmed = new Float64Array(lane.rows).fill(-1);
     for (let index = firstIn(lane, view[0]); index < lane.spans.length; index++) {
       const span = lane.spans[index]!;
@@ -302,7 +302,7 @@ function paint(
   }
 }
 
-/** The first span that may reach into the view; spans are ordered by their start, and `longest` bounds how far back one can begin. */
+/** The first span that may reach into the view. Spans are ordered by start; `longest` bounds how far back one can begin. */
 function firstIn(lane: Lane, from: number): number {
   let [low, high] = [0, lane.spans.length];
   while (low < high) {

@@ -1,11 +1,11 @@
-// The tree of modules with what each communicates, and the rows that are seen of it.
+// The tree of modules with their communication, and its visible rows.
 
 import { type Collective, PHASES, type Parameter, type Trace } from "./model";
 import * as words from "./words";
 
-const FOLD_FROM = 3; // so many modules that differ only in a number become one row
+const FOLD_FROM = 3; // from this many modules that differ only in a number, one row
 
-/** So many collectives, bytes on the wire, and nanoseconds. */
+/** A number of collectives, bytes on the wire, and nanoseconds. */
 export class Tally {
   calls = 0;
   bytes = 0;
@@ -33,7 +33,7 @@ export class Totals {
   }
 }
 
-/** A module, or modules that differ only in a number: `layers.0-31.attention`. What is folded is added up. */
+/** A module, or modules that differ only in a number: `layers.0-31.attention`. Figures are sums. */
 export class ModuleRow {
   label = "";
   readonly members: string[] = [];
@@ -44,7 +44,7 @@ export class ModuleRow {
   /** Indices into the trace's collectives, and numbers of ops, of the modules themselves, in order. */
   events: number[] = [];
   ops: number[] = [];
-  /** Whether it or something below it is to be seen. */
+  /** Whether it or one of its children is shown. */
   shown = false;
 
   constructor(readonly path: string) {}
@@ -77,7 +77,7 @@ export class Tree {
     }
     if (trace.events.some((event) => event.site === null) || trace.opKinds.some((kind) => kind.site === null)) {
       const outside = new ModuleRow(NO_MODULE);
-      outside.label = "in no module";
+      outside.label = "outside all modules";
       this.byPath.set(null, outside);
       this.rows.push(outside);
       this.roots.push(outside);
@@ -88,7 +88,7 @@ export class Tree {
     return this.byPath.get(site)!;
   }
 
-  /** The row that a path, or a pattern of it, is about. */
+  /** The row of a path or its pattern. */
   find(path: string): ModuleRow | undefined {
     return this.byPath.get(path) ?? this.rows.find((row) => row.path === path) ?? this.rows.find((row) => row.members.some((member) => words.pathMatches(member, path)));
   }
@@ -101,7 +101,7 @@ export class Tree {
     return null;
   }
 
-  /** Count what passes the filter. */
+  /** Count the collectives that pass the filter. */
   count(trace: Trace, events: readonly number[], kinds: readonly boolean[], everything: boolean): void {
     for (const row of this.rows) {
       row.own = new Totals();
@@ -130,14 +130,14 @@ export class Tree {
   }
 }
 
-/** All modules, and places that only collectives or ops name, parents before children, in the order of the model. */
+/** All modules, and places that only collectives or ops name, parents before children, in model order. */
 function pathsOf(trace: Trace): string[] {
   const paths = new Set(trace.modules.map((module) => module.path));
   const extra = new Set<string>();
   for (const event of trace.events) if (event.site !== null && !paths.has(event.site)) extra.add(event.site);
   for (const kind of trace.opKinds) if (kind.site !== null && !paths.has(kind.site)) extra.add(kind.site);
   const all = [...paths, ...[...extra].sort(words.natural)];
-  // Children stand below their parent, whoever was called first.
+  // Children are below their parent even if they were called first.
   const first = new Map<string, number>();
   const prefixes = (path: string) => path.split(".").map((_, index, parts) => parts.slice(0, index + 1).join("."));
   all.forEach((path, place) => prefixes(path).forEach((prefix) => first.has(prefix) || first.set(prefix, place)));
@@ -170,7 +170,7 @@ function foldedNames(paths: readonly string[]): Map<string, string> {
   return names;
 }
 
-// --- what is seen of it
+// --- the visible rows
 
 export type TreeRow =
   | { kind: "module"; key: string; depth: number; row: ModuleRow; open: boolean; leaf: boolean }
@@ -180,7 +180,7 @@ export type TreeRow =
   | { kind: "collective"; key: string; depth: number; event: Collective }
   | { kind: "op"; key: string; depth: number; op: number };
 
-/** The rows in their order, of what is open. */
+/** The visible rows in order. */
 export function visibleRows(trace: Trace, tree: Tree, open: ReadonlySet<string>, noise: number): TreeRow[] {
   const rows: TreeRow[] = [];
   const modules = new Map(trace.modules.map((module) => [module.path, module]));
@@ -204,7 +204,7 @@ export function visibleRows(trace: Trace, tree: Tree, open: ReadonlySet<string>,
   return rows;
 }
 
-/** Alike parameters of folded modules once. */
+/** Equal parameters of folded modules once. */
 export function parametersOf(row: ModuleRow, modules: ReadonlyMap<string, { parameters: Parameter[] }>): { parameter: Parameter; times: number }[] {
   const found = new Map<string, { parameter: Parameter; times: number }>();
   for (const path of row.members) {
@@ -237,7 +237,7 @@ function passes(trace: Trace, row: ModuleRow, depth: number, open: ReadonlySet<s
       for (const [name, each] of tallies) rows.push({ kind: "tally", key: `${key}\n${name}`, depth: depth + 1, ...each });
       continue;
     }
-    // Both are in order; an op stands before the collective whose number it precedes.
+    // Both are in order; an op is before the collective whose number it precedes.
     let next = 0;
     for (const index of mine) {
       const event = trace.events[index]!;
@@ -254,7 +254,7 @@ function opRow(key: string, depth: number, op: number): TreeRow {
   return { kind: "op", key: `${key}\no${op}`, depth: depth + 1, op };
 }
 
-/** By op and group, the costliest first. */
+/** By op and group, costliest first. */
 export function talliesOf(trace: Trace, events: readonly number[]): Map<string, { op: string; group: string; tally: Tally }> {
   const found = new Map<string, { op: string; group: string; tally: Tally }>();
   for (const index of events) {

@@ -14,7 +14,7 @@ interface WhyProps {
   onChoose: (reason: Reason) => void;
 }
 
-/** Why the collectives were issued, the costliest reason first. */
+/** The reasons for the collectives, costliest first. */
 export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
   const [by, setBy] = useState<By>("reason");
   const found = useMemo(() => reasons(trace, events, by), [trace, events, by]);
@@ -32,7 +32,7 @@ export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
     <Section
       id="why"
       title="Why"
-      about="One place and one cause in a row: whose parameters a library carries, which redistribution DTensor decided on (implicit) or was asked for (explicit), and your line."
+      about="One row per place and cause: the owner of the parameters, the redistribution that DTensor chose (implicit) or the program requested (explicit), and the line of code."
       tools={
         <label class="choice">
           by <select value={by} onChange={(event) => setBy(event.currentTarget.value as By)}>
@@ -41,7 +41,7 @@ export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
         </label>
       }
     >
-      <Grid label="Why" columns={columns} rows={found} keyOf={(reason) => reason.key} onChoose={onChoose} chosen={chosen} most={14} empty="No collective is of what was asked for." />
+      <Grid label="Why" columns={columns} rows={found} keyOf={(reason) => reason.key} onChoose={onChoose} chosen={chosen} most={14} empty="No collective matches the filters." />
     </Section>
   );
 }

@@ -226,8 +226,8 @@ class Objects:
             raise Unknown(key)
         message = self.known[key]
         if message is None:
-            what = {"broadcast": "broadcast", "scatter": "scattered", "send": "sent"}[key[0]]
-            self.unknown.append(f"The object that rank {key[1]} {what} is unknown; this rank's own object was used instead.")
+            sent = {"broadcast": "broadcast", "scatter": "scattered", "send": "sent"}[key[0]]
+            self.unknown.append(f"The object that rank {key[1]} {sent} is unknown; this rank's own object was used instead.")
         return message
 
 
