@@ -1,11 +1,11 @@
-/* Reads a Flight Recorder pickle straight into columns, many times faster than it could be made into Python objects.
+/* Reads a Flight Recorder pickle straight into columns, many times faster than through Python objects.
  *
- * Optional, and never the last word: read() knows the closed set of opcodes that data needs and the shape that torch's dumps
- * have. Of anything else, damaged files included, it returns None, and the readers in Python (pickle_data.py, entries.py) take
- * the file. Both give the same table of the same file; a test holds them to it.
+ * Optional: read() supports the closed set of opcodes that data needs and the shape of torch's dumps. For anything else, damaged
+ * files included, it returns None, and the Python readers (pickle_data.py, entries.py) take over. Both return the same table for
+ * the same file; a test compares them.
  *
- * Nothing in a file is trusted: every read of it is bounds-checked, indices are checked against what exists, work and memory
- * are bounded, nothing recurses but to_python, which counts. Parsing runs without the interpreter's lock. Limited API of 3.10.
+ * The file is not trusted: every access is bounds-checked, indices are validated, and work and memory are bounded. Only to_python
+ * recurses, to a counted depth. Parsing releases the GIL. Limited API of Python 3.10.
  */
 
 #ifndef COMMLENS_FUZZ /* tests/fuzz includes this file without Python */
@@ -18,17 +18,17 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 1 /* of what read() returns; native_entries.py knows it */
+#define VERSION 1 /* of read()'s result, checked by native_entries.py */
 
 #define STACK_MAX (1u << 23)
 #define CONTAINERS_MAX 4000000u
 #define ARENA_MAX (1u << 25)
 #define WORDS_MAX (1u << 25)
-#define WORK_MAX 20000000 /* sizes and frames in all: lists can be shared, so a small file can speak of very many */
+#define WORK_MAX 20000000 /* sizes and frames in total: shared lists let a small file claim billions */
 #define PROBES_MAX 256
 #define DEPTH_MAX 8
 #define NODES_MAX 1000000
-#define SPARE_MAX (16u << 20) /* bytes of a workspace that are kept for the next file */
+#define SPARE_MAX (16u << 20) /* bytes of a workspace kept for the next file */
 
 /* ---- values ------------------------------------------------------------------------------------------------------------ */
 
@@ -36,7 +36,7 @@ enum tag { NONE, FALSE_, TRUE_, INT, FLOAT, STRING, LIST, TUPLE, DICT, ENTRY };
 
 typedef struct {
     uint32_t tag;
-    uint32_t index; /* STRING: into strings; LIST, TUPLE, DICT: into containers; ENTRY: its row */
+    uint32_t index; /* STRING: into strings; LIST, TUPLE, DICT: into containers; ENTRY: row */
     union {
         int64_t i;
         double d;
@@ -44,15 +44,15 @@ typedef struct {
 } value;
 
 typedef struct {
-    uint32_t begin, count, room; /* its values in the arena; a dict's are keys and values in turn */
-    int32_t frame;               /* number of the frame that this dict is, -1 when not known */
-    uint8_t used;                /* an entry has been made of it: it must not change any more */
+    uint32_t begin, count, room; /* its values in the arena; a dict's keys and values alternate */
+    int32_t frame;               /* index of the frame that this dict describes; -1 if unknown */
+    uint8_t used;                /* an entry uses it, so it must not change */
 } container;
 
 enum field {
     F_FRAMES, F_RECORD_ID, F_PG_ID, F_PROCESS_GROUP, F_COLLECTIVE_SEQ, F_P2P_SEQ, F_OP_ID, F_PROFILING_NAME, F_CREATED,
     F_DURATION, F_INPUT_SIZES, F_INPUT_DTYPES, F_OUTPUT_SIZES, F_OUTPUT_DTYPES, F_STATE, F_STARTED, F_COMPLETED, F_RETIRED,
-    F_TIMEOUT, F_IS_P2P, F_ENTRY_COUNT, /* those above are of an entry */
+    F_TIMEOUT, F_IS_P2P, F_ENTRY_COUNT, /* the keys above are of an entry */
     F_NAME = F_ENTRY_COUNT, F_FILENAME, F_LINE, F_ENTRIES, F_LEGACY, F_OTHER
 };
 
@@ -75,12 +75,12 @@ static const char *const STATES[] = {"scheduled", "started", "completed"};
 typedef struct {
     const unsigned char *text;
     uint32_t length;
-    uint8_t field; /* which key it is */
-    int8_t state;  /* which state it is, -1 none */
-    int32_t name;  /* its number among the profiling names, -1 when it was none yet */
+    uint8_t field; /* key with this name */
+    int8_t state;  /* state with this name; -1 if none */
+    int32_t name;  /* index among the profiling names; -1 if not used as one yet */
 } string;
 
-/* ---- growing arrays, and tables of different values -------------------------------------------------------------------- */
+/* ---- growing arrays, and tables of distinct values -------------------------------------------------------------------- */
 
 static int
 grow(void **items, uint32_t *room, uint64_t wanted, size_t size, uint32_t max)
@@ -103,7 +103,7 @@ grow(void **items, uint32_t *room, uint64_t wanted, size_t size, uint32_t max)
 #define GROW(items, room, wanted, max) grow((void **)&(items), &(room), (wanted), sizeof *(items), (max))
 
 typedef struct {
-    uint32_t *slots; /* number + 1, 0 free */
+    uint32_t *slots; /* index + 1; 0 if free */
     uint32_t room;   /* a power of two */
     uint32_t used;
 } slots;
@@ -113,7 +113,7 @@ typedef struct {
     uint64_t hash;
 } sequence;
 
-typedef struct { /* different sequences of integers, numbered in the order in which they came */
+typedef struct { /* distinct sequences of integers, numbered by first occurrence */
     int64_t *words;
     uint32_t words_used, words_room;
     sequence *items;
@@ -152,7 +152,7 @@ slots_put(slots *index, uint64_t hash, uint32_t number)
     index->slots[at] = number + 1;
 }
 
-/* The number of a sequence of words; -1 where it cannot be kept. */
+/* Return the index of a sequence of words; -1 if it cannot be stored. */
 static int64_t
 table_number(table *t, const int64_t *words, uint32_t count)
 {
@@ -172,7 +172,7 @@ table_number(table *t, const int64_t *words, uint32_t count)
             (!count || !memcmp(t->words + known->begin, words, count * sizeof *words)))
             return t->index.slots[at] - 1;
         if (probes > PROBES_MAX)
-            return -1; /* somebody chose the words for their hash */
+            return -1; /* the words were chosen to collide */
         at = (at + 1) & (t->index.room - 1);
     }
     if (!GROW(t->words, t->words_room, (uint64_t)t->words_used + count, WORDS_MAX) ||
@@ -210,7 +210,7 @@ table_bytes(const table *t)
 
 /* ---- the workspace of one file, reused for the next -------------------------------------------------------------------- */
 
-enum wide { /* columns of 8 bytes, in the order in which read() gives them */
+enum wide { /* columns of 8 bytes, in the order of read()'s result */
     W_PG_ID, W_RECORD_ID, W_COLLECTIVE_SEQ, W_P2P_SEQ, W_OP_ID, W_CREATED, W_STARTED, W_COMPLETED, W_TIMEOUT, WIDE
 };
 enum narrow { N_GROUP, N_NAME, N_SIGNATURE, N_STACK, NARROW }; /* of 4 bytes */
@@ -224,7 +224,7 @@ typedef struct {
     uint32_t stack_used, stack_room;
     uint32_t *marks;
     uint32_t marks_used, marks_room;
-    value *memo; /* tag UINT32_MAX: nothing there */
+    value *memo; /* tag UINT32_MAX: empty */
     uint32_t memo_used, memo_room, memo_end;
     container *containers;
     uint32_t containers_used, containers_room;
@@ -583,7 +583,7 @@ add_row(work *w, const value *const found[F_ENTRY_COUNT])
 
 /* ---- the machine ------------------------------------------------------------------------------------------------------- */
 
-/* Put values into a list or a dict, after those that it has. */
+/* Append values to a list or a dict. */
 static int
 fill(work *w, uint32_t index, const value *items, uint32_t count)
 {
@@ -617,7 +617,7 @@ new_container(work *w, value *v, uint32_t tag)
     return 1;
 }
 
-/* Keys and values for a dict: of an entry they become a row at once, and the dict stands for that row. */
+/* Set keys and values of a dict. An entry's become a row at once, and the dict then refers to that row. */
 static int
 set_items(work *w, value *target, const value *items, uint32_t count)
 {
@@ -664,10 +664,10 @@ read_uint32(const unsigned char *at)
 }
 
 #define NEED(bytes) if (end - at < (ptrdiff_t)(bytes)) return 0
-#define DEPTH (w->stack_used - (w->marks_used ? w->marks[w->marks_used - 1] : 0)) /* what may be taken off the stack */
+#define DEPTH (w->stack_used - (w->marks_used ? w->marks[w->marks_used - 1] : 0)) /* values above the last mark */
 #define TOP w->stack[w->stack_used - 1]
 
-/* Run the pickle. The result is the only value left; 0 for anything that is not as it should be. */
+/* Run the pickle and leave the result as the only value. Return 0 for unsupported or damaged data. */
 static int
 run(work *w)
 {
@@ -681,7 +681,7 @@ run(work *w)
         NEED(1);
         unsigned char op = *at++;
         switch (op) {
-        case 'h': /* BINGET, half of a dump: the frames of a stack are a run of them */
+        case 'h': /* BINGET, half of a dump: the frames of a stack are a run of these */
             for (const value *last = w->stack + w->stack_room;; at++, next++) {
                 NEED(1);
                 length = *at++;
@@ -857,7 +857,7 @@ run(work *w)
     }
 }
 
-/* Whether the entries of the dump are the rows that were made, all of them and in their order. */
+/* Return whether the entries of the dump are exactly the rows, in order. */
 static int
 entries_are_rows(const work *w)
 {
@@ -888,7 +888,7 @@ parse(work *w)
 
 #ifndef COMMLENS_FUZZ
 
-static work *spare; /* only touched with the interpreter's lock held */
+static work *spare; /* accessed only with the GIL held */
 
 /* ---- into Python ------------------------------------------------------------------------------------------------------- */
 
