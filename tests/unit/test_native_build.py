@@ -86,7 +86,7 @@ def test_no_compiler_is_one_sentence(run_commlens: RunCommlens, tmp_path: Path):
 def test_a_compiler_that_is_not_there_is_named(run_commlens: RunCommlens):
     done = run_commlens("build-native", environ={"CXX": "no-such-compiler"})
     assert done.returncode == 2
-    assert done.stderr == "commlens: CXX names the compiler 'no-such-compiler', and there is no such command.\n"
+    assert done.stderr == "commlens: CXX names the compiler 'no-such-compiler', which is not a command here.\n"
 
 
 def test_a_compiler_that_fails_leaves_nothing(run_commlens: RunCommlens, tmp_path: Path):
@@ -127,7 +127,7 @@ def test_a_cache_that_cannot_be_written_is_named(run_commlens: RunCommlens, tmp_
     (tmp_path / "file").write_text("")
     done = run_commlens("build-native", "-o", str(tmp_path / "file"), environ={"CXX": "/bin/echo"})
     assert done.returncode == 2
-    assert f"cannot be kept in {tmp_path / 'file'}" in done.stderr
+    assert f"cannot be saved in {tmp_path / 'file'}" in done.stderr
 
 
 def test_the_layout_in_cpp_is_the_layouts(native_cache: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,1 +1,1 @@
-"""Start programs with commlens in them: torchrun for a whole node, and the bootstrap of one worker."""
+"""Starting programs with commlens: torchrun for a node, one worker, and the switches of recording."""

@@ -1,4 +1,4 @@
-"""Whether PyTorch will load commlens by itself in a worker, through its ``torch.backends`` entry point."""
+"""Whether PyTorch will load commlens in a worker, through its ``torch.backends`` entry point."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 
 
 def why_not(environ: Mapping[str, str] | None = None) -> str | None:
-    """Why the entry point cannot work in a worker with this environment, in words; None when it can.
+    """Return why the entry point cannot work in a worker with this environment; None if it can.
 
-    torch 2.5 was the first to load entry points. A commlens that is only on ``PYTHONPATH`` has no entry point, since that is
-    part of an installed distribution's metadata.
+    torch 2.5 is the first to load entry points. A commlens that is only on ``PYTHONPATH`` has none, since an entry point is
+    part of the metadata of an installed distribution.
     """
     environ = os.environ if environ is None else environ
     if environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
@@ -21,7 +21,7 @@ def why_not(environ: Mapping[str, str] | None = None) -> str | None:
     try:
         version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
-        return None  # a torch without metadata (built in place): give it the benefit of the doubt
+        return None  # a torch without metadata (built in place): assume that it works
     numbers = version.split(".")
     if numbers[0].isdigit() and numbers[1].isdigit() and (int(numbers[0]), int(numbers[1])) < (2, 5):
         return f"torch {version} does not load entry points (2.5 does)"

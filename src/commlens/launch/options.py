@@ -1,4 +1,4 @@
-"""The options that `launch` and `run` share: settings given on the command line, before the program."""
+"""The options that `launch` and `run` share: settings on the command line, before the program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS: Final = {
     "timing": (None, "record durations on the device"),
     "cpp_stack": (None, "record C++ frames too"),
 }
-"""Setting to (metavar, help); no metavar: a switch, which ``--no-...`` switches off."""
+"""Setting to (metavar, help). Without a metavar, it is a switch that ``--no-...`` turns off."""
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -41,14 +41,14 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
-    """The settings in force, the command line's on top.
+    """Return the settings in force; those on the command line win.
 
     Args:
-        arguments: with what :func:`add_settings` added.
-        more: settings of one command only; None where not given.
+        arguments: the parsed options of :func:`add_settings`.
+        more: settings of one command only; None if not given.
 
     Raises:
-        ConfigError: an unknown key or a bad value, wherever it was set.
+        ConfigError: a key is unknown or a value is bad, wherever it is set.
     """
     overrides: dict[str, Any] = {name: getattr(arguments, f"commlens_{name}") for name in OPTIONS}
     overrides.update(more)

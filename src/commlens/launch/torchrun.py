@@ -1,6 +1,6 @@
-"""torchrun with commlens in every worker: its own parser, its own agent, in this process, and a watcher beside it.
+"""torchrun with commlens in every worker: torchrun's own parser and agent in this process, with a watcher in a thread.
 
-Uses ``torch.distributed.run.get_args_parser`` and ``run`` (torch 2.6 to 2.15), which are what ``torchrun`` itself calls.
+Uses ``torch.distributed.run.get_args_parser`` and ``run`` (torch 2.6 to 2.15), which ``torchrun`` itself calls.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from commlens.watch.watcher import Watcher
 
 _ALL_STEPS = "--trace= all "
 FINISH_S = 10.0
-"""How long the end of the job may wait for the watcher's last words."""
+"""How long the end of the job may wait for the watcher's final report."""
 
 
 def torchrun_parser() -> argparse.ArgumentParser:
-    """The parser of torchrun with our settings added.
+    """Return torchrun's parser with commlens's settings added.
 
     Raises:
         MissingDependency: torch is not installed.
@@ -57,9 +57,9 @@ def launch(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments.
 
     Returns:
-        The exit status: torchrun's. What torchrun raises is printed as it prints it, without the frames that led there.
+        torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without the frames of commlens.
     """
-    # "--trace" takes no value but by "=", so that a script's name may follow it.
+    # "--trace" takes a value only after "=", so that a script's name may follow it.
     arguments = torchrun_parser().parse_args([_ALL_STEPS if argument == "--trace" else argument for argument in argv])
     arguments.training_script_args = ["--trace" if argument == _ALL_STEPS else argument for argument in arguments.training_script_args]
     resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
@@ -103,24 +103,24 @@ def launch(argv: Sequence[str]) -> int:
 
 
 def job_name(arguments: argparse.Namespace) -> str:
-    """A name for the job, which its dump folder gets too.
+    """Return a name for the job, which is also that of its dump folder.
 
-    On one node: the program, the time and our pid. On several, the nodes' launchers must agree on it, and what they have in
-    common is the rendezvous.
+    On one node it is made of the program, the time and this pid. On several nodes the launchers must agree on it, so it is made of the
+    rendezvous, which they have in common.
     """
     nodes = str(getattr(arguments, "nnodes", "1")).split(":")[-1]
     program = job_dirs.safe_name(Path(str(arguments.training_script)).stem, 40)
     if nodes == "1":
         return f"{program}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    meeting = [str(getattr(arguments, name, "") or "") for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")]
+    rendezvous = [str(getattr(arguments, name, "") or "") for name in ("rdzv_id", "rdzv_endpoint", "master_addr", "master_port")]
     slurm = os.environ.get("SLURM_JOB_ID", "")
-    return job_dirs.safe_name("-".join([program, slurm, *(part for part in meeting if part not in ("none", ""))]), 120)
+    return job_dirs.safe_name("-".join([program, slurm, *(part for part in rendezvous if part not in ("none", ""))]), 120)
 
 
 def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
-    """Start ``-m commlens trace script.py`` in place of ``script.py``."""
+    """Start ``-m commlens trace script.py`` instead of ``script.py``. Return whether that is possible."""
     if arguments.no_python or arguments.run_path:
-        print("commlens: the workers are not traced: a program that is not started as a Python script cannot be.", file=sys.stderr)
+        print("commlens: the workers are not traced: only a program that is started as a Python script can be traced.", file=sys.stderr)
         return False
     steps = [] if settings.trace == "all" else [f"--steps={settings.trace}"]
     options = [*steps, f"--output={os.path.abspath(settings.trace_dir)}", "--no-summary", *(["-m"] if arguments.module else [])]  # noqa: PTH100
@@ -131,7 +131,7 @@ def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
 
 
 def _use_worker_half(arguments: argparse.Namespace) -> None:
-    """Where torch will not load commlens by itself, start ``-m commlens run script.py`` in place of ``script.py``."""
+    """Start ``-m commlens run script.py`` instead of ``script.py`` if torch will not load commlens."""
     reason = autoload.why_not()
     if reason is None:
         return
@@ -147,27 +147,27 @@ def _use_worker_half(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> Iterator[None]:
-    """A watcher in a thread of this process while the job runs, and its last words before torchrun's own."""
+    """Run a watcher in a thread while the job runs, and let it report before torchrun does."""
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
     roots = list(dict.fromkeys(root.resolve() for root in job_dirs.box_roots(settings.box_dir)))
     folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
     watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=_end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
-    # Signals that this process gets are told to the watcher too, by a byte each: torchrun's handlers stay as they are.
-    former: Any = None
+    # The watcher learns of this process's signals too, by a byte for each. torchrun's handlers stay as they are.
+    previous: Any = None
     with contextlib.suppress(ValueError):  # not in the main thread
-        former = signal.set_wakeup_fd(watcher.wake_fileno, warn_on_full_buffer=False)
+        previous = signal.set_wakeup_fd(watcher.wake_fileno, warn_on_full_buffer=False)
     thread.start()
     try:
         yield
     finally:
-        if former is not None:
+        if previous is not None:
             with contextlib.suppress(ValueError):
-                signal.set_wakeup_fd(former)
+                signal.set_wakeup_fd(previous)
         watcher.stop(failures)
         thread.join(FINISH_S)
 
 
 def _end_job() -> None:
-    """End the workers as torchrun does when it is told to."""
+    """End the workers, as torchrun does on SIGTERM."""
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""The worker half: start a user's program with commlens switched on, and otherwise as if we were not there."""
+"""One worker: start the user's program with commlens switched on, and otherwise as Python would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commlens.launch import autoload
 
 
 def interpreter_flags() -> list[str]:
-    """The flags that this Python was started with (``-u``, ``-X dev``, ``-W error`` ...), so that a successor gets them too."""
+    """Return the flags of this Python (``-u``, ``-X dev``, ``-W error`` ...), to start another one with them."""
     given = len(sys.argv) - 1
     head = sys.orig_argv[1 : len(sys.orig_argv) - given] if given else sys.orig_argv[1:]
     if len(head) >= 2 and head[-2] == "-m":  # python -u -m commlens ...
@@ -33,13 +33,13 @@ def interpreter_flags() -> list[str]:
 def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str]) -> NoReturn:
     """Become the user's program.
 
-    Where torch's entry point works, this process is replaced by ``python program...`` with the environment set: nothing of
-    ours is left but the variables. Elsewhere commlens is switched on here and the program runs in this interpreter.
+    If torch's entry point works, ``python program...`` replaces this process, and only the environment variables are ours.
+    Otherwise commlens is switched on here, and the program runs in this interpreter.
 
     Args:
         program: the script's path (or the module's name) and its arguments.
-        module: run as ``python -m``.
-        environment: variables to add.
+        module: run it as ``python -m``.
+        environment: the variables to add.
     """
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency.torch("commlens run")
@@ -56,32 +56,32 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
 
 
 def lone_worker(environ: Mapping[str, str]) -> str | None:
-    """What is odd about this worker's environment: Accelerate was told to start several processes, and started this one alone.
+    """Return a warning if Accelerate was to start several processes and started only this one.
 
-    That is what ``accelerate launch --cpu --num_processes 2`` does without mpirun (Accelerate 1.15).
+    ``accelerate launch --cpu --num_processes 2`` does that without mpirun (Accelerate 1.15).
     """
     ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
     if "ACCELERATE_MIXED_PRECISION" not in environ or "MASTER_PORT" not in environ or any(name in environ for name in ranks):
         return None
     return (
-        "Accelerate was told to start several processes, and has started one alone, as it does on a CPU without mpirun. "
+        "Accelerate was asked to start several processes but started only this one, as it does on a CPU without mpirun. "
         "`commlens launch --nproc-per-node N script.py` starts N of them; so does `accelerate launch --multi_gpu --num_processes N` "
         "with ACCELERATE_USE_CPU=true."
     )
 
 
 def check_program(program: Sequence[str], *, module: bool) -> None:
-    """Refuse a script that cannot be read, before anything is started for it.
+    """Refuse a script that cannot be read, before anything starts.
 
     Raises:
-        CommandError: it cannot.
+        CommandError: the script does not exist.
     """
     if not module and not Path(program[0]).exists():
         raise CommandError(f"The program {program[0]} cannot be read: there is no such file.")
 
 
 def record_here() -> None:
-    """Switch recording on in this interpreter where torch's entry point does not."""
+    """Switch recording on in this interpreter if torch's entry point does not."""
     reason = autoload.why_not()
     if reason is not None:
         _switch_on(reason)
@@ -92,14 +92,14 @@ def run_here(program: Sequence[str], *, module: bool) -> NoReturn:
 
     Args:
         program: the script's path (or the module's name) and its arguments.
-        module: run as ``python -m``.
+        module: run it as ``python -m``.
     """
     try:
         execute(program, module=module)
     except CommlensError:
         raise
     except Exception as error:
-        # As without us: the traceback begins in the user's program.
+        # The traceback begins in the user's program, as without commlens.
         error.__traceback__ = users_part(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
@@ -107,7 +107,7 @@ def run_here(program: Sequence[str], *, module: bool) -> NoReturn:
 
 
 def execute(program: Sequence[str], *, module: bool) -> None:
-    """Run a program as ``__main__`` in this interpreter; what it raises is raised."""
+    """Run a program as ``__main__`` in this interpreter. Its exceptions pass through."""
     if module:
         _run_module(program)
     else:
@@ -115,7 +115,7 @@ def execute(program: Sequence[str], *, module: bool) -> None:
 
 
 def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """A traceback without the frames of ours that led to the program."""
+    """Return a traceback without the frames of commlens that led to the program."""
     ours = str(Path(__file__).parents[1])
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename.startswith((ours, runpy.__file__, "<frozen runpy>")):
@@ -132,12 +132,12 @@ def _switch_on(reason: str) -> None:
         from commlens.launch.recording import enable
 
         enable()
-    except Exception as error:  # the job goes on without us
+    except Exception as error:  # the job goes on without commlens
         print(f"commlens: recording could not be switched on: {error} (and not by torch either: {reason})", file=sys.stderr)
 
 
 def _run_script(program: Sequence[str]) -> None:
-    """What ``python script.py args`` does, in this interpreter.
+    """Do what ``python script.py args`` does, in this interpreter.
 
     The module stays in ``sys.modules["__main__"]``: spawned children, pickle and exit handlers look it up there.
     """
@@ -163,7 +163,7 @@ def _run_script(program: Sequence[str]) -> None:
 
 
 def _run_module(program: Sequence[str]) -> None:
-    """What ``python -m module args`` does, in this interpreter."""
+    """Do what ``python -m module args`` does, in this interpreter."""
     sys.argv = list(program)
     sys.path[0] = str(Path.cwd())
     runpy.run_module(program[0], run_name="__main__", alter_sys=True)

@@ -1,7 +1,7 @@
-"""The native engine: its C++ sources, how they are built, and how what was built is found and loaded.
+"""The native engine: its C++ sources, building them, and finding and loading a build.
 
-A build is for one torch, one Python and one version of the sources, and is never made at the start of a job: ``commlens build-native``
-makes it. docs/native.md explains.
+A build is for one torch, one Python and one version of the sources. Only ``commlens build-native`` makes one, never the start of a job.
+docs/native.md explains.
 """
 
 from __future__ import annotations

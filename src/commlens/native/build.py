@@ -1,7 +1,7 @@
-"""Compiling the native engine, once, into the cache. Called by ``commlens build-native`` and by nothing that starts a job.
+"""Compile the native engine once, into the cache. Only ``commlens build-native`` calls this; no job does when it starts.
 
-The sources are one translation unit, so that the compiler is called directly, with the include paths, the language standard and the
-macros by which torch itself was built (those that torch.utils.cpp_extension passes to ninja).
+The sources are one translation unit, so the compiler is called directly, with the include paths, the language standard and the
+macros with which torch itself was built (those that torch.utils.cpp_extension passes to ninja).
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _LOAD_S = 120.0
 Progress = Callable[[str], None]
 
 
-def build(directory: Path | None = None, *, force: bool = False, progress: Progress = lambda what: None) -> tuple[Build, bool]:
-    """Build for this torch and Python, unless that has been done.
+def build(directory: Path | None = None, *, force: bool = False, progress: Progress = lambda text: None) -> tuple[Build, bool]:
+    """Build for this torch and Python, unless there is a build.
 
     Args:
-        directory: the cache, or the folder of the installed package; by default :func:`commlens.native.cache.cache_directory`.
-        force: even so.
-        progress: is told in a few words what is being done.
+        directory: the folder of builds; by default :func:`commlens.native.cache.cache_directory`.
+        force: build even if there is a build.
+        progress: called with a few words at each step.
 
     Returns:
-        The build, and whether it was made just now.
+        The build, and whether it is new.
 
     Raises:
-        NativeEngineError: there is no compiler, it fails, or the cache cannot be written.
+        NativeEngineError: there is no compiler, it fails, or the folder cannot be written.
     """
     wanted = identity()
     compiler = find_compiler(os.environ)
@@ -67,67 +67,67 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
                 return found, False
             return _build(folder, compiler, version, wanted, progress), True
     except OSError as error:
-        raise NativeEngineError(f"The native engine cannot be kept in {folder}: {error.strerror or error}.") from None
+        raise NativeEngineError(f"The native engine cannot be saved in {folder}: {error.strerror or error}.") from None
 
 
 def build_into(folder: Path) -> Build:
-    """Build into a folder of the package that is being installed.
+    """Build into a folder of the package during its installation.
 
     Raises:
         NativeEngineError: there is no compiler, it fails, or the folder cannot be written.
     """
     compiler = find_compiler(os.environ)
-    folder = folder.absolute()  # the compiler runs elsewhere
+    folder = folder.absolute()  # the compiler runs in another folder
     folder.mkdir(parents=True, exist_ok=True)
     return _build(folder, compiler, compiler_version(compiler), identity(), print)
 
 
 def find_compiler(environ: Mapping[str, str]) -> list[str]:
-    """The C++ compiler, as a command: ``$CXX``, else the first that is there.
+    """Return the command of the C++ compiler: ``$CXX``, else the first one installed.
 
     Raises:
-        NativeEngineError: there is none.
+        NativeEngineError: no compiler was found.
     """
     named = shlex.split(environ.get("CXX", ""))
     if named:
         if shutil.which(named[0]) is None:
-            raise NativeEngineError(f"CXX names the compiler {named[0]!r}, and there is no such command.")
+            raise NativeEngineError(f"CXX names the compiler {named[0]!r}, which is not a command here.")
         return named
     for name in _COMPILERS:
         if shutil.which(name) is not None:
             return [name]
     raise NativeEngineError(
-        f"The native engine needs a C++ compiler to be built, and none of {', '.join(_COMPILERS)} is here: "
+        f"Building the native engine needs a C++ compiler, and none of {', '.join(_COMPILERS)} is installed: "
         "install g++ (on Debian: apt install g++), or name one with CXX. Without it commlens records in Python."
     )
 
 
 def compiler_version(compiler: list[str]) -> str:
-    """The first line of what ``--version`` prints."""
+    """Return the first line that the compiler prints with ``--version``."""
     try:
         ended = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=60, errors="replace")
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeEngineError(f"The compiler {shlex.join(compiler)} cannot be run: {error}.") from None
     lines = ended.stdout.strip().splitlines()
     if ended.returncode or not lines:
-        raise NativeEngineError(f"The compiler {shlex.join(compiler)} does not say its version: exit status {ended.returncode}.")
+        raise NativeEngineError(f"The compiler {shlex.join(compiler)} does not print its version: exit status {ended.returncode}.")
     return lines[0].strip()
 
 
 def flags() -> list[str]:
-    """What the compiler is told besides the names of files: torch's own standard, ABI and paths."""
+    """Return the compiler's options besides the files: torch's own C++ standard, ABI and paths."""
     import torch
 
     root = Path(torch.__file__).parent
     python = Path(sysconfig.get_path("include"))
     if not (python / "Python.h").exists():
         raise NativeEngineError(
-            f"The native engine needs Python's headers to be built, and {python / 'Python.h'} is not there: "
+            f"Building the native engine needs Python's headers, and {python / 'Python.h'} does not exist: "
             "install them (on Debian: apt install python3-dev)."
         )
     include, library = root / "include", root / "lib"
     if not (include / "torch" / "library.h").exists():
-        raise NativeEngineError(f"This torch was installed without its C++ headers: {include / 'torch' / 'library.h'} is not there.")
+        raise NativeEngineError(f"This torch was installed without its C++ headers: {include / 'torch' / 'library.h'} does not exist.")
     defines = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"]
     for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI"):
         value = getattr(torch._C, f"_PYBIND11_{name}", None)
@@ -141,7 +141,7 @@ def flags() -> list[str]:
 
 
 def _standard(torch_root: Path) -> str:
-    """The C++ standard that this torch compiles extensions with."""
+    """Return the C++ standard with which this torch compiles extensions."""
     with contextlib.suppress(OSError):
         text = (torch_root / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
         found = re.findall(r"-std=c\+\+(\d\d)", text)
@@ -164,7 +164,7 @@ def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str,
         progress("compiling")
         _compile([*compiler, str(unit), "-o", str(made), *options])
         checksum = hashlib.sha256(made.read_bytes()).hexdigest()
-        progress("loading it")
+        progress("loading the build")
         _try_to_load(made, checksum)
         library = folder / f"{LIBRARY_PREFIX}{checksum[:16]}.so"
         made.chmod(0o755)
@@ -177,14 +177,14 @@ def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str,
             "built": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "seconds": round(time.monotonic() - began, 1),
         }
-        # Whoever looks meanwhile finds the former build or this one, whole.
+        # A process that looks meanwhile finds either the previous build or this one, complete.
         described = Path(scratch) / ABOUT
         described.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
         described.replace(folder / ABOUT)
-    for former in folder.glob(f"{LIBRARY_PREFIX}*.so"):
-        if former != library:
+    for previous in folder.glob(f"{LIBRARY_PREFIX}*.so"):
+        if previous != library:
             with contextlib.suppress(OSError):
-                former.unlink()
+                previous.unlink()
     return Build(folder, about)
 
 
@@ -192,18 +192,18 @@ def _compile(command: list[str]) -> None:
     try:
         ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, cwd=SOURCES)
     except subprocess.TimeoutExpired:
-        raise NativeEngineError(f"The compiler {command[0]} was not done after {TIMEOUT_S:.0f} s.") from None
+        raise NativeEngineError(f"The compiler {command[0]} did not finish within {TIMEOUT_S:.0f} s.") from None
     if ended.returncode:
-        # collect2 only says that the linker failed; the linker's own line is before it.
+        # collect2 only says that the linker failed; the reason is in the line before.
         lines = [line.strip() for line in ended.stderr.splitlines() if not line.startswith("collect2:")]
-        first = next((line for line in lines if "error" in line), lines[-1] if lines else "it says nothing")
+        first = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
         raise NativeEngineError(
             f"The compiler {command[0]} failed (exit status {ended.returncode}): {first[:300]}. The command was: {shlex.join(command)}"
         )
 
 
 def _try_to_load(library: Path, checksum: str) -> None:
-    """In a process of its own, which a build that crashes may take with it."""
+    """Load a build in a separate process, since a bad one may crash it."""
     program = "import sys; from pathlib import Path; from commlens.native import cache; cache.check(Path(sys.argv[1]), sys.argv[2])"
     source = str(Path(__file__).parents[2])
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (source, os.environ.get("PYTHONPATH", ""))))}
@@ -214,22 +214,20 @@ def _try_to_load(library: Path, checksum: str) -> None:
             capture_output=True, text=True, errors="replace", timeout=_LOAD_S, env=environ,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise NativeEngineError(f"What was built did not load within {_LOAD_S:.0f} s.") from None
+        raise NativeEngineError(f"The build did not load within {_LOAD_S:.0f} s.") from None
     if ended.returncode:
         lines = ended.stderr.strip().splitlines()
-        raise NativeEngineError(
-            f"What was built does not load (exit status {ended.returncode}): {lines[-1] if lines else 'it says nothing'}."
-        )
+        raise NativeEngineError(f"The build does not load (exit status {ended.returncode}): {lines[-1] if lines else 'no message'}.")
 
 
 @contextlib.contextmanager
 def _locked(folder: Path, progress: Progress) -> Iterator[None]:
-    """One build at a time for one folder, where its file system can lock; elsewhere each builds for itself, and the last stays."""
+    """Allow one build at a time in a folder. On a file system without locks, builds run side by side and the last one stays."""
     with (folder / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("waiting for another build of the same")
+            progress("waiting for another process that builds the same")
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
             pass

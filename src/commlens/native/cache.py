@@ -1,8 +1,8 @@
-"""Where builds are, what each is for, and loading one.
+"""The cache of builds: where they are, what each is for, and loading one.
 
-    <cache>/<torch, Python and a digest of what else must be the same>/<compiler>/build.json and the library that it names
+    <cache>/<torch, Python and a digest of the rest of the identity>/<compiler>/build.json and the library that it names
 
-Nothing but the standard library and torch; no compiler is called here.
+Uses only the standard library and torch, and calls no compiler.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ NOT_BUILT: Final = "the native engine was not built for this torch and Python; c
 
 @dataclass(frozen=True)
 class Build:
-    """One that lies in the cache, or in the installed package."""
+    """A build in the cache or in the installed package."""
 
     folder: Path
     about: dict[str, Any]
 
     @property
     def library(self) -> Path:
-        """The file to load."""
+        """The library to load."""
         return self.folder / os.path.basename(str(self.about.get("library", "")))  # noqa: PTH119
 
     def is_whole(self) -> bool:
-        """Whether the file is what was built."""
+        """Return whether the library has the checksum that was recorded when it was built."""
         try:
             return hashlib.sha256(self.library.read_bytes()).hexdigest() == self.about.get("sha256")
         except OSError:
@@ -53,12 +53,12 @@ class Build:
 
 
 def sources() -> list[Path]:
-    """The C++ files, the one to compile first."""
+    """Return the C++ files; the first is the one to compile."""
     return sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.hpp"))
 
 
 def identity() -> dict[str, str]:
-    """What a build must have been made for to run here."""
+    """Return what a build must have been made for, to run here."""
     import torch
 
     checksum = hashlib.sha256()
@@ -75,7 +75,7 @@ def identity() -> dict[str, str]:
 
 
 def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
-    """Where builds go: ``$COMMLENS_NATIVE_DIR``, else ``$XDG_CACHE_HOME/commlens/native``."""
+    """Return the folder of builds: ``$COMMLENS_NATIVE_DIR``, else ``$XDG_CACHE_HOME/commlens/native``."""
     environ = os.environ if environ is None else environ
     if environ.get(DIRECTORY_VARIABLE):
         return Path(environ[DIRECTORY_VARIABLE]).expanduser()
@@ -84,13 +84,13 @@ def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
 
 
 def folder_of(wanted: Mapping[str, str]) -> str:
-    """Name of the folder of builds with an identity."""
+    """Return the name of the folder for builds with this identity."""
     digest = hashlib.sha256(json.dumps(dict(wanted), sort_keys=True).encode()).hexdigest()[:12]
     return re.sub(r"[^\w.+-]", "_", f"torch-{wanted['torch']}-{wanted['python']}-{digest}")
 
 
 def find() -> Build | None:
-    """The build for this process: that of the installed package, else the newest in the cache."""
+    """Return the newest build for this process, in the installed package or in the cache."""
     wanted = identity()
     candidates = [SOURCES / "built", *_compilers(cache_directory() / folder_of(wanted))]
     found = [build for folder in candidates if (build := read_build(folder)) is not None and build.about.get("for") == wanted]
@@ -105,7 +105,7 @@ def _compilers(folder: Path) -> Iterator[Path]:
 
 
 def read_build(folder: Path) -> Build | None:
-    """The build in a folder; None where there is none."""
+    """Return the build in a folder; None if there is none."""
     try:
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -114,10 +114,10 @@ def read_build(folder: Path) -> Build | None:
 
 
 def check(path: Path, checksum: str) -> None:
-    """Load a module that was built just now, and compare the layout that it was compiled with.
+    """Load a new build and compare the layout that it was compiled with.
 
     Raises:
-        NativeEngineError: it does not load, or writes another layout.
+        NativeEngineError: it does not load, or has another layout.
     """
     compiled = load_file(path, checksum).layout()
     wrong = [name for name, value in compiled.items() if getattr(L, name, value) != value]
@@ -128,16 +128,11 @@ def check(path: Path, checksum: str) -> None:
 _loaded: Any = None
 
 
-def loaded() -> Any:
-    """The module, where it has been loaded; else None."""
-    return _loaded
-
-
 def load() -> Any:
-    """The module of the build for this process; None where there is none.
+    """Load the build for this process and return its module; None if there is no build.
 
     Raises:
-        NativeEngineError: there is one, and it is damaged or does not load.
+        NativeEngineError: the build is damaged or does not load.
     """
     global _loaded
     if _loaded is not None:
@@ -149,15 +144,15 @@ def load() -> Any:
 
 
 def load_file(path: Path, checksum: str) -> Any:
-    """Load a built module whose bytes have this checksum (SHA-256).
+    """Load a library and return its module, after checking its SHA-256.
 
     Raises:
-        NativeEngineError: they have another, or the file does not load.
+        NativeEngineError: the checksum differs, or the library does not load.
     """
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
-            raise NativeEngineError(f"{path} is not what was built: its checksum differs. commlens build-native --force builds it anew.")
-        import torch  # noqa: F401 - its libraries must be there first
+            raise NativeEngineError(f"{path} is damaged: its checksum differs. Rebuild it with commlens build-native --force.")
+        import torch  # noqa: F401 - its libraries must be loaded first
 
         loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
         spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)

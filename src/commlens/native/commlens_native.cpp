@@ -103,7 +103,7 @@ PYBIND11_MODULE(commlens_native, module) {
     for (const auto& spec : specs) all.push_back(spec_of(py::reinterpret_borrow<py::object>(spec), all.size()));
     install(std::move(all), specs, slow);
   });
-  module.def("let_python_listen", [](bool taps, bool waits) {
+  module.def("set_python_listeners", [](bool taps, bool waits) {
     python_taps.store(taps);
     python_waits.store(waits);
   }, "Whether subscribers in Python hear of collectives, and listeners in Python of waits.");

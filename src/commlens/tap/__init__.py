@@ -1,1 +1,1 @@
-"""The one function that every collective of the process passes, and the data that its subscribers get."""
+"""The function that every collective of the process passes through, and the data that it gives to its subscribers."""

@@ -1,7 +1,7 @@
 """Process groups and their channels, as the recorder needs them on the hot path.
 
-torch's bookkeeping of groups (``distributed_c10d._world``) is private; this is the one module that reads it.
-Tried on torch 2.6.0, 2.13.0 and 2.15.0. Where it is not as expected, a group is known by its name and size alone.
+This is the one module that reads torch's private bookkeeping of groups (``distributed_c10d._world``).
+Tried on torch 2.6.0, 2.13.0 and 2.15.0. If it is not as expected, only the name and size of a group are known.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _MANY = 1 << 62
 
 
 class _Numbers:
-    """1, 2, 3, ... as a sequence: its iterator can be set back, a range's cannot (from Python 3.12 on it can only be set forward)."""
+    """1, 2, 3, ... as a sequence: its iterator can be set back, unlike that of a range (from Python 3.12 on)."""
 
     __getitem__ = range(1, _MANY).__getitem__
 
 
 def numbers() -> Callable[[], int]:
-    """1, 2, 3, ... for as many threads as ask."""
+    """Return a counter that counts 1, 2, 3, ... and that threads may share."""
     return iter(_Numbers()).__next__
 
 
 def give_back(numbers: Callable[[], int], number: int) -> bool:
-    """Let the next one get ``number``, which was drawn and not used; not where another thread has drawn since."""
+    """Give an unused ``number`` back, so that the counter returns it again. False if another thread has drawn since."""
     drawn: Any = numbers.__self__  # type: ignore[attr-defined]
     if drawn.__reduce__()[2] != number:  # how many were drawn
         return False
@@ -40,7 +40,7 @@ def give_back(numbers: Callable[[], int], number: int) -> bool:
 
 
 class Channel:
-    """Counters of one group on one device type."""
+    """One group on one device type, with its sequence numbers."""
 
     __slots__ = (
         "blob", "blocks_caller", "busy", "device", "group", "holds_works", "matches_tags", "next_number", "pairs", "refuses_at_issue",
@@ -61,15 +61,15 @@ class Channel:
         self.refuses_at_issue = on_cpu  # the backend checks a call's arguments against each other before it sends anything
 
     def pair(self, peer: int, op: str) -> Callable[[], int]:
-        """The counter of point-to-point ops with one peer in one direction."""
+        """Return the counter of point-to-point ops with one peer in one direction."""
         counter = self.pairs.get((peer, op))
         if counter is None:
-            # setdefault: two threads may meet here for the first time, and must get the same
+            # setdefault: two threads that come here at once must get the same counter
             counter = self.pairs.setdefault((peer, op), numbers())
         return counter
 
     def describe(self) -> dict[str, Any]:
-        """The group's blob, as docs/protocol.md has it."""
+        """Return the content of the group's blob, as docs/protocol.md defines it."""
         group = self.group
         return {
             "k": "group",
@@ -89,7 +89,7 @@ class Group:
     __slots__ = ("channels", "description", "incarnation", "mesh_dim", "name", "ranks", "ref")
 
     def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str]) -> None:
-        # Held weakly: a group must die when the user destroys it, and an id would be reused.
+        # A weak reference: a group must die when the user destroys it, and its id may be reused.
         self.ref = weakref.ref(process_group)
         self.name = str(process_group.group_name)
         self.description = str(getattr(process_group, "group_desc", "") or "")
@@ -100,18 +100,18 @@ class Group:
         self.channels: dict[str, Channel] = {}
 
     def channel(self, device: str) -> Channel:
-        """The group's channel for a device type."""
+        """Return the group's channel for a device type."""
         found = self.channels.get(device)
         if found is None:
             found = self.channels.setdefault(device, Channel(self, device))
         return found
 
     def global_rank(self, group_rank: int) -> int:
-        """Global rank of a member; the same number where it is out of range."""
+        """Return the global rank of a member; the same number if it is out of range."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
 
     def backend(self, device: str) -> str:
-        """Name of the backend that serves a device type."""
+        """Return the name of the backend for a device type."""
         process_group = self.ref()
         if process_group is None:
             return ""
@@ -135,7 +135,7 @@ def _global_ranks(process_group: Any) -> tuple[int, ...]:
 
 
 class Groups:
-    """All groups that have been seen, by name."""
+    """The groups seen so far."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Group] = {}
@@ -145,8 +145,8 @@ class Groups:
         self.mesh_dims: dict[str, str] = {}
 
     def find(self, process_group: Any) -> Group:
-        """The group of a ProcessGroup object."""
-        # An id alone may be a former group's: the weak reference says whether it is still the same object.
+        """Return the group of a ProcessGroup object."""
+        # The id may be a former group's. The weak reference tells whether the object is still the same.
         group = self._by_id.get(id(process_group))
         if group is not None and group.ref() is process_group:
             return group
@@ -158,14 +158,14 @@ class Groups:
         return group
 
     def started_again(self) -> None:
-        """A default group is being made: names start again."""
+        """Forget all groups: a new default group starts their names again."""
         self.incarnation += 1
         self.by_name = {}
         self._by_id = {}
         self.mesh_dims = {}
 
     def name_mesh_dim(self, group_name: str, mesh_dim: str) -> None:
-        """A DeviceMesh calls this group ``mesh_dim``. A group that spans the world is shared, so the mesh names it late."""
+        """Name a group by its dimension in a DeviceMesh. A group that spans the world exists before the mesh that names it."""
         self.mesh_dims[group_name] = mesh_dim
         group = self.by_name.get(group_name)
         if group is not None and group.mesh_dim != mesh_dim:
@@ -174,5 +174,5 @@ class Groups:
                 self.renamed(channel)
 
     def renamed(self, channel: Channel) -> None:
-        """What was written of a channel holds no longer: let it be described anew."""
+        """Describe a channel anew: its group got another name."""
         channel.blob = 0

@@ -1,4 +1,4 @@
-"""What collectives args for, interned: most programs repeat a few."""
+"""The arguments of collectives, interned: most programs repeat a few."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _strided = torch.strided
 
 
 noted_reduce_ops: dict[int, Any] = {}
-"""By native thread id: the reduce op of the call under way, where torch's box of it cannot be read (hooks.tap_reduce_ops)."""
+"""By native thread id: the reduce op of the call under way, if Python cannot read torch's box of it (torch_patches.tap_reduce_ops)."""
 
 
 class InternedArgs:
-    """What a collective args for, and of which channel, interned: most programs repeat a few."""
+    """What a collective is called with, and its channel."""
 
     __slots__ = (
         "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "refused_locally",
@@ -37,15 +37,15 @@ class InternedArgs:
         self.tag = tag
         self.flags = flags
         self.blob = 0
-        self.too_large = False  # for a blob: not encoded again each time
+        self.too_large = False  # for a blob, so it is not encoded each time
         self.op: str = content["op"]
         self.first_tensor = _size_and_dtype((content["in"] or content["out"] or [None])[0])
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
-        # gloo matches messages by tag, others by order alone: what meets what is counted accordingly.
+        # Where messages meet by tag, those of each tag are counted, too.
         self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.matches_tags else None
-        self.synchronous = content["async"] is False and channel.blocks_caller  # as far as torch says: 2.6 does not
+        self.synchronous = content["async"] is False and channel.blocks_caller  # torch 2.6 does not say
         self.wait_only = self.op in GLOO_WAIT_ONLY
-        self.refused_locally = False  # the backend will refuse it on this rank: it meets no other's
+        self.refused_locally = False  # the backend will refuse it on this rank alone, so no peer's can match it
 
 
 def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
@@ -53,21 +53,21 @@ def _size_and_dtype(tensor: list[Any] | None) -> tuple[int, str] | None:
 
 
 class ArgsTable:
-    """All that have been args for, by what tells them apart. No tensor is kept."""
+    """The interned arguments of this process. No tensor is kept."""
 
     def __init__(self) -> None:
         self._table: dict[Any, InternedArgs] = {}
 
     def find(self, spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
-        """What a call of the op with these arguments on this group asks for."""
+        """Return the interned arguments of a call of an op on a group."""
         given = len(arguments)
         asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < given else spec.asynchronous_default
         if spec.takes_one_list and len(arguments[0]) == 1:
-            # By far the most common: one dense tensor in a list. The rest is for shapes that differ.
+            # By far the most common case: one dense tensor in a list.
             tensor = arguments[0][0]
             try:
                 signature: Any = (tensor.shape, tensor.dtype, tensor.get_device(), tensor.is_contiguous() or tensor.stride())
-            except RuntimeError:  # sparse tensors are neither contiguous nor not
+            except RuntimeError:  # sparse tensors do not say whether they are contiguous
                 signature = _signature(tensor)
         else:
             signature = tuple([_signature(arguments[i]) for i in spec.tensors])
@@ -89,7 +89,7 @@ class ArgsTable:
 
 
 def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> InternedArgs:
-    """What a call of the op with these arguments on this group asks for, at length."""
+    """Describe the arguments of a call of an op on a group, as a blob holds them."""
     asynchronous = arguments[spec.asynchronous] if 0 <= spec.asynchronous < len(arguments) else spec.asynchronous_default
     root = arguments[spec.root] if spec.root >= 0 else None
     inputs: list[Any] = []
@@ -148,7 +148,7 @@ def _describe(value: Any, into: list[Any], devices: list[str]) -> None:
 
 
 def output_pointers(spec: tap.OpSpec, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Addresses of what a call writes: by them a functional collective's wait is recognised."""
+    """Return the addresses of a call's outputs, by which the wait of a functional collective is recognised."""
     where = spec.writes or spec.tensors
     if not where:
         return ()
@@ -167,7 +167,7 @@ def _collect_pointers(value: Any, into: list[int]) -> None:
 
 
 def reduce_op_code(reduce_op: Any) -> int | None:
-    """The value of a ReduceOp, boxed or not; None where torch gives no way to read it (boxed, 2.6 to 2.9)."""
+    """Return the value of a ReduceOp, boxed or not; None if torch cannot read it (boxed, 2.6 to 2.9)."""
     op = getattr(reduce_op, "op", None)
     if op is None:
         return None
@@ -178,6 +178,6 @@ def reduce_op_code(reduce_op: Any) -> int | None:
 
 
 def reduce_op_name(reduce_op: Any) -> str | None:
-    """Its name, "SUM"; None where there is none or it cannot be read."""
+    """Return the name of a ReduceOp, such as "SUM"; None if there is none or it cannot be read."""
     code = reduce_op_code(reduce_op)
     return L.reduce_op_of(code + 1) if code is not None else None

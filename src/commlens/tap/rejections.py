@@ -1,4 +1,4 @@
-"""What a backend refuses by itself, on the one rank that args for it: such an op is never issued, and meets no other rank's.
+"""Collectives that the backend refuses on one rank because of their arguments: they are never issued, and no peer's can match them.
 
 Tried on gloo, torch 2.6.0 and 2.13.0.
 """
@@ -14,13 +14,13 @@ from commlens.matching.error_texts import may_be_peer_error
 
 
 def was_not_issued(op: str, error: BaseException) -> bool:
-    """Whether an error of the backend's call is about its arguments: then nothing was sent, and no rank will meet it.
+    """Return whether a backend's error is about the call's arguments: then nothing was sent, and no rank will match the call.
 
-    Of a call that waits inside (monitored_barrier), or that speaks of its peers, that is not known.
+    This is not known of a call that waits inside (monitored_barrier), or of an error that mentions the peers.
 
     Args:
         op: the wire op.
-        error: what the backend's call raised.
+        error: the exception from the backend's call.
     """
     if op == "monitored_barrier" or not isinstance(error, Exception) or isinstance(error, dist.DistError):
         return False
@@ -28,11 +28,11 @@ def was_not_issued(op: str, error: BaseException) -> bool:
 
 
 def will_be_refused(content: dict[str, Any], size: int) -> bool:
-    """Whether an op's own tensors do not fit each other, which gloo says at once.
+    """Return whether gloo will refuse an op because its own tensors do not fit each other.
 
     Args:
-        content: what was args, as in a blob.
-        size: ranks of the group.
+        content: the arguments, as in a blob.
+        size: the number of ranks in the group.
     """
     name: str = content["dop"]
     inputs: list[Any] = content["in"]

@@ -1,13 +1,13 @@
-"""The tap: the one function through which every collective of the process passes.
+"""The tap: the one function that every collective of the process passes through.
 
-A kernel at dispatch key ``BackendSelect`` for every ``c10d::*`` op that takes a process group. The key is in every thread's
+It is a kernel at dispatch key ``BackendSelect`` for every ``c10d::*`` op that takes a process group. The key is in every thread's
 default dispatch state and below Python, Autograd and Functionalize, so the kernel sees collectives from Python, from C++
 (DDP's reducer), from functional collectives, DTensor, FSDP2, compiled code and other threads, on any backend. An exception
 raised in it reaches the caller with its type.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0. The kernels are registered when the first subscriber attaches and stay registered
-(removing them while threads are inside is unproven); without a subscriber they redispatch at once. Where the native engine was
-built, its kernels take their place, and come back here only while somebody in Python listens.
+(removing them while threads are inside is unproven); without a subscriber they redispatch at once. The kernels of the native
+engine, if it is built, take their place, and call back into this module only while a subscriber in Python listens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NO_ARGUMENT = -1
 
 
 class OpSpec:
-    """Where a ``c10d`` op keeps what matters among its arguments. Found by schema, since versions differ."""
+    """The positions of a ``c10d`` op's arguments. Found by schema, since torch's versions differ."""
 
     def __init__(self, name: str, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -47,85 +47,85 @@ class OpSpec:
         self.tag = find("tag")
         self.splits = (find("input_split_sizes"), find("output_split_sizes"))
         self.asynchronous = find("async_op", "asyncOp")
-        # Trailing arguments that equal their default do not reach a kernel.
+        # A kernel does not get trailing arguments that equal their default.
         default = schema.arguments[self.asynchronous].default_value if self.asynchronous >= 0 else None
         self.asynchronous_default = default if isinstance(default, bool) else None
         tensor_arguments = [i for i, kind in enumerate(types) if "Tensor" in kind and names[i] != "sparse_indices"]
         self.tensors = tuple(tensor_arguments)
         self.takes_one_list = self.tensors == (0,) and types[0] == "List[Tensor]"
-        # Outputs are named so; an op with one tensor argument works in place (or, for barriers, on nothing that matters).
+        # Outputs are named so. An op with one tensor argument works in place (a barrier's tensor does not matter).
         self.writes = tuple(i for i in tensor_arguments if names[i].startswith("output"))
 
 
 class Subscriber(Protocol):
-    """What hears of collectives. Methods run on the issuing thread, on the hot path; they must not raise, but to refuse.
+    """A subscriber to collectives. Its methods run on the issuing thread, on the hot path, and raise only to refuse a collective.
 
-    One with a true attribute ``sees_fake_tensors`` hears of collectives on fake and meta tensors, too, which communicate nothing,
-    while :func:`run_fake_tensors_as` lets them through; others never do.
+    With a true attribute ``sees_fake_tensors``, it also gets the collectives on fake and meta tensors, which communicate nothing,
+    while :func:`run_fake_tensors_as` lets them through.
     """
 
     def begin(self, spec: OpSpec, arguments: tuple[Any, ...]) -> Any:
-        """Before issue. What it returns is handed to the other two. An exception refuses the collective."""
+        """Called before issue. The other two methods get the token that it returns. An exception refuses the collective."""
 
     def returned(self, token: Any, result: Any) -> None:
-        """The backend's call returned ``result`` (a Work, or a tuple that ends with one, or nothing)."""
+        """Called when the backend's call has returned ``result`` (a Work, a tuple that ends with one, or None)."""
 
     def raised(self, token: Any, error: BaseException) -> None:
-        """The backend's call raised."""
+        """Called when the backend's call has raised."""
 
 
 _subscribers: tuple[Subscriber, ...] = ()
-_fake_tensors_run_as: Any = None  # a keyset; None: as torch would run them
+_fake_tensors_run_as: Any = None  # a keyset; None leaves them to torch
 _lock = threading.Lock()
 _libraries: list[Any] = []  # keeps the registrations alive
-_native: Any = None  # the module of the native kernels, where they were installed and not ours
+_native: Any = None  # the module of the native kernels, if they are installed instead of ours
 _wait_listener: Callable[[Any], Any] | None = None
 _wait_ended: Callable[[Any, BaseException | None], None] | None = None
 
 
 def use_native(module: Any) -> bool:
-    """Install the kernels of the native engine in the place of those here. False where others are installed already."""
+    """Install the kernels of the native engine instead of those here. Return False if others are installed already."""
     global _native
     with _lock:
         if _libraries or _native is not None:
             return _native is module
         module.install([spec for _, spec in ops()], sys.modules[__name__])
         _native = module
-        _tell_native()
+        _update_native()
         return True
 
 
 def attach(subscriber: Subscriber) -> None:
-    """Let ``subscriber`` hear of every collective from now on. The first call registers the kernels."""
+    """Report every collective to ``subscriber`` from now on. The first call registers the kernels."""
     global _subscribers
     with _lock:
         _install()
         if subscriber not in _subscribers:
             _subscribers = (*_subscribers, subscriber)
-        _tell_native()
+        _update_native()
 
 
 def detach(subscriber: Subscriber) -> None:
-    """Stop it. Calls already under way still get their end."""
+    """Stop reporting to ``subscriber``. It still gets the end of calls under way."""
     global _subscribers
     with _lock:
         _subscribers = tuple(other for other in _subscribers if other is not subscriber)
-        _tell_native()
+        _update_native()
 
 
 def detach_all() -> None:
-    """Stop everybody at once, without a lock: for the child of a fork."""
+    """Remove all subscribers without a lock: for the child of a fork."""
     global _subscribers
     _subscribers = ()
     if _native is not None:
         _native.forked()
-        _tell_native()
+        _update_native()
 
 
 def run_fake_tensors_as(keys: Any) -> None:
-    """Run collectives on fake and meta tensors with the kernels of this keyset, for a preview; None: leave them to torch.
+    """Run collectives on fake and meta tensors with the kernels of this keyset, for a preview; None leaves them to torch.
 
-    torch has Meta kernels for some of them (2.13.0 for most, 2.6.0 for none); those of a fake process group's device work on any tensor.
+    torch has Meta kernels for some of them (2.13.0 for most, 2.6.0 for none). The kernels of a fake process group's device take any tensor.
     """
     global _fake_tensors_run_as
     with _lock:
@@ -136,20 +136,20 @@ def run_fake_tensors_as(keys: Any) -> None:
 
 
 def listen_to_waits(began: Callable[[Any], Any] | None, ended: Callable[[Any, BaseException | None], None] | None) -> None:
-    """Hear of functional collectives' waits: ``began(tensor) -> token`` and ``ended(token, error)``."""
+    """Report the waits of functional collectives to ``began(tensor) -> token`` and ``ended(token, error)``."""
     global _wait_listener, _wait_ended
     _wait_listener, _wait_ended = began, ended
-    _tell_native()
+    _update_native()
 
 
-def _tell_native() -> None:
-    """The native kernels turn to Python only where somebody there listens."""
+def _update_native() -> None:
+    """Tell the native kernels whether to call Python, which they do only while it listens."""
     if _native is not None:
-        _native.let_python_listen(bool(_subscribers), _wait_listener is not None)
+        _native.set_python_listeners(bool(_subscribers), _wait_listener is not None)
 
 
 def ops() -> Iterator[tuple[Any, OpSpec]]:
-    """Every op of ``c10d`` that takes a process group."""
+    """Yield every op of ``c10d`` that takes a process group."""
     for schema in torch._C._jit_get_all_schemas():
         if schema.name.startswith("c10d::") and not schema.overload_name and any(a.name == "process_group" for a in schema.arguments):
             name = schema.name.removeprefix("c10d::")
@@ -220,7 +220,7 @@ def _wait_kernel(op: Any) -> Callable[..., Any]:
         try:
             result = redispatch(keys & _AFTER, tensor)
         except BaseException as error:
-            ended(token, error)  # it may raise a refusal in the error's place
+            ended(token, error)  # may raise a refusal instead
             raise
         ended(token, None)
         return result
@@ -228,11 +228,11 @@ def _wait_kernel(op: Any) -> Callable[..., Any]:
     return commlens_tap_wait
 
 
-# --- what the native kernels call, where somebody in Python listens
+# --- called from the native kernels while Python listens
 
 
 def begin_all(spec: OpSpec, arguments: tuple[Any, ...], fake: bool) -> list[tuple[Subscriber, Any]]:
-    """Tell all subscribers that an op begins; those alone that see fake tensors, with ``fake``."""
+    """Report the begin of an op to all subscribers, or with ``fake`` only to those that see fake tensors. Return their tokens."""
     tokens: list[tuple[Subscriber, Any]] = []
     try:
         for subscriber in _subscribers:
@@ -245,31 +245,31 @@ def begin_all(spec: OpSpec, arguments: tuple[Any, ...], fake: bool) -> list[tupl
 
 
 def returned_all(tokens: list[tuple[Subscriber, Any]], result: Any) -> None:
-    """Tell them that it returned."""
+    """Report to them that the op returned."""
     for subscriber, token in tokens:
         subscriber.returned(token, result)
 
 
 def raised_all(tokens: list[tuple[Subscriber, Any]], error: BaseException) -> None:
-    """Tell them that it raised."""
+    """Report to them that the op raised."""
     for subscriber, token in tokens:
         subscriber.raised(token, error)
 
 
 def wait_begins(tensor: Any) -> Any:
-    """Tell the listener that a functional collective is waited for."""
+    """Report to the wait listener that a thread waits for a functional collective. Return its token."""
     began = _wait_listener
     return began(tensor) if began is not None else None
 
 
 def wait_ended(token: Any, error: BaseException | None) -> None:
-    """Tell it that this wait is over."""
+    """Report to it that this wait ended."""
     ended = _wait_ended
     if ended is not None:
         ended(token, error)
 
 
 unbox_group = ProcessGroup.unbox
-"""ScriptObject to the one Python object of that process group."""
+"""Return the one Python object of a process group, given its ScriptObject."""
 
 unbox_work = Work.unbox

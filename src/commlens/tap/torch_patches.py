@@ -1,7 +1,7 @@
-"""The few places, beside the tap, where torch is patched; none does anything while nobody listens.
+"""The patches of torch besides the tap. They do nothing while nothing listens.
 
-``Work.wait`` (which thread is blocked in which op, and when it is done), ``ProcessGroup._start_coalescing`` and
-``_end_coalescing`` (they are no ops), ``DeviceMesh`` (names of dimensions), and the optimizers' global post-hook (steps).
+``Work.wait`` (which thread is blocked in which collective, and when it is done), ``ProcessGroup._start_coalescing`` and
+``_end_coalescing`` (which are not ops), ``DeviceMesh`` (names of dimensions), and the optimizers' global post-hook (steps).
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
@@ -24,20 +24,20 @@ from commlens.tap.token import Recorder
 log = logging.getLogger("commlens")
 
 _FIRST_READABLE_REDUCE_OP = (2, 10)
-"""Not readable on 2.6.0 and 2.9.1, readable on 2.13.0. Should one in between not be, the recorder asks for the tap when it finds out."""
+"""Tried: unreadable on 2.6.0 and 2.9.1, readable on 2.13.0. On a version between them, the recorder calls tap_reduce_ops when it fails."""
 
 
 class WaitListener(Protocol):
-    """What a tracer hears of waits. Tokens are its own; None means that the wait is none of its business."""
+    """A tracer's interface for waits. Tokens are its own; None means that it ignores the wait."""
 
     def wait_begins(self, work: Any) -> Any:
-        """A thread is about to block in ``work.wait()``."""
+        """Called before a thread blocks in ``work.wait()``."""
 
     def tensor_wait_begins(self, tensor: Any) -> Any:
-        """A thread is about to block in a functional collective's ``wait_tensor(tensor)``."""
+        """Called before a thread blocks in a functional collective's ``wait_tensor(tensor)``."""
 
     def wait_ended(self, token: Any) -> None:
-        """That wait is over."""
+        """Called when this wait has ended."""
 
 
 _recorder: Recorder | None = None
@@ -46,11 +46,11 @@ _installed = False
 
 
 def set_recorder(recorder: Recorder | None) -> None:
-    """Hand what the hooks see to ``recorder``; None makes them pass-through."""
+    """Report to ``recorder`` from now on; with None, the patches only pass calls through."""
     global _recorder
     _recorder = recorder
     if recorder is not None:
-        _untap_work_wait()  # a tracer's, which knows nothing of a native recorder
+        _untap_work_wait()  # installed by a tracer, without a native recorder
     listen()
 
 
@@ -60,21 +60,21 @@ def active_recorder() -> Recorder | None:
 
 
 def add_tracer(tracer: WaitListener) -> None:
-    """Tell ``tracer`` of waits, too."""
+    """Report waits to ``tracer``, too."""
     global _tracers
     _tracers = (*_tracers, tracer)
     listen()
 
 
 def remove_tracer(tracer: WaitListener) -> None:
-    """Tell it no more."""
+    """Stop reporting waits to ``tracer``."""
     global _tracers
     _tracers = tuple(other for other in _tracers if other is not tracer)
     listen()
 
 
 def listen() -> None:
-    """Have waits told to whoever listens now: to be called again when a recorder begins to verify."""
+    """Report waits to the present listeners. Call this again when a recorder begins to verify."""
     if _tracers:
         tap.listen_to_waits(_tensor_wait_begins, _tensor_wait_ended)
     elif _recorder is not None:
@@ -103,23 +103,23 @@ def _install_all() -> None:
 
 
 def python_reads_reduce_ops() -> bool:
-    """Whether this torch lets Python read the reduce op of every call; where not, only those that Python hands over are known."""
+    """Return whether Python can read the reduce op of every call in this torch; if not, only of the calls made from Python."""
     return torch_version() >= _FIRST_READABLE_REDUCE_OP
 
 
 def torch_version() -> tuple[int, int]:
-    """This torch's major and minor number."""
+    """Return the major and minor version of this torch."""
     numbers = re.findall(r"\d+", torch.__version__)
     return int(numbers[0]), int(numbers[1])
 
 
-_waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with what it was
+_waits: list[tuple[Any, Any]] = []  # classes whose wait is tapped, with the original
 
 
 def _tap_work_wait() -> None:
     if _waits:
         return
-    # Classes of C++ works that bring a wait of their own (the fake backend's) do not pass through Work's.
+    # Classes of C++ Works with a wait of their own (the fake backend's) do not call that of Work.
     for kind in (Work, *Work.__subclasses__()):
         if "wait" in kind.__dict__ and kind.__module__.startswith(("torch.", "torch")):
             original = kind.__dict__["wait"]
@@ -151,7 +151,7 @@ def _tapped_wait(original: Any) -> Any:
         except BaseException as error:
             recorder.wait_ended(self, token, error)
             if recorder.verifier is not None:
-                raise recorder.error_to_raise(error)  # noqa: B904 - it names its cause itself
+                raise recorder.error_to_raise(error)  # noqa: B904 - its cause is set
             raise
         recorder.wait_ended(self, token, None)
         return result
@@ -185,8 +185,8 @@ def _tensor_wait_begins(tensor: Any) -> Any:
     return (recorder, token, held) if held or token is not None else None
 
 
-def _tensor_wait_ended(told: Any, error: BaseException | None) -> None:
-    recorder, token, held = told
+def _tensor_wait_ended(tokens: Any, error: BaseException | None) -> None:
+    recorder, token, held = tokens
     if token is not None:
         recorder.tensor_wait_ended(token, error)
     for tracer, mark in held:
@@ -236,7 +236,7 @@ def _tap_meshes() -> None:
 
 
 def _learn_mesh(mesh: Any, recorder: Recorder) -> None:
-    """A dimension that spans the world uses the default group, whose own description does not name it."""
+    """Name the groups of a mesh. A dimension that spans the world uses the default group, whose description does not name it."""
     try:
         names = mesh.mesh_dim_names
         if not names or mesh.mesh.dim() != len(names) or mesh.get_coordinate() is None:
@@ -244,7 +244,7 @@ def _learn_mesh(mesh: Any, recorder: Recorder) -> None:
         for dim, name in enumerate(names):
             recorder.groups.name_mesh_dim(str(mesh.get_group(dim).group_name), str(name))
     except Exception as error:
-        # Sub-meshes without groups of their own end here: their groups were named with their parent.
+        # Also reached by sub-meshes without groups of their own, whose groups were named with their parent.
         log.debug("commlens: a DeviceMesh's groups could not be read: %s: %s", type(error).__name__, error)
 
 
@@ -271,9 +271,9 @@ _REDUCING_METHODS = (
 
 
 def tap_reduce_ops() -> None:
-    """For a torch whose boxed ReduceOp cannot be read (2.6 to 2.9): note it where Python hands it over.
+    """Note the reduce op of calls from Python, for a torch whose boxed ReduceOp cannot be read (2.6 to 2.9).
 
-    There C++ callers' reduce ops (DDP's, which are sums) stay unknown.
+    The reduce ops of C++ callers (DDP's, which are sums) stay unknown there.
     """
     global _reduce_ops_tapped
     if _reduce_ops_tapped:
