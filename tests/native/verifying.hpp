@@ -51,13 +51,13 @@ class Verified {
       usleep(500);
       exchange_.forget();
       exchange_.put(plans_[left_.load() % CHANNELS], 0, 0, std::make_shared<Plan>());
-      __atomic_fetch_add(word_at(shared_, 8 * (left_.load() % 2 ? alarms::CHANGES : alarms::COUNT)), 1, __ATOMIC_SEQ_CST);
+      __atomic_fetch_add(word_at(shared_, 8 * (left_.load() % 2 ? refusal_log::BOARDS_CREATED : refusal_log::COUNT)), 1, __ATOMIC_SEQ_CST);
     }
   }
 
  private:
   void catch_up() {
-    exchange_.caught_up(true, observe(word_at(shared_, 8 * alarms::COUNT)), observe(word_at(shared_, 8 * alarms::CHANGES)));
+    exchange_.caught_up(true, observe(word_at(shared_, 8 * refusal_log::COUNT)), observe(word_at(shared_, 8 * refusal_log::BOARDS_CREATED)));
   }
 
   PlanPtr plan_of(uint64_t channel, uint64_t n) {
@@ -89,16 +89,16 @@ class Verified {
         at_issue = false;
         answer = exchange_.before_wait(op);
       } else {  // an alarm, patience at its end, or a disagreement: Python would look around, and go on waiting
-        const uint64_t alarms = observe(word_at(shared_, 8 * alarms::COUNT));
+        const uint64_t alarms = observe(word_at(shared_, 8 * refusal_log::COUNT));
         catch_up();
         answer = exchange_.before_wait(op);
-        if (answer == Answer::ASK && op.absent.empty() && alarms == observe(word_at(shared_, 8 * alarms::COUNT))) break;
+        if (answer == Answer::ASK_PYTHON && op.absent.empty() && alarms == observe(word_at(shared_, 8 * refusal_log::COUNT))) break;
         at_issue = false;
       }
     }
     if ((answer == Answer::AGREED) != (kind_of(n) != Kind::OTHERWISE))
       fail("rank %llu on channel %llu: %llu was %s", wide(rank_), wide(channel), wide(n), answer == Answer::AGREED ? "agreed upon" : "not agreed upon");
-    if (answer == Answer::ASK) __atomic_fetch_add(asked_, 1, __ATOMIC_RELAXED);
+    if (answer == Answer::ASK_PYTHON) __atomic_fetch_add(asked_, 1, __ATOMIC_RELAXED);
   }
 
   char* const shared_;
@@ -106,7 +106,7 @@ class Verified {
   uint64_t* const asked_;
   Exchange exchange_;
   std::vector<uint64_t> members_, others_;
-  std::vector<std::shared_ptr<Watched>> channels_;
+  std::vector<std::shared_ptr<VerifiedChannel>> channels_;
   Plans plans_[CHANNELS];
   std::atomic<uint64_t> left_{CHANNELS};
 };

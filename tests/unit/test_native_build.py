@@ -79,7 +79,7 @@ def test_the_cache_is_where_it_was_put():
 def test_no_compiler_is_one_sentence(run_commlens: RunCommlens, tmp_path: Path):
     done = run_commlens("build-native", environ={"PATH": str(tmp_path), "CXX": "", "COMMLENS_NATIVE_DIR": str(tmp_path / "cache")})
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("commlens: The native engine needs a C++ compiler") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("commlens: Building the native engine needs a C++ compiler") and done.stderr.count("\n") == 1
     assert not (tmp_path / "cache").exists()
 
 

@@ -1,4 +1,4 @@
-// What has been asked for before, recognised by what tells questions apart; what is new is described by Python, once.
+// The table of interned arguments, by key. Python describes new arguments once.
 #pragma once
 
 #include <mutex>
@@ -12,8 +12,8 @@ namespace commlens {
 
 namespace py = pybind11;
 
-// An InternedArgs of Python's, with the GIL.
-inline ArgsPtr understood(const py::object& described) {
+// The C++ form of Python's InternedArgs. With the GIL.
+inline ArgsPtr from_python(const py::object& described) {
   auto args = std::make_shared<InternedArgs>();
   args->python = PyRef::of(described.ptr());
   args->peer = described.attr("peer").cast<int32_t>();
@@ -32,7 +32,7 @@ class ArgsTable {
 
   ArgsPtr find(const OpSpec& spec, Arguments arguments) {
     thread_local Words key;
-    thread_local Recent<std::weak_ptr<InternedArgs>> recent;
+    thread_local ThreadCache<std::weak_ptr<InternedArgs>> recent;
     key.clear();
     auto* process_group = boxed<c10d::ProcessGroup>(arguments[spec.process_group]);
     TORCH_CHECK(process_group, "an op without a process group");
@@ -40,23 +40,23 @@ class ArgsTable {
     key.push_back(spec.number);
     for (const int at : spec.words) add_value(arguments[at], key);
     for (const int at : spec.tensors) add_value(arguments[at], key);
-    const uint64_t hash = hash_of(key), age = age_.load(std::memory_order_acquire);
-    if (auto* found = recent.find(age, key, hash))
+    const uint64_t hash = hash_of(key), generation = generation_.load(std::memory_order_acquire);
+    if (auto* found = recent.find(generation, key, hash))
       if (ArgsPtr args = found->lock()) return args;
-    const Words kept = key;  // Python, where it is asked, may come back here
-    ArgsPtr args = shared(spec, arguments, process_group, kept);
-    recent.put(age, kept, hash, args);
+    const Words saved_key = key;  // a call into Python may come back here
+    ArgsPtr args = shared(spec, arguments, process_group, saved_key);
+    recent.put(generation, saved_key, hash, args);
     return args;
   }
 
-  // Whether the side table has lost a description that is needed now.
+  // Whether the side table still holds the descriptions that a record needs now.
   bool described(const InternedArgs& args) const {
     const uint64_t floor = box_.side_floor();
     return (args.blob.load(std::memory_order_relaxed) > floor || args.too_large.load(std::memory_order_relaxed)) &&
            args.channel->blob.load(std::memory_order_relaxed) > floor;
   }
 
-  // With the GIL: both descriptions are in the side table.
+  // Write both descriptions into the side table. With the GIL.
   void describe(InternedArgs& args) {
     if (args.blob.load(std::memory_order_relaxed) <= box_.side_floor() && !args.too_large.load(std::memory_order_relaxed)) {
       args.blob = host_.call("args_blob", py::handle(args.python.get())).cast<uint64_t>();
@@ -74,13 +74,13 @@ class ArgsTable {
   void forget_group(const void* process_group) {
     std::lock_guard<std::mutex> lock(mutex_);
     groups_.erase(process_group);
-    age_ = next_age();
+    generation_ = next_generation();
   }
 
   void forget_groups() {
     std::lock_guard<std::mutex> lock(mutex_);
     groups_.clear();
-    age_ = next_age();
+    generation_ = next_generation();
   }
 
   void renamed(PyObject* channel) {
@@ -104,15 +104,15 @@ class ArgsTable {
     return ask(spec, arguments, process_group, std::move(key));
   }
 
-  // Seen for the first time: Python describes it.
+  // Let Python describe new arguments.
   ArgsPtr ask(const OpSpec& spec, Arguments arguments, c10d::ProcessGroup* process_group, Words key) {
-    TORCH_CHECK(python_runs(), "Python has ended");
+    TORCH_CHECK(python_runs(), "Python is shutting down");
     Gil gil;
     PyErrKeeper keep;
     py::tuple values(spec.arguments);
     for (size_t i = 0; i < spec.arguments; ++i) values[i] = torch::jit::toPyObject(arguments[i]);
     py::object described = host_.call("describe_args", spec.name, values, reinterpret_cast<uintptr_t>(process_group));
-    ArgsPtr args = understood(described);
+    ArgsPtr args = from_python(described);
     const bool sends = described.attr("op").cast<std::string>() == "send";
     py::object channel = described.attr("channel");
     const bool holds_works = channel.attr("holds_works").cast<bool>(), matches_tags = channel.attr("matches_tags").cast<bool>();
@@ -131,7 +131,7 @@ class ArgsTable {
     if (!group) group = ++group_ids_;
     key[0] = group;
     const uint64_t hash = hash_of(key);
-    if (ArgsPtr* found = table_.find(key, hash)) return *found;  // two threads met here
+    if (ArgsPtr* found = table_.find(key, hash)) return *found;  // another thread was faster
     if (table_.size() >= LIMIT) table_.swap(old);
     table_.put(std::move(key), hash, args);
     return args;
@@ -139,13 +139,13 @@ class ArgsTable {
 
   const Box& box_;
   const Host& host_;
-  // While it is held, no GIL is taken, and no Python object dropped.
+  // A thread that holds it takes no GIL and drops no Python object.
   std::mutex mutex_;
   std::unordered_map<const void*, uint64_t> groups_;
   uint64_t group_ids_ = 0;
-  std::atomic<uint64_t> age_{next_age()};  // another as soon as an address may be another group's
+  std::atomic<uint64_t> generation_{next_generation()};  // changes as soon as an address may belong to another group
   WordTable<ArgsPtr> table_;
-  std::unordered_map<PyObject*, std::unique_ptr<Channel>> channels_;  // kept for ever: there are few
+  std::unordered_map<PyObject*, std::unique_ptr<Channel>> channels_;  // kept forever: there are few
 };
 
 }  // namespace commlens

@@ -1,4 +1,4 @@
-// Wake-ups between ranks, as commlens/blackbox/wakeup.py defines them and does in Python. No torch and no Python here.
+// How ranks wake each other. commlens/blackbox/wakeup.py does the same in Python and explains it. Uses neither torch nor Python.
 #pragma once
 
 #include <errno.h>
@@ -22,13 +22,12 @@ constexpr uint64_t FIRST_WORD = 8;
 constexpr uint64_t LAST_WORD = 512;
 constexpr uint64_t LONGEST_NS = 20000000;
 constexpr uint64_t PLACES = (LAST_WORD - FIRST_WORD) / 2;
-constexpr uint64_t ANY = ~0ull;  // threads of the rank sleep on several
+constexpr uint64_t ANY = ~0ull;  // threads of the rank sleep on several bells
 
 inline uint64_t bell_of(uint64_t rank) { return FIRST_WORD + rank % PLACES * 2; }
 }  // namespace bells
 
-// The words of a shared map, as futexes: the lower half of each counts. Without the system call (a sandbox may forbid it), sleeping
-// is a short nap.
+// The words of a shared map as futexes, by their lower halves. Without the system call (a sandbox may forbid it), wait() only naps.
 class Futexes {
  public:
   explicit Futexes(char* map) : map_(map), works_(call(map, FUTEX_WAKE, 1, nullptr) >= 0) {}
@@ -37,7 +36,7 @@ class Futexes {
     if (!works_) timeout_ns = std::min<uint64_t>(timeout_ns, 50000);
     timespec timeout{static_cast<time_t>(timeout_ns / 1000000000), static_cast<long>(timeout_ns % 1000000000)};
     if (works_)
-      call(map_ + word * 8, FUTEX_WAIT, static_cast<uint32_t>(expected), &timeout);  // whatever ended it, its caller looks for itself
+      call(map_ + word * 8, FUTEX_WAIT, static_cast<uint32_t>(expected), &timeout);  // the caller checks again, whatever ended the wait
     else
       nanosleep(&timeout, nullptr);
   }
@@ -47,7 +46,7 @@ class Futexes {
   }
 
  private:
-  // Without FUTEX_PRIVATE_FLAG: the word is shared by processes.
+  // Without FUTEX_PRIVATE_FLAG, since processes share the word.
   static long call(char* word, int operation, uint32_t value, const timespec* timeout) {
     return syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), operation, value, timeout, nullptr, 0);
   }
@@ -56,7 +55,7 @@ class Futexes {
   const bool works_;
 };
 
-// The bells of a job on this node, as one of its ranks uses them.
+// The bells of a job on this node, as used by one rank.
 class Bells {
  public:
   // `map` is the page that all ranks share.
@@ -65,7 +64,7 @@ class Bells {
   Bells(const Bells&) = delete;
   Bells& operator=(const Bells&) = delete;
 
-  // This rank has announced something: wake those of the peers who sleep on its bell.
+  // This rank has announced a collective: wake the peers that sleep on its bell.
   template <class Ranks>
   void ring(const Ranks& peers) {
     __atomic_fetch_add(place(mine_), 1, __ATOMIC_SEQ_CST);
@@ -78,7 +77,7 @@ class Bells {
     }
   }
 
-  // Wake these ranks, on whichever bell they sleep: there is something else to look at.
+  // Wake these ranks, on whichever bell they sleep, for another reason.
   template <class Ranks>
   void wake(const Ranks& ranks) {
     for (const auto rank : ranks) {
@@ -87,7 +86,7 @@ class Bells {
     }
   }
 
-  // Say that this thread is about to sleep on the peer's bell. Look once more for what is waited for, then sleep().
+  // Register this thread as about to sleep on the peer's bell. The caller then checks once more for the announcement, and calls sleep().
   uint64_t listen(uint64_t peer, uint64_t thread) {
     const uint64_t bell = bells::bell_of(peer);
     {
@@ -97,42 +96,42 @@ class Bells {
         sleepers_.emplace_back(thread, bell);
       else
         ours->second = bell;
-      say();
+      publish_sleepers();
     }
     return load(bell);
   }
 
-  // Until the peer's bell rings, unless it has since listen() returned `heard`; for this long at most.
+  // Sleep until the peer's bell rings, at most this long; not at all if it has rung since listen() returned `heard`.
   void sleep(uint64_t peer, uint64_t heard, uint64_t at_most_ns) {
     futexes_.wait(bells::bell_of(peer), heard, std::min(at_most_ns, bells::LONGEST_NS));
   }
 
-  // This thread does not sleep any more.
+  // Unregister this thread.
   void awake(uint64_t thread) {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto ours = find(thread);
     if (ours == sleepers_.end()) return;
     sleepers_.erase(ours);
-    say();
+    publish_sleepers();
   }
 
  private:
-  using Sleepers = std::vector<std::pair<uint64_t, uint64_t>>;  // thread, and whose bell it sleeps on
+  using Sleepers = std::vector<std::pair<uint64_t, uint64_t>>;  // thread, and the bell that it sleeps on
 
   Sleepers::iterator find(uint64_t thread) {
     return std::find_if(sleepers_.begin(), sleepers_.end(), [thread](const auto& each) { return each.first == thread; });
   }
 
-  // Under the mutex.
-  void say() {
+  // Publish the bell that this rank sleeps on. Under the mutex.
+  void publish_sleepers() {
     uint64_t bell = sleepers_.empty() ? 0 : sleepers_[0].second;
     for (const auto& each : sleepers_)
       if (each.second != bell) bell = bells::ANY;
     __atomic_store_n(place(mine_ + 1), bell, __ATOMIC_SEQ_CST);
   }
 
-  // All of them are ordered in one sequence: who rings and then looks for sleepers either finds this one, or has rung before it
-  // listened, and it finds what was announced.
+  // All accesses have one total order: a rank that rings and then looks for sleepers either finds this one, or has rung before this
+  // one listened, which then finds the announcement.
   uint64_t load(uint64_t word) const { return __atomic_load_n(place(word), __ATOMIC_SEQ_CST); }
 
   uint64_t* place(uint64_t word) const { return word_at(map_, word * 8); }

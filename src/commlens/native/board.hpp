@@ -1,5 +1,5 @@
-// A rank's announcement board, and those of its peers. commlens/blackbox/board.py creates and maps the files, defines each byte,
-// and does the same in Python. No torch and no Python here: a driver tests it alone.
+// The announcement boards of a rank and of its peers. commlens/blackbox/board.py does the same in Python; it also makes and maps the files,
+// and defines each byte. Uses neither torch nor Python, so that a driver can test it alone.
 #pragma once
 
 #include <atomic>
@@ -27,7 +27,7 @@ constexpr uint64_t CLOSED = 112;
 constexpr uint64_t ACTIVE = 120;
 }  // namespace board
 
-// What a rank says of one collective.
+// A rank's announcement of one collective.
 struct Announcement {
   uint64_t number = 0, signature = 0, blob = 0, extra = 0;
 
@@ -39,14 +39,14 @@ inline uint64_t entry_of(uint64_t slot, uint64_t number) {
   return slot + board::SLOT_HEAD_SIZE + number % board::ENTRIES * board::ENTRY_SIZE;
 }
 
-// This rank's board. A channel has one announcer at a time: torch numbers its collectives in one order, too.
+// This rank's board. One thread at a time announces on a channel, since torch, too, numbers its collectives in one order.
 class Board {
  public:
   explicit Board(char* map) : map_(map) {}
 
-  void announce(uint64_t slot, const Announcement& said) {
-    write(entry_of(slot, said.number), said, said.check());
-    publish(word_at(map_, slot + board::LAST_AT), said.number);
+  void announce(uint64_t slot, const Announcement& announcement) {
+    write(entry_of(slot, announcement.number), announcement, announcement.check());
+    publish(word_at(map_, slot + board::LAST_AT), announcement.number);
   }
 
   void withdraw(uint64_t slot, uint64_t number) {
@@ -56,29 +56,29 @@ class Board {
     publish(word_at(map_, slot + board::LAST_AT), number - 1);
   }
 
-  // Whether a blob may still be referred to: half of the ring has not been written since.
+  // Whether an announcement may still refer to a blob: half of the ring has not been written since.
   bool is_alive(uint64_t blob) const {
     const uint64_t head = __atomic_load_n(word_at(map_, board::HEAD), __ATOMIC_RELAXED);
     return blob + board::BLOBS_SIZE / 2 > head;
   }
 
  private:
-  // The check goes last, and with it whatever was written before, the blob included. A reader that meets other words than it fits
+  // The check is written last, and releases everything written before, including the blob. A reader whose words do not match the check
   // reads again.
-  void write(uint64_t at, const Announcement& said, uint64_t check) {
-    store_bytes(map_ + at, &said, sizeof said);
-    publish(word_at(map_, at + sizeof said), check);
+  void write(uint64_t at, const Announcement& announcement, uint64_t check) {
+    store_bytes(map_ + at, &announcement, sizeof announcement);
+    publish(word_at(map_, at + sizeof announcement), check);
   }
 
   char* const map_;
 };
 
-// Another rank's board, read only. Nothing that it says is trusted further than its checks.
+// Another rank's board, read only. Nothing on it is trusted beyond its checks.
 class PeerBoard {
  public:
   explicit PeerBoard(const char* map) : map_(const_cast<char*>(map)) {}
 
-  // The offset of a channel's slot; 0 where this rank has not used it yet.
+  // The offset of a channel's slot; 0 if this rank has not used the channel yet.
   uint64_t slot(uint64_t key) const {
     uint64_t used = word(board::USED);
     if (used > board::CHANNELS) used = board::CHANNELS;
@@ -87,17 +87,17 @@ class PeerBoard {
     return 0;
   }
 
-  // The signature of an announcement; false while it is not there (or has long been overwritten).
+  // Get the signature of an announcement; false if it is not there yet, or has been overwritten.
   bool announced(uint64_t slot, uint64_t number, uint64_t& signature) const {
     const uint64_t at = entry_of(slot, number);
     const uint64_t check = word(at + sizeof(Announcement));
-    const Announcement said{relaxed(at), relaxed(at + 8), relaxed(at + 16), relaxed(at + 24)};
-    if (said.number != number || said.check() != check) return false;
-    signature = said.signature;
+    const Announcement announcement{relaxed(at), relaxed(at + 8), relaxed(at + 16), relaxed(at + 24)};
+    if (announcement.number != number || announcement.check() != check) return false;
+    signature = announcement.signature;
     return true;
   }
 
-  // Whether it has announced a later number of the same round, so that this one was announced before.
+  // Whether it has announced a later number of the same round, and so also this one.
   bool is_past(uint64_t slot, uint64_t number) const {
     const uint64_t last = word(slot + board::LAST_AT);
     return last > number && last >> board::ROUND_SHIFT == number >> board::ROUND_SHIFT;

@@ -1,5 +1,5 @@
-// Writes the black box's records and side table. commlens/capture/boxwriter.py makes the file and writes its header, and is the
-// same in Python; docs/protocol.md says what each byte means. No torch and no Python here: a driver tests it alone.
+// Writes the records and the side table of a black box. commlens/blackbox/writer.py is the same in Python; it also makes the file and
+// writes its header. docs/protocol.md defines each byte. Uses neither torch nor Python, so that a driver can test it alone.
 #pragma once
 
 #include <atomic>
@@ -33,10 +33,10 @@ class Box {
 
   void word(uint64_t offset, uint64_t value) { publish(word_at(map_, offset), value); }
 
-  void lost(uint64_t count) { raise(word_at(map_, LOST), count); }
+  void lost(uint64_t count) { store_max(word_at(map_, LOST), count); }
 
-  // A record is taken by a reader only when its checksum fits, so that it may be met half written, or be left so by a writer
-  // that was killed.
+  // A reader accepts a record only if its checksum is right, so it may find one half written, or left so by a writer that was
+  // killed.
   uint64_t announce(const Record& record) {
     const uint64_t offset = HEADER_SIZE + (record.index - 1) % capacity_ * RECORD_SIZE;
     char* slot = map_ + offset;
@@ -46,15 +46,15 @@ class Box {
     return offset;
   }
 
-  // A record with this index has been written, by whomever.
+  // Note that a record with this index has been written, by C++ or by Python.
   void seen(uint64_t index) {
-    raise(word_at(map_, NEXT_INDEX), index);
+    store_max(word_at(map_, NEXT_INDEX), index);
     uint64_t last = last_.load(std::memory_order_relaxed);
     while (last < index && !last_.compare_exchange_weak(last, index, std::memory_order_relaxed)) {
     }
   }
 
-  // Life words. None is written once the record's slot has a newer owner, whose words it would wipe out.
+  // Life words. None is written once a newer record has the slot, since that would wipe out the newer record's words.
   void mark(uint64_t offset, uint64_t field, uint64_t index, uint64_t now) { mark_value(offset, field, index, ticks(now)); }
 
   void mark_value(uint64_t offset, uint64_t field, uint64_t index, uint64_t value) {
@@ -65,7 +65,7 @@ class Box {
     if (!overwritten(index)) word(offset + OUTCOME, thread << 32 | outcome << 24 | how << 16 | (index & TAG_MASK));
   }
 
-  // `thread` waits since `now`; with `returned`, the issuing call came back just before.
+  // `thread` has waited since `now`. With `returned`, the issuing call returned just before.
   void wait_began(uint64_t offset, uint64_t index, uint64_t now, uint64_t thread, bool returned) {
     if (overwritten(index)) return;
     const uint64_t began = ticks(now) << 16 | (index & TAG_MASK);
@@ -84,7 +84,7 @@ class Box {
     word(offset + OUTCOME, thread << 32 | OUTCOME_COMPLETED << 24 | HOW_WAIT << 16 | (index & TAG_MASK));
   }
 
-  // Appends a blob to the side table and returns its position; 0 where it is too large.
+  // Appends a blob to the side table and returns its position; 0 if it is too large.
   uint64_t append(std::string_view payload) {
     if (payload.size() > BLOB_MAX) return 0;
     const uint64_t need = (BLOB_HEAD + payload.size() + BLOB_ALIGN - 1) / BLOB_ALIGN * BLOB_ALIGN;
@@ -95,7 +95,7 @@ class Box {
     char* at = map_ + side_at_ + side_head_ % side_size_;
     side_head_ += need;
     floor_.store(side_head_ > side_size_ / 2 ? side_head_ - side_size_ / 2 : 0, std::memory_order_relaxed);
-    // The head moves first: a reader must know the old blobs here to be dead before they are overwritten.
+    // The head moves first: a reader must know that the old blobs here are dead before they are overwritten.
     word(SIDE_HEAD, side_head_);
     std::atomic_thread_fence(std::memory_order_seq_cst);
     const uint32_t length = static_cast<uint32_t>(payload.size());

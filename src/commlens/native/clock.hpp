@@ -1,4 +1,4 @@
-// The clock that the black box's times are of. No torch and no Python here.
+// The clock of the black box. Uses neither torch nor Python.
 #pragma once
 
 #include <time.h>

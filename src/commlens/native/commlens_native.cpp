@@ -1,7 +1,7 @@
-// The native tap: the module that commlens/capture/native_recorder.py drives. docs/native.md says how it is built and switched on.
+// The native engine: the module that commlens/capture/native_recorder.py drives. docs/native.md says how to build and use it.
 //
-// A boxed kernel at dispatch key BackendSelect for every c10d op that takes a process group, as commlens/capture/tap.py has in
-// Python. The kernels stay registered once they are, and let everything pass while no recorder is attached.
+// It has a boxed kernel at dispatch key BackendSelect for every c10d op that takes a process group, like commlens/tap/tap.py in
+// Python. Once registered, the kernels stay, and pass every call through while no recorder is attached.
 #include <torch/library.h>
 
 #include "kernels.hpp"
@@ -10,13 +10,13 @@
 namespace commlens {
 namespace {
 
-// A box and its recorder, alive for as long as the process: a thread may be inside when recording stops.
+// A box and its recorder. They live as long as the process: a thread may be inside when recording stops.
 struct Engine {
   Engine(const py::buffer& buffer, uint64_t capacity, uint64_t side_at, uint64_t side_size, uint64_t epoch)
       : map(buffer.request(true)), box(static_cast<char*>(map.ptr), capacity, side_at, side_size, epoch) {}
 
   Recorder& hot() {
-    if (!recorder) throw std::runtime_error("nobody records into this box yet");
+    if (!recorder) throw std::runtime_error("this box has no recorder yet");
     return *recorder;
   }
 
@@ -44,10 +44,10 @@ OpSpec spec_of(const py::object& spec, size_t number) {
   return found;
 }
 
-// The memory of a map, which stays mapped.
+// The memory of a map, which is never unmapped.
 char* kept_map(const py::buffer& buffer, bool writable) { return static_cast<char*>((new py::buffer_info(buffer.request(writable)))->ptr); }
 
-Indices indices(const Watched& channel, const std::vector<uint64_t>& ranks) {
+Indices indices(const VerifiedChannel& channel, const std::vector<uint64_t>& ranks) {
   Indices found;
   for (uint32_t i = 0; i < channel.ranks.size(); ++i)
     if (std::find(ranks.begin(), ranks.end(), channel.ranks[i]) != ranks.end()) found.push_back(i);
@@ -96,17 +96,17 @@ py::dict layout() {
 PYBIND11_MODULE(commlens_native, module) {
   using namespace commlens;
   module.def("layout", &layout, "The layout that was compiled in, by the names of commlens.blackbox.layout.");
-  module.def("board_layout", &board_layout, "The same of boards, by the names of commlens.blackbox.board.");
-  module.def("bells_layout", &bells_layout, "And of bells, by the names of commlens.blackbox.wakeup.");
+  module.def("board_layout", &board_layout, "The layout of boards, by the names of commlens.blackbox.board.");
+  module.def("bells_layout", &bells_layout, "The layout of bells, by the names of commlens.blackbox.wakeup.");
   module.def("install", [](const py::list& specs, const py::object& slow) {
     std::vector<OpSpec> all;
     for (const auto& spec : specs) all.push_back(spec_of(py::reinterpret_borrow<py::object>(spec), all.size()));
     install(std::move(all), specs, slow);
   });
-  module.def("set_python_listeners", [](bool taps, bool waits) {
-    python_taps.store(taps);
+  module.def("set_python_listeners", [](bool collectives, bool waits) {
+    python_subscribes.store(collectives);
     python_waits.store(waits);
-  }, "Whether subscribers in Python hear of collectives, and listeners in Python of waits.");
+  }, "Whether collectives are reported to subscribers in Python, and waits to listeners in Python.");
   module.def("run_fake_tensors_as", [](const py::object& keys) {
     fake_keys.store(keys.is_none() ? 0 : keys.cast<c10::DispatchKeySet>().raw_repr());
   });
@@ -114,8 +114,8 @@ PYBIND11_MODULE(commlens_native, module) {
   module.def("forked", [] {
     active.store(nullptr);
     cached_thread_id() = 0;
-  }, "In the child of a fork: it is no rank, and writes nothing.");
-  module.def("tapped_wait", &tapped_wait, "A method wait of a class of Works; `slow` is the same in Python.");
+  }, "Stop recording in the child of a fork, which is not a rank.");
+  module.def("tapped_wait", &tapped_wait, "Make a method wait for a class of Works; `slow` is the same in Python.");
 
   py::class_<InternedArgs, ArgsPtr>(module, "InternedArgs").def_property_readonly("python", [](const InternedArgs& args) {
     return py::reinterpret_borrow<py::object>(args.python.get());
@@ -134,24 +134,24 @@ PYBIND11_MODULE(commlens_native, module) {
         std::vector<uint64_t> absent;
         for (const uint32_t index : announced.absent) absent.push_back(announced.plan->channel->peers[index]->rank);
         return py::make_tuple(announced.plan->channel->slot, announced.number, announced.plan->extra, absent);
-      }, "Where it was announced by plan: slot and number on the board, reduce op, and ranks that had not come.")
+      }, "If it was announced by plan: slot and number on the board, reduce op, and the ranks that had not announced it.")
       .def_property_readonly("args", [](const Token& token) { return py::reinterpret_borrow<py::object>(token.args->python.get()); });
 
-  py::class_<Watched, std::shared_ptr<Watched>>(module, "Watched");
+  py::class_<VerifiedChannel, std::shared_ptr<VerifiedChannel>>(module, "VerifiedChannel");
   py::class_<Plan, std::shared_ptr<Plan>>(module, "Plan");
   using Ranks = std::vector<uint64_t>;
   py::class_<Exchange, std::unique_ptr<Exchange, py::nodelete>>(module, "Exchange")
       .def(py::init([](const py::buffer& board, const py::buffer& shared, uint64_t rank) {
         return std::unique_ptr<Exchange, py::nodelete>(new Exchange(kept_map(board, true), kept_map(shared, true), rank));
       }))
-      .def("caught_up", [](Exchange& self, bool active, uint64_t alarms, std::optional<uint64_t> changes) {
-        self.caught_up(active, alarms, changes.value_or(Exchange::ANY_CHANGES));
+      .def("caught_up", [](Exchange& self, bool active, uint64_t refusals, std::optional<uint64_t> boards) {
+        self.caught_up(active, refusals, boards.value_or(Exchange::ALL_BOARDS_SEEN));
       })
       .def("forget", &Exchange::forget)
       .def_property_readonly("generation", &Exchange::generation)
       .def("add_peer", [](Exchange& self, uint64_t rank, const py::buffer& board) { self.add_peer(rank, kept_map(board, false)); })
       .def("channel", &Exchange::channel)
-      .def("plan", [](Exchange&, std::shared_ptr<Watched> channel, uint64_t generation, uint64_t round, uint64_t signature, uint64_t blob,
+      .def("plan", [](Exchange&, std::shared_ptr<VerifiedChannel> channel, uint64_t generation, uint64_t round, uint64_t signature, uint64_t blob,
                       uint64_t extra, const Ranks& at_issue, const Ranks& at_wait) {
         auto plan = std::make_shared<Plan>();
         plan->channel = std::move(channel);
@@ -165,7 +165,7 @@ PYBIND11_MODULE(commlens_native, module) {
         return plan;
       })
       .def("agree", &Exchange::agree)
-      // what Python says of its own accord, by the same board and bells
+      // announcements made by Python, with the same board and bells
       .def("announce", [](Exchange& self, uint64_t slot, uint64_t number, uint64_t signature, uint64_t blob, uint64_t extra) {
         self.board().announce(slot, {number, signature, blob, extra});
       })
@@ -214,9 +214,9 @@ PYBIND11_MODULE(commlens_native, module) {
       .def("wait_ended", [](Engine& self, const TokenPtr& token, const py::object& error) {
         self.hot().completion.wait_ended(token, error.is_none() ? nullptr : &error);
       })
-      .def("coalescing_starts", [](Engine& self) { self.hot().coalescings.starts(); })
+      .def("coalescing_starts", [](Engine& self) { self.hot().coalesced_groups.start(); })
       .def("coalescing_ends", [](Engine& self) -> py::object {
-        auto group = self.hot().coalescings.take(this_thread());
+        auto group = self.hot().coalesced_groups.take(this_thread());
         if (!group) return py::none();
         return py::make_tuple(group->first, self.hot().args_table.channel_blob(*group->first->channel), group->number, group->id, group->members);
       })

@@ -1,4 +1,4 @@
-// How the end of a collective is learned: its call returns, a thread waits for it, or it is found done by looking.
+// How the recorder learns that a collective is done: its call returns, a thread waits for it, or polling finds it complete.
 #pragma once
 
 #include <deque>
@@ -19,22 +19,22 @@ class Completion {
 
   // --- the call returned
 
-  // The caller waits in its next breath. That wait will say that the call returned, and needs no Work to find us.
-  void caller_waits(const TokenPtr& token, const c10d::Work* work) { synchronous_.begins(token, work); }
+  // The caller waits at once. That wait also records that the call returned, and finds the token without a Work.
+  void hold_for_caller(const TokenPtr& token, const c10d::Work* work) { synchronous_.issued(token, work); }
 
-  // `work` is null where the backend's call has waited.
+  // `work` is null if the backend's call waited for the collective itself.
   void returned(const TokenPtr& token, WorkPtr work) {
     const uint64_t now = now_ns();
     box_.mark(token->offset, RETURNED, token->index, now);
     if (!work) {
       done(*token, HOW_RETURN, now);
     } else if (token->args->channel->holds_works) {
-      synchronous_.not_this(work.get());
+      synchronous_.forget_work(work.get());
       token->work = std::move(work);
       hold(token);
     } else {
-      // On an accelerator a Work would keep tensors alive, and asking it queries an event: torch's recorder tells, or nobody.
-      never_known(*token);
+      // Holding a Work on an accelerator would keep tensors alive, and polling it queries an event. Only torch's recorder knows.
+      mark_unknown(*token);
       TokenPtr former;
       std::lock_guard<std::mutex> lock(mutex_);
       on_accelerator_.push_back(token);
@@ -45,34 +45,34 @@ class Completion {
     }
   }
 
-  void never_known(const Token& token) { box_.mark_outcome(token.offset, token.index, OUTCOME_UNKNOWN, HOW_UNKNOWN); }
+  void mark_unknown(const Token& token) { box_.mark_outcome(token.offset, token.index, OUTCOME_UNKNOWN, HOW_UNKNOWN); }
 
   // --- a thread waits
 
-  // The caller of the collective that this thread has just issued.
-  TokenPtr caller_begins_to_wait(const void* work) {
-    TokenPtr token = synchronous_.found_by(work);
-    if (token) wait_marks(*token);
+  // The caller of the collective that this thread has just issued begins to wait.
+  TokenPtr caller_wait_begins(const void* work) {
+    TokenPtr token = synchronous_.take_by(work);
+    if (token) mark_wait(*token);
     return token;
   }
 
-  // `self` is the Python object of the Work, by which it is found once it is held no longer.
+  // `self` is the Python object of the Work, which a weak reference finds.
   TokenPtr wait_begins(const c10d::Work* work, PyObject* self) {
-    TokenPtr token = synchronous_.found_by(work);
-    std::vector<TokenPtr> loose;
-    const bool others = under_way_count_.load(std::memory_order_relaxed);
-    if (!token && others) {
+    TokenPtr token = synchronous_.take_by(work);
+    std::vector<TokenPtr> weakly_held;
+    const bool any_in_flight = in_flight_count_.load(std::memory_order_relaxed);
+    if (!token && any_in_flight) {
       std::lock_guard<std::mutex> lock(mutex_);
-      token = under_way_.by_work(work);
+      token = in_flight_.by_work(work);
     }
-    if (!token) token = synchronous_.found();
-    if (!token && others) {
+    if (!token) token = synchronous_.take();
+    if (!token && any_in_flight) {
       std::lock_guard<std::mutex> lock(mutex_);
-      loose = under_way_.loose();
+      weakly_held = in_flight_.weakly_held();
     }
-    for (const auto& each : loose)
+    for (const auto& each : weakly_held)
       if (!token && referent(*each).ptr() == self) token = each;
-    if (token) wait_marks(*token);
+    if (token) mark_wait(*token);
     return token;
   }
 
@@ -82,9 +82,9 @@ class Completion {
     TokenPtr token;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      token = under_way_.by_pointer(pointer);
+      token = in_flight_.by_pointer(pointer);
     }
-    if (token) wait_marks(*token);
+    if (token) mark_wait(*token);
     return token;
   }
 
@@ -93,10 +93,10 @@ class Completion {
       token->phase = Token::ENDED;
     } else {
       std::lock_guard<std::mutex> lock(mutex_);
-      under_way_.let_go(token);
-      under_way_.tighten(token);
-      under_way_.forget_pointers(token);
-      counted();
+      in_flight_.remove(token);
+      in_flight_.drop_weak(token);
+      in_flight_.forget_pointers(token);
+      update_count();
     }
     if (error) {
       host_.mark_failed(token->offset, token->index, *error, this_thread(), HOW_WAIT);
@@ -107,57 +107,57 @@ class Completion {
     }
   }
 
-  // --- nobody waits: from the watchdog thread, with the GIL
+  // --- polling, from the watchdog thread, with the GIL
 
-  // Looks at what is in flight; the oldest that is not done. A Work that cannot say whether it is done is held no longer than
-  // until the next sweep, and watched through a weak reference to its Python object from then on.
+  // Polls the collectives in flight and returns the oldest one that is not done. A Work that cannot say whether it is done is held
+  // only until the next sweep; a weak reference to its Python object replaces it.
   TokenPtr sweep() {
     TokenPtr oldest;
     const uint64_t now = now_ns();
     sweep_held(now, oldest);
     sweep_synchronous(now, oldest);
-    sweep_loose(oldest);
+    sweep_weakly_held(oldest);
     return oldest;
   }
 
-  // On an accelerator: what torch's recorder is asked about.
+  // Removes and returns the collectives on an accelerator, about which Python asks torch's recorder.
   std::deque<TokenPtr> take_on_accelerator() {
     std::lock_guard<std::mutex> lock(mutex_);
     return std::exchange(on_accelerator_, {});
   }
 
-  // How many Works are held, and outputs remembered.
+  // How many Works are held and outputs remembered.
   size_t held() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return under_way_.held().size() + under_way_.pointers();
+    return in_flight_.held().size() + in_flight_.pointers();
   }
 
   void release() {
-    UnderWay old;
+    InFlight old;
     std::deque<TokenPtr> on_accelerator;
     std::lock_guard<std::mutex> lock(mutex_);
-    std::swap(under_way_, old);
-    counted();
+    std::swap(in_flight_, old);
+    update_count();
     on_accelerator_.swap(on_accelerator);
   }
 
  private:
-  static constexpr uint64_t LOOSEN_AFTER_NS = 200000000;
+  static constexpr uint64_t HOLD_WEAKLY_AFTER_NS = 200000000;
 
   void sweep_held(uint64_t now, TokenPtr& oldest) {
     std::vector<TokenPtr> held;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      held = under_way_.held();
+      held = in_flight_.held();
     }
     for (const auto& token : held) {
       if (token->args->wait_only) {
-        if (now > token->since + LOOSEN_AFTER_NS) loosen(token);
+        if (now > token->since + HOLD_WEAKLY_AFTER_NS) hold_weakly(token);
       } else if (is_completed(token)) {
         completed(token);
         continue;
       }
-      older(oldest, token);
+      keep_older(oldest, token);
     }
   }
 
@@ -165,95 +165,95 @@ class Completion {
     for (const auto& token : synchronous_.all()) {
       auto issued = Token::ISSUED;
       if (token->phase == Token::WAITED_FOR) {
-        older(oldest, token);
-      } else if (now > token->since + LOOSEN_AFTER_NS && token->phase.compare_exchange_strong(issued, Token::ENDED)) {
-        never_known(*token);  // its caller never waited
+        keep_older(oldest, token);
+      } else if (now > token->since + HOLD_WEAKLY_AFTER_NS && token->phase.compare_exchange_strong(issued, Token::ENDED)) {
+        mark_unknown(*token);  // its caller never waited
       }
     }
   }
 
-  void sweep_loose(TokenPtr& oldest) {
-    std::vector<TokenPtr> loose;
+  void sweep_weakly_held(TokenPtr& oldest) {
+    std::vector<TokenPtr> weakly_held;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      loose = under_way_.loose();
+      weakly_held = in_flight_.weakly_held();
     }
-    for (const auto& token : loose) {
+    for (const auto& token : weakly_held) {
       if (box_.overwritten(token->index)) {
         std::lock_guard<std::mutex> lock(mutex_);
-        under_way_.tighten(token);
-        under_way_.forget_pointers(token);
-        counted();
+        in_flight_.drop_weak(token);
+        in_flight_.forget_pointers(token);
+        update_count();
       } else if (token->waiting) {
-        older(oldest, token);
+        keep_older(oldest, token);
       } else if (!token->unknown && referent(*token).is_none()) {
         token->unknown = true;
-        never_known(*token);
+        mark_unknown(*token);
       } else if (!token->unknown) {
-        older(oldest, token);
+        keep_older(oldest, token);
       }
     }
   }
 
-  static void older(TokenPtr& oldest, const TokenPtr& token) {
+  static void keep_older(TokenPtr& oldest, const TokenPtr& token) {
     if (!oldest || token->index < oldest->index) oldest = token;
   }
 
-  void wait_marks(Token& token) {
+  void mark_wait(Token& token) {
     token.waiting = true;
     box_.wait_began(token.offset, token.index, now_ns(), this_thread(), token.args->synchronous);
   }
 
-  // Amortised: each new collective looks at the oldest one, so that no Work (and no tensor) is held for long.
+  // Amortised: each new collective polls the oldest one, so that no Work (and no tensor) is held for long.
   void hold(const TokenPtr& token) {
     TokenPtr oldest;
     bool full = false;
-    if (under_way_count_.load(std::memory_order_relaxed)) {
+    if (in_flight_count_.load(std::memory_order_relaxed)) {
       std::lock_guard<std::mutex> lock(mutex_);
-      oldest = under_way_.oldest();
-      full = under_way_.full();
+      oldest = in_flight_.oldest();
+      full = in_flight_.full();
     }
     if (oldest) {
       if (!oldest->args->wait_only && is_completed(oldest))
         completed(oldest);
       else if (full)
-        give_up(oldest);
+        evict(oldest);
     }
     std::vector<TokenPtr> dropped;
     std::lock_guard<std::mutex> lock(mutex_);
-    under_way_.hold(token, dropped);
-    counted();
+    in_flight_.hold(token, dropped);
+    update_count();
   }
 
   static bool is_completed(const TokenPtr& token) { return token->work->isCompleted(); }
 
-  // Too many are held, of a kind that nobody waits for: the state of this one cannot be known any more.
-  void give_up(const TokenPtr& token) {
+  // Drops the oldest Work when too many are held: its state cannot be learned any more, unless a thread waits for it.
+  void evict(const TokenPtr& token) {
     if (token->args->wait_only) {
       if (!python_runs()) return;
       Gil gil;
-      loosen(token);
+      hold_weakly(token);
       return;
     }
     bool ours;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      ours = under_way_.let_go(token);
-      if (ours) under_way_.forget_pointers(token);
-      counted();
+      ours = in_flight_.remove(token);
+      if (ours) in_flight_.forget_pointers(token);
+      update_count();
     }
     if (ours) {
       token->unknown = true;
-      never_known(*token);
+      mark_unknown(*token);
     }
   }
 
   void completed(const TokenPtr& token) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (!under_way_.let_go(token)) return;
-      under_way_.forget_pointers(token);
-      counted();
+      if (!in_flight_.remove(token)) return;
+      in_flight_.forget_pointers(token);
+      update_count();
     }
     if (has_error(*token->work) && python_runs()) {
       Gil gil;
@@ -267,7 +267,7 @@ class Completion {
     done(*token, HOW_POLL, now_ns());
   }
 
-  // One that failed says that it is completed, too.
+  // A Work that failed is completed, too.
   static bool has_error(c10d::Work& work) {
     try {
       const auto future = work.getFuture();
@@ -278,7 +278,7 @@ class Completion {
   }
 
   // With the GIL.
-  void loosen(const TokenPtr& token) {
+  void hold_weakly(const TokenPtr& token) {
     py::object work = py::cast(token->work);
     PyObject* watched = PyWeakref_NewRef(work.ptr(), nullptr);
     if (!watched) throw py::error_already_set();
@@ -286,13 +286,13 @@ class Completion {
     Py_DECREF(watched);
     WorkPtr dropped;
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!under_way_.let_go(token)) return;  // its wait ended just now
+    if (!in_flight_.remove(token)) return;  // its wait has just ended
     token->watched = std::move(reference);
-    under_way_.loosen(token);
+    in_flight_.hold_weakly(token);
     std::swap(dropped, token->work);
   }
 
-  // With the GIL: the Work that a token watches; None once it is gone.
+  // The Work that a token holds weakly; None once it is gone. With the GIL.
   static py::object referent(const Token& token) {
     if (!token.watched) return py::none();
     PyObject* found = PyObject_CallNoArgs(token.watched.get());
@@ -306,23 +306,23 @@ class Completion {
     box_.mark_outcome(token.offset, token.index, OUTCOME_COMPLETED, how);
   }
 
-  // How long it took, where the moment of its end is known: not where it was found done by looking.
+  // Records the duration. Only for collectives whose end was seen as it happened, not for those found done by polling.
   void time(Token& token, uint64_t now) {
     box_.mark_value(token.offset, DURATION, token.index, (now - token.since) / TICK_NS);
   }
 
   // Under the mutex.
-  void counted() { under_way_count_.store(under_way_.size(), std::memory_order_relaxed); }
+  void update_count() { in_flight_count_.store(in_flight_.size(), std::memory_order_relaxed); }
 
   Box& box_;
   const Host& host_;
   const bool timing_;
   Synchronous synchronous_;
-  // While it is held, no GIL is taken, and no Work, tensor or Python object dropped: what goes is moved to a local that was
-  // declared before the lock.
+  // A thread that holds it takes no GIL and drops no Work, tensor or Python object: these are moved to a local that is declared before
+  // the lock.
   std::mutex mutex_;
-  UnderWay under_way_;
-  std::atomic<size_t> under_way_count_{0};  // a thread that finds none has issued none
+  InFlight in_flight_;
+  std::atomic<size_t> in_flight_count_{0};  // 0 tells a thread that it has none
   std::deque<TokenPtr> on_accelerator_;
 };
 

@@ -1,4 +1,4 @@
-// CRC-32 as zlib has it, eight bytes at a time.
+// zlib's CRC-32, eight bytes at a time.
 #pragma once
 
 #include <array>

@@ -1,6 +1,6 @@
-// Strict verification where all agree: a collective is announced on this rank's board, the peers' announcements are compared with it,
-// and waited for. Whatever is new, differs, or takes long is for Python: commlens/verification/verifier.py, which decides all of it, and says
-// in a plan how the next one like it goes. No torch and no Python here: a driver tests it alone.
+// Strict verification while all ranks agree: announces a collective on this rank's board, compares it with the peers' announcements, and
+// waits for them. commlens/verification/verifier.py, in Python, decides everything that is new, differs or takes long, and makes a plan
+// for the next collective like it. Uses neither torch nor Python, so that a driver can test it alone.
 #pragma once
 
 #include <sched.h>
@@ -19,19 +19,19 @@
 
 namespace commlens {
 
-namespace alarms {  // words of commlens/blackbox/refusal_log.py
-constexpr uint64_t COUNT = 0, CHANGES = 1;
+namespace refusal_log {  // commlens/blackbox/refusal_log.py: words of the page that all ranks share
+constexpr uint64_t COUNT = 0, BOARDS_CREATED = 1;
 }
 
 struct Peer {
   Peer(uint64_t rank, const PeerBoard* board) : rank(rank), board(board) {}
   const uint64_t rank;
   const PeerBoard* const board;
-  std::atomic<uint64_t> slot{0};  // of the channel on its board, once it has one
+  std::atomic<uint64_t> slot{0};  // of the channel on its board; 0 until it has one
 };
 
 // A channel of this rank's board, or one direction between two of its ranks.
-struct Watched {
+struct VerifiedChannel {
   uint64_t key = 0, slot = 0;
   std::vector<uint64_t> members;  // global ranks
   std::vector<uint64_t> ranks;    // of the peers
@@ -40,35 +40,35 @@ struct Watched {
 
 using Indices = std::vector<uint32_t>;  // of peers
 
-// How collectives are verified that ask for the same from the same line of the program.
+// How to verify collectives with the same arguments from the same line of the program.
 struct Plan {
-  std::shared_ptr<Watched> channel;
+  std::shared_ptr<VerifiedChannel> channel;
   uint64_t generation = 0, round = 0, signature = 0, blob = 0, extra = 0;
-  Indices at_issue, at_wait;  // who is waited for before issue, and before a wait in the backend
+  Indices at_issue, at_wait;  // the peers to wait for before issue, and before a wait in the backend
 };
 
 using PlanPtr = std::shared_ptr<const Plan>;
 using Plans = std::map<std::pair<uint64_t, int>, PlanPtr>;  // by stack and reduce op; under the exchange's mutex
 
-// One that has been announced.
+// A collective that has been announced.
 struct Announced {
   PlanPtr plan;
   uint64_t number = 0;  // with its round
-  Indices absent;       // whose announcements have not been seen
-  bool differs = false; // one that was seen asks for something else, which may be right: a root's partner does
+  Indices absent;       // peers whose announcements have not been seen
+  bool differs = false;  // a peer's signature differs, which may be legal: that of a root does
 };
 
 enum class Answer {
-  AGREED,   // with all
-  PENDING,  // with those that are there; the others are compared before somebody waits for the op
-  WAIT,     // for some of them, now
-  ASK,      // Python
+  AGREED,      // with all peers
+  PENDING,     // with the peers so far; the others are compared before a thread waits for the op
+  WAIT,        // for some peers, now
+  ASK_PYTHON,  // Python decides
 };
 
 class Exchange {
  public:
-  static constexpr uint64_t PATIENCE_NS = 50000000;  // then Python looks around whether the absent still live
-  static constexpr uint64_t YIELDING_NS = 20000;  // before it sleeps: in a tight loop, ranks come within less
+  static constexpr uint64_t PATIENCE_NS = 50000000;  // then Python checks whether the absent peers are alive
+  static constexpr uint64_t YIELDING_NS = 20000;  // before it sleeps: in a tight loop, ranks arrive sooner
   static constexpr size_t PLANS = 1024, AGREED = 10000;
 
   // `board` is this rank's, `shared` the page that all ranks share.
@@ -80,16 +80,16 @@ class Exchange {
   Board& board() { return board_; }
   Bells& bells() { return bells_; }
 
-  // --- what Python says
+  // --- called from Python
 
-  // Whether collectives are verified now; how many alarms and changes of boards it has seen to.
-  void caught_up(bool active, uint64_t alarms, uint64_t changes) {
-    if (alarms_.exchange(alarms) != alarms) forget();
-    changes_.store(changes);
+  // Whether collectives are verified now, and how many refusals and new boards Python has handled.
+  void caught_up(bool active, uint64_t refusals, uint64_t boards) {
+    if (refusals_seen_.exchange(refusals) != refusals) forget();
+    boards_seen_.store(boards);
     active_.store(active);
   }
 
-  // What plans were made of has changed: all are made anew.
+  // Discard all plans: what they were made from has changed.
   void forget() { generation_.fetch_add(1); }
   uint64_t generation() const { return generation_.load(); }
 
@@ -98,8 +98,8 @@ class Exchange {
     boards_[rank] = std::make_unique<PeerBoard>(board);
   }
 
-  std::shared_ptr<Watched> channel(uint64_t key, uint64_t slot, std::vector<uint64_t> members, const std::vector<uint64_t>& peers) {
-    auto made = std::make_shared<Watched>();
+  std::shared_ptr<VerifiedChannel> channel(uint64_t key, uint64_t slot, std::vector<uint64_t> members, const std::vector<uint64_t>& peers) {
+    auto made = std::make_shared<VerifiedChannel>();
     made->key = key;
     made->slot = slot;
     made->members = std::move(members);
@@ -120,7 +120,7 @@ class Exchange {
     plans[{stack, code}] = std::move(plan);
   }
 
-  // These ranks' signatures differ, and fit together: rank, signature, rank, signature ...
+  // The signatures of these ranks differ but are compatible: rank, signature, rank, signature ...
   void agree(Words rows) {
     WordTable<bool> old;
     std::lock_guard<std::mutex> lock(mutex_);
@@ -134,15 +134,15 @@ class Exchange {
 
   bool is_active() const { return active_.load(std::memory_order_relaxed); }
 
-  // Whether something has happened that Python has not seen to.
+  // Whether there is a refusal or a new board that Python has not handled.
   bool has_news() const {
-    const uint64_t changes = changes_.load(std::memory_order_relaxed);
-    return is_alarmed() || (changes != ANY_CHANGES && shared(alarms::CHANGES) != changes);
+    const uint64_t boards = boards_seen_.load(std::memory_order_relaxed);
+    return has_unseen_refusal() || (boards != ALL_BOARDS_SEEN && shared(refusal_log::BOARDS_CREATED) != boards);
   }
 
-  bool is_alarmed() const { return shared(alarms::COUNT) != alarms_.load(std::memory_order_relaxed); }
+  bool has_unseen_refusal() const { return shared(refusal_log::COUNT) != refusals_seen_.load(std::memory_order_relaxed); }
 
-  // The plan that was made for it; none where it is to be made.
+  // The valid plan for this stack and reduce op; null if there is none.
   PlanPtr plan(Plans& plans, uint64_t stack, int code) {
     if (has_news()) return nullptr;
     PlanPtr plan;
@@ -155,72 +155,72 @@ class Exchange {
     return plan->generation == generation() && board_.is_alive(plan->blob) ? plan : nullptr;
   }
 
-  // Announces a collective, and compares it with those of the peers that are there.
+  // Announces a collective, and compares it with the announcements of the peers so far.
   Answer announce(Announced& op, PlanPtr plan, uint64_t number) {
     op.plan = std::move(plan);
-    const Watched& channel = *op.plan->channel;
+    const VerifiedChannel& channel = *op.plan->channel;
     op.number = op.plan->round | number;
     board_.announce(channel.slot, {op.number, op.plan->signature, op.plan->blob, op.plan->extra});
     bells_.ring(channel.ranks);
     op.absent.clear();
     for (uint32_t i = 0; i < channel.peers.size(); ++i)
-      if (!has_come(op, i)) op.absent.push_back(i);
-    if (op.absent.empty()) return fits(op) ? Answer::AGREED : Answer::ASK;
-    return is_awaited(op, op.plan->at_issue) ? Answer::WAIT : settled(op, true);
+      if (!has_arrived(op, i)) op.absent.push_back(i);
+    if (op.absent.empty()) return is_compatible(op) ? Answer::AGREED : Answer::ASK_PYTHON;
+    return is_awaited(op, op.plan->at_issue) ? Answer::WAIT : conclude(op, true);
   }
 
-  // Somebody is about to wait in the backend for it.
+  // Before a thread waits for the op in the backend.
   Answer before_wait(Announced& op) {
-    if (is_alarmed()) return Answer::ASK;
-    look(op);
-    return is_awaited(op, op.plan->at_wait) ? Answer::WAIT : settled(op, false);
+    if (has_unseen_refusal()) return Answer::ASK_PYTHON;
+    compare(op);
+    return is_awaited(op, op.plan->at_wait) ? Answer::WAIT : conclude(op, false);
   }
 
-  // After WAIT. Whoever calls holds no lock, and not the GIL.
+  // Call this after WAIT, without a lock and without the GIL.
   Answer wait(Announced& op, bool at_issue, uint64_t thread) {
     const Indices& wanted = at_issue ? op.plan->at_issue : op.plan->at_wait;
     const uint64_t began = now_ns();
     const uint64_t until = began + PATIENCE_NS;
     do {
-      sched_yield();  // to the peer, where it shares our processor
-      look(op);
-      if (is_alarmed()) return Answer::ASK;
-      if (!is_awaited(op, wanted)) return settled(op, at_issue);
+      sched_yield();  // to the peer, which may share our processor
+      compare(op);
+      if (has_unseen_refusal()) return Answer::ASK_PYTHON;
+      if (!is_awaited(op, wanted)) return conclude(op, at_issue);
     } while (now_ns() < began + YIELDING_NS);
-    Asleep asleep{bells_, thread};
+    SleepGuard asleep{bells_, thread};
     while (is_awaited(op, wanted)) {
       const uint32_t first = first_awaited(op, wanted);
       const uint64_t rank = op.plan->channel->peers[first]->rank;
       const uint64_t heard = bells_.listen(rank, thread);
-      look(op);
-      if (is_alarmed()) return Answer::ASK;
+      compare(op);
+      if (has_unseen_refusal()) return Answer::ASK_PYTHON;
       if (first_awaited(op, wanted) != first) continue;
       const uint64_t at = now_ns();
-      if (at >= until) return Answer::ASK;
+      if (at >= until) return Answer::ASK_PYTHON;
       bells_.sleep(rank, heard, until - at);
-      look(op);
+      compare(op);
     }
-    if (is_alarmed()) return Answer::ASK;
-    return settled(op, at_issue);
+    if (has_unseen_refusal()) return Answer::ASK_PYTHON;
+    return conclude(op, at_issue);
   }
 
   void withdraw(const Announced& op) { board_.withdraw(op.plan->channel->slot, op.number); }
 
-  static constexpr uint64_t ANY_CHANGES = ~0ull;  // of boards: none is missed
+  static constexpr uint64_t ALL_BOARDS_SEEN = ~0ull;  // no peer lacks a board
 
  private:
   static constexpr uint32_t NONE = ~0u;
 
-  struct Asleep {
+  struct SleepGuard {
     Bells& bells;
     const uint64_t thread;
-    ~Asleep() { bells.awake(thread); }
+    ~SleepGuard() { bells.awake(thread); }
   };
 
   uint64_t shared(uint64_t word) const { return observe(word_at(shared_, word * 8)); }
 
-  // Whether nothing is to be waited for from a peer: it has announced this one, or a later one, or it does not announce at all.
-  static bool has_come(Announced& op, uint32_t index) {
+  // Whether a peer need not be waited for: it has announced this op or a later one, or does not verify.
+  static bool has_arrived(Announced& op, uint32_t index) {
     Peer& peer = *op.plan->channel->peers[index];
     uint64_t slot = peer.slot.load(std::memory_order_relaxed);
     if (!slot && (slot = peer.board->slot(op.plan->channel->key))) peer.slot.store(slot, std::memory_order_relaxed);
@@ -232,10 +232,10 @@ class Exchange {
     return (slot && peer.board->is_past(slot, op.number)) || !peer.board->word(board::ACTIVE);
   }
 
-  static void look(Announced& op) {
+  static void compare(Announced& op) {
     size_t kept = 0;
     for (const uint32_t index : op.absent)
-      if (!has_come(op, index)) op.absent[kept++] = index;
+      if (!has_arrived(op, index)) op.absent[kept++] = index;
     op.absent.resize(kept);
   }
 
@@ -247,21 +247,21 @@ class Exchange {
 
   static bool is_awaited(const Announced& op, const Indices& wanted) { return first_awaited(op, wanted) != NONE; }
 
-  // Nobody is waited for any more.
-  Answer settled(Announced& op, bool at_issue) {
-    if (!fits(op)) return Answer::ASK;
+  // The answer once no peer needs to be waited for.
+  Answer conclude(Announced& op, bool at_issue) {
+    if (!is_compatible(op)) return Answer::ASK_PYTHON;
     if (op.absent.empty()) return Answer::AGREED;
-    // What nobody waits for in Python is never looked at again: here is where it is seen that a rank has ended.
+    // If no thread waits for the op in Python, nothing checks it again, so check here whether a needed rank has ended.
     if (at_issue && is_awaited(op, op.plan->at_wait))
       for (const uint32_t index : op.plan->at_wait)
-        if (op.plan->channel->peers[index]->board->word(board::CLOSED)) return Answer::ASK;
+        if (op.plan->channel->peers[index]->board->word(board::CLOSED)) return Answer::ASK_PYTHON;
     return Answer::PENDING;
   }
 
-  // Whether those that are there have asked for the same, or Python found before that what they ask for fits together.
-  bool fits(Announced& op) {
+  // Whether the peers so far have the same signature, or one that Python has found compatible.
+  bool is_compatible(Announced& op) {
     if (!op.differs) return true;
-    const Watched& channel = *op.plan->channel;
+    const VerifiedChannel& channel = *op.plan->channel;
     Words rows;
     bool differs = false;
     for (const uint64_t rank : channel.members) {
@@ -276,7 +276,7 @@ class Exchange {
           differs = differs || signature != op.plan->signature;
         }
     }
-    if (!differs) return false;  // it was refused there meanwhile, and withdrawn
+    if (!differs) return false;  // the peer has refused and withdrawn it meanwhile
     std::lock_guard<std::mutex> lock(mutex_);
     if (!agreed_.find(rows, hash_of(rows))) return false;
     op.differs = false;
@@ -288,7 +288,7 @@ class Exchange {
   Bells bells_;
   const uint64_t rank_;
   std::atomic<bool> active_{false};
-  std::atomic<uint64_t> alarms_{0}, changes_{0}, generation_{0};
+  std::atomic<uint64_t> refusals_seen_{0}, boards_seen_{0}, generation_{0};
   std::mutex mutex_;
   std::map<uint64_t, std::unique_ptr<PeerBoard>> boards_;
   WordTable<bool> agreed_;

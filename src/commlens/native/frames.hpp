@@ -1,5 +1,5 @@
-// The Python frames of the calling thread, as words that tell one stack from another. Nothing is made or counted for it: Python's
-// own functions would make an object of each frame.
+// The Python frames of the calling thread, as words that identify the stack. This creates no objects and changes no reference counts,
+// unlike Python's own functions, which make an object of each frame.
 #pragma once
 
 #include <Python.h>
@@ -21,16 +21,16 @@
 
 namespace commlens {
 
-// Whether add_frames may be called without the GIL: then it reads only what its own thread changes, and no thread changes while
-// it runs C++.
+// Whether add_frames needs the GIL. Without it, add_frames reads only what its own thread changes, which does not change while the thread
+// runs C++.
 #if defined(COMMLENS_FRAMES) || PY_VERSION_HEX < 0x030B0000
 constexpr bool FRAMES_NEED_GIL = false;
 #else
 constexpr bool FRAMES_NEED_GIL = true;
 #endif
 
-// Appends a word or two for each frame, innermost first. A word is the address of an instruction, or of a code object: good for
-// as long as the code objects live.
+// Appends a word or two for each frame, innermost first. A word is the address of an instruction or of a code object, valid as long as
+// the code objects live.
 inline void add_frames(PyThreadState* thread, Words& into) {
   const auto address = [](const void* pointer) { return static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer)); };
 #if defined(COMMLENS_FRAMES)
@@ -49,7 +49,7 @@ inline void add_frames(PyThreadState* thread, Words& into) {
   for (PyFrameObject* frame = PyThreadState_GetFrame(thread); frame;) {
     PyCodeObject* code = PyFrame_GetCode(frame);
     into.push_back(address(code));
-    Py_DECREF(code);  // its frame keeps it
+    Py_DECREF(code);  // its frame keeps it alive
     into.push_back(static_cast<uint64_t>(PyFrame_GetLasti(frame)));
     PyFrameObject* back = PyFrame_GetBack(frame);
     Py_DECREF(frame);

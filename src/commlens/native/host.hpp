@@ -1,5 +1,5 @@
-// The other half of the recorder, which is in Python: commlens.capture.native_recorder.NativeRecorder. It is called where something
-// is seen for the first time or has failed, never per collective.
+// The Python half of the recorder: commlens.capture.native_recorder.NativeRecorder. C++ calls it when something is new or has failed, never
+// for each collective.
 #pragma once
 
 #include "python.hpp"
@@ -18,24 +18,24 @@ class Host {
 
   PyObject* get() const { return recorder_; }
 
-  // The op of this record ended with this error. With the GIL.
+  // Record that a collective ended with an error. With the GIL.
   void mark_failed(uint64_t offset, uint64_t index, const pybind11::object& error, uint32_t thread, uint64_t how) const {
     call("mark_failed", offset, index, error, thread, how);
   }
 
-  // An error of ours. Whoever cannot even say so lets the job go on.
-  void failed(const char* what) const noexcept {
+  // Count an error of the native engine. If even that fails, the job goes on.
+  void failed(const char* text) const noexcept {
     try {
       if (!python_runs()) return;
       Gil gil;
       PyErrKeeper keep;
-      call("report_native_error", what);
+      call("report_native_error", text);
     } catch (const std::exception&) {
     }
   }
 
  private:
-  PyObject* const recorder_;  // kept for ever
+  PyObject* const recorder_;  // kept forever
 };
 
 }  // namespace commlens

@@ -1,4 +1,4 @@
-// What has been asked for and of which channel, interned. What is new is described by Python (commlens/capture/asked.py), once.
+// The interned arguments of collectives, and their channels. Python (commlens/tap/interned_args.py) describes each once, on first sight.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ using Counter = std::atomic<uint64_t>;
 struct Channel {
   PyRef python;  // commlens.tap.groups.Channel
   std::atomic<uint64_t> blob{0};
-  std::atomic<uint32_t> busy{0};  // the thread that is issuing on it right now
+  std::atomic<uint32_t> busy{0};  // the thread that is issuing on it now
   Counter numbers{0};
   bool holds_works = false;  // a Work may be kept and polled: not on an accelerator
   std::map<std::tuple<int, bool, bool, int64_t>, Counter> pairs;  // by peer, send, tagged, tag; under the recorder's mutex
@@ -28,11 +28,11 @@ struct InternedArgs {
   PyRef python;  // commlens.tap.interned_args.InternedArgs
   Channel* channel = nullptr;
   Counter* number = nullptr;
-  Counter* tagged = nullptr;  // gloo matches messages by tag: what meets what is counted by it
+  Counter* tagged = nullptr;  // the counter of messages with this tag, where messages meet by tag
   std::atomic<uint64_t> blob{0};
   std::atomic<bool> too_large{false};
-  Plans plans;                          // for whoever verifies it
-  std::atomic<bool> never_planned{false};  // Python alone verifies it
+  Plans plans;                          // how C++ verifies it
+  std::atomic<bool> never_planned{false};  // only Python verifies it
   int32_t peer = -1;
   int64_t tag = 0;
   uint32_t flags = 0;

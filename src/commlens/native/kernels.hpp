@@ -1,4 +1,4 @@
-// The dispatcher's kernels: where every collective of the process passes.
+// The dispatcher's kernels, through which every collective of the process passes.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -11,19 +11,19 @@
 namespace commlens {
 
 inline std::atomic<Recorder*> active{nullptr};
-inline std::atomic<bool> python_taps{false}, python_waits{false};
-inline std::atomic<uint64_t> fake_keys{0};  // a keyset by which collectives on fake and meta tensors run; 0: as torch would run them
-inline PyObject* slow_path = nullptr;  // the module commlens.tap.tap; kept for ever
+inline std::atomic<bool> python_subscribes{false}, python_waits{false};
+inline std::atomic<uint64_t> fake_keys{0};  // the keyset for collectives on fake and meta tensors; 0 leaves them to torch
+inline PyObject* python_tap = nullptr;  // the module commlens.tap.tap; kept forever
 
-// A function of it. With the GIL.
-inline PyRef call_slow_path(const char* name, PyObject* first, PyObject* second = nullptr, PyObject* third = nullptr) {
-  py::object function = py::handle(slow_path).attr(name);
-  return taken(PyObject_CallFunctionObjArgs(function.ptr(), first, second, third, nullptr));
+// Call a function of that module. With the GIL.
+inline PyRef call_python_tap(const char* name, PyObject* first, PyObject* second = nullptr, PyObject* third = nullptr) {
+  py::object function = py::handle(python_tap).attr(name);
+  return checked(PyObject_CallFunctionObjArgs(function.ptr(), first, second, third, nullptr));
 }
 
 const c10::DispatchKeySet below_us(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::BackendSelect);
 
-// Fake and meta tensors communicate nothing.
+// Whether the tensors are fake or meta: nothing is communicated.
 inline bool is_fake(c10::DispatchKeySet keys) { return keys.has(c10::DispatchKey::Meta); }
 
 inline c10::DispatchKeySet keys_below(c10::DispatchKeySet keys) {
@@ -38,38 +38,38 @@ class Tap : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
     const bool fake = is_fake(keys);
     Recorder* recorder = fake ? nullptr : active.load(std::memory_order_acquire);
-    const bool slow = python_taps.load(std::memory_order_relaxed) && (!fake || fake_keys.load(std::memory_order_relaxed)) && python_runs();
+    const bool slow = python_subscribes.load(std::memory_order_relaxed) && (!fake || fake_keys.load(std::memory_order_relaxed)) && python_runs();
     if (!recorder && !slow) {
       op.redispatchBoxed(keys_below(keys), stack);
       return;
     }
     const size_t results_at = stack->size() - spec_.arguments;
     TokenPtr token = recorder ? recorder->begin(spec_, stack->data() + results_at) : nullptr;
-    PyRef told;
+    PyRef tokens;
     try {
-      if (slow) told = tell_begin(stack->data() + results_at, fake);
+      if (slow) tokens = report_begin(stack->data() + results_at, fake);
       op.redispatchBoxed(keys_below(keys), stack);
     } catch (...) {
       const auto error = std::current_exception();
       if (token) recorder->raised(token, error);
-      if (told) tell_raised(told, error);
+      if (tokens) report_raised(tokens, error);
       throw;
     }
     if (token) recorder->returned(token, spec_.results ? &stack->back() : nullptr);
-    if (told) tell_returned(told, *stack, results_at);
+    if (tokens) report_returned(tokens, *stack, results_at);
   }
 
  private:
-  // --- subscribers in Python (a tracer): commlens.tap.tap does with them what its own kernel does
+  // --- reports to subscribers in Python (a tracer), through commlens.tap.tap
 
-  PyRef tell_begin(Arguments arguments, bool fake) {
+  PyRef report_begin(Arguments arguments, bool fake) {
     Gil gil;
     py::tuple values(spec_.arguments);
     for (size_t i = 0; i < spec_.arguments; ++i) values[i] = torch::jit::toPyObject(arguments[i]);
-    return call_slow_path("begin_all", python_spec_, values.ptr(), fake ? Py_True : Py_False);
+    return call_python_tap("begin_all", python_spec_, values.ptr(), fake ? Py_True : Py_False);
   }
 
-  void tell_returned(const PyRef& told, const c10::Stack& stack, size_t at) {
+  void report_returned(const PyRef& tokens, const c10::Stack& stack, size_t at) {
     Gil gil;
     py::object result = py::none();
     if (spec_.results == 1) {
@@ -79,12 +79,12 @@ class Tap : public c10::OperatorKernel {
       for (size_t i = 0; i < spec_.results; ++i) values[i] = torch::jit::toPyObject(stack[at + i]);
       result = values;
     }
-    call_slow_path("returned_all", told.get(), result.ptr());
+    call_python_tap("returned_all", tokens.get(), result.ptr());
   }
 
-  static void tell_raised(const PyRef& told, const std::exception_ptr& error) {
+  static void report_raised(const PyRef& tokens, const std::exception_ptr& error) {
     Gil gil;
-    call_slow_path("raised_all", told.get(), as_python(error).ptr());
+    call_python_tap("raised_all", tokens.get(), as_python(error).ptr());
   }
 
   const OpSpec spec_;
@@ -112,7 +112,7 @@ class TensorWait : public c10::OperatorKernel {
     } catch (...) {
       const auto error = std::current_exception();
       if (token) end(*recorder, token, error);
-      recorder->verification.throw_rather(error);
+      recorder->verification.throw_refusal(error);
       throw;
     }
     if (token) end(*recorder, token, nullptr);
@@ -143,13 +143,13 @@ class TensorWait : public c10::OperatorKernel {
     }
   }
 
-  // For a tracer; what is raised may be a verifier's refusal in the place of the backend's error.
+  // Reports the wait to a tracer in Python. It may raise a verifier's refusal instead of the backend's error.
   static void wait_in_python(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-    PyRef told;
+    PyRef tokens;
     {
       Gil gil;
       py::object tensor = torch::jit::toPyObject(stack->back());
-      told = call_slow_path("wait_begins", tensor.ptr());
+      tokens = call_python_tap("wait_begins", tensor.ptr());
     }
     std::exception_ptr error;
     try {
@@ -157,10 +157,10 @@ class TensorWait : public c10::OperatorKernel {
     } catch (...) {
       error = std::current_exception();
     }
-    if (told.get() != Py_None) {
+    if (tokens.get() != Py_None) {
       Gil gil;
       py::object raised = error ? as_python(error) : py::none();
-      call_slow_path("wait_ended", told.get(), raised.ptr());
+      call_python_tap("wait_ended", tokens.get(), raised.ptr());
     }
     if (error) std::rethrow_exception(error);
   }
@@ -168,7 +168,7 @@ class TensorWait : public c10::OperatorKernel {
 
 // Registers the kernels. They stay: removing them while threads are inside is unproven.
 inline void install(std::vector<OpSpec> specs, const py::list& python_specs, const py::object& slow) {
-  slow_path = py::object(slow).release().ptr();
+  python_tap = py::object(slow).release().ptr();
   static auto* collectives = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   for (auto& spec : specs) {
     const std::string name = spec.name;

@@ -1,4 +1,4 @@
-// The black box's layout as the writer needs it: commlens/formats/layout.py is the original, and a test compares the two.
+// The layout of the black box, as far as the writer needs it. commlens/blackbox/layout.py is the original; a test compares the two.
 #pragma once
 
 #include <cstddef>
@@ -49,7 +49,7 @@ constexpr uint64_t BLOB_HEAD = 16;  // u32 length, u32 CRC-32, u64 position
 constexpr uint64_t BLOB_ALIGN = 8;
 constexpr uint64_t BLOB_MAX = 64 * 1024;
 
-// A record's announced part, as it lies in the box.
+// The announced part of a record, as it is in the box.
 struct Record {
   uint64_t index, announced, group, asked, stack, module, sequence_number, step, coalescing_id;
   int64_t tag;

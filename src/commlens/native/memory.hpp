@@ -1,4 +1,4 @@
-// Words of memory that another process reads while we write. Little-endian processors only, like the layout itself.
+// Access to memory that other processes read while we write. Little-endian processors only, like the layout itself.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +12,12 @@ namespace commlens {
 
 inline uint64_t* word_at(char* base, uint64_t offset) { return reinterpret_cast<uint64_t*>(base + offset); }
 
-// What was stored before it is seen by whoever sees it: on ARM, too.
+// A reader that sees the value also sees all earlier stores, on ARM, too.
 inline void publish(uint64_t* word, uint64_t value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
 
 inline uint64_t observe(const uint64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-// Bytes of shared memory, by words where they are aligned: no reader on any processor meets half a word.
+// Store bytes into shared memory, by aligned words where possible, so that no reader sees half a word.
 inline void store_bytes(char* to, const void* from, uint64_t size) {
   auto* source = static_cast<const char*>(from);
   uint64_t at = 0;
@@ -31,8 +31,8 @@ inline void store_bytes(char* to, const void* from, uint64_t size) {
 
 inline void store_u32(char* to, uint32_t value, int order) { __atomic_store_n(reinterpret_cast<uint32_t*>(to), value, order); }
 
-// The greatest of what is there and this, for words that several threads raise.
-inline void raise(uint64_t* word, uint64_t value) {
+// Store the maximum of the present value and this one, for words that several threads raise.
+inline void store_max(uint64_t* word, uint64_t value) {
   uint64_t seen = __atomic_load_n(word, __ATOMIC_RELAXED);
   while (seen < value && !__atomic_compare_exchange_n(word, &seen, value, true, __ATOMIC_RELEASE, __ATOMIC_RELAXED)) {
   }

@@ -1,4 +1,4 @@
-// The little of Python that the tap needs: the GIL, owned references, and errors on their way through C++.
+// What the tap needs of Python: the GIL, owned references, and errors that pass through C++.
 #pragma once
 
 #include <Python.h>
@@ -27,7 +27,7 @@ class Gil {
   PyGILState_STATE state_;
 };
 
-// Lets other threads run Python, where this one has the GIL.
+// Releases the GIL, if this thread has it.
 class NoGil {
  public:
   NoGil() : state_(PyGILState_GetThisThreadState() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
@@ -49,7 +49,7 @@ inline bool python_runs() {
 #endif
 }
 
-// A reference that may be dropped anywhere but under the recorder's mutex: it takes the GIL for that.
+// An owned reference. Dropping it takes the GIL, so it must not be dropped under the recorder's mutex.
 class PyRef {
  public:
   PyRef() = default;
@@ -78,7 +78,7 @@ class PyRef {
   PyObject* object_ = nullptr;
 };
 
-// An exception of the caller's stays set while Python code of ours runs. With the GIL.
+// Preserves the caller's exception while Python code of ours runs. With the GIL.
 class PyErrKeeper {
  public:
   PyErrKeeper() { PyErr_Fetch(&type_, &value_, &trace_); }
@@ -90,22 +90,22 @@ class PyErrKeeper {
   PyObject *type_, *value_, *trace_;
 };
 
-// Throws what Python raised, so that it survives being carried to another thread or released to one without the GIL.
+// Throws the error that Python raised, in a form that may leave this thread and the GIL.
 [[noreturn]] inline void throw_python_error() {
   python_error error;
   error.persist();
   throw error;
 }
 
-// What a call of Python's returned, or what it raised is thrown. With the GIL.
-inline PyRef taken(PyObject* result) {
+// Returns the result of a Python call, or throws its error. With the GIL.
+inline PyRef checked(PyObject* result) {
   if (!result) throw_python_error();
   PyRef kept = PyRef::of(result);
   Py_DECREF(result);
   return kept;
 }
 
-// A Python exception for the one in flight in C++: a new reference, never null. With the GIL.
+// Converts a C++ exception to a Python one; never null. With the GIL.
 inline pybind11::object as_python(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);

@@ -1,5 +1,5 @@
-// The recorder on the hot path. commlens/capture/recorder.py is its twin, which does all of it where nothing was built; the two
-// write the same records. What is rare is done by the host, in Python.
+// The hot path of the recorder. commlens/capture/recorder.py does the same in Python and writes the same records. The host, in Python, does
+// the rare work.
 #pragma once
 
 #include "coalescing.hpp"
@@ -20,13 +20,13 @@ class Recorder {
       : box_(box), host_(std::move(host)), cpp_stack_(cpp_stack), args_table(box, host_), completion(box, host_, timing), verification(host_) {}
 
   ArgsTable args_table;
-  Coalescings coalescings;
+  CoalescedGroups coalesced_groups;
   Completion completion;
   Verification verification;
 
   // --- the tap's calls
 
-  // Writes the record before the backend sees the op. Throws only what a verifier raised.
+  // Writes the record before the backend sees the op. Throws only a verifier's refusal.
   TokenPtr begin(const OpSpec& spec, Arguments arguments) {
     const bool verified = verification.is_on();
     TokenPtr token;
@@ -43,7 +43,7 @@ class Recorder {
     return token;
   }
 
-  // The backend has it; `result` is its Work, or null where the call has waited.
+  // The backend accepted it. `result` is its Work; null if the call waited for it.
   void returned(const TokenPtr& token, const c10::IValue* result) noexcept {
     try {
       token->args->channel->busy.store(0, std::memory_order_relaxed);
@@ -54,9 +54,9 @@ class Recorder {
       }
       auto* work = result ? boxed<c10d::Work>(*result) : nullptr;
       if (token->args->synchronous && work)
-        completion.caller_waits(token, work);
+        completion.hold_for_caller(token, work);
       else if (token->coalesced)
-        completion.never_known(*token);  // the record that closes the group carries the state that counts
+        completion.mark_unknown(*token);  // the record that closes the group carries the state of all its members
       else
         completion.returned(token, work ? WorkPtr::reclaim_copy(work) : WorkPtr());
     } catch (const std::exception& error) {
@@ -64,21 +64,21 @@ class Recorder {
     }
   }
 
-  // The backend refused it, or waited in vain.
+  // The backend's call raised: it refused the op, or timed out inside.
   void raised(const TokenPtr& token, const std::exception_ptr& error) noexcept {
     try {
       Gil gil;
       PyErrKeeper keep;
-      ended_by(token, as_python(error));
+      record_error(token, as_python(error));
     } catch (const std::exception& ours) {
       failed(ours.what());
     }
   }
 
-  // The record that closes a coalesced group, which Python has written.
+  // The token of the record that closes a coalesced group, which Python has written.
   TokenPtr group_token(const py::object& described, const ArgsPtr& first, uint64_t index, uint64_t offset, uint64_t since) {
     auto token = std::make_shared<Token>();
-    auto args = understood(described);
+    auto args = from_python(described);
     args->channel = first->channel;
     token->args = args;
     token->index = index;
@@ -88,8 +88,8 @@ class Recorder {
     return token;
   }
 
-  // The position of the calling thread's stack, without its `skip` innermost frames. A thread of C++'s own (autograd's, on an
-  // accelerator, where DDP issues its collectives) has none of Python's.
+  // The position of the calling thread's stack, without its `skip` innermost frames; 0 for a thread made by C++ (autograd's, on an
+  // accelerator, where DDP issues its collectives), which has no Python frames.
   uint64_t stack_position(int skip = 0) {
     if (cpp_stack_) {
       if (!python_runs()) return 0;
@@ -102,7 +102,7 @@ class Recorder {
     return stacks_.position(thread, box_.side_floor(), skip, [&] { return host_.call("python_stack", skip).template cast<uint64_t>(); });
   }
 
-  void failed(const char* what) noexcept { host_.failed(what); }
+  void failed(const char* text) noexcept { host_.failed(text); }
 
  private:
   TokenPtr announce(const OpSpec& spec, Arguments arguments, uint32_t entered) {
@@ -121,7 +121,7 @@ class Recorder {
     record.flags = args->flags | entered;
     const uint32_t busy = channel.busy.exchange(thread, std::memory_order_relaxed);
     if (busy && busy != thread) record.flags |= FLAG_CONCURRENT;
-    token->coalesced = coalescings.joined(args, record);
+    token->coalesced = coalesced_groups.join(args, record);
     if (!token->coalesced) record.sequence_number = args->number->fetch_add(1, std::memory_order_relaxed) + 1;
     record.index = box_.next_index();
     record.announced = now_ns();
@@ -166,19 +166,19 @@ class Recorder {
     }
   }
 
-  void ended_by(const TokenPtr& token, const py::object& error) {
+  void record_error(const TokenPtr& token, const py::object& error) {
     token->args->channel->busy.store(0, std::memory_order_relaxed);
     bool freed = false;
     if (!token->coalesced && host_.call("was_not_issued", py::handle(token->args->python.get()), error).cast<bool>()) {
       verification.not_issued(*token);
       freed = give_number_back(*token);
     }
-    if (token->coalesced) coalescings.take(token->thread);  // nobody will end the group now
+    if (token->coalesced) coalesced_groups.take(token->thread);  // nothing will close the group now
     host_.mark_failed(token->offset, token->index, error, 0, HOW_RETURN);
     if (freed) host_.call("forget_number", token->offset, token->index);
   }
 
-  // An op that was not issued meets nobody: the next one of its channel has its number. Not where another thread has drawn since.
+  // Frees the number of an op that was not issued for the next one of its channel; false if another thread has drawn one since.
   static bool give_number_back(const Token& token) {
     if (token.coalesced || !token.number) return false;
     uint64_t tagged = token.tagged_number, number = token.number;

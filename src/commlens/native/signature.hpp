@@ -1,4 +1,4 @@
-// What a collective asked for, as words: equal words are equal arguments. No tensor's data is read.
+// The arguments of a collective as words: equal words mean equal arguments. No tensor's data is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,19 +15,19 @@
 
 namespace commlens {
 
-// Where an op keeps what matters among its arguments (-1: nowhere). commlens.tap.tap.OpSpec finds it, by schema.
+// The positions of an op's arguments (-1: none). commlens.tap.tap.OpSpec finds them by schema.
 struct OpSpec {
   std::string name;
   size_t number = 0;  // of the op
   size_t arguments = 0, results = 0;
   int process_group = -1, reduce_op = -1;
-  std::vector<int> words;  // arguments besides tensors that tell questions apart: root, peer, tag, splits, async
+  std::vector<int> words;  // arguments other than tensors that belong to the key: root, peer, tag, splits, async
   std::vector<int> tensors, writes;
 };
 
 using Arguments = const c10::IValue*;
 
-// What a boxed argument holds, without copying a reference where that can be avoided; null where it is None.
+// The object in a boxed argument, without counting a reference where that can be avoided; null for None.
 template <class Held>
 Held* boxed(const c10::IValue& value) {
   if (!value.isObject()) return nullptr;
@@ -74,7 +74,7 @@ inline void add_value(const c10::IValue& value, Words& into) {
   }
 }
 
-// Addresses of what a call writes: by them a functional collective's wait is recognised.
+// The addresses of a call's outputs, by which the wait of a functional collective is recognised.
 inline void add_pointers(const c10::IValue& value, std::vector<const void*>& into) {
   if (value.isTensor()) {
     const auto& tensor = value.toTensor();

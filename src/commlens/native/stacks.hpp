@@ -1,4 +1,4 @@
-// Python stacks on the hot path: recognised by their instructions. Lines are looked up by Python, once.
+// Python stacks on the hot path, identified by their instructions. Python looks up the lines once.
 #pragma once
 
 #include <atomic>
@@ -13,12 +13,12 @@ namespace commlens {
 
 class Stacks {
  public:
-  // The position of the calling thread's stack in the side table; 0 where it has none, or Python ends. `describe` puts a new one
-  // there, with the GIL, without its `skip` innermost frames.
+  // The position of the calling thread's stack in the side table, without its `skip` innermost frames; 0 if it has none, or if Python is
+  // shutting down. `describe` adds a new stack, with the GIL.
   template <class Describe>
   uint64_t position(PyThreadState* thread, uint64_t floor, int skip, Describe describe) {
     thread_local Words key;
-    thread_local Recent<uint64_t> recent;
+    thread_local ThreadCache<uint64_t> recent;
     if (!python_runs()) return 0;
     key.clear();
     key.push_back(static_cast<uint64_t>(skip));
@@ -29,14 +29,14 @@ class Stacks {
       add_frames(thread, key);
     }
     if (key.size() == 1) return 0;
-    const uint64_t hash = hash_of(key), age = age_.load(std::memory_order_acquire);
-    const uint64_t* found = recent.find(age, key, hash);
+    const uint64_t hash = hash_of(key), generation = generation_.load(std::memory_order_acquire);
+    const uint64_t* found = recent.find(generation, key, hash);
     if (found && *found > floor) return *found;
-    const Words kept = key;  // describing runs Python code, which may come back here
+    const Words kept = key;  // describe() runs Python code, which may come back here
     Gil gil;
     PyErrKeeper keep;
     const uint64_t position = shared(kept, hash, floor, describe);
-    recent.put(age, kept, hash, position);
+    recent.put(generation, kept, hash, position);
     return position;
   }
 
@@ -44,10 +44,10 @@ class Stacks {
   static constexpr size_t LIMIT = 20000;
   struct Known {
     uint64_t position;
-    std::vector<PyRef> codes;  // an address is only good as long as its object lives
+    std::vector<PyRef> codes;  // an address is valid only while its object lives
   };
 
-  // With the GIL, which is the table's lock.
+  // With the GIL, which locks the table.
   template <class Describe>
   uint64_t shared(const Words& key, uint64_t hash, uint64_t floor, Describe describe) {
     if (Known* known = known_.find(key, hash)) {
@@ -59,7 +59,7 @@ class Stacks {
     const uint64_t position = describe();
     WordTable<Known> old;
     if (known_.size() >= LIMIT) {
-      age_.store(next_age(), std::memory_order_release);  // what threads remember is forgotten before its code objects may go
+      generation_.store(next_generation(), std::memory_order_release);  // empties the threads' caches before the code objects may die
       known_.swap(old);
     }
     known_.put(key, hash, Known{position, codes()});
@@ -80,7 +80,7 @@ class Stacks {
   }
 
   WordTable<Known> known_;
-  std::atomic<uint64_t> age_{next_age()};
+  std::atomic<uint64_t> generation_{next_generation()};
 };
 
 }  // namespace commlens

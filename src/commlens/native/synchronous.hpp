@@ -1,4 +1,4 @@
-// Collectives whose caller waits for them in its next breath: a thread has one of them at most, and finds it without asking anybody.
+// Collectives whose caller waits for them at once. A thread has at most one, and finds it without a lock.
 #pragma once
 
 #include <memory>
@@ -11,79 +11,79 @@ namespace commlens {
 
 class Synchronous {
  public:
-  // `work` is what the caller waits for; it is only compared.
-  void begins(const TokenPtr& token, const void* work) {
-    Place& place = mine();
-    place.work = work;
+  // `work` is the Work that the caller waits for; it is only compared.
+  void issued(const TokenPtr& token, const void* work) {
+    Slot& slot = own_slot();
+    slot.work = work;
     TokenPtr former = token;
-    std::lock_guard<std::mutex> lock(place.mutex);
-    place.token.swap(former);
+    std::lock_guard<std::mutex> lock(slot.mutex);
+    slot.token.swap(former);
   }
 
-  // This thread's, where it waits for this Work. Each is found once.
-  TokenPtr found_by(const void* work) {
-    const Place& place = mine();
-    return work && place.work == work ? take(place.token) : nullptr;
+  // This thread's collective, if its Work is this one. Each is returned once.
+  TokenPtr take_by(const void* work) {
+    const Slot& slot = own_slot();
+    return work && slot.work == work ? take_issued(slot.token) : nullptr;
   }
 
-  // This thread's, whatever it waits for.
-  TokenPtr found() { return take(mine().token); }
+  // This thread's collective.
+  TokenPtr take() { return take_issued(own_slot().token); }
 
-  // Another collective has a Work at this address now.
-  void not_this(const void* work) {
-    Place& place = mine();
-    if (place.work == work) place.work = nullptr;
+  // Another collective now has a Work at this address.
+  void forget_work(const void* work) {
+    Slot& slot = own_slot();
+    if (slot.work == work) slot.work = nullptr;
   }
 
-  // For a thread that looks on: all of them, ended ones too.
+  // The collectives of all threads, including ended ones.
   std::vector<TokenPtr> all() {
     std::vector<TokenPtr> found;
-    std::vector<std::shared_ptr<Place>> left;  // by threads that are gone
+    std::vector<std::shared_ptr<Slot>> left;  // by threads that have ended
     std::lock_guard<std::mutex> lock(mutex_);
-    for (size_t i = places_.size(); i-- > 0;) {
-      auto& place = places_[i];
+    for (size_t i = slots_.size(); i-- > 0;) {
+      auto& slot = slots_[i];
       bool ended = true;
       {
-        std::lock_guard<std::mutex> inner(place->mutex);
-        if (place->token) {
-          found.push_back(place->token);
-          ended = place->token->phase == Token::ENDED;
+        std::lock_guard<std::mutex> inner(slot->mutex);
+        if (slot->token) {
+          found.push_back(slot->token);
+          ended = slot->token->phase == Token::ENDED;
         }
       }
-      if (!ended || place.use_count() > 1) continue;
-      left.push_back(std::move(place));
-      places_.erase(places_.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!ended || slot.use_count() > 1) continue;
+      left.push_back(std::move(slot));
+      slots_.erase(slots_.begin() + static_cast<std::ptrdiff_t>(i));
     }
     return found;
   }
 
  private:
-  struct Place {
+  struct Slot {
     std::mutex mutex;
     TokenPtr token;  // set by its own thread, under the mutex
     const void* work = nullptr;  // its own thread's
   };
 
-  Place& mine() {
+  Slot& own_slot() {
     thread_local uint64_t owner = 0;
-    thread_local std::shared_ptr<Place> place;
+    thread_local std::shared_ptr<Slot> slot;
     if (owner != identity_) {
-      place = std::make_shared<Place>();
+      slot = std::make_shared<Slot>();
       owner = identity_;
       std::lock_guard<std::mutex> lock(mutex_);
-      places_.push_back(place);
+      slots_.push_back(slot);
     }
-    return *place;
+    return *slot;
   }
 
-  static TokenPtr take(const TokenPtr& token) {
+  static TokenPtr take_issued(const TokenPtr& token) {
     auto issued = Token::ISSUED;
     return token && token->phase.compare_exchange_strong(issued, Token::WAITED_FOR) ? token : nullptr;
   }
 
-  const uint64_t identity_ = next_age();
+  const uint64_t identity_ = next_generation();
   std::mutex mutex_;
-  std::vector<std::shared_ptr<Place>> places_;
+  std::vector<std::shared_ptr<Slot>> slots_;
 };
 
 }  // namespace commlens

@@ -1,4 +1,4 @@
-// Which thread this is, by the id that the system gives it. Asked of the system once.
+// The native id of the calling thread, cached.
 #pragma once
 
 #include <sys/syscall.h>

@@ -1,5 +1,5 @@
-// Collectives under way in this process, and what is known of their end. commlens/capture/recorder.py does the same in Python and
-// says why. Everything here is under the recorder's mutex; what is dropped is handed out, to be destroyed after it.
+// The collectives in flight. commlens/capture/completion.py does the same in Python and explains it. The completion's mutex guards
+// everything here; a dropped token is handed to the caller, to be destroyed after it releases the mutex.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -23,18 +23,18 @@ struct Token {
   ArgsPtr args;
   uint32_t thread = 0;
   bool coalesced = false;
-  std::atomic<Phase> phase{ISSUED};  // of one whose caller waits
+  std::atomic<Phase> phase{ISSUED};  // of a synchronous collective
   std::atomic<bool> waiting{false}, unknown{false};
   std::vector<const void*> pointers;
   WorkPtr work;   // while it is held
-  PyRef watched;  // then: a weak reference to its Python object
-  Announced announced;  // to the peers, where it is verified by plan
-  PyRef verified;  // what a verifier in Python knows it by, where it has dealt with it
+  PyRef watched;  // after that: a weak reference to its Python object
+  Announced announced;  // to the peers, if it is verified by plan
+  PyRef verified;  // its token in Python, if the verifier there has handled it
 };
 
 using TokenPtr = std::shared_ptr<Token>;
 
-class UnderWay {
+class InFlight {
  public:
   static constexpr size_t HELD_LIMIT = 512;
 
@@ -47,8 +47,8 @@ class UnderWay {
   TokenPtr oldest() const { return held_.empty() ? nullptr : held_.front(); }
   bool full() const { return held_.size() >= HELD_LIMIT; }
 
-  // False where somebody else has let go of it before. The Work itself stays with the token.
-  bool let_go(const TokenPtr& token) {
+  // False if another thread has removed it. The Work itself stays with the token.
+  bool remove(const TokenPtr& token) {
     const auto found = std::find(held_.begin(), held_.end(), token);
     if (found == held_.end()) return false;
     held_.erase(found);
@@ -74,21 +74,21 @@ class UnderWay {
   }
 
   const std::vector<TokenPtr>& held() const { return held_; }
-  std::vector<TokenPtr> loose() const {
+  std::vector<TokenPtr> weakly_held() const {
     std::vector<TokenPtr> all;
-    for (const auto& entry : loose_) all.push_back(entry.second);
+    for (const auto& entry : weakly_held_) all.push_back(entry.second);
     return all;
   }
 
-  void loosen(const TokenPtr& token) { loose_[token->index] = token; }
-  bool tighten(const TokenPtr& token) { return loose_.erase(token->index) != 0; }
+  void hold_weakly(const TokenPtr& token) { weakly_held_[token->index] = token; }
+  bool drop_weak(const TokenPtr& token) { return weakly_held_.erase(token->index) != 0; }
 
-  size_t size() const { return held_.size() + loose_.size(); }
+  size_t size() const { return held_.size() + weakly_held_.size(); }
   size_t pointers() const { return by_pointer_.size(); }
 
  private:
-  std::vector<TokenPtr> held_;         // in the order of their issue; few, unless nobody waits
-  std::map<uint64_t, TokenPtr> loose_;  // by index
+  std::vector<TokenPtr> held_;         // in order of issue; few, unless no thread waits
+  std::map<uint64_t, TokenPtr> weakly_held_;  // by index
   std::unordered_map<const void*, TokenPtr> by_pointer_;
 };
 

@@ -1,14 +1,14 @@
-// Work.wait: which thread is blocked in which op, and when it is done.
+// Work.wait: which thread is blocked in which collective, and when it is done.
 #pragma once
 
 #include "kernels.hpp"
 
 namespace commlens {
 
-// Where a Python object's Work is, to compare it with: pybind11 may be asked for less than its cast does. Null: it is not known
-// in so few steps, or is no Work.
+// The address of a Python object's Work, for comparison only; cheaper than pybind11's cast. Null if the object is not a Work, or has no
+// simple layout.
 inline const void* address_of(PyObject* object) {
-  static std::atomic<PyTypeObject*> last{nullptr};  // a class of Works; kept for ever
+  static std::atomic<PyTypeObject*> last{nullptr};  // a class of Works; kept forever
   PyTypeObject* type = Py_TYPE(object);
   if (type != last.load(std::memory_order_acquire)) {
     if (!py::isinstance<c10d::Work>(py::handle(object))) return nullptr;
@@ -19,8 +19,7 @@ inline const void* address_of(PyObject* object) {
   return instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
 }
 
-// Called as a method of a class of Works. `closure` holds the method that was there, and the same in Python for when somebody in
-// Python listens.
+// The method of a class of Works. `closure` holds the original method, and its wrapper in Python for while Python listens.
 inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   PyObject* original = PyTuple_GET_ITEM(closure, 0);
   if (python_waits.load(std::memory_order_relaxed)) return PyObject_Vectorcall(PyTuple_GET_ITEM(closure, 1), arguments, count, names);
@@ -28,7 +27,7 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
   TokenPtr token;
   if (recorder && count > 0) {
     try {
-      token = recorder->completion.caller_begins_to_wait(address_of(arguments[0]));
+      token = recorder->completion.caller_wait_begins(address_of(arguments[0]));
       if (!token) token = recorder->completion.wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
     } catch (const std::exception& error) {
       recorder->failed(error.what());
@@ -56,7 +55,7 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
         recorder->failed(error.what());
       }
       PyErr_Restore(type, value, trace);
-      recorder->verification.raise_rather(raised);
+      recorder->verification.set_error_to_raise(raised);
     }
   } catch (const std::exception& error) {
     recorder->failed(error.what());
@@ -67,7 +66,7 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
 inline py::object tapped_wait(const py::object& original, const py::object& slow) {
   static PyMethodDef method = {"wait", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&wait)), METH_FASTCALL | METH_KEYWORDS,
                                "Wait until the collective is done."};
-  // What pybind11 puts into a class is a function wrapped to bind: called from here, the bare one will do.
+  // pybind11 wraps a class's function so that it binds; here the bare function is enough.
   PyObject* bare = PyInstanceMethod_Check(original.ptr()) ? PyInstanceMethod_GET_FUNCTION(original.ptr()) : original.ptr();
   const py::tuple closure = py::make_tuple(py::reinterpret_borrow<py::object>(bare), slow);
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&method, closure.ptr()));

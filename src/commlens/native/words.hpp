@@ -1,4 +1,4 @@
-// A table by sequences of words: what a stack, or what a collective asked for, is recognised by.
+// A table by sequences of words, which identify a stack or the arguments of a collective.
 #pragma once
 
 #include <array>
@@ -21,7 +21,7 @@ inline uint64_t hash_of(const Words& words) {
   return hash;
 }
 
-// Not locked: its owner is.
+// Not thread-safe: its owner locks.
 template <class Value>
 class WordTable {
  public:
@@ -48,28 +48,28 @@ class WordTable {
   std::unordered_multimap<uint64_t, Entry> entries_;
 };
 
-// No two ages in a process are the same.
-inline uint64_t next_age() {
+// Each generation in a process is different.
+inline uint64_t next_generation() {
   static std::atomic<uint64_t> last{0};
   return ++last;
 }
 
-// What one thread found last, in front of a table that threads share. Everything is forgotten when the table's age changes.
+// One thread's latest finds, in front of a table that threads share. Valid only for the table's current generation.
 template <class Value>
-class Recent {
+class ThreadCache {
  public:
   // The value, or null.
-  Value* find(uint64_t age, const Words& key, uint64_t hash) {
+  Value* find(uint64_t generation, const Words& key, uint64_t hash) {
     Entry& entry = entries_[hash % SIZE];
-    return entry.age == age && entry.hash == hash && entry.key == key ? &entry.value : nullptr;
+    return entry.generation == generation && entry.hash == hash && entry.key == key ? &entry.value : nullptr;
   }
 
-  void put(uint64_t age, const Words& key, uint64_t hash, Value value) { entries_[hash % SIZE] = {age, hash, key, std::move(value)}; }
+  void put(uint64_t generation, const Words& key, uint64_t hash, Value value) { entries_[hash % SIZE] = {generation, hash, key, std::move(value)}; }
 
  private:
   static constexpr size_t SIZE = 64;
   struct Entry {
-    uint64_t age = 0, hash = 0;
+    uint64_t generation = 0, hash = 0;
     Words key;
     Value value{};
   };
