@@ -9,7 +9,7 @@ from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, 
 
 from commlens.model.collective import CollectiveArgs
 from commlens.model.verdict import Verdict
-from commlens.watch import record_reader, signatures
+from commlens.watch import signatures
 from commlens.watch.channel_progress import KEPT
 
 
@@ -218,8 +218,7 @@ def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
 
 
 def test_shapes_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (signatures, record_reader):
-        monkeypatch.setattr(module, "REMEMBERED", 50)
+    monkeypatch.setattr(signatures, "REMEMBERED", 50)
     node = Node(2)
     for i in range(400):
         node.all(all_reduce(i + 1), ranks=(0, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -79,21 +80,9 @@ class Cgroup:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for line in (read_text(path) or "").splitlines():
-        key, _, value = line.partition(" ")
-        if value.strip().lstrip("-").isdigit():
-            found[key] = int(value)
-    return found
+    return {key: int(value) for key, value in re.findall(r"^(\S+) (-?\d+)\s*$", read_text(path) or "", re.MULTILINE)}
 
 
 def _full_avg10(path: Path) -> float | None:
-    for line in (read_text(path) or "").splitlines():
-        if line.startswith("full "):
-            for item in line.split():
-                if item.startswith("avg10="):
-                    try:
-                        return float(item[6:])
-                    except ValueError:
-                        return None
-    return None
+    found = re.search(r"^full .*?avg10=(\d+(?:\.\d+)?)", read_text(path) or "", re.MULTILINE)
+    return float(found[1]) if found else None

@@ -65,7 +65,6 @@ class Discrepancy:
     sequence_number: int
     aspect: Aspect | Literal["shift"]
     answer: Disagree | None  # None: only source lines or steps differ, so a rank may be out of step
-    message_ranks: tuple[int, int] | None = None  # sender and receiver
     progress: ChannelProgress | None = None  # of a collective
     seen_at: float = 0.0  # time.monotonic()
 

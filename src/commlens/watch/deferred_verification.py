@@ -102,11 +102,6 @@ class DeferredVerification:
         """Return how often the same has happened by now."""
         return self._comparison.disagreement_counts[(discrepancy.channel.key, discrepancy.aspect)]
 
-    def dismiss(self, discrepancy: Discrepancy) -> None:
-        """Note that no rank is out of step after all: the next new pair of source lines is suspicious again."""
-        if discrepancy.progress is not None:
-            discrepancy.progress.order_suspected = False
-
     @property
     def gaps(self) -> str:
         """What was not compared, in words; empty if everything was."""

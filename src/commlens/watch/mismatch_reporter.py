@@ -187,10 +187,10 @@ class MismatchReporter:
         confirmed = self._out_of_step.confirm(findings, now)
         if confirmed is None:
             return []
-        verification = self.verification
         for shift in shifts:
-            verification.dismiss(shift)
-        verification.discrepancies = [each for each in verification.discrepancies if each.answer is not None]
+            if shift.progress is not None:
+                shift.progress.order_suspected = False
+        self.verification.discrepancies = [each for each in self.verification.discrepancies if each.answer is not None]
         verdicts = []
         for finding in confirmed:
             if self._add(finding, shifts[0]):
@@ -228,7 +228,7 @@ def _finding_without_records(discrepancy: Discrepancy) -> Finding:
     assert answer is not None
     ranks = sorted(rank for party in answer.parties for rank in party.ranks)
     culprits = list(answer.minority) or ranks
-    where = f"message #{number}" if discrepancy.message_ranks is not None else f"collective #{number}"
+    where = f"message #{number}" if discrepancy.aspect == "p2p" else f"collective #{number}"
     return Finding(
         kind=f"mismatch/{answer.aspect}",  # type: ignore[arg-type]
         why="in-collective",

@@ -182,10 +182,9 @@ class Observer:
         seen.stopped_fraction = round(sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3)
         if len(subject.io) > 1:
             seen.io_bytes = max(0, subject.io[-1][1] - subject.io[0][1])
-        if len(subject.throttled) > 1 and subject.throttled[0][1] >= 0:
-            over = (subject.throttled[-1][0] - subject.throttled[0][0]) / 1e9
-            # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
-            seen.throttled_fraction = round(min(1.0, max(0.0, subject.throttled[-1][1] - subject.throttled[0][1]) / over), 3)
+        throttled = _throttled_fraction(subject)
+        # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
+        seen.throttled_fraction = round(min(1.0, max(0.0, throttled)), 3) if throttled is not None else None
         seen.memory_pressure = subject.pressure
         seen.holds_gil = _holds_gil(subject, now)
         seen.stack_moved = _stack_moved(subject, now)
@@ -215,6 +214,13 @@ def _silent_s(pulse: Pulse, now: int) -> float:
     return (now - pulse.heartbeat_ns) / 1e9
 
 
+def _throttled_fraction(subject: _Subject) -> float | None:
+    if len(subject.throttled) < 2 or subject.throttled[0][1] < 0:
+        return None
+    (began_ns, before_s), (ended_ns, after_s) = subject.throttled[0], subject.throttled[-1]
+    return (after_s - before_s) / ((ended_ns - began_ns) / 1e9)
+
+
 def _holds_gil(subject: _Subject, now: int) -> bool | None:
     """Return whether the process runs but its watchdog thread cannot, because another thread holds the GIL.
 
@@ -229,11 +235,7 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
     since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
     if not since or any(sample.state in "TtDZX" for sample in since):
         return False
-    if len(subject.throttled) > 1 and subject.throttled[0][1] >= 0:
-        over = (subject.throttled[-1][0] - subject.throttled[0][0]) / 1e9
-        if over > 0 and (subject.throttled[-1][1] - subject.throttled[0][1]) / over > 0.5:
-            return False
-    return True
+    return (_throttled_fraction(subject) or 0.0) <= 0.5
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import struct
 from dataclasses import dataclass
@@ -93,18 +94,8 @@ def is_running(pid: int, start_ticks: int) -> bool:
 
 def io_bytes(pid: int) -> int | None:
     """Return the bytes read and written so far, including the page cache and pipes."""
-    text = read_text(f"/proc/{pid}/io")
-    if not text:
-        return None
-    total = 0
-    for line in text.splitlines():
-        key, _, value = line.partition(":")
-        if key in ("rchar", "wchar"):
-            try:
-                total += int(value)
-            except ValueError:
-                return None
-    return total
+    counts = re.findall(r"^[rw]char: (\d+)$", read_text(f"/proc/{pid}/io") or "", re.MULTILINE)
+    return sum(map(int, counts)) if counts else None
 
 
 def pid_namespace(pid: int | str = "self") -> str | None:

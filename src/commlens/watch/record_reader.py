@@ -15,7 +15,7 @@ from commlens.model.ops import POINT_TO_POINT
 from commlens.watch.channel_progress import ChannelProgress, SequenceNumber
 from commlens.watch.message_stream import StreamEnd
 from commlens.watch.signature_comparison import ChannelKey, SignatureComparison
-from commlens.watch.signatures import REMEMBERED, SignatureId
+from commlens.watch.signatures import BoundedCache, SignatureId
 
 _RANKS_MAX: Final = 1 << 20
 _OPEN_GROUPS_MAX: Final = 64  # coalesced groups
@@ -51,10 +51,10 @@ class RecordReader:
         self.rank = rank
         self.tail = tail
         self._comparison = comparison
-        self._channels: dict[int, _RankChannel | None] = {}  # by the group blob's position
+        self._channels = BoundedCache(self._load_channel)  # these three by their blobs' positions
+        self._signatures: BoundedCache[int, SignatureId] = BoundedCache(lambda position: comparison.signatures.intern(tail.blob(position)))
+        self._stacks: BoundedCache[int, int] = BoundedCache(lambda position: comparison.intern_stack(tail.blob(position)))
         self._by_key: dict[ChannelKey, _RankChannel] = {}
-        self._signatures: dict[int, SignatureId] = {}  # by the signature blob's position
-        self._stacks: dict[int, int] = {}  # by the stack blob's position
         self._coalesced: dict[int, list[SignatureId]] = {}  # by coalescing id
         self._pending: deque[_PendingReduceOp] = deque()
         self._heartbeat = 0
@@ -74,16 +74,16 @@ class RecordReader:
         return len(records)
 
     def _compare(self, records: Sequence[Raw]) -> None:
-        # Runs once per record of every rank: local names, and one dictionary look-up per blob.
+        # The loop runs once per record of every rank: local names, and one look-up per blob.
         comparison, rank, heartbeat, pending = self._comparison, self.rank, self.tail.heartbeat, self._pending
         channels, signatures, stacks = self._channels, self._signatures, self._stacks
         needs_more, needs_all_ranks = comparison.signatures.needs_more, comparison.signatures.needs_all_ranks
         touched: dict[int, ChannelProgress] = {}
         for index, group, args, stack, number, step, coalescing, tag, flags, peer, members, _, _ in records:
-            channel = channels[group] if group in channels else self._channel(group)
+            channel = channels[group]
             if channel is None:
                 continue
-            signature = signatures.get(args) or self._signature(args)
+            signature = signatures[args]
             if peer >= 0 or flags & L.FLAG_ANY_SOURCE:
                 self._add_message(channel, signature, number, tag, peer)
                 continue
@@ -104,7 +104,7 @@ class RecordReader:
             touched[id(progress)] = progress
             if flags & L.FLAG_CONCURRENT:
                 progress.is_concurrent = True
-            issue = (signature, stacks.get(stack) or self._stack(stack), step)
+            issue = (signature, stacks[stack], step)
             first = progress.first_issue.get(number)
             if first is None:
                 if number >= progress.floor:
@@ -123,9 +123,7 @@ class RecordReader:
                 progress.newest[rank] = number
         comparison.trim(touched.values())
 
-    # --- what the blobs' positions stand for
-
-    def _channel(self, group: int) -> _RankChannel | None:
+    def _load_channel(self, group: int) -> _RankChannel | None:
         """Return the channel of a group blob; None if it is unreadable, or if no other rank of it is on this node."""
         blob = self.tail.decoded(group)
         found: _RankChannel | None = None
@@ -138,9 +136,6 @@ class RecordReader:
                 found = self._by_key.get(channel.key)
                 if found is None and sum(rank in self._comparison.local_ranks for rank in channel.group.ranks) > 1:
                     found = self._by_key[channel.key] = _RankChannel(self._comparison.channel(channel, 0), channel)
-        if len(self._channels) > REMEMBERED:
-            self._channels.clear()
-        self._channels[group] = found
         return found
 
     def _begin_era(self, channel: _RankChannel) -> None:
@@ -148,20 +143,6 @@ class RecordReader:
         channel.era += 1
         channel.progress = self._comparison.channel(channel.channel, channel.era)
         channel.ends.clear()
-
-    def _signature(self, position: int) -> SignatureId:
-        if len(self._signatures) > REMEMBERED:
-            self._signatures.clear()
-        signature = self._signatures[position] = self._comparison.signatures.intern(self.tail.blob(position))
-        return signature
-
-    def _stack(self, position: int) -> int:
-        if not position:
-            return 0
-        if len(self._stacks) > REMEMBERED:
-            self._stacks.clear()
-        stack = self._stacks[position] = self._comparison.intern_stack(self.tail.blob(position))
-        return stack
 
     # --- coalesced groups and messages
 

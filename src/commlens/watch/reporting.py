@@ -7,7 +7,7 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from commlens.blackbox import job_dirs
@@ -61,15 +61,11 @@ class Evidence:
         self._roster = roster
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
-        self._frozen: dict[int, Observation] = {}  # by pid
+        self.frozen: dict[int, Observation] = {}  # by pid
 
     def freeze(self) -> None:
         """Keep the observations of the living ranks as of now: how the launcher ends them later says nothing about the fault."""
-        self._frozen = {member.pid: self._observer.observe(member.pid) for member in self._roster.current() if member.alive and member.here}
-
-    def thaw(self) -> None:
-        """Drop the observations that were kept."""
-        self._frozen = {}
+        self.frozen = {member.pid: self._observer.observe(member.pid) for member in self._roster.current() if member.alive and member.here}
 
     def logs(self) -> tuple[list[RankLog], list[str]]:
         """Return the ranks' logs, each with its observation, and what could not be read, in sentences."""
@@ -82,7 +78,7 @@ class Evidence:
         return {member.rank: self._observed(member) for member in self._roster.current() if member.here}
 
     def _observed(self, member: Member, wait_s: float = 0.0) -> Observation:
-        frozen = self._frozen.get(member.pid)
+        frozen = self.frozen.get(member.pid)
         if frozen is not None and member.ending is not None and member.ending.signal in self._consequences:
             return frozen
         return self._observer.observe(member.pid, wait_s=wait_s)
@@ -131,24 +127,16 @@ class Reporter:
         self._diagnosed = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
         return self._diagnosed
 
-    def report(self, verdict: Verdict) -> None:
-        """Print a verdict. One of kind waiting claims no fault, so it is only a notice."""
+    def report(self, verdict: Verdict, line: str = "") -> None:
+        """Print a verdict, or the ``line`` in its place. A verdict of kind waiting claims no fault, so it is only a notice."""
         self.verdict = verdict
-        if verdict.kind == "waiting":
+        if line:
+            self.say(line)
+        elif verdict.kind == "waiting":
             sentences = [verdict.summary, verdict.explanation]
             self.say(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
         else:
             self.say(verdict)
-
-    def refer_to_earlier(self, verdict: Verdict, line: str) -> None:
-        """Print a line in place of a verdict that was printed before."""
-        self.verdict = verdict
-        self.say(line)
-
-    def say_all(self, lines: Iterable[str]) -> None:
-        """Print several lines."""
-        for line in lines:
-            self.say(line)
 
     def save_dump(self, reason: str = "") -> None:
         """Save the evidence and the last verdict in ``dump_dir``, and print where. An error is printed, too.

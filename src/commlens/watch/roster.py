@@ -51,6 +51,11 @@ class Member:
     ended_ns: int = 0  # Unix ns at which its end was noticed
     unreadable: str | None = None  # why its box cannot be read
 
+    @classmethod
+    def of(cls, known: Worker | BoxStatus, handle: process.Handle, *, here: bool = True) -> Member:
+        """Return the member that a launcher or a box describes."""
+        return cls(known.pid, known.start_ticks, known.rank, known.world_size, known.local_rank, known.restart, handle, here)
+
     @property
     def alive(self) -> bool:
         """Whether it is not known to have ended."""
@@ -123,10 +128,7 @@ class Roster:
             member = self.members.get(status.pid)
             if member is None or member.start_ticks not in (0, status.start_ticks):
                 handle = process.Handle(status.pid, status.start_ticks) if here else process.Handle.invisible(status.pid)
-                member = Member(
-                    status.pid, status.start_ticks, status.rank, status.world_size, status.local_rank, status.restart, handle, here
-                )
-                self._adopt(member)
+                member = self._adopt(Member.of(status, handle, here=here))
                 new.append(member)
             member.box, member.status = box, status
         self._seen[folder] = changed
@@ -139,26 +141,20 @@ class Roster:
         new: list[Member] = []
         for worker in self.workers():
             if worker.pid not in self.members:
-                handle = process.Handle(worker.pid, worker.start_ticks)
-                new.append(
-                    Member(worker.pid, worker.start_ticks, worker.rank, worker.world_size, worker.local_rank, worker.restart, handle)
-                )
-                self._adopt(new[-1])
+                new.append(self._adopt(Member.of(worker, process.Handle(worker.pid, worker.start_ticks))))
         return new
 
-    def _adopt(self, member: Member) -> None:
+    def _adopt(self, member: Member) -> Member:
         self.members[member.pid] = member
         self._current = None
         if member.handle.fileno is not None:
             self._poll.register(member.handle.fileno, select.POLLIN)
+        return member
 
     def adopt_ended(self, worker: Worker, ending: process.Ending) -> Member:
         """Add a process that ended before it was seen."""
-        handle = process.Handle.invisible(worker.pid)
-        member = Member(worker.pid, worker.start_ticks, worker.rank, worker.world_size, worker.local_rank, worker.restart, handle)
+        member = self._adopt(Member.of(worker, process.Handle.invisible(worker.pid)))
         member.ending, member.ended_ns = ending, time.time_ns()
-        self.members[worker.pid] = member
-        self._current = None
         return member
 
     def current(self) -> list[Member]:

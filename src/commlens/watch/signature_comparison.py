@@ -6,6 +6,7 @@ that differ, once for each pair of them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -16,7 +17,7 @@ from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Channel
 from commlens.watch.channel_progress import KEPT, ChannelProgress, Discrepancy, Issue, SequenceNumber
 from commlens.watch.message_stream import MessageStream, StreamEnd
-from commlens.watch.signatures import REMEMBERED, SignatureId, SignatureTable
+from commlens.watch.signatures import REMEMBERED, BoundedCache, SignatureId, SignatureTable
 
 ChannelKey = tuple[int, str, tuple[int, ...], str]
 
@@ -37,7 +38,8 @@ class SignatureComparison:
         self.disagreement_counts: Counter[tuple[ChannelKey, str]] = Counter()  # by channel and aspect
         self._given_up = 0  # sequence numbers that were given up before all ranks had reached them
         self._discrepancies: list[Discrepancy] = []
-        self._stacks: dict[bytes, int] = {}
+        stack_ids = itertools.count(1)
+        self._stacks: BoundedCache[bytes, int] = BoundedCache(lambda _: next(stack_ids))
         self._channels: dict[tuple[ChannelKey, int], ChannelProgress] = {}
         self._streams: dict[tuple[ChannelKey, int, int, int], MessageStream] = {}
         self._any_source: set[tuple[ChannelKey, int]] = set()
@@ -58,28 +60,16 @@ class SignatureComparison:
 
     def intern_stack(self, payload: bytes | None) -> int:
         """Return the id of a stack; 0 if it is unknown."""
-        if payload is None:
-            return 0
-        if len(self._stacks) > REMEMBERED:
-            self._stacks.clear()
-        return self._stacks.setdefault(payload, len(self._stacks) + 1)
+        return self._stacks[payload] if payload is not None else 0
 
     def channel(self, channel: Channel, era: int) -> ChannelProgress:
         """Return the progress on a channel, which all ranks share."""
-        key = (channel.key, era)
-        progress = self._channels.get(key)
-        if progress is None:
-            local_ranks = tuple(rank for rank in channel.group.ranks if rank in self.local_ranks)
-            progress = self._channels[key] = ChannelProgress(channel, local_ranks)
-        return progress
+        local_ranks = tuple(rank for rank in channel.group.ranks if rank in self.local_ranks)
+        return self._channels.setdefault((channel.key, era), ChannelProgress(channel, local_ranks))
 
     def stream(self, channel: Channel, era: int, sender: int, receiver: int) -> MessageStream:
         """Return the messages from one rank to another, which both share."""
-        key = (channel.key, era, sender, receiver)
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = self._streams[key] = MessageStream(channel, sender, receiver)
-        return stream
+        return self._streams.setdefault((channel.key, era, sender, receiver), MessageStream(channel, sender, receiver))
 
     def trim(self, channels: Iterable[ChannelProgress]) -> None:
         """Forget the sequence numbers that are done."""
@@ -192,10 +182,10 @@ class SignatureComparison:
         channel_key = stream.channel.key
         if isinstance(answer, Disagree) and (channel_key, stream.receiver) not in self._any_source:
             self.disagreement_counts[(channel_key, "p2p")] += 1
-            ranks = (stream.sender, stream.receiver)
-            if (channel_key, *ranks) not in self._reported:
-                self._reported.add((channel_key, *ranks))
-                self._discrepancies.append(Discrepancy(stream.channel, number, "p2p", answer, ranks))
+            distinct = (channel_key, stream.sender, stream.receiver)
+            if distinct not in self._reported:
+                self._reported.add(distinct)
+                self._discrepancies.append(Discrepancy(stream.channel, number, "p2p", answer))
 
     def receive_from_any_source(self, channel: Channel, rank: int) -> None:
         """Stop comparing the messages to a rank that receives from any source: which send it receives is unknown."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 from commlens.blackbox.blobs import ArgsJson, decode_args, decode_blob
 from commlens.model.collective import CollectiveArgs
@@ -14,6 +15,23 @@ SignatureId = int
 """Identifies an interned signature; 0: unknown."""
 
 REMEMBERED: Final = 20_000  # entries of every cache, at most: a program may vary its shapes forever
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+class BoundedCache(dict[Key, Value]):
+    """Values that are loaded once, and all forgotten when there are too many."""
+
+    def __init__(self, load: Callable[[Key], Value]) -> None:
+        super().__init__()
+        self._load = load
+
+    def __missing__(self, key: Key) -> Value:
+        if len(self) > REMEMBERED:
+            self.clear()
+        value = self[key] = self._load(key)
+        return value
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -85,12 +86,9 @@ def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
         job_dir: the job's folder of boxes, from :func:`commlens.blackbox.job_dirs.live_jobs`.
         window_s: how long to observe the processes: whether one works or sleeps shows only over time.
     """
-    roster = Roster([job_dir])
-    try:
+    with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
         return read_logs(roster.current(), observations)[0]
-    finally:
-        roster.close()
 
 
 def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None) -> Path:
@@ -115,12 +113,9 @@ def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float 
         raise CommandError(
             "This process is not recorded, so there is nothing to dump: start it with `commlens run`, or call commlens.enable() first."
         )
-    roster = Roster([job_dir])
-    try:
+    with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
         by_rank = {member.rank: observations[member.pid] for member in roster.current() if member.pid in observations}
-    finally:
-        roster.close()
     return save.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=Settings.keep_dumps if keep is None else keep)
 
 

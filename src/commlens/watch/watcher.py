@@ -72,8 +72,8 @@ class Watcher:
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
-        self._evidence = Evidence(self._roster, self._observer, launched=self._launched)
-        self._reporter = Reporter(self.folders, settings, self._evidence, say=say, diagnose=diagnose)
+        evidence = Evidence(self._roster, self._observer, launched=self._launched)
+        self._reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
         self._begin_generation()
@@ -85,7 +85,7 @@ class Watcher:
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster)
-        self._evidence.thaw()
+        self._reporter.evidence.frozen = {}
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
     @property
@@ -179,7 +179,7 @@ class Watcher:
     def _new_generation(self, restart: int) -> None:
         """Start anew: torchelastic restarted the workers. The former boxes are removed; if anything was wrong, they were dumped."""
         if self._generation >= 0:
-            self._reporter.say_all(self._mismatches.final_lines())
+            self._say_final_lines()
             self._roster.forget([member for member in self._roster.members.values() if member.restart < restart], remove_boxes=True)
             self._begin_generation()
         self._generation = restart
@@ -197,7 +197,7 @@ class Watcher:
         if any(member.ended_well for member in ended):
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now):
-            self._evidence.freeze()
+            self._reporter.evidence.freeze()
 
     def _report_death(self) -> None:
         members = self._roster.current()
@@ -215,7 +215,7 @@ class Watcher:
             error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
             reporter.say(f"{ranks} gave up waiting{error}; the verdict above stands.")
         elif self._mismatches.has_reported(verdict):
-            reporter.refer_to_earlier(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
+            reporter.report(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
         elif verdict.kind != "healthy":
             reporter.report(verdict)
         reporter.save_dump()
@@ -264,12 +264,9 @@ class Watcher:
         reporter = self._reporter
         verdict = reporter.diagnose()
         if self._stalls.is_news(check, verdict):
-            if self._mismatches.has_reported(verdict):
-                held = verdict.victims or verdict.culprits
-                line = f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the verdict above stands."
-                reporter.refer_to_earlier(verdict, line)
-            else:
-                reporter.report(verdict)
+            held = verdict.victims or verdict.culprits
+            line = f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the verdict above stands."
+            reporter.report(verdict, line if self._mismatches.has_reported(verdict) else "")
             if verdict.is_fault:
                 if stall.dumps < DUMPS_PER_STALL and not check.timeout_s:
                     stall.dumps += 1
@@ -307,7 +304,7 @@ class Watcher:
         was_reported = self._stalls.stall is not None and self._stalls.stall.verdict is not None
         if not oldest_ns or was_reported or (time.monotonic_ns() - oldest_ns) / 1e9 < STOPPED_REPORT_S:
             return
-        self._evidence.freeze()
+        self._reporter.evidence.freeze()
         verdict = self._reporter.diagnose()
         if verdict.is_fault:
             self._reporter.report(verdict)
@@ -323,7 +320,7 @@ class Watcher:
         if self._deaths.first is not None and not self._over:
             self._report_death()
         members = self._roster.current()
-        self._reporter.say_all(self._mismatches.final_lines())
+        self._say_final_lines()
         if any(member.alive and member.here for member in members):
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over and all(member.ended_well for member in members):
@@ -331,6 +328,10 @@ class Watcher:
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 save.discard_job(folder)
+
+    def _say_final_lines(self) -> None:
+        for line in self._mismatches.final_lines():
+            self._reporter.say(line)
 
     def _add_unseen_failures(self) -> None:
         """Add workers that ended before the watcher saw them; torchrun's agent has their exit codes."""
