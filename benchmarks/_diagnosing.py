@@ -1,4 +1,4 @@
-"""What the benchmarks of diagnosis share: running commlens and torchfrtrace on the same files, and saying how good an answer is."""
+"""Shared by the benchmarks of diagnosis: run commlens and torchfrtrace on the same files, and grade their answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TORCHFRTRACE = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trac
 
 @dataclass
 class Answer:
-    """What a tool said of some files."""
+    """A tool's answer for a set of files."""
 
     culprits: tuple[int, ...] = ()
     kinds: tuple[str, ...] = ()  # of its root causes; torchfrtrace's are not compared
@@ -39,7 +39,7 @@ class Answer:
 
 
 def of_verdict(verdict: Verdict) -> Answer:
-    """All root causes together."""
+    """Return the culprits of all root causes."""
     roots = [finding for finding in verdict.findings if finding.root_cause] or [verdict]
     return Answer(
         culprits=tuple(sorted({rank for finding in roots for rank in finding.culprits})),
@@ -50,7 +50,7 @@ def of_verdict(verdict: Verdict) -> Answer:
 
 
 def commlens(folder: Path) -> Answer:
-    """As ``commlens.diagnose(folder)`` answers."""
+    """Return the answer of ``commlens.diagnose(folder)``."""
     from commlens.diagnosis.api import diagnose
 
     began = time.monotonic()
@@ -65,7 +65,7 @@ def commlens(folder: Path) -> Answer:
 
 
 def torchfrtrace(folder: Path, prefix: str, *, complete: bool, limit_s: float = 900) -> Answer:
-    """As torch's own analyzer answers. ``complete``: all ranks' dumps are there; otherwise it has to be allowed that they are not."""
+    """Return the answer of torch's own analyzer. Without ``complete``, dumps of some ranks are missing, which it has to be told."""
     began = time.monotonic()
     command = [*TORCHFRTRACE, str(folder), "-p", prefix, *([] if complete else ["--allow-incomplete-ranks"])]
     try:
@@ -86,11 +86,11 @@ def torchfrtrace(folder: Path, prefix: str, *, complete: bool, limit_s: float = 
 
 
 def grade(answer: Answer, truth: Truth, *, kinds: bool = True) -> str:
-    """How good an answer is.
+    """Grade an answer.
 
-    ``right``: exactly the true culprits, and with ``kinds`` a true kind for each root cause; of a healthy job that nothing is wrong.
-    ``vague``: the true culprits and others, or some of several, or the right ones with another kind, or a fault without a culprit.
-    ``wrong``: others are blamed, or a healthy job is called faulty. ``silent``: nothing is said of a fault. ``crashed``: no answer.
+    ``right``: exactly the true culprits and, with ``kinds``, a true kind for each root cause; no fault for a healthy job.
+    ``vague``: the true culprits and other ranks, only some of them, the right ones with a wrong kind, or a fault without a culprit.
+    ``wrong``: other ranks are blamed, or a fault is found in a healthy job. ``silent``: the fault is not found. ``crashed``: no answer.
     """
     if answer.crashed:
         return "crashed"
@@ -107,7 +107,7 @@ def grade(answer: Answer, truth: Truth, *, kinds: bool = True) -> str:
 
 
 def tell(text: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Print a table; write it, and what it was made of, where ``--markdown`` and ``--json`` want it."""
+    """Print a table, and write it and its data as ``--markdown`` and ``--json`` say."""
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text, encoding="utf-8")
@@ -120,7 +120,7 @@ def tell(text: str, rows: Sequence[dict[str, Any]], arguments: argparse.Namespac
 
 @dataclass
 class Cost:
-    """What a command took, its children included."""
+    """The cost of a command, including its children."""
 
     cpu_s: float
     wall_s: float
@@ -129,12 +129,12 @@ class Cost:
     text: str = field(repr=False, default="")
 
     def as_row(self) -> dict[str, float]:
-        """For JSON."""
+        """Return the cost for JSON."""
         return {"cpu_s": round(self.cpu_s, 3), "wall_s": round(self.wall_s, 3), "peak_mb": round(self.peak_mb, 1)}
 
 
 def measure(command: Sequence[str], *, limit_s: float = 1800, environment: dict[str, str] | None = None) -> Cost:
-    """Run a command by itself and see what it takes."""
+    """Run a command alone, and measure its cost."""
     began = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, env={**os.environ, **(environment or {})}
@@ -169,7 +169,7 @@ def _watch_memory(pid: int, peaks: list[float], finished: threading.Event) -> No
 
 
 def _family(pid: int) -> list[int]:
-    """The process and all below it."""
+    """Return a process and all its descendants."""
     family = [pid]
     for member in family:
         with suppress(OSError):

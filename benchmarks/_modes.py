@@ -1,4 +1,4 @@
-"""The ways in which a benchmark's ranks run: bare, with commlens, or with what others offer. Everything is switched on as a user would."""
+"""The modes in which a benchmark's ranks run: bare, with commlens, or with another tool, switched on as a user would."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from typing import Any
 
 
 def recorder_variable() -> str:
-    """What sets the entries of torch's own recorder, by the name that this torch does not warn of."""
+    """Return the variable that sizes torch's own recorder, under the name for which this torch does not warn."""
     version = tuple(int(part) for part in importlib.metadata.version("torch").split(".")[:2])
     return "TORCH_FR_BUFFER_SIZE" if version >= (2, 9) else "TORCH_NCCL_TRACE_BUFFER_SIZE"
 
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """One way.
+    """One way to run the ranks.
 
     Args:
-        name: what the tables call it.
-        environment: what is set before anything is created.
-        settings: commlens's; None: it is not there.
-        around: a step or a block of ops runs within this: ``dispatch mode``, ``trace``, ``torch CommDebugMode``, ``DebugMode``.
+        name: in the tables.
+        environment: set before anything is created.
+        settings: of commlens; None: without commlens.
+        around: the context in which a step or a block of ops runs: ``dispatch mode``, ``trace``, ``torch CommDebugMode``, ``DebugMode``.
         accelerate_debug: Accelerate's own check of its operations.
     """
 
@@ -39,17 +39,17 @@ class Mode:
 
     @property
     def watched(self) -> bool:
-        """Whether a watcher of its own follows it."""
+        """Whether the job has a watcher of its own."""
         return self.settings is not None and not self.settings.get("watched", False)
 
 
 def recorded(engine: str = "python", **settings: Any) -> dict[str, Any]:
-    """Settings of a job that is recorded by an engine, and watched by nobody unless ``watched=False`` is among them."""
+    """Return the settings of a job that an engine records. It has no watcher unless ``watched=False`` is given."""
     return {"watched": True, **engine_setting(engine), **settings}
 
 
 def engine_setting(engine: str) -> dict[str, str]:
-    """The setting that asks for an engine; nothing where there is only one."""
+    """Return the setting that selects an engine; empty if this commlens has only one."""
     from commlens.config import Settings
 
     return {"engine": engine} if any(field.name == "engine" for field in dataclasses.fields(Settings)) else {}
@@ -71,7 +71,7 @@ ACCELERATE = Mode("Accelerate's debug mode", {"ACCELERATE_DEBUG_MODE": "1"}, acc
 
 
 def native_engine() -> str:
-    """Why the native engine cannot be measured here; empty where it can."""
+    """Return why the native engine cannot be measured here; empty if it can."""
     if not engine_setting("native"):
         return "this version of commlens has none"
     try:
@@ -83,7 +83,7 @@ def native_engine() -> str:
 
 
 def available(modes: list[Mode]) -> tuple[list[Mode], list[str]]:
-    """Those that can be measured here, and a sentence for each that cannot."""
+    """Return the modes that can be measured here, and a sentence for each that cannot."""
     there, left_out = [], []
     for mode in modes:
         why = ""
@@ -101,7 +101,7 @@ def available(modes: list[Mode]) -> tuple[list[Mode], list[str]]:
 
 
 def set_up(mode: Mode, box_dir: str, job: str) -> None:
-    """What is set in a rank before its process group is made."""
+    """Apply a mode in a rank, before its process group is created."""
     import torch.distributed as dist
 
     os.environ[recorder_variable()] = "0"
@@ -115,10 +115,10 @@ def set_up(mode: Mode, box_dir: str, job: str) -> None:
 
 
 def confirm(mode: Mode, backend: str) -> None:
-    """That a rank runs as its mode says: a figure of something else is worse than none.
+    """Check that a rank runs in its mode, because a figure of another mode is worse than none.
 
     Raises:
-        RuntimeError: another engine records, or torch's recorder does not record what it should, or records where it should not.
+        RuntimeError: the wrong engine records, or torch's recorder is on or off against the mode.
     """
     import torch
     import torch.distributed as dist
@@ -138,7 +138,7 @@ def confirm(mode: Mode, backend: str) -> None:
 
 
 def around(mode: Mode) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the context in which a step, or a block of ops, runs. CommDebugMode and DebugMode are new ones each time."""
+    """Return a function that makes the context for a step or a block of ops; CommDebugMode and DebugMode are made anew each time."""
     if mode.around == "dispatch mode":
         from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""What every benchmark says of itself: tables for people, figures for machines, and the goals that its figures decide."""
+"""The report of a benchmark: tables for people, figures for machines, and the goals that the figures decide."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 WORDS: dict[bool | None, str] = {True: "met", False: "**not met**", None: "lost in the noise"}
-"""What is said of a goal."""
+"""The words for a goal that is met, missed or undecided."""
 
 
 @dataclasses.dataclass
 class Goal:
-    """A promise of the design, and what was measured."""
+    """A goal of the design, and what was measured."""
 
     goal: str
     measured: str
@@ -26,7 +26,7 @@ class Goal:
 
 @dataclasses.dataclass
 class Report:
-    """One benchmark's outcome."""
+    """The report of one benchmark."""
 
     title: str
     about: str  # what was measured and how, in sentences
@@ -43,20 +43,20 @@ class Report:
         self.markdown += "\n".join(lines) + "\n"
 
     def as_json(self) -> dict[str, Any]:
-        """The figures."""
+        """Return the figures."""
         return {"machine": machine(), **dataclasses.asdict(self)}
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the options that every benchmark has."""
+    """Return a parser with the options that all benchmarks share."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: a look whether it works, no figure to quote")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--quick", action="store_true", help="run fewer rounds, only to see whether it works: no figures to quote")
+    parser.add_argument("--json", type=Path, help="write the figures to this file")
     return parser
 
 
 def finish(report: Report, given: argparse.Namespace) -> None:
-    """Print the report, and write it where that is asked for."""
+    """Print the report, and write it if ``--json`` is given."""
     print(f"# {report.title}\n\n{report.about}\n{machine()}\n{report.markdown}")
     for sentence in report.left_out:
         print(sentence)
@@ -67,13 +67,13 @@ def finish(report: Report, given: argparse.Namespace) -> None:
 
 
 def command() -> str:
-    """How this benchmark was called."""
+    """Return the command line of this benchmark."""
     options = [word for at, word in enumerate(sys.argv[1:], 1) if word != "--json" and sys.argv[at - 1] != "--json"]
     return " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *options])
 
 
 def machine() -> str:
-    """What the figures were measured on, in a line."""
+    """Return the machine and versions that the figures hold for, in one line."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -83,10 +83,10 @@ def machine() -> str:
 
 
 def us(value: float) -> str:
-    """Microseconds, with the digits that mean something."""
+    """Return microseconds with as many digits as are significant."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def between(pair: tuple[float, float], digits: int = 2) -> str:
-    """Two quartiles."""
+    """Return two quartiles in words."""
     return f"{pair[0]:.{digits}f} to {pair[1]:.{digits}f}"

@@ -1,4 +1,4 @@
-"""The project's own scenarios as dumps of other tools: run for real over gloo, with the harness of the tests."""
+"""The project's scenarios as dumps of other tools, run over gloo with the harness of the tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD_SIZE = 4
 
 
 def run_all(folder: Path, only: str = "") -> Iterator[tuple[str, str, Truth, Path, bool]]:
-    """Run each faulty scenario once: (kind of dumps, scenario, truth, folder of files rank_N, whether all are there)."""
+    """Run each faulty scenario once; yield the kind of dumps, scenario, truth, folder of files rank_N, and whether no dump is missing."""
     with harness() as jobs:
         for scenario in SCENARIOS:
             if scenario.healthy or scenario.impossible() or only not in scenario.name:
@@ -35,7 +35,7 @@ def _as_dumps(name: str, family: str, result: Any, folder: Path, native: Path) -
         to = folder / f"timing-{timing}"
         converted.write(result.logs(), to, timing=timing, without=without)
         yield f"scenarios as NCCL, {WORLD_SIZE} ranks, {'timing' if timing else 'plain'}", name, truth, to, not without
-    # Gloo's recorder does not see messages; a job that dies, and a thread that cannot run, leave nothing to read.
+    # gloo's recorder records no messages. A job that dies, or a thread that cannot run, leaves no dump.
     if find(name).ending is not Ending.HANGS or family in ("p2p", "pipeline") or name in ("stopped", "holds-gil", "throttled"):
         return
     to = folder / "gloo"

@@ -1,7 +1,7 @@
-"""Several sets of real processes, one for each way of running, that take turns: the machinery of the paired benchmarks.
+"""Sets of real processes that take turns, one set per mode: the basis of the paired benchmarks.
 
-All sets run the same program. A round visits each of them once, in another order each time, so that a machine that slows down slows
-all of them; figures are medians over rounds of what neighbours differ by.
+All sets run the same program. A round runs each set once, in a different order each time, so that a slow phase of the machine slows
+all of them. Figures are medians, over the rounds, of the difference within a round.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ import _modes
 from _modes import Mode
 
 Prepare = Callable[[int, int, Mode], dict[str, Callable[[], object]]]
-"""Called in a process with its rank, the world size and the mode once the process group stands: names and what to run for each."""
+"""Called in a process with its rank, the world size and the mode once the process group exists; returns a function to run for each name."""
 
 PATIENCE_S = 120.0
-"""How long a block may take before the benchmark is given up."""
+"""How long a block may take before the benchmark fails."""
 LEAST_ROUNDS = 3
 FEW_ROUNDS = 15
-"""Blocks are made so short that there is time for as many rounds as this."""
+"""Blocks are short enough to allow this many rounds."""
 
 
 class Ended(Exception):
-    """A rank of a set ended by an exception; says by which."""
+    """A rank of a set ended with an exception, which the message names."""
 
 
 def _why(error: BaseException) -> str:
-    """The exception at the bottom of it, and where."""
+    """Return the original exception, and where it was raised."""
     while error.__cause__ is not None:
         error = error.__cause__
     where = traceback.extract_tb(error.__traceback__)[-1]
@@ -53,7 +53,7 @@ def _why(error: BaseException) -> str:
 
 
 def _rank(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
-    """One process, which tells why it ends early."""
+    """Run one process, and send the reason if it ends early."""
     try:
         _member(mode, rank, world_size, backend, folder, per_step, prepare, pipe)
     except Exception as error:
@@ -63,7 +63,7 @@ def _rank(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per
 
 
 def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, per_step: bool, prepare: Prepare, pipe: Connection) -> None:
-    """One process: waits for (case, number of runs), runs them, answers with (wall, CPU) ns per run."""
+    """Run one process: receive (case, number of runs), run them, send (wall, CPU) ns per run."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size))
     faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("ignore")
@@ -106,7 +106,7 @@ def _member(mode: Mode, rank: int, world_size: int, backend: str, folder: str, p
 
 @dataclass
 class Measured:
-    """One case in one way: microseconds of the slowest rank, against the first way of the same round."""
+    """One case in one mode: microseconds of the slowest rank, compared with the first mode in the same round."""
 
     case: str
     mode: str
@@ -116,32 +116,32 @@ class Measured:
     ratio: float
     ratio_quartiles: tuple[float, float]
     ratio_interval: tuple[float, float]
-    """Where the median is with 95% confidence, as far as rounds are alike."""
+    """The median's 95% confidence interval, assuming that rounds are alike."""
     cpu_us: float
     added_cpu_us: float
     added_cpu_us_quartiles: tuple[float, float]
     added_cpu_us_interval: tuple[float, float]
     added_least_us: float
-    """The shortest block against the shortest of the first way: what is added where nothing disturbs."""
+    """The shortest block minus the first mode's shortest: what is added without disturbances."""
     rounds: int
     runs: int
 
     def takes_at_most(self, limit: float) -> bool | None:
-        """Whether its ratio is at most ``limit``; None where that is not known with 95% confidence."""
+        """Return whether its ratio is at most ``limit``; None if that is not certain with 95% confidence."""
         return is_at_most(self.ratio_interval, limit)
 
     def adds_at_most(self, least: float, most: float | None = None) -> bool | None:
-        """Whether the CPU time that it adds is at most so many us (somewhere from ``least`` to ``most``); None where that is not known."""
+        """Return whether it adds at most this much CPU time, in us (a limit from ``least`` to ``most``); None if that is uncertain."""
         return is_at_most(self.added_cpu_us_interval, least, most)
 
 
 def is_at_most(interval: tuple[float, float], least: float, most: float | None = None) -> bool | None:
-    """Whether what lies in ``interval`` is at most a limit, which lies between ``least`` and ``most``; None where that is not known."""
+    """Return whether a value in ``interval`` is at most a limit between ``least`` and ``most``; None if that is uncertain."""
     return True if interval[1] <= least else False if interval[0] > (least if most is None else most) else None
 
 
 class Sets:
-    """One set of processes for each mode; the first is what the others are compared with."""
+    """One set of processes per mode; the others are compared with the first."""
 
     def __init__(self, modes: Sequence[Mode], pipes: list[list[Connection]], watchers: dict[str, int], failed: dict[str, str]) -> None:
         self._modes = modes
@@ -150,14 +150,14 @@ class Sets:
         self.failed = failed  # modes whose ranks ended, with why: the case does not run in them
 
     def compare(self, case: str, *, rounds: int, runs: int, seconds: float, only: Sequence[Mode] = ()) -> list[Measured]:
-        """Let all run a case in turns: at most ``rounds`` blocks of at most ``runs`` each, of as many as there is time for.
+        """Run a case on all sets in turns: at most ``rounds`` blocks of at most ``runs`` runs each, as time allows.
 
         Args:
             case: its name.
-            rounds: at most; fewer where ``seconds`` are over, but :data:`LEAST_ROUNDS` in any case.
-            runs: in a block; fewer where blocks of so many would leave time for few rounds.
-            seconds: for all of it. A slow machine gets fewer rounds, not a longer benchmark.
-            only: these ways, for more rounds of each; the others stay idle.
+            rounds: at most; fewer once ``seconds`` are over, but never fewer than :data:`LEAST_ROUNDS`.
+            runs: in a block; fewer if such blocks leave time for too few rounds.
+            seconds: in all. A slow machine runs fewer rounds, not for longer.
+            only: run only these modes, for more rounds of each.
         """
         turns = [number for number, mode in enumerate(self._modes) if mode in (only or self._modes)]
         blocks: list[list[tuple[float, float]]] = [[] for _ in self._modes]
@@ -178,7 +178,7 @@ class Sets:
         ]
 
     def _round(self, number: int, turns: list[int], case: str, runs: int, blocks: list[list[tuple[float, float]]]) -> None:
-        """A block of each way; another begins each time."""
+        """Run a block in each mode, starting with a different mode each time."""
         shift = number % len(turns)
         for which in turns[shift:] + turns[:shift]:
             if self._modes[which].name in self.failed:
@@ -224,26 +224,26 @@ class Sets:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third of sorted values."""
+    """Return the first and the third quartile of sorted values."""
     return values[len(values) // 4], values[-1 - len(values) // 4]
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Of sorted values, those between which the median lies with 95% confidence (order statistics; the extremes of few values)."""
+    """Return the median's 95% confidence interval from sorted values (order statistics; the extremes of few values)."""
     at = max(0, math.floor((len(values) - 1.96 * math.sqrt(len(values))) / 2))
     return values[at], values[-1 - at]
 
 
 @contextmanager
 def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepare, *, per_step: bool = False) -> Iterator[Sets]:
-    """Start all sets; end them afterwards. The fake backend has one real process, whatever the world size.
+    """Start all sets, and end them afterwards. The fake backend has one real process for any world size.
 
     Args:
-        modes: the ways, the bare one first.
+        modes: the bare one first.
         backend: "gloo" or "fake".
         world_size: ranks of each set.
         prepare: makes the cases.
-        per_step: whether a mode's context is entered for each run; else for a block of them.
+        per_step: whether a mode's context is entered for each run instead of for each block.
     """
     import torch
 
@@ -295,12 +295,12 @@ def running(modes: Sequence[Mode], backend: str, world_size: int, prepare: Prepa
 
 def _wait_until_ready(pipe: Connection) -> None:
     if not pipe.poll(PATIENCE_S):
-        raise Ended(f"nothing was heard of it for {PATIENCE_S:.0f} s")
+        raise Ended(f"it sent nothing for {PATIENCE_S:.0f} s")
     _received(pipe)
 
 
 def _received(pipe: Connection) -> Any:
-    """What a rank sent; raises what it ended by."""
+    """Return what a rank sent; raise if it ended instead."""
     if isinstance(found := pipe.recv(), Ended):
         raise found
     return found
@@ -311,7 +311,7 @@ def _how_it_ended(error: Exception) -> str:
 
 
 def _watcher(job: str) -> int:
-    """The pid of a job's watcher."""
+    """Return the pid of a job's watcher."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             line = (process / "cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""What tracing adds to a step of tensor-parallel models, next to PyTorch's CommDebugMode: in one process, on the fake backend, in turns.
+"""Measure what tracing and PyTorch's CommDebugMode add to a step of tensor-parallel models, in turns in one process on the fake backend.
 
 python benchmarks/comm_debug_cost.py [--rounds 40] [--world-size 4]
 """
@@ -32,7 +32,7 @@ Step = Callable[[], object]
 
 
 def tracing(depth: Depth) -> Callable[[], AbstractContextManager[None]]:
-    """What ``commlens.trace(depth=...)`` does to one of many steps: the tracer is the same for all of them."""
+    """Trace one of many steps as ``commlens.trace(depth=...)`` does: all steps share one tracer."""
     tracer = Tracer(depth)
 
     @contextmanager
@@ -53,11 +53,11 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "commlens.CommDebugMode": CommDebugMode,
     "torch CommDebugMode": TorchCommDebugMode,
 }
-"""Ways to run a step. CommDebugMode, both, is a new one for each step, since PyTorch's does not survive two in one context."""
+"""Ways to run a step. Both CommDebugModes are made anew for each step, because PyTorch's does not survive two steps in one context."""
 
 
 def steps(mesh: DeviceMesh) -> dict[str, Step]:
-    """One forward and backward of each model."""
+    """Return a forward and backward pass of each model."""
     mlp, x = parallel_mlp(mesh), torch.rand(8, 10)
     small, tokens = parallel_transformer(mesh, width=64, vocabulary=64, length=32), torch.randint(0, 64, (4, 32))
     large = parallel_transformer(mesh, width=256, vocabulary=512, length=64, layers=4)
@@ -70,7 +70,7 @@ def steps(mesh: DeviceMesh) -> dict[str, Step]:
 
 
 def measure(step: Step, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Wall and CPU milliseconds of one step for each way and round; the ways take turns, and who begins changes."""
+    """Return wall and CPU milliseconds of a step for each way and round. The ways take turns, starting with a different one each time."""
     times: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     order = list(WAYS)
     for number in range(rounds + 3):
@@ -86,7 +86,7 @@ def measure(step: Step, rounds: int) -> dict[str, list[tuple[float, float]]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What tracing adds to a step, next to PyTorch's CommDebugMode.")
+    parser = argparse.ArgumentParser(description="Measure what tracing and PyTorch's CommDebugMode add to a step.")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--world-size", type=int, default=4)
     arguments = parser.parse_args()
@@ -94,7 +94,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=arguments.world_size)
-    print(f"one step, medians of {arguments.rounds} rounds in which each way has its turn; {machine()}")
+    print(f"one step, medians of {arguments.rounds} rounds in which the ways take turns; {machine()}")
     for name, step in steps(init_device_mesh("cpu", (arguments.world_size,))).items():
         times = measure(step, arguments.rounds)
         bare = times["bare"]

@@ -1,12 +1,12 @@
-"""What a diagnosis costs: CPU, time and peak memory, beside torchfrtrace and beside the bare ``pickle.load`` of the same files.
+"""Measure the CPU time, wall time and peak memory of a diagnosis, of torchfrtrace, and of a bare ``pickle.load`` of the same files.
 
     python benchmarks/diagnose_cost.py --sizes 8 64 256 1024 4096 10240 --json cost.json --markdown cost.md
 
-Each measurement is a command of its own on generated dumps of 2,000 entries for each rank, its worker processes included; CPU is user and
-system time, memory the proportional set size of all its processes together, looked at ten times a second. The bare load is one process
-that calls ``pickle.load`` on one file after the other and keeps nothing, with Python's garbage collector off, which is twice as
-fast as with it. The jobs have no pipeline: on messages torchfrtrace gives up early, and would seem cheap. The files have been read
-once before, so that nobody waits for the disk.
+Each measurement is a command of its own, with its worker processes, on generated dumps of 2,000 entries per rank. CPU is user and
+system time; memory is the proportional set size of all its processes, sampled ten times a second. The bare load is one process that
+calls ``pickle.load`` on one file after the other and keeps nothing, with Python's garbage collector off, which makes it twice as fast.
+The jobs have no pipeline, because torchfrtrace gives up early on messages and would seem cheap. The files have been read once before,
+so that no tool waits for the disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CASES = ("stuck-before-tp", "healthy-done")
 
 
 def measured(size: int, fault: str, *, rival: bool, folder: Path, runs: int) -> dict[str, Any]:
-    """One size and fault: every tool's cost, the cheapest of the runs."""
+    """Return every tool's cost for one size and fault, from the cheapest of its runs."""
     job = Job(FLAT_MESHES[size], by_name(fault), Conditions())
     job.write(folder, processes=os.cpu_count() or 1)
     megabytes = sum(path.stat().st_size for path in folder.iterdir()) / 1e6
@@ -54,7 +54,7 @@ def measured(size: int, fault: str, *, rival: bool, folder: Path, runs: int) -> 
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the table in Markdown."""
     lines = [
         "| ranks | dumps | on disk | commlens CPU | time | peak memory | bare `pickle.load` CPU | commlens / bare "
         "| torchfrtrace CPU | time | peak memory | less CPU |",
@@ -78,7 +78,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """What the design promises of it."""
+    """Return the goal of the design, with what was measured."""
     at = [row for row in rows if row["ranks"] == 256 and "torchfrtrace" in row]
     if not at:
         return []
@@ -87,13 +87,13 @@ def goals(rows: list[dict[str, Any]]) -> list[Goal]:
 
 
 def main() -> int:
-    """Print the table; write it where it is asked for."""
+    """Measure, print the table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[8, 64, 256], choices=sorted(FLAT_MESHES))
     parser.add_argument("--faults", nargs="*", default=list(CASES))
-    parser.add_argument("--rival-up-to", type=int, default=1024, help="torchfrtrace only up to this world size")
-    parser.add_argument("--runs", type=int, default=3, help="of commlens and the bare load; the cheapest counts")
-    parser.add_argument("--folder", type=Path, help="where the dumps are written for a while (default: the system's temporary folder)")
+    parser.add_argument("--rival-up-to", type=int, default=1024, help="run torchfrtrace only up to this world size")
+    parser.add_argument("--runs", type=int, default=3, help="runs of commlens and of the bare load; the cheapest counts")
+    parser.add_argument("--folder", type=Path, help="keep the dumps here during the run (default: the system's temporary folder)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()

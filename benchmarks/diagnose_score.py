@@ -1,13 +1,13 @@
-"""Who finds the culprit: commlens and torchfrtrace on the same dumps.
+"""Compare how often commlens and torchfrtrace find the culprit in the same dumps.
 
     python benchmarks/diagnose_score.py --sizes 16 64 --json score.json --markdown score.md
 
-An answer is *right* when it blames exactly the true culprits, nobody else, and (commlens only) gives a true kind to every root cause; for
-a healthy job when it says that nothing is wrong; for a collective that everybody joined and that does not complete when it says so and
-blames nobody. *Vague*: the true culprits among others, or some of several, or with a kind that is not true, or a fault without a culprit.
-*Wrong*: others are blamed, or a healthy job is called faulty. *Silent*: nothing is said of a fault. *Crashed*: an exception or no answer.
-Whom torchfrtrace blames is read from its output: every "Culprit rank N" and all "missing ranks". It is given the option that it needs
-where dumps are missing, and the prefix of the names.
+An answer is *right* if it blames exactly the true culprits and (commlens only) gives a true kind to every root cause; for a healthy job,
+if it finds no fault; for a collective that all ranks joined and that does not complete, if it reports that and blames no rank. *Vague*:
+the true culprits among other ranks, only some of them, a wrong kind, or a fault without a culprit. *Wrong*: other ranks are blamed, or a
+fault is found in a healthy job. *Silent*: the fault is not found. *Crashed*: an exception or no answer. torchfrtrace's culprits are read
+from its output: every "Culprit rank N" and all "missing ranks". It gets the option that it needs if dumps are missing, and the prefix
+of the names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFIX = "rank_"
 
 @dataclass
 class Case:
-    """Some dumps with their truth."""
+    """A set of dumps with its truth."""
 
     family: str
     name: str
@@ -52,17 +52,17 @@ CONDITIONS = {
     "old": Conditions(version="2.3", stacks=False, history=3, skew_s=0.3),
     "in-flight": Conditions(version="2.9", stacks=False, in_flight_only=True),
 }
-"""Beside the fault: what torch writes by default; clocks two seconds apart; a ring that has not wrapped; only what is in flight."""
+"""Besides the fault: torch's default; clocks two seconds apart; a ring buffer that has not wrapped; only records in flight."""
 
 LAYOUTS = {"FSDP x TP x PP": MESHES, "FSDP x TP": FLAT_MESHES, "Megatron": MEGATRON_MESHES}
 _OPTION = {"FSDP x TP": " --flat", "Megatron": " --megatron"}
 
 UNKNOWABLE = {"in-flight": {"straggler", "lost-recv"}}
-"""Faults of which such dumps hold nothing."""
+"""Faults that leave no trace in such dumps."""
 
 
 def generated(sizes: list[int], only: str) -> Iterator[Case]:
-    """Every fault on every mesh, up to 64 ranks under all conditions."""
+    """Yield every fault on every mesh; up to 64 ranks, under all conditions."""
     for layout, meshes in LAYOUTS.items():
         for size in sizes:
             if size not in meshes:
@@ -93,7 +93,7 @@ REAL = {"gpu_error_1st": (12, 14), "lock_gil_1st": (9, 14)}
 
 
 def real(folder: Path) -> Iterator[Case]:
-    """Real dumps of a Megatron job on 16 GPUs, where COMMLENS_TEST_DATA names them."""
+    """Yield real dumps of a Megatron job on 16 GPUs, if COMMLENS_TEST_DATA names their folder."""
     for name, culprits in REAL.items():
         source = folder / "megatron_moe_16ranks" / name
         if source.is_dir():
@@ -108,7 +108,7 @@ def real(folder: Path) -> Iterator[Case]:
 
 
 def scenarios(folder: Path, only: str) -> Iterator[Case]:
-    """The project's own faulty programs, run here over gloo."""
+    """Yield the dumps of the project's faulty scenarios, run here over gloo."""
     import _scenarios
 
     for family, name, truth, files, complete in _scenarios.run_all(folder, only):
@@ -123,7 +123,7 @@ def scenarios(folder: Path, only: str) -> Iterator[Case]:
 
 
 def judged(case: Case, folder: Path, *, rival: bool) -> dict[str, Any]:
-    """Both answers to one case."""
+    """Return both tools' answers to one case."""
     case.write(folder)
     ours = judge.commlens(folder)
     row: dict[str, Any] = {
@@ -145,7 +145,7 @@ def judged(case: Case, folder: Path, *, rival: bool) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> str:
-    """A Markdown table: of each family how many answers of each grade."""
+    """Return a Markdown table with the number of answers of each grade, per family."""
     lines = ["| dumps | cases | tool | " + " | ".join(judge.GRADES) + " |", "|---|---|---|" + "---|" * len(judge.GRADES)]
     families = list(dict.fromkeys(row["family"] for row in rows))
     for family in [*families, "all"]:
@@ -168,7 +168,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """What the design promises of it."""
+    """Return the goal of the design, with what was measured."""
     grades = {tool: Counter(row[tool] for row in rows if tool in row) for tool in ("commlens", "torchfrtrace")}
     ours, theirs = grades["commlens"], grades["torchfrtrace"]
     measured = f"{ours['right']} of {sum(ours.values())} right, {ours['wrong']} wrong"
@@ -187,15 +187,15 @@ def _one(case: Case, rival_up_to: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the table; write it where it is asked for."""
+    """Measure, print the table, and write it if asked to."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="*", default=[16, 64], help="world sizes of the generated dumps")
-    parser.add_argument("--only", default="", help="only faults whose name contains this")
-    parser.add_argument("--conditions", nargs="*", choices=list(CONDITIONS), help="only these")
+    parser.add_argument("--only", default="", help="run only faults whose name contains this")
+    parser.add_argument("--conditions", nargs="*", choices=list(CONDITIONS), help="run only these")
     parser.add_argument(
-        "--rival-up-to", type=int, default=64, help="torchfrtrace only up to this world size: its time grows with the square"
+        "--rival-up-to", type=int, default=64, help="run torchfrtrace only up to this world size, because its time grows with the square"
     )
-    parser.add_argument("--scenarios", action="store_true", help="also the project's own scenarios, run here over gloo (some minutes)")
+    parser.add_argument("--scenarios", action="store_true", help="also run the project's own scenarios over gloo (takes minutes)")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     arguments = parser.parse_args()

@@ -1,8 +1,8 @@
-"""One rank of NCCL on one GPU: what recording costs there, and that CUDA graphs and torch's own recorder get along with it.
+"""Measure recording on one rank of NCCL on one GPU, and check that CUDA graphs and torch's own recorder work with it.
 
     python benchmarks/gpu_check.py [--quick] [--json FILE]
 
-Without a GPU it says so, and measures nothing.
+Without a GPU, it reports that and measures nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIZES = {"4 B": 1, "1 MB": 262_144, "64 MB": 16_777_216}
 
 
 def cuda() -> str:
-    """Why nothing can be measured; empty where it can."""
+    """Return why nothing can be measured; empty if it can."""
     import torch
     import torch.distributed as dist
 
@@ -33,7 +33,7 @@ def cuda() -> str:
 
 
 def rank(way: str, folder: str, rounds: int, ops: int) -> dict[str, Any]:
-    """The process that has the GPU: bare, or recorded by an engine."""
+    """Run the process that uses the GPU, bare or recorded by an engine."""
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     os.environ.update(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_FR_BUFFER_SIZE="2000")
     import torch
@@ -81,7 +81,7 @@ def rank(way: str, folder: str, rounds: int, ops: int) -> dict[str, Any]:
 
 
 def captured_and_replayed() -> str:
-    """Capture three all_reduces into a CUDA graph, under the mode in which a stray query of an event ends the capture; replay it."""
+    """Capture three all_reduces in a CUDA graph, in the mode in which any query of an event fails the capture, and replay it."""
     import torch
     import torch.distributed as dist
 
@@ -111,7 +111,7 @@ def captured_and_replayed() -> str:
 def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
-    parser.add_argument("--rank", nargs=2, metavar=("WAY", "FOLDER"), help="(what it calls itself with)")
+    parser.add_argument("--rank", nargs=2, metavar=("WAY", "FOLDER"), help="(internal: runs one rank)")
     given = parser.parse_args()
     rounds, ops = (5, 50) if given.quick else (30, 200)
     if given.rank:

@@ -1,4 +1,4 @@
-"""What recording keeps in memory: a process over 10,000 steps, which must not grow, and the black box.
+"""Measure the memory that recording uses: of a process over 10,000 steps, which must not grow, and of the black box.
 
 python benchmarks/memory_cost.py [--quick] [--steps 10000] [--json FILE]
 """
@@ -20,17 +20,17 @@ OPS = 10
 """Collectives in a step."""
 POINTS = 10
 FLAT_KB = 1024
-"""By how much a process may differ between the middle of its life and the end of it, and still be called flat."""
+"""How much a process may grow from the middle to the end of its run and still count as flat."""
 
 
 def resident_kb() -> int:
-    """Memory of this process that is its own (not files, not shared memory), in KB."""
+    """Return the private memory of this process (no files, no shared memory), in KB."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if ":" in line)
     return int(fields["RssAnon"].split()[0])
 
 
 def member(mode: Mode, steps: int, folder: str, pipe: Connection) -> None:
-    """One process: 10 collectives a step from changing lines and with a few shapes; its memory at ten moments."""
+    """Run one process with 10 collectives a step, from varying lines and with a few shapes; return its memory at ten times."""
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore

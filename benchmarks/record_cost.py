@@ -1,9 +1,9 @@
-"""What recording adds to one collective, in microseconds, beside torch's own recorder and a TorchDispatchMode.
+"""Measure what recording, torch's own recorder and a TorchDispatchMode add to one collective, in microseconds.
 
 python benchmarks/record_cost.py [--quick] [--backends fake:4 gloo:1 gloo:2 gloo:4] [--json FILE]
 
-It is CPU time that is compared: what ranks wait for each other, and for a processor, is more. The fake backend has no network, nor has
-gloo with one rank, which does all else that a rank does: there a microsecond can be seen.
+CPU time is compared, because ranks also wait for each other and for a processor. The fake backend uses no network, and neither does
+gloo with one rank, which otherwise does all that a rank does: there, a single microsecond is visible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from _modes import Mode
 from _report import Goal, Report, arguments, between, command, finish, us
 from _sets import Measured, running
 
-MODES = {  # torch's recorder does not hear of the fake backend
+MODES = {  # torch's recorder does not record the fake backend
     "fake": [_modes.OFF, _modes.PYTHON, _modes.NATIVE, _modes.DISPATCH_MODE],
     "gloo": [_modes.OFF, _modes.PYTHON, _modes.NATIVE, _modes.TORCH_RECORDER],
 }
@@ -30,7 +30,7 @@ RUNS = {"all_reduce 1 MB": 0.1, "coalesced, 4": 0.5, "batch_isend_irecv": 0.5}
 
 
 def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], object]]:
-    """The cases, for one rank."""
+    """Return the cases for one rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _coalescing_manager
@@ -69,7 +69,7 @@ def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], ob
 
 
 def goals(found: dict[tuple[str, str, str], Measured]) -> list[Goal]:
-    """What the design promises of it."""
+    """Return the goals of the design, with what was measured."""
     result = []
     for engine, limit in (("Python engine", 15), ("native engine", 2)):
         one = found.get(("fake x4", "all_reduce", engine))
@@ -93,8 +93,8 @@ def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=500)
-    parser.add_argument("--ops", type=int, default=50, help="in a block")
-    parser.add_argument("--seconds", type=float, default=7, help="for each op and backend")
+    parser.add_argument("--ops", type=int, default=50, help="ops in a block")
+    parser.add_argument("--seconds", type=float, default=7, help="seconds for each op and backend")
     parser.add_argument("--backends", nargs="+", default=["fake:4", "gloo:1", "gloo:2", "gloo:4"])
     given = parser.parse_args()
     seconds = 1.5 if given.quick else given.seconds
@@ -128,12 +128,12 @@ def main() -> None:
 
 
 def added(one: Measured) -> str:
-    """A cell of what a way adds."""
+    """Return the table cell for what a mode adds."""
     return f"{cpu(one)}; {us(one.added_us)}"
 
 
 def cpu(one: Measured) -> str:
-    """The CPU time that a way adds."""
+    """Return the CPU time that a mode adds."""
     return f"**{us(one.added_cpu_us)}** ({between(one.added_cpu_us_quartiles)}; least {us(one.added_least_us)})"
 
 

@@ -37,14 +37,14 @@ ABOUT = (
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One script.
+    """One benchmark script.
 
     Args:
-        name: the file's, without its ending.
-        title: where it does not say so itself.
-        options: what it is called with, and for a quick look.
-        limit_s: after which it is ended.
-        reports: whether it writes a report (``_report.py``); else its tables, with ``--markdown``, or what it prints.
+        name: of the file, without its ending.
+        title: for a script that has none in its report.
+        options: of the command; ``quick`` for a quick run.
+        limit_s: when to end it.
+        reports: whether it writes a report (``_report.py``); otherwise its ``--markdown`` tables, or its output, are used.
     """
 
     name: str
@@ -74,7 +74,7 @@ BENCHMARKS = (
 
 
 def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
-    """One benchmark's report; where it fails, a report that says so."""
+    """Run a benchmark and return its report; if it fails, a report of the failure."""
     with tempfile.TemporaryDirectory(prefix="commlens-benchmark-") as folder:
         figures, tables = Path(folder) / "figures.json", Path(folder) / "tables.md"
         options = benchmark.quick if quick else benchmark.options
@@ -111,7 +111,7 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
 
 
 def page(reports: list[dict[str, Any]]) -> str:
-    """The page: the goals first, then each benchmark."""
+    """Return the page: the goals, then each benchmark."""
     lines = ["# Performance", "", ABOUT, ""]
     goals = [goal for report in reports for goal in report["goals"]]
     if goals:
@@ -129,9 +129,9 @@ def page(reports: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Run them."""
+    """Run the benchmarks."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a look whether they work: some minutes, no figures to quote")
+    parser.add_argument("--quick", action="store_true", help="run for some minutes, only to see whether they work: no figures to quote")
     parser.add_argument("--only", nargs="+", choices=[benchmark.name for benchmark in BENCHMARKS])
     parser.add_argument("--write", action="store_true", help="write docs/performance.md and benchmarks/results/performance.json")
     given = parser.parse_args()

@@ -1,4 +1,4 @@
-"""What commlens makes of a training step: small models on gloo, recorded, watched, traced, verified, beside what others offer.
+"""Measure what commlens adds to a training step of small models on gloo: recorded, watched, traced, verified, next to other tools.
 
 python benchmarks/step_time.py [--quick] [--only DDP ...] [--json FILE]
 """
@@ -26,7 +26,7 @@ Step = Callable[[], object]
 
 
 def trained(model: Any, batch: Any, loss: Callable[[Any], Any] = lambda out: out.square().mean()) -> Step:
-    """A step with an optimizer."""
+    """Return a training step with an optimizer."""
     import torch
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -40,7 +40,7 @@ def trained(model: Any, batch: Any, loss: Callable[[Any], Any] = lambda out: out
 
 
 def layers(count: int, width: int) -> Any:
-    """A stack of linear layers."""
+    """Return a stack of linear layers."""
     from torch import nn
 
     return nn.Sequential(*[part for _ in range(count) for part in (nn.Linear(width, width), nn.GELU())])
@@ -115,7 +115,7 @@ def pipelined(rank: int, world_size: int) -> Step:
 
 
 def accelerated(rank: int, world_size: int) -> Step:
-    """The DDP model with metrics that Accelerate gathers and reduces: its debug mode checks these two, and nothing else."""
+    """The DDP model with metrics that Accelerate gathers and reduces, which are the only two operations that its debug mode checks."""
     from accelerate.state import PartialState
     from accelerate.utils import gather, reduce
 
@@ -144,13 +144,13 @@ FAMILIES: dict[str, tuple[Callable[[int, int], Step], int]] = {
 
 
 def every(answers: Iterable[bool | None]) -> bool | None:
-    """Whether all are met; None where none is missed, but not all are known."""
+    """Return whether all goals are met; None if none is missed but some are undecided."""
     each = list(answers)
     return False if False in each else None if None in each else True
 
 
 def goals(found: dict[tuple[str, str], Measured], alone: dict[str, Measured]) -> list[Goal]:
-    """What the design promises of it."""
+    """Return the goals of the design, with what was measured."""
     result = []
     if alone:
         shown = ", ".join(
@@ -176,8 +176,8 @@ def main() -> None:
     """Measure and print."""
     parser = arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=20, help="for each family, twice")
-    parser.add_argument("--steps", type=int, default=6, help="in a block")
+    parser.add_argument("--seconds", type=float, default=20, help="seconds for each family, spent twice")
+    parser.add_argument("--steps", type=int, default=6, help="steps in a block")
     parser.add_argument("--only", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     given = parser.parse_args()
     seconds = 4.0 if given.quick else given.seconds
@@ -227,7 +227,7 @@ def main() -> None:
 
 
 def prepare(make: Callable[[int, int], Step]) -> Callable[[int, int, Mode], dict[str, Step]]:
-    """The case of a family, for one rank. The first step, which sets up much that stays, is not measured, nor is it debugged by anybody."""
+    """Return the case of a family for one rank. The first step, which does the setup, is neither measured nor debugged."""
 
     def cases(rank: int, world_size: int, mode: Mode) -> dict[str, Step]:
         step = make(rank, world_size)

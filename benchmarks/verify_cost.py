@@ -1,4 +1,4 @@
-"""What strict verification adds to a synchronous collective on gloo, beside TORCH_DISTRIBUTED_DEBUG=DETAIL and Accelerate's debug mode.
+"""Measure what strict verification, TORCH_DISTRIBUTED_DEBUG=DETAIL and Accelerate's debug mode add to a synchronous collective on gloo.
 
 python benchmarks/verify_cost.py [--quick] [--ranks 2 4] [--json FILE]
 """
@@ -19,7 +19,7 @@ ACCELERATED = [_modes.OFF, _modes.VERIFIED_PYTHON, _modes.VERIFIED_NATIVE, _mode
 
 
 def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], object]]:
-    """An all_reduce of each size."""
+    """Return an all_reduce of each size."""
     import torch
     import torch.distributed as dist
 
@@ -28,7 +28,7 @@ def prepare(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], ob
 
 
 def prepare_accelerate(rank: int, world_size: int, mode: Mode) -> dict[str, Callable[[], object]]:
-    """Accelerate's reduce and broadcast, which its debug mode checks."""
+    """Return Accelerate's reduce and broadcast, which its debug mode checks."""
     import torch
     from accelerate.state import PartialState
     from accelerate.utils import broadcast, reduce
@@ -43,13 +43,13 @@ def prepare_accelerate(rank: int, world_size: int, mode: Mode) -> dict[str, Call
 
 
 def runs(case: str, quick: bool) -> int:
-    """How many make a block: fewer of large ones."""
+    """Return how many runs make a block: fewer of large tensors."""
     numel = next(size for name, size in SIZES.items() if case.endswith(f" {name}"))
     return max(3, min(20 if quick else 100, 2_000_000 // numel))
 
 
 def goals(found: dict[tuple[int, str, str], Measured], ranks: list[int]) -> list[Goal]:
-    """What the design promises of it, by the better engine."""
+    """Return the goals of the design, with the better engine's figures."""
     result = []
     for case, limit in (("all_reduce 4 B", 1.5), ("all_reduce 1 MB", 1.05), ("all_reduce 16 MB", 1.05)):
         for count in ranks:
@@ -65,11 +65,11 @@ def goals(found: dict[tuple[int, str, str], Measured], ranks: list[int]) -> list
 
 
 def main() -> None:
-    """Run it for each number of ranks."""
+    """Measure for each number of ranks, and print."""
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=6, help="for each operation and number of ranks")
+    parser.add_argument("--seconds", type=float, default=6, help="seconds for each operation and number of ranks")
     given = parser.parse_args()
     seconds = 1.5 if given.quick else given.seconds
     modes, left_out = _modes.available(MODES)

@@ -1,10 +1,10 @@
-"""What the tests say and what recording costs, for each torch and Python that it was tried with.
+"""Collect the test results and the cost of recording for each tested torch and Python.
 
 python benchmarks/versions.py [--quick] [--json FILE]
 
-It looks at the environment in which it runs, and keeps the rows of the others from benchmarks/results/performance.json. To add one:
+It measures the environment in which it runs, and keeps the rows of the others from benchmarks/results/performance.json. To add one:
 
-    make compat TORCH=2.15.0      # runs all tests, whose report stays in the environment
+    make compat TORCH=2.15.0      # runs all tests and keeps their report in the environment
     make bench VENV=.venv-torch-2.15.0 TORCH_VERSION=2.15.0 ARGS="--only versions"
 """
 
@@ -33,7 +33,7 @@ COST_S = 300.0
 
 
 def kept() -> list[dict[str, Any]]:
-    """What is known of other environments."""
+    """Return the saved rows of other environments."""
     try:
         return list(json.loads(FIGURES.read_text(encoding="utf-8"))["versions"]["rows"])
     except (OSError, KeyError):
@@ -41,7 +41,7 @@ def kept() -> list[dict[str, Any]]:
 
 
 def built() -> tuple[Path, str]:
-    """The native engine that this environment's tests use, built if need be: its cache, and with which compiler."""
+    """Return the cache and the compiler of the native engine that this environment's tests use, building it if necessary."""
     from commlens.errors import NativeEngineError
     from commlens.native import build
 
@@ -53,7 +53,7 @@ def built() -> tuple[Path, str]:
 
 
 def tests(report: Path) -> dict[str, Any]:
-    """Counts of all tests, and of those that each engine passes on its own; names of those that failed."""
+    """Return the counts of all tests and of those that run once under each engine, and the names of those that failed."""
     counts: dict[str, dict[str, int]] = {name: {"passed": 0, "skipped": 0, "failed": 0} for name in ("all", *ENGINES)}
     failed = []
     for case in ElementTree.parse(report).iter("testcase"):
@@ -71,7 +71,7 @@ def tests(report: Path) -> dict[str, Any]:
 
 
 def costs(cache: Path, quick: bool) -> dict[str, float]:
-    """Microseconds that each engine adds to an all_reduce on the fake backend."""
+    """Return the microseconds that each engine adds to an all_reduce on the fake backend."""
     with tempfile.TemporaryDirectory(prefix="commlens-benchmark-") as folder:
         figures = Path(folder) / "figures.json"
         options = [*(["--quick"] if quick else ["--rounds", "300"]), "--backends", "fake:4", "--json", str(figures)]
@@ -84,7 +84,7 @@ def costs(cache: Path, quick: bool) -> dict[str, float]:
 
 
 def here(quick: bool) -> dict[str, Any]:
-    """The row of this environment."""
+    """Return the row of this environment."""
     import torch
 
     cache, compiler = built()
@@ -98,12 +98,12 @@ def here(quick: bool) -> dict[str, Any]:
 
 
 def environment(row: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """What a row is for, so that rows can be told apart and sorted: torch without its build (``+cpu``), and Python's minor version."""
+    """Return the key by which rows are distinguished and sorted: torch without its build (``+cpu``), and Python's minor version."""
     return [int(part) for part in re.findall(r"\d+", row["torch"])[:3]], [int(part) for part in row["python"].split(".")[:2]]
 
 
 def counted(row: dict[str, Any], what: str) -> str:
-    """How those tests went, in words."""
+    """Return the outcome of tests in words."""
     if row["tests"] is None:
         return "not run"
     counts = row["tests"]["counts"][what]

@@ -1,7 +1,7 @@
-"""What the watcher costs: its CPU time a minute, with the live comparison of records and without it.
+"""Measure the watcher's CPU time per minute, with and without deferred verification.
 
-The ranks are small processes that write black boxes at a given rate, without torch, so that nothing but the watcher is measured.
-The two ways take turns.
+The ranks are small processes without torch that write black boxes at a given rate, so that only the watcher is measured. Runs with
+and without alternate.
 
     python benchmarks/watch_cost.py [--ranks 8] [--rate 1000] [--seconds 20] [--rounds 2]
 """
@@ -22,7 +22,7 @@ OPS = [("all_reduce", 4_194_304), ("all_reduce", 1_048_576), ("all_gather", 65_5
 
 
 def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float, barrier: object) -> None:
-    """Announce ``rate`` collectives a second, ten by ten, with a watchdog's heartbeat and reduce ops that come later."""
+    """Announce ``rate`` collectives a second, in batches of ten, with a watchdog's heartbeat and reduce ops that are recorded later."""
     from commlens.blackbox import job_dirs
     from commlens.blackbox import layout as L
     from commlens.blackbox.writer import BoxWriter
@@ -66,7 +66,7 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
 
 
 def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
-    """The watcher as a process of its own. Sends the CPU seconds of a minute: its start and the job's end are left out."""
+    """Run the watcher in a process of its own, and send its CPU seconds per minute, without its start and the job's end."""
     from commlens.config import Settings
     from commlens.watch.deferred_verification import DeferredVerification
     from commlens.watch.watcher import Watcher
@@ -102,7 +102,7 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
 
 
 def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:
-    """CPU seconds a minute of a watcher, records compared, records missed, and whether it said anything."""
+    """Return a watcher's CPU seconds per minute, the records compared and missed, and whether it printed a verdict."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="commlens-watch-cost-", dir="/dev/shm") as root:
         folder = Path(root) / "job"
@@ -127,7 +127,7 @@ def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[floa
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description="What the watcher costs, with and without the live comparison.")
+    parser = argparse.ArgumentParser(description="Measure the watcher's CPU time, with and without deferred verification.")
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rate", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20)
@@ -140,10 +140,10 @@ def main() -> None:
             cpu, read, lost, spoke = measure(arguments.ranks, arguments.rate, arguments.seconds, compares)
             figures[compares].append(cpu)
             records, missed = records + read, missed + lost
-            assert not spoke, "a healthy job, and the watcher said something"
+            assert not spoke, "the watcher printed a verdict on a healthy job"
     without, with_it = statistics.median(figures[False]), statistics.median(figures[True])
     print(
-        f"{arguments.ranks} ranks at {arguments.rate}/s: the watcher uses {without:.2f} s of CPU a minute without the comparison, "
+        f"{arguments.ranks} ranks at {arguments.rate}/s: the watcher uses {without:.2f} s of CPU a minute without deferred verification, "
         f"{with_it:.2f} s with it ({(with_it - without) / 60:.2%} of a core); {records} records compared, {missed} not"
     )
 
