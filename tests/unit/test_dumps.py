@@ -159,7 +159,7 @@ class TestReading:
         busy_box(0, 2, pid=100, records=14).write(job_dir)
         evidence = read_evidence([saved, job_dir])
         assert [log.issued for log in evidence.logs] == [14, 10]
-        assert evidence.problems[0] == (f"{saved}/rank0.100.box is another copy of the black box {job_dir}/rank0.100.box, and is left out.")
+        assert evidence.problems[0] == (f"{saved}/rank0.100.box is left out: it is another copy of the black box {job_dir}/rank0.100.box.")
 
     def test_two_processes_of_one_rank(self, tmp_path: Path) -> None:
         busy_box(0, pid=1).write(tmp_path)
@@ -169,7 +169,7 @@ class TestReading:
         evidence = read_evidence([tmp_path])
         assert [log.pid for log in evidence.logs] == [2]
         assert evidence.problems == [
-            f"{tmp_path}/rank0.1.box is of another process (pid 1) of rank 0 than {tmp_path}/rank0.2.box, and is left out."
+            f"{tmp_path}/rank0.1.box is left out: it is from another process (pid 1) of rank 0 than {tmp_path}/rank0.2.box."
         ]
 
     def test_earlier_runs_of_a_restarted_job(self, tmp_path: Path) -> None:

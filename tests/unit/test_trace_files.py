@@ -160,7 +160,7 @@ BAD = {
     "number": (b"17", "it is JSON, but not one object"),
     "no schema": (b'{"a": 1}', "JSON without a schema, where 'commlens.trace/1' is expected"),
     "verdict": (b'{"schema": "commlens.verdict/1"}', "it is a verdict"),
-    "newer": (b'{"schema": "commlens.trace/2"}', "made by a newer commlens"),
+    "newer": (b'{"schema": "commlens.trace/2"}', "written by a newer commlens"),
     "other": (b'{"schema": "something/1"}', "its schema is 'something/1'"),
     "odd schema": (b'{"schema": [1]}', "its schema is '[1]'"),
     "wrong type": (b'{"schema": "commlens.trace/1", "rank": "a"}', r"damaged: Expected `int`, got `str` - at `$.rank`"),

@@ -115,7 +115,7 @@ class OpenBox:
         return bytes(image)
 
     def classifier(self) -> Callable[[str], FrameKind]:
-        """Says whose code a file is, by the folders that the process named: for stacks taken of it from outside."""
+        """Return a classifier of source files by the process's folders, for stacks that are taken from outside."""
         prefixes = kind_prefixes(self.identity.about)
         return lambda file: frame_kind(file, prefixes)
 

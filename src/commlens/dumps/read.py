@@ -223,8 +223,8 @@ def _one_per_rank(boxes: list[_Box], problems: list[str]) -> list[_Box]:
         for other in sorted(several, key=lambda box: str(box.path)):
             if other is not best:
                 same = other.process == best.process
-                what = "is another copy of the black box" if same else f"is of another process (pid {other.log.pid}) of rank {rank} than"
-                problems.append(f"{other.path} {what} {best.path}, and is left out.")
+                relation = "another copy of the black box" if same else f"from another process (pid {other.log.pid}) of rank {rank} than"
+                problems.append(f"{other.path} is left out: it is {relation} {best.path}.")
     return kept
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from msgspec.structs import replace
 
-from commlens.formats.columns import COMPLETED, RETIRED, SCHEDULED, RankColumns
+from commlens.formats.columns import COMPLETED, DTYPES, RETIRED, SCHEDULED, RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, Stack, State
 from commlens.model.ranklog import RankLog
 
@@ -38,7 +38,7 @@ def columns_from_log(log: RankLog) -> RankColumns:
         captured_ns=log.captured_ns,
         problems=list(log.problems),
     )
-    columns: dict[str, list[int]] = {name: [] for name in _COLUMNS}
+    columns: dict[str, list[int]] = {name: [] for name in DTYPES}
     point_to_point = {one.coalescing_id for one in log.collectives if one.coalescing_id and one.is_point_to_point}
     for one in log.collectives:
         key = (*one.channel.key, one.channel.group.description)
@@ -64,19 +64,13 @@ def columns_from_log(log: RankLog) -> RankColumns:
             one.coalescing_id,
             one.coalesced_members > 0,
         )
-        for name, value in zip(_COLUMNS, values, strict=True):
+        for name, value in zip(DTYPES, values, strict=True):
             columns[name].append(value)
     rows.args, rows.stacks = list(asked), list(stacks)
     if log.collectives:
         rows.set_columns({name: np.array(values) for name, values in columns.items()})
     rows.groups = list(rows.channels)
     return rows
-
-
-_COLUMNS = (
-    "channel", "args_index", "stack", "sequence", "record_id", "op_id", "state", "retired", "p2p", "peer", "created_ns", "started_ns",
-    "completed_ns", "duration_ns", "timeout_ms", "coalesced", "closes",
-)  # fmt: skip
 
 
 def _unique_name(channel: Channel) -> Channel:

@@ -141,7 +141,7 @@ def _other_schema(schema: Any) -> str:
     family, _, version = str(schema).partition("/")
     ours, _, our_version = SCHEMA.partition("/")
     if family == ours and version.isdecimal() and int(version) > int(our_version):
-        return f"its schema is {schema!r}, made by a newer commlens; this one knows {SCHEMA!r}. Update commlens."
+        return f"its schema is {schema!r}, written by a newer commlens; this one reads {SCHEMA!r}. Update commlens."
     if family == "commlens.verdict":
         return "it is a verdict, the output of commlens diagnose --json."
     return f"its schema is {str(schema)[:80]!r}, where {SCHEMA!r} is expected."

@@ -25,10 +25,10 @@ def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:
 def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
     """Return the prefixes by which to classify a process's files.
 
-    Packages beside torch in site-packages are libraries: shown where the stack holds no line of the user's own.
+    Packages beside torch in site-packages are libraries: shown if the stack has no user frame.
 
     Args:
-        about: what the process says about itself; its folders are under ``"prefixes"``.
+        about: the JSON about the process; its folders are under ``"prefixes"``.
     """
     named = about.get("prefixes")
     named = named if isinstance(named, dict) else {}
@@ -51,7 +51,7 @@ def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
 
 
 def frame_kind(file: str, prefixes: KindPrefixes) -> FrameKind:
-    """Classify a file by its prefix; where none matches, by the usual names of such folders."""
+    """Classify a file by its prefix; if none matches, by the usual names of such folders."""
     named = next((kind for prefix, kind in prefixes if file.startswith(prefix)), None)
     if named is not None:
         return named

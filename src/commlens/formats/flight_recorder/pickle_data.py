@@ -103,8 +103,11 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
                 stack.append(data[at + 1])
                 at += 2
             elif op == 0x8A:  # LONG1
-                stack.append(_long1(data, at))
-                at += 2 + data[at + 1]
+                size = data[at + 1]
+                if at + 2 + size > len(data) and size <= _LONG_MAX:
+                    raise _Truncated
+                stack.append(_long(data[at + 2 : at + 2 + size], size))
+                at += 2 + size
             elif op == 0x4D:  # BININT2
                 stack.append(_UINT16(data, at + 1)[0])
                 at += 3
@@ -123,7 +126,8 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
             elif op in _AFTER_MARK:
                 items = stack
                 stack = _close_mark(stacks)
-                containers += _AFTER_MARK[op](stack, items)
+                _AFTER_MARK[op](stack, items)
+                containers += op not in _SMALL
                 at += 1
             elif op == 0x4E:  # NONE
                 stack.append(None)
@@ -143,15 +147,6 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
                 raise _Refused(f"holds more than {_CONTAINERS_MAX} lists and dicts")
     except (_Truncated, _Refused, IndexError, struct.error, ValueError, TypeError, KeyError, OverflowError) as error:
         raise _Stopped(at) from error
-
-
-def _long1(data: bytes, at: int) -> int:
-    size = data[at + 1]
-    if size > _LONG_MAX:
-        raise _Refused(f"holds an integer of {size} bytes")
-    if at + 2 + size > len(data):
-        raise _Truncated
-    return int.from_bytes(data[at + 2 : at + 2 + size], "little", signed=True)
 
 
 def _close_mark(stacks: list[list[Any]]) -> list[Any]:
@@ -211,49 +206,20 @@ def _salvage(stacks: list[list[Any]]) -> Any:
     return stack[0] if stack else None
 
 
-# --- opcodes that take the items above the last mark: each takes the stack and the items, and returns how many containers it made
-
-
-def _appends(stack: list[Any], items: list[Any]) -> int:
-    _as_list(stack[-1]).extend(items)
-    return 0
-
-
-def _set_items(stack: list[Any], items: list[Any]) -> int:
+def _dict_of_items(stack: list[Any], items: list[Any]) -> None:
+    stack.append({})
     _set(stack[-1], items)
-    return 0
 
 
-def _pop_mark(stack: list[Any], items: list[Any]) -> int:
-    return 1
-
-
-def _tuple_of_items(stack: list[Any], items: list[Any]) -> int:
-    stack.append(tuple(items))
-    return 1
-
-
-def _list_of_items(stack: list[Any], items: list[Any]) -> int:
-    stack.append(items)
-    return 1
-
-
-def _dict_of_items(stack: list[Any], items: list[Any]) -> int:
-    made: dict[Any, Any] = {}
-    stack.append(made)
-    _set(made, items)
-    return 1
-
-
-_AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], int]]] = {
-    0x65: _appends,
-    0x75: _set_items,
-    0x31: _pop_mark,
-    0x74: _tuple_of_items,
-    0x6C: _list_of_items,
-    0x64: _dict_of_items,
+_AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], None]]] = {
+    0x65: lambda stack, items: _as_list(stack[-1]).extend(items),  # APPENDS
+    0x75: lambda stack, items: _set(stack[-1], items),  # SETITEMS
+    0x31: lambda stack, items: None,  # POP_MARK
+    0x74: lambda stack, items: stack.append(tuple(items)),  # TUPLE
+    0x6C: lambda stack, items: stack.append(items),  # LIST
+    0x64: _dict_of_items,  # DICT
 }
-
+"""Opcodes that take the items above the last mark."""
 
 # --- the other opcodes: each takes the data, the position, the stack and the memo, and returns the position after it
 
@@ -303,9 +269,10 @@ def _text(data: bytes) -> str:
     return str(data, "utf-8", "replace")
 
 
-def _long(data: bytes) -> int:
-    if len(data) > _LONG_MAX:
-        raise _Refused(f"holds an integer of {len(data)} bytes")
+def _long(data: bytes, size: int | None = None) -> int:
+    size = len(data) if size is None else size
+    if size > _LONG_MAX:
+        raise _Refused(f"holds an integer of {size} bytes")
     return int.from_bytes(data, "little", signed=True)
 
 
@@ -403,7 +370,7 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x70: _put,
     0x67: _get,
 }
-_SMALL: Final = frozenset({0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})  # opcodes that make nothing larger than themselves
+_SMALL: Final = frozenset({0x65, 0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})  # make nothing larger than themselves
 _OPERAND: Final = {
     0x68: 1, 0x6A: 4, 0x4B: 1, 0x8A: 1, 0x4D: 2, 0x4A: 4, 0x58: 4, 0x71: 1, 0x72: 4, 0x80: 1, 0x47: 8, 0x8C: 1,
     0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8B: 4, 0x95: 8,
