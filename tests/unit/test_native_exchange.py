@@ -16,6 +16,8 @@ from commlens.blackbox.refusal_log import RefusalLog
 from commlens.blackbox.wakeup import Bells
 from commlens.native import cache
 
+pytestmark = pytest.mark.launches
+
 KEY = B.key_of("a channel")
 
 
