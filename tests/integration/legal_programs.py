@@ -1,7 +1,7 @@
 """Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT bare,native families:2 oddities:4 ...``.
 
-Each job runs in all of these ways: bare, or under strict verification by an engine (``python``, ``native``, or ``mixed``: every other
-rank's is in Python). Every rank writes the bits that it computed, to be compared.
+Each job runs in all of these ways: bare, or under strict verification by an engine (``python``, ``native``, or ``mixed``, which
+alternates them by rank). Every rank writes the bits that it computed, to be compared.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-# --- what ranks may do
+# --- legal oddities
 
 
 @oddity

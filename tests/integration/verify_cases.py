@@ -249,7 +249,7 @@ def order_swap_groups(c: Context) -> None:
     dist.all_reduce(torch.ones(4), group=second)
 
 
-# --- rooted: whom an op does not need, it does not wait for long
+# --- rooted: ranks that the op does not need are only waited for briefly
 
 
 @case(PLAIN, "mismatch/shape", PREVENTED, "[1, 5]", "[1, 2, 5]", sizes=BOTH)
@@ -441,7 +441,7 @@ def new_group_on_some(c: Context) -> None:
     dist.all_reduce(torch.ones(2))
 
 
-# --- what the libraries issue
+# --- collectives issued by libraries
 
 
 @case("functional", "mismatch/shape", DETECTED, "[5]", "[4]", sizes=BOTH)
@@ -550,7 +550,7 @@ def compiled_shape(c: Context) -> None:
     torch.compile(summed, backend="aot_eager", fullgraph=True)(torch.ones(5 if c.odd else 4))
 
 
-# --- a rank that does not come
+# --- a rank that does not arrive
 
 ABSENT: Final = "a rank is missing"
 

@@ -51,7 +51,7 @@ def compare_coalesced(members: Mapping[int, Sequence[CollectiveArgs]], group_ran
     lengths = {rank: len(group) for rank, group in members.items()}
     ops = {rank: tuple(args.op for args in group) for rank, group in members.items()}
     if len(set(lengths.values())) > 1:
-        return _split("op", Severity.ILLEGAL, ops, lambda value: " + ".join(value))
+        return _disagree("op", Severity.ILLEGAL, ops, lambda value: " + ".join(value))
     unknown: set[str] = set()
     for position in range(min(lengths.values(), default=0)):
         answer = compare_collectives({rank: group[position] for rank, group in members.items()}, group_ranks)
@@ -112,15 +112,15 @@ def _uneven_lists_match(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
 
 
 def _dtype(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("dtype", by_rank, lambda a: _over_tensors(a, wire_dtype), lambda a: tensors_phrase(a.payload))
+    return _vote("dtype", by_rank, lambda a: _property(a, wire_dtype), lambda a: tensors_phrase(a.payload))
 
 
 def _device(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("device", by_rank, lambda a: _over_tensors(a, lambda spec: spec.device), lambda a: f"a tensor on {a.payload[0].device}")
+    return _vote("device", by_rank, lambda a: _property(a, lambda spec: spec.device), lambda a: f"a tensor on {a.payload[0].device}")
 
 
 def _sparsity(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("layout", by_rank, lambda a: _over_tensors(a, lambda spec: spec.layout), lambda a: tensors_phrase(a.payload))
+    return _vote("layout", by_rank, lambda a: _property(a, lambda spec: spec.layout), lambda a: tensors_phrase(a.payload))
 
 
 def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
@@ -175,7 +175,7 @@ _ASPECTS: tuple[tuple[str, _Compare], ...] = (
 # --- voting ------------------------------------------------------------------------------------------------------
 
 
-def _over_tensors(args: CollectiveArgs, read: Callable[[TensorSpec], str]) -> Hashable | None:
+def _property(args: CollectiveArgs, read: Callable[[TensorSpec], str]) -> Hashable | None:
     """Return the values of one property over all of a rank's tensors, as a set: a list and one tensor may match on the wire."""
     specs = args.payload
     return frozenset(read(spec) for spec in specs) if specs else None
@@ -193,10 +193,10 @@ def _vote(
     if len(set(values.values())) < 2:
         return Unknown((aspect,)) if len(values) < len(by_rank) else None
     shown = {values[rank]: show(by_rank[rank]) for rank in sorted(values, reverse=True)}  # in the wording of the first rank of each side
-    return _split(aspect, severity, values, lambda value: shown[value])
+    return _disagree(aspect, severity, values, lambda value: shown[value])
 
 
-def _split(aspect: Aspect, severity: Severity, values: Mapping[int, Hashable], show: Callable[..., str]) -> Disagree:
+def _disagree(aspect: Aspect, severity: Severity, values: Mapping[int, Hashable], show: Callable[..., str]) -> Disagree:
     """Return the parties of a disagreement, the largest first. The others are the minority, unless two are equally large."""
     sides: dict[Hashable, list[int]] = {}
     for rank in sorted(values):
