@@ -32,8 +32,8 @@ log = logging.getLogger("commlens")
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 _next_number: Callable[[], int] = torch.autograd._get_sequence_nr
-_FIRST_ACCUMULATION = 2**63
-"""Nodes with numbers from here on accumulate gradients; no forward made them."""
+FIRST_ACCUMULATION = 2**63
+"""Nodes with this number or a higher one accumulate gradients; no forward made them."""
 _KEPT_CALLS = 100_000
 
 
@@ -57,19 +57,21 @@ class ModuleRow:
 class ModuleCall:
     """One call of a module."""
 
-    __slots__ = ("compiled", "end", "number", "parent", "row", "run_by", "start")
+    __slots__ = ("compiled", "end", "number", "parent", "recomputed_by", "row", "start")
 
-    def __init__(self, row: ModuleRow, number: int, parent: ModuleCall | None, run_by: int | None, start: int, compiled: bool) -> None:
+    def __init__(
+        self, row: ModuleRow, number: int, parent: ModuleCall | None, recomputed_by: int | None, start: int, compiled: bool
+    ) -> None:
         self.row = row
         self.compiled = compiled  # a call of torch.compile(module)'s result, which may call the module itself
         self.number = number  # counts the module's calls from 1; recomputations are counted separately
         self.parent = parent
-        self.run_by = run_by  # number of the autograd node that recomputes it, else None
+        self.recomputed_by = recomputed_by  # number of the autograd node that recomputes it, else None
         self.start = start
         self.end: int | None = None  # None while it is running
 
 
-class _Table:
+class _CallTable:
     """One thread's calls that made autograd nodes, by the first number they could have assigned."""
 
     __slots__ = ("_step_start", "calls", "starts")
@@ -111,12 +113,12 @@ class _Table:
         self._step_start = max(0, self._step_start - count)
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """A thread's open calls."""
 
-    def __init__(self, tables: list[_Table]) -> None:
+    def __init__(self, tables: list[_CallTable]) -> None:
         self.stack: list[ModuleCall] = []
-        self.table = _Table()
+        self.table = _CallTable()
         tables.append(self.table)
 
 
@@ -127,8 +129,8 @@ class ModuleTracker:
         self.rows: list[ModuleRow] = []
         self.on_enter: list[Callable[[ModuleCall, Module], None]] = []
         self.on_leave: list[Callable[[ModuleCall], None]] = []
-        self._tables: list[_Table] = []
-        self._here = _Here(self._tables)
+        self._tables: list[_CallTable] = []
+        self._thread = _ThreadState(self._tables)
         self._by_path: dict[tuple[int, str], ModuleRow] = {}  # by id of the module, and path
         self._roots: list[ModuleRow] = []
         self._class_names: dict[str, int] = {}  # number of roots per class
@@ -152,12 +154,12 @@ class ModuleTracker:
             _trackers = tuple(other for other in _trackers if other is not self)
             if not _trackers:
                 _unwrap_call()
-            if self._tables and self._tables not in _earlier:
-                _earlier.appendleft(self._tables)  # their backward may run under another tracker
-        self._here.table.close(_next_number())
+            if self._tables and self._tables not in _earlier_tables:
+                _earlier_tables.appendleft(self._tables)  # their backward may run under another tracker
+        self._thread.table.close(_next_number())
         for table in list(self._tables):
             table.close()
-        self._here = _Here(self._tables)
+        self._thread = _ThreadState(self._tables)
 
     def step_ended(self) -> None:
         """Drop calls that only the ended optimizer step's backward needed."""
@@ -169,14 +171,14 @@ class ModuleTracker:
     def enter(self, module: Module) -> ModuleCall | None:
         """Record the start of a module call on this thread; return None if the module is skipped."""
         try:
-            here = self._here
-            stack = here.stack
+            thread = self._thread
+            stack = thread.stack
             node = current_node()
-            run_by = None
+            recomputed_by = None
             compiled = False
             if node is not None:
-                run_by = node._sequence_nr()
-                parent = stack[-1] if stack and stack[-1].run_by == run_by else self.find_node(node)
+                recomputed_by = node._sequence_nr()
+                parent = stack[-1] if stack and stack[-1].recomputed_by == recomputed_by else self.find_node(node)
             else:
                 parent = stack[-1] if stack else None
             if parent is not None:
@@ -193,12 +195,12 @@ class ModuleTracker:
             else:
                 row = self._row(inner := _compiled(module), None)
                 compiled = inner is not module
-            if run_by is None:
+            if recomputed_by is None:
                 number = row.calls = row.calls + 1
             else:
                 number = row.recomputed = row.recomputed + 1
-            call = ModuleCall(row, number, parent, run_by, _next_number(), compiled)
-            here.table.add(call)
+            call = ModuleCall(row, number, parent, recomputed_by, _next_number(), compiled)
+            thread.table.add(call)
             stack.append(call)
             for listener in self.on_enter:
                 listener(call, module)
@@ -212,15 +214,15 @@ class ModuleTracker:
         if call is None:
             return
         try:
-            here = self._here
-            if call not in here.stack[-1:]:
-                if call not in here.stack:
+            thread = self._thread
+            if call not in thread.stack[-1:]:
+                if call not in thread.stack:
                     return
-                del here.stack[here.stack.index(call) + 1 :]
-            here.stack.pop()
+                del thread.stack[thread.stack.index(call) + 1 :]
+            thread.stack.pop()
             call.end = _next_number()
-            if call.end == call.start and here.table.calls and here.table.calls[-1] is call:
-                here.table.drop_last()  # no node was made: inference
+            if call.end == call.start and thread.table.calls and thread.table.calls[-1] is call:
+                thread.table.drop_last()  # no node was made: inference
             for listener in self.on_leave:
                 listener(call)
         except Exception as error:
@@ -233,28 +235,30 @@ class ModuleTracker:
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
         """Return this thread's phase, as far as modules and autograd show it, and its module call."""
-        stack = self._here.stack
+        stack = self._thread.stack
         node = current_node()
         if node is None:
             if not stack:
                 return Phase.OUTSIDE, None
-            return (Phase.RECOMPUTATION if stack[-1].run_by is not None else Phase.FORWARD), stack[-1]
-        if stack and stack[-1].run_by == node._sequence_nr():
+            return (Phase.RECOMPUTATION if stack[-1].recomputed_by is not None else Phase.FORWARD), stack[-1]
+        if stack and stack[-1].recomputed_by == node._sequence_nr():
             return Phase.RECOMPUTATION, stack[-1]
         return Phase.BACKWARD, self.find_node(node)
 
     def find_node(self, node: Any) -> ModuleCall | None:
         """Return the call whose forward made an autograd node."""
         number = node._sequence_nr()
-        if number >= _FIRST_ACCUMULATION:
+        if number >= FIRST_ACCUMULATION:
             return None
-        own = self._here.table
+        own = self._thread.table
         call = own.find(number)
-        for tables in () if call is not None else (self._tables, *_earlier):
+        if call is not None:
+            return call
+        for tables in (self._tables, *_earlier_tables):
             found = {other for table in list(tables) if table is not own and (other := table.find(number)) is not None}
             if found:
                 return found.pop() if len(found) == 1 else None
-        return call
+        return None
 
     # --- rows and paths
 
@@ -337,7 +341,7 @@ def _without_wrappers(path: str) -> str:
 # --- the wrapper around nn.Module.__call__
 
 _trackers: tuple[ModuleTracker, ...] = ()
-_earlier: collections.deque[list[_Table]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
+_earlier_tables: collections.deque[list[_CallTable]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
 _lock = threading.Lock()
 _wrapped: list[tuple[Any, Any]] = []  # at most one pair: the installed wrapper and the original
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.tracing.modules import ModuleCall, ModuleRow, ModuleTracker, current_node
+from commlens.tracing.modules import FIRST_ACCUMULATION, ModuleCall, ModuleRow, ModuleTracker, current_node
 from commlens.tracing.packets import FUNCTIONAL, functional_scope, public_packet, split_name
 from commlens.tracing.raw_event import RawEvent
 
@@ -32,7 +32,6 @@ _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
 _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
 _NOWHERE = -2
-_SHARED_NUMBER = 2**63  # nodes that accumulate gradients all have a number from here on
 
 
 class Layout(NamedTuple):
@@ -75,7 +74,7 @@ class _Op:
 _known: dict[int, _Op] = {}
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """A thread's state and its last known place: consecutive ops mostly run in one place."""
 
     issued = 0  # collectives that the tap has reported
@@ -149,7 +148,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._layouts: dict[Any, Layout] = {}
         self._meshes: dict[int, tuple[Any, str]] = {}
         self._sequence = 0
-        self._here = _Here()
+        self._thread = _ThreadState()
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
 
@@ -170,7 +169,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     def __enter__(self) -> OpsMode:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self._here = _Here()
+        self._thread = _ThreadState()
         self._on_collective.append(self._issued)
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizer_begins),
@@ -187,7 +186,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._on_collective.remove(self._issued)
         self._settle()
         self._meshes = {}
-        self._here = _Here()
+        self._thread = _ThreadState()
 
     def clear(self) -> None:
         """Discard all records."""
@@ -221,11 +220,11 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     __torch_dispatch__ = _dispatch
 
     def _run_collective(self, kind: _Op, args: Any, kwargs: Any) -> Any:
-        scope, here = functional_scope, self._here
+        scope, thread = functional_scope, self._thread
         place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         entry = (kind.op, place, None, shapes, self._sequence)
-        issued, outer = here.issued, scope.packet
+        issued, outer = thread.issued, scope.packet
         if kind.packet is not None:
             scope.packet = kind.packet
         try:
@@ -233,13 +232,13 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         finally:
             scope.packet = outer
         self._fresh += entry
-        if here.issued == issued:
+        if thread.issued == issued:
             for listener in self.on_unissued:
                 listener(kind.packet or kind.op._overloadpacket, *_phase_and_path(place))
         return result
 
     def _issued(self, event: RawEvent) -> None:
-        self._here.issued += 1
+        self._thread.issued += 1
         self._sequence = event.sequence
         if len(self._fresh) > _SETTLE_AT:
             self._settle()
@@ -248,30 +247,30 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
 
     def _place(self) -> Any:
         """Return where this thread is: a module call, a phase, or phase and path. ``_phase_and_path`` reads all three."""
-        stack, node = self._modules._here.stack, current_node()
+        stack, node = self._modules._thread.stack, current_node()
         if node is None:
-            return stack[-1] if stack else _OPTIMIZER if self._here.optimizers else _OUTSIDE
-        here = self._here
+            return stack[-1] if stack else _OPTIMIZER if self._thread.optimizers else _OUTSIDE
+        thread = self._thread
         call = stack[-1] if stack else None
         number = node._sequence_nr()
         recording = torch.is_grad_enabled()  # in backward: a recomputed forward, or a double backward
-        if number == here.number and call is here.call and not recording:
-            return here.place
+        if number == thread.number and call is thread.call and not recording:
+            return thread.place
         phase, located = self._modules.locate()
         path = None
         if located is not None:
             path = located.row.path
             self.rows[path] = located.row
-        here.number, here.call = number, call
+        thread.number, thread.call = number, call
         if phase is _BACKWARD:
-            if number > _SHARED_NUMBER:
-                here.number = _NOWHERE
+            if number >= FIRST_ACCUMULATION:
+                thread.number = _NOWHERE
                 path = path or self._path_of_accumulation(node)
             elif recording:
-                here.number = _NOWHERE
+                thread.number = _NOWHERE
                 if _in_checkpoint():
                     phase = _RECOMPUTATION
-        place = here.place = (phase, path)
+        place = thread.place = (phase, path)
         return place
 
     def _path_of_accumulation(self, node: Any) -> str | None:
@@ -281,10 +280,10 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         return path.rpartition(".")[0] if path is not None else None
 
     def _optimizer_begins(self, *_: Any) -> None:
-        self._here.optimizers += 1
+        self._thread.optimizers += 1
 
     def _optimizer_ended(self, *_: Any) -> None:
-        self._here.optimizers = max(0, self._here.optimizers - 1)
+        self._thread.optimizers = max(0, self._thread.optimizers - 1)
 
     # --- turning the hot path's items into records
 
@@ -318,7 +317,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
 
 def _phase_and_path(place: Any) -> tuple[Phase | None, str | None]:
     if type(place) is ModuleCall:
-        return (Phase.FORWARD if place.run_by is None else _RECOMPUTATION), place.row.path
+        return (Phase.FORWARD if place.recomputed_by is None else _RECOMPUTATION), place.row.path
     return place if type(place) is tuple else (place, None)
 
 

@@ -40,10 +40,10 @@ WHOLE_STEPS = 10
 """Default number of optimizer steps whose collectives are kept one by one."""
 WHOLE_EVENTS = 50_000
 """Number of collectives after which they are summarised even if no step ends."""
-_FOLD_AT = 2_000
-_WATCHED_LIMIT = 4096
-_HELD_LIMIT = 16
-_NAMED_AT_ONCE = 64
+_FOLD_AT = 2_000  # events kept before old ones are summarised
+_POINTERS_LIMIT = 4096  # outputs whose waits are watched
+_WORKS_LIMIT = 16  # Works kept alive
+_NAME_EVERY = 64  # events between replacements of reduce ops by their names
 _now = time.monotonic_ns
 
 
@@ -95,7 +95,7 @@ class Tracer:
         self._folded = 0
         self._groups = Groups()
         self._args_table = ArgsTable()
-        self._infos = StackInfos()
+        self._stacks = StackInfos()
         self._causes = Causes()
         self._owners = Owners(self.modules)
         self._parameters = Parameters(self.modules.rows)
@@ -103,12 +103,12 @@ class Tracer:
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
-        self._loose_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
+        self._dropped_works: weakref.WeakKeyDictionary[Any, RawEvent] = weakref.WeakKeyDictionary()
         self._works: dict[Any, RawEvent] = {}  # in flight on a CPU backend; few, and dropped once complete
         self._pointers: dict[int, RawEvent] = {}
-        self._stepping: Callable[[], Any] | None = None  # reference to the optimizer whose steps are counted
+        self._stepper: Callable[[], Any] | None = None  # reference to the optimizer whose steps are counted
         self._step_hook: Any = None
-        self._place: tuple[int, int] | None = None  # rank and world size
+        self._rank_and_size: tuple[int, int] | None = None  # rank and world size
         self._started_ns = 0
         self._started_unix_ns = 0
         self._running = False
@@ -149,8 +149,8 @@ class Tracer:
         self._step_hook.remove()
         self._synchronous.clear()
         self._works.clear()
-        self._loose_works.clear()
-        self._infos.forget_codes()
+        self._dropped_works.clear()
+        self._stacks.forget_codes()
         self._pointers.clear()
 
     # --- called by the tap
@@ -170,25 +170,9 @@ class Tracer:
         event = RawEvent()
         group = self._groups.find(tap.unbox_group(arguments[spec.process_group]))
         event.args = args = self._args_table.find(spec, arguments, group)
-        event.info = info = self._infos.find(frame, spec.name)
+        event.info = self._stacks.find(frame, spec.name)
         event.functional = functional_scope.packet
-        event.phase, event.call = self.modules.locate()
-        event.owner = event.cause = event.path = None
-        if info.in_pass is not None or info.in_optimizer:
-            self._correct_phase(event, info)
-        if event.call is not None:
-            if info.fsdp_state_depth >= 0:
-                event.call = self._owners.hooked_call(info, frame, event.call)
-            event.path = event.call.row.path
-        if info.redistribute_depth >= 0 or info.dispatch_depth >= 0:
-            event.cause = self._causes.find(info, frame)
-        event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
-        if owners_path is not None and (event.path is None or (event.owner is not None and event.owner.library == "DDP")):
-            event.path, event.call = owners_path, None
-            if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
-                event.phase = Phase.BACKWARD
-        elif frame is None and event.phase is Phase.OUTSIDE:
-            event.phase = None  # issued by a C++ thread: the phase is unknown
+        self._attribute(event, frame)
         thread = threading.get_ident()
         if spec.reduce_op >= 0:
             noted = noted_reduce_ops.get(threading.get_native_id()) if noted_reduce_ops else None
@@ -206,15 +190,36 @@ class Tracer:
         elif not self.preview:
             for pointer in output_pointers(spec, arguments):
                 self._pointers[pointer] = event
-            if len(self._pointers) > _WATCHED_LIMIT:
-                self._pointers = dict(itertools.islice(self._pointers.items(), _WATCHED_LIMIT // 2, None))
+            if len(self._pointers) > _POINTERS_LIMIT:
+                self._pointers = dict(itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None))
         self.events.append(event)
         for listener in self.on_collective:
             listener(event)
-        if self._place is None:
-            self._place = _rank_and_world()  # now: the program may destroy its group before it reads the trace
+        if self._rank_and_size is None:
+            self._rank_and_size = _rank_and_world()  # now: the program may destroy its group before it reads the trace
         event.started_ns = _now()
         return event
+
+    def _attribute(self, event: RawEvent, frame: FrameType | None) -> None:
+        """Set the phase, module call, path, cause and owner of an event whose stack starts at ``frame``."""
+        info, args = event.info, event.args
+        event.phase, event.call = self.modules.locate()
+        event.owner = event.cause = event.path = None
+        if info.in_pass is not None or info.in_optimizer:
+            self._correct_phase(event, info)
+        if event.call is not None:
+            if info.fsdp_state_depth >= 0:
+                event.call = self._owners.hooked_call(info, frame, event.call)
+            event.path = event.call.row.path
+        if info.redistribute_depth >= 0 or info.dispatch_depth >= 0:
+            event.cause = self._causes.find(info, frame)
+        event.owner, owners_path = self._owners.find(info, frame, args.op, args.first_tensor)
+        if owners_path is not None and (event.path is None or (event.owner is not None and event.owner.library == "DDP")):
+            event.path, event.call = owners_path, None
+            if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
+                event.phase = Phase.BACKWARD
+        elif frame is None and event.phase is Phase.OUTSIDE:
+            event.phase = None  # issued by a C++ thread: the phase is unknown
 
     def _correct_phase(self, event: RawEvent, info: StackInfo) -> None:
         """Take the phase from the stack where no node is current or no module runs: final callbacks, recomputed functions."""
@@ -234,7 +239,7 @@ class Tracer:
             boxed = result[-1] if type(result) is tuple else result
             if not event.args.synchronous and boxed is not None and not self.preview and event.args.channel.holds_works:
                 self._hold(tap.unbox_work(boxed), event)
-            if event.sequence % _NAMED_AT_ONCE == 0:
+            if event.sequence % _NAME_EVERY == 0:
                 self._name_reduce_ops()
             if len(self.events) >= _FOLD_AT:
                 self._fold_old()
@@ -243,7 +248,7 @@ class Tracer:
 
     def _name_reduce_ops(self) -> None:
         """Replace recent reduce ops by their names: the dispatcher's object takes 10 KB."""
-        for event in self.events[-2 * _NAMED_AT_ONCE :]:
+        for event in self.events[-2 * _NAME_EVERY :]:
             event.reduce_op = reduce_op_text(event.reduce_op)
 
     def _hold(self, work: Any, event: RawEvent) -> None:
@@ -251,11 +256,11 @@ class Tracer:
         works = self._works
         if works:
             # Amortised: each new Work checks the oldest two.
-            dropped = [held for held in itertools.islice(works, 2) if len(works) > _HELD_LIMIT or held.is_completed()]
+            dropped = [held for held in itertools.islice(works, 2) if len(works) > _WORKS_LIMIT or held.is_completed()]
             for held in dropped:
                 its_event = works.pop(held, None)
                 if its_event is not None:
-                    self._loose_works[held] = its_event  # the program may still wait on it
+                    self._dropped_works[held] = its_event  # the program may still wait on it
         works[work] = event
 
     def raised(self, event: RawEvent | None, error: BaseException) -> None:
@@ -270,7 +275,7 @@ class Tracer:
         """Record that a thread is about to block in ``work.wait()``."""
         event = self._synchronous.pop(threading.get_ident(), None) if self._synchronous else None
         if event is None:
-            event = self._works.pop(work, None) or (self._loose_works.pop(work, None) if self._loose_works else None)
+            event = self._works.pop(work, None) or (self._dropped_works.pop(work, None) if self._dropped_works else None)
         if event is not None and not event.wait_began_ns:
             event.wait_began_ns = _now()
         return event
@@ -307,9 +312,9 @@ class Tracer:
         try:
             if running_steps(sys._getframe(1)) > 1:
                 return  # only the outermost step counts
-            if self._stepping is None or self._stepping() is None:
-                self._stepping = weakref.ref(optimizer)
-            if self._stepping() is not optimizer:
+            if self._stepper is None or self._stepper() is None:
+                self._stepper = weakref.ref(optimizer)
+            if self._stepper() is not optimizer:
                 return  # of several optimizers, only the first counts
             self.steps += 1
             self.modules.step_ended()
@@ -360,7 +365,7 @@ class Tracer:
                 event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = event.call = 0
             events.append(event)
         events.sort(key=lambda event: event.sequence)
-        rank, world_size = self._place or _rank_and_world()
+        rank, world_size = self._rank_and_size or _rank_and_world()
         recorded = sum(event.count for event in events)
         return TraceData(
             commlens_version=__version__,
