@@ -93,7 +93,7 @@ def test_a_clean_end_says_and_leaves_nothing(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("how", ["kill", "raise", "exit"])
-def test_a_death_is_told_before_torchruns_account(bench: Bench, how: str) -> None:
+def test_a_death_is_reported_before_torchruns_own_report(bench: Bench, how: str) -> None:
     program = bench.launch("train.py", how)
     assert program.end() == 1
     told, account = program.until("VERDICT", stream="err"), program.until("ChildFailedError", stream="err")
@@ -107,7 +107,7 @@ def test_a_death_is_told_before_torchruns_account(bench: Bench, how: str) -> Non
     assert bench.boxes_left == []
 
 
-def test_a_stall_is_told_in_time_and_aborted(bench: Bench) -> None:
+def test_a_stall_is_reported_in_time_and_aborted(bench: Bench) -> None:
     program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "sleep")
     stalled = program.until("training")
     told = program.until("VERDICT", stream="err")

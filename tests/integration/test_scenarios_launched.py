@@ -74,7 +74,7 @@ def test_demo_lists_its_scenarios(tmp_path: Path) -> None:
         (["swap-three-groups", "--nproc-per-node", "2"], "4, 8"),
     ],
 )
-def test_demo_refuses_what_it_has_not(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_demo_refuses_unknown_scenarios_and_sizes(tmp_path: Path, arguments: list[str], words: str) -> None:
     done = commlens("demo", *arguments, folder=tmp_path)
     assert done.returncode == 2
     assert words in done.stderr
@@ -108,7 +108,7 @@ def jobs() -> Iterator[Harness]:
 
 @pytest.mark.timeout(90)
 @pytest.mark.parametrize("name", ["data-loader", "dies-sigkill", "swap-two-groups"])
-def test_detached_watcher_says_it(jobs: Harness, tmp_path: Path, name: str) -> None:
+def test_detached_watcher_reports_the_fault(jobs: Harness, tmp_path: Path, name: str) -> None:
     skip_where_impossible(name)
     """With COMMLENS=1 alone, the lowest rank starts a watcher, which outlives it and ends with the job."""
     result = jobs.run_job(find(name), 4, tmp_path, detached=True)

@@ -1,4 +1,4 @@
-"""Watching without a launcher, and looking from another terminal."""
+"""Watching without a launcher, and commands from another terminal."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_switched_on_by_the_environment(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("how", ["the environment", "commlens run", "commlens run without the entry point"])
-def test_a_stall_is_told_by_a_process_of_its_own(bench: Bench, how: str) -> None:
+def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> None:
     environ = {"COMMLENS_STALL_TIMEOUT": "2"}
     if how == "the environment":
         program = bench.torchrun("train.py", "sleep", COMMLENS="1", **environ)
@@ -68,7 +68,7 @@ def test_a_stall_is_told_by_a_process_of_its_own(bench: Bench, how: str) -> None
 
 
 def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
-    """Rank 0 starts the watcher, and is the one that is killed. The other rank notices nothing: it sleeps."""
+    """Rank 0 starts the watcher and is killed. The other rank sleeps and notices nothing."""
     program = bench.torchrun("train.py", "sleep", COMMLENS="1")
     program.until("training")
     time.sleep(0.5)

@@ -83,7 +83,7 @@ def verdicts(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("VERDICT")]
 
 
-def test_a_silent_reduce_op_is_told_once_while_the_job_runs(bench: Bench) -> None:
+def test_a_reduce_op_mismatch_is_reported_once_while_the_job_runs(bench: Bench) -> None:
     program = bench.launch("train.py", "max", "60")
     odd = program.until("odd step done")
     told = program.until("VERDICT", stream="err")
@@ -112,7 +112,7 @@ def test_abort_ends_the_job(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
-def test_the_detached_watcher_tells_it_too(bench: Bench) -> None:
+def test_the_detached_watcher_reports_it_too(bench: Bench) -> None:
     program = bench.torchrun("train.py", "partial", "40", COMMLENS="1")
     told = program.until("VERDICT", stream="err")
     assert told < program.until("training ends")
@@ -133,7 +133,7 @@ def test_ranks_out_of_step_are_warned_of_and_never_ended(bench: Bench, how: str)
     assert "ending the job" not in program.error
 
 
-def test_a_refusal_of_strict_verification_is_told_once_by_its_cause(bench: Bench) -> None:
+def test_a_refusal_of_strict_verification_is_reported_once_by_its_cause(bench: Bench) -> None:
     program = bench.launch("train.py", "transposed", "20", COMMLENS_DEBUG_MODE="1")
     assert program.end() != 0
     (verdict,) = verdicts(program.err)

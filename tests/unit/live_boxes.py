@@ -1,4 +1,4 @@
-"""Black boxes that fill up while somebody reads them: from the byte-by-byte builder, in memory, without processes."""
+"""Black boxes that are read while they fill up: from the byte-by-byte builder, in memory, without processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Memory:
 
 
 class Rank:
-    """One rank that records. Numbers are drawn as the recorder draws them."""
+    """One rank that records. It counts sequence numbers as the recorder does."""
 
     def __init__(self, rank: int, world_size: int, *, capacity: int = 64) -> None:
         self.rank = rank
@@ -113,7 +113,7 @@ class Rank:
 
 
 class Node:
-    """All ranks of a node, compared as the watcher does. Time is what the tests say."""
+    """All ranks of a node, compared as the watcher does. The tests set the time."""
 
     def __init__(self, size: int, *, world_size: int = 0, capacity: int = 64) -> None:
         self.ranks = [Rank(rank, world_size or size, capacity=capacity) for rank in range(size)]

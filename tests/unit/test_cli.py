@@ -1,4 +1,4 @@
-"""The command line itself: what each verb does is tested where the verb is."""
+"""The command line itself. Each verb has tests of its own."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ def test_an_interrupt_is_quiet(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), BrokenPipeError()])
-def test_what_the_users_program_raises_under_run_is_its_own_affair(error, monkeypatch):
+def test_exceptions_of_the_users_program_pass_through_run(error, monkeypatch):
     monkeypatch.setattr(commands.Entry, "load", lambda entry: Failing(error))
     with pytest.raises(type(error)):
         main(["run", "script.py"])
 
 
 @pytest.mark.launches
-def test_a_reader_that_went_away_is_quiet():
+def test_a_closed_pipe_is_quiet():
     command = f"{sys.executable} -m commlens config show | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
     assert done.stderr == ""

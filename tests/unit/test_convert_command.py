@@ -74,7 +74,7 @@ def test_every_format(dumps: Path, tmp_path: Path, to: str) -> None:
         assert json.loads((tmp_path / "out" / "nccl_trace_rank_3.json").read_bytes())["entries"]
 
 
-def test_it_overwrites_only_when_told(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_overwrites_only_with_force(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").write_text("mine")
     assert convert(dumps, "--to", "csv", "-o", tmp_path / "out") == 2
     assert "without --force" in capsys.readouterr().err
@@ -84,7 +84,7 @@ def test_it_overwrites_only_when_told(dumps: Path, tmp_path: Path, capsys: pytes
     assert convert(dumps, "--to", "csv", "-o", tmp_path) == 2
 
 
-def test_what_cannot_be_taken_is_said_and_the_rest_is_converted(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unreadable_files_are_reported_and_the_rest_is_converted(dumps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = (dumps / "_dump_1").read_bytes()
     (dumps / "_dump_1").write_bytes(whole[: len(whole) * 3 // 4])
     (dumps / "holiday.jpg").write_bytes(b"\xff\xd8\xff\xe0" + bytes(100))

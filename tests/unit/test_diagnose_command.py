@@ -46,7 +46,7 @@ def test_exit_status(
     assert "rank9.box is empty." in text
 
 
-def test_a_short_wait_is_a_fault_when_asked_so(reads: Callable[..., None]) -> None:
+def test_stalled_after_makes_a_short_wait_a_fault(reads: Callable[..., None]) -> None:
     reads(Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs(after_s=0.9), [])
     assert commands.main(["diagnose", "dumps"]) == 0
     assert commands.main(["diagnose", "--stalled-after", "0.5", "dumps"]) == 1

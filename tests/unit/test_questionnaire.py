@@ -123,13 +123,13 @@ def test_leaving_in_the_middle_writes_nothing(home: Path):
     assert status == 130 and "Nothing was written." in screen and not written(home).exists()
 
 
-def test_what_wins_over_an_answer_is_said(home: Path):
+def test_an_override_of_an_answer_is_reported(home: Path):
     status, screen = at_a_terminal(home, "n\n\n\n\n\n\n", ACCELERATE_DEBUG_MODE="1")
     assert status == 0
     assert "debug is still true here, because ACCELERATE_DEBUG_MODE overrides the file." in screen
 
 
-def test_where_nobody_can_be_asked_it_says_what_to_type(run_commlens: RunCommlens, home: Path):
+def test_without_a_terminal_it_says_which_command_to_use(run_commlens: RunCommlens, home: Path):
     done = run_commlens("config", environ={"XDG_CONFIG_HOME": str(home)})  # standard input is no terminal here
     assert done.returncode == 2 and done.stdout == "" and not written(home).exists()
     assert "standard input is not a terminal" in done.stderr and "commlens config --yes" in done.stderr
@@ -146,7 +146,7 @@ def test_yes_asks_nothing_and_overwrites_nothing(run_commlens: RunCommlens, home
     assert run_commlens("config", "--yes", "--force", environ=environ).returncode == 0
 
 
-def test_another_file_is_written_where_it_is_named(run_commlens: RunCommlens, home: Path, tmp_path: Path):
+def test_a_named_file_is_written(run_commlens: RunCommlens, home: Path, tmp_path: Path):
     done = run_commlens("config", "--yes", "--config-file", "mine.yaml", environ={"XDG_CONFIG_HOME": str(home)})
     assert done.returncode == 0 and "COMMLENS_CONFIG_FILE=mine.yaml" in done.stdout
     assert (tmp_path / "mine.yaml").exists() and not written(home).exists()
@@ -164,7 +164,7 @@ def test_a_broken_file_is_replaced_by_force_only(run_commlens: RunCommlens, home
 
 
 @pytest.mark.parametrize("value", ["on", "null", "12", "a: b", "#x", "it's", "dä/ö", "~/x", " x", "a\\b", '"q"', "@x", "- x", "1e3"])
-def test_whatever_is_answered_yaml_reads_it_back(value: str):
+def test_yaml_reads_every_answer_back(value: str):
     answers = {question.name: getattr(Settings(), question.name) for question in QUESTIONS}
     content = yaml.safe_load(settings_file({**answers, "dump_dir": value}, {"dump_signal": "SIGUSR2", "box_dir": value}))
     assert (content["dump_dir"], content["box_dir"], content["dump_signal"]) == (value, value, "SIGUSR2")

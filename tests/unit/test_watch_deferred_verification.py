@@ -1,4 +1,4 @@
-"""The live comparison: boxes that fill up, in any order and at any pace, and what is said of them."""
+"""Deferred verification: boxes that fill up in any order and at any pace, and the reports on them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_ranks_that_agree() -> None:
     assert node.reporter.final_lines() == []
 
 
-def test_a_shape_is_told_as_soon_as_all_have_come() -> None:
+def test_a_shape_mismatch_is_reported_once_all_ranks_have_issued() -> None:
     node = Node(4)
     node.all(all_reduce(8))
     for rank in (0, 2, 3):
@@ -43,7 +43,7 @@ def test_a_shape_is_told_as_soon_as_all_have_come() -> None:
     assert node.said[0][1], "it may end the job"
 
 
-def test_ranks_that_disagree_are_told_although_another_never_comes() -> None:
+def test_a_mismatch_is_reported_even_if_another_rank_never_issues() -> None:
     node = Node(4)
     for rank in (0, 1, 3):
         node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
@@ -52,7 +52,7 @@ def test_ranks_that_disagree_are_told_although_another_never_comes() -> None:
     assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [3])
 
 
-def test_when_a_rank_has_died_nobody_is_waited_for() -> None:
+def test_once_a_rank_has_died_no_rank_is_waited_for() -> None:
     node = Node(4)
     for rank in (0, 1, 3):
         node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
@@ -71,7 +71,7 @@ def fail(node: Node, rank: int, index: int, *, number: int) -> None:
         box.data[slot + 96 : slot + 100] = zlib.crc32(bytes(box.data[slot : slot + 96])).to_bytes(4, "little")
 
 
-def test_what_the_backend_refused_on_one_rank_meets_nobody() -> None:
+def test_an_op_that_the_backend_refused_is_compared_with_no_other() -> None:
     node = Node(2)
     node.all(all_reduce(8))
     for rank in node.ranks:
@@ -88,7 +88,7 @@ def test_what_the_backend_refused_on_one_rank_meets_nobody() -> None:
     assert [verdict.kind for verdict in node.settle()] == ["mismatch/shape"]
 
 
-def test_a_number_that_was_refused_is_taken_again() -> None:
+def test_the_sequence_number_of_a_refused_op_is_used_again() -> None:
     node = Node(2)
     index = node.ranks[0].issue(all_reduce(8))
     assert node.look() == []
@@ -102,7 +102,7 @@ def test_a_number_that_was_refused_is_taken_again() -> None:
     assert [verdict.kind for verdict in node.settle()] == ["mismatch/shape"]
 
 
-def test_a_reduce_op_is_compared_when_it_is_there() -> None:
+def test_a_reduce_op_is_compared_once_it_is_recorded() -> None:
     node = Node(4)
     for rank in node.ranks:
         rank.issue(all_reduce(8, op="MAX" if rank.rank == 1 else "SUM"))
@@ -116,7 +116,7 @@ def test_a_reduce_op_is_compared_when_it_is_there() -> None:
     assert node.settle() == []
 
 
-def test_a_reduce_op_that_is_never_known_is_no_excuse() -> None:
+def test_a_reduce_op_that_is_never_recorded_does_not_block_a_report() -> None:
     node = Node(4)
     for rank in node.ranks:
         rank.issue(all_reduce(8, op="MAX" if rank.rank == 1 else "SUM"))
@@ -130,7 +130,7 @@ def test_a_reduce_op_that_is_never_known_is_no_excuse() -> None:
     assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
 
 
-def test_the_same_in_every_step_is_told_once_and_counted() -> None:
+def test_the_same_mismatch_in_every_step_is_reported_once_and_counted() -> None:
     node = Node(4)
     for step in range(30):
         for rank in node.ranks:
@@ -144,7 +144,7 @@ def test_the_same_in_every_step_is_told_once_and_counted() -> None:
     assert line == "rank 1 disagreed (mismatch/reduce-op, first in all_reduce #1) 60 times in all."
 
 
-def test_of_two_ranks_the_odd_one_is_told_by_its_history_and_only_once() -> None:
+def test_of_two_ranks_the_odd_one_is_found_by_its_history_and_reported_once() -> None:
     node = Node(2)
     for step in range(40):
         for rank in node.ranks:
@@ -173,7 +173,7 @@ def test_another_aspect_is_another_disagreement() -> None:
     assert [(verdict.kind, verdict.culprits) for verdict, _ in node.said] == [("mismatch/reduce-op", [1]), ("mismatch/dtype", [2])]
 
 
-def test_only_so_many_are_told() -> None:
+def test_the_number_of_reports_is_limited() -> None:
     node = Node(2, capacity=2000)
     for i in range(40):
         for rank in node.ranks:
@@ -185,7 +185,7 @@ def test_only_so_many_are_told() -> None:
 # --- pace
 
 
-def test_a_rank_that_laps_its_ring_leaves_a_gap_and_no_alarm() -> None:
+def test_a_wrapped_ring_buffer_leaves_a_gap_and_no_report() -> None:
     node = Node(2)
     node.all(all_reduce(8), ranks=(0, 1))
     node.look()
@@ -200,7 +200,7 @@ def test_a_rank_that_laps_its_ring_leaves_a_gap_and_no_alarm() -> None:
     assert any("came too fast to be compared" in line for line in node.reporter.final_lines())
 
 
-def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
+def test_the_records_of_a_rank_far_ahead_are_not_kept_forever() -> None:
     node = Node(2, capacity=512)
     root = CollectiveArgs("broadcast", "broadcast_", (tensor(8),), root=0)
     for _ in range(40):
@@ -217,7 +217,7 @@ def test_a_rank_far_ahead_is_not_remembered_for_ever() -> None:
     assert "more than 4096 behind" in node.verification.gaps
 
 
-def test_shapes_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ever_changing_shapes_are_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signatures, "REMEMBERED", 50)
     node = Node(2)
     for i in range(400):
@@ -229,7 +229,7 @@ def test_shapes_that_vary_for_ever_are_not_remembered_for_ever(monkeypatch: pyte
     assert len(table._ids) <= 51
 
 
-def test_a_record_overwritten_before_it_could_be_looked_at_is_told_in_short() -> None:
+def test_a_mismatch_of_overwritten_records_is_reported_without_lines() -> None:
     node = Node(2)
     node.ranks[0].issue(all_reduce(8), ranks=(0, 1))
     node.ranks[1].issue(all_reduce(9), ranks=(0, 1))
@@ -242,7 +242,7 @@ def test_a_record_overwritten_before_it_could_be_looked_at_is_told_in_short() ->
     assert "overwritten since" in verdict.explanation
 
 
-def test_too_much_is_looked_at_less_often_and_then_less_of_it() -> None:
+def test_the_cpu_budget_polls_less_often_then_reads_fewer_records() -> None:
     node = Node(2, capacity=2000)
     seconds = iter(x * 0.1 for x in range(100))
     node.verification._clock = lambda: next(seconds)
@@ -272,7 +272,7 @@ def test_ranks_of_other_nodes_are_not_waited_for() -> None:
     assert node.settle() == []
 
 
-def test_groups_incarnations_and_devices_are_told_apart() -> None:
+def test_groups_incarnations_and_devices_are_distinguished() -> None:
     node = Node(2)
     for options in ({"group": "a"}, {"group": "a", "inc": 1}, {"group": "a", "device": "cuda"}, {"group": "b"}):
         first, second = (all_reduce(8), all_reduce(9)) if options.get("inc") else (all_reduce(8), all_reduce(8))
@@ -283,7 +283,7 @@ def test_groups_incarnations_and_devices_are_told_apart() -> None:
     assert node.verification.times(next(iter(node.reporter._reported.values()))[1]) == 1
 
 
-def test_a_group_that_is_made_again_starts_anew() -> None:
+def test_a_recreated_group_starts_at_sequence_number_1() -> None:
     node = Node(2)
     for _ in range(3):
         node.all(all_reduce(8), ranks=(0, 1))
@@ -320,7 +320,7 @@ def test_reduce_ops_inside_coalesced_groups() -> None:
     assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
 
 
-def test_splits_of_any_two_ranks_must_fit() -> None:
+def test_the_splits_of_every_two_ranks_must_match() -> None:
     def exchange(sends: tuple[int, ...], receives: tuple[int, ...]) -> CollectiveArgs:
         total = (sum(sends),), (sum(receives),)
         return CollectiveArgs("all_to_all", "alltoall_base_", (tensor(*total[0]),), (tensor(*total[1]),), None, None, sends, receives)
@@ -363,7 +363,7 @@ def test_nccl_ignores_tags() -> None:
     assert node.settle() == []
 
 
-def test_a_receive_from_anybody_ends_what_can_be_known() -> None:
+def test_after_a_receive_from_any_source_messages_are_not_compared() -> None:
     node = Node(2)
     node.ranks[1].issue(recv(4), ranks=(0, 1), flags=ENTERED | ANY_SOURCE)
     node.ranks[1].issue(recv(5), ranks=(0, 1), peer=0)
@@ -372,7 +372,7 @@ def test_a_receive_from_anybody_ends_what_can_be_known() -> None:
     assert node.settle() == []
 
 
-def test_messages_after_a_gap_meet_by_their_numbers() -> None:
+def test_messages_after_a_gap_are_paired_by_sequence_number() -> None:
     node = Node(2)
     for i in range(100):
         node.ranks[0].issue(send(i + 1), ranks=(0, 1), peer=1)
@@ -453,7 +453,7 @@ def test_lines_that_differ_by_rank_are_no_shift() -> None:
 # --- with strict verification
 
 
-def test_what_strict_verification_holds_back_is_left_to_it() -> None:
+def test_collectives_that_strict_verification_holds_back_are_left_to_it() -> None:
     node = Node(2)
     for rank in node.ranks:
         rank.issue(all_reduce(8 + rank.rank), ranks=(0, 1), flags=0)

@@ -1,4 +1,4 @@
-"""Which jobs are here, and which of them nobody needs any more."""
+"""Finding the jobs on this node, and removing forgotten ones."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_no_job_at_all(tmp_path: Path) -> None:
         find_jobs("train", str(tmp_path))
 
 
-def test_jobs_that_ended_long_ago_give_their_memory_back(tmp_path: Path, ranks: dict[str, Rank]) -> None:
+def test_the_memory_of_jobs_that_ended_long_ago_is_freed(tmp_path: Path, ranks: dict[str, Rank]) -> None:
     folder = job_dirs.user_folder(tmp_path)
     for name in ("train-1", "train-2"):
         ranks[name].end()

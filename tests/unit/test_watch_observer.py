@@ -1,4 +1,4 @@
-"""What a process looks like from outside over a window."""
+"""Observing a process from outside over a window."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_stopped_is_not_holding_the_gil(child: subprocess.Popen[str]) -> None:
     assert (seen.proc_state, seen.stopped_fraction, seen.holds_gil) == ("T", 1.0, False)
 
 
-def test_a_silent_heart_in_a_running_process_holds_the_gil(child: subprocess.Popen[str]) -> None:
+def test_a_running_process_without_heartbeats_holds_the_gil(child: subprocess.Popen[str]) -> None:
     observer = observer_of(child)
     silent = time.monotonic_ns() - 3 * SECOND
     observer.sample(child.pid, pulse(heartbeat_ns=silent))

@@ -22,7 +22,7 @@ def sleeper() -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
 
 
-def test_look_at_oneself() -> None:
+def test_read_stat_of_this_process() -> None:
     seen = process.read_stat(os.getpid())
     assert seen is not None
     assert seen.state == "R"
@@ -32,7 +32,7 @@ def test_look_at_oneself() -> None:
     assert not process.is_running(os.getpid(), seen.start_ticks + 1), "another start time is another process"
 
 
-def test_a_name_with_parentheses_does_not_confuse(tmp_path: Path) -> None:
+def test_a_process_name_with_parentheses(tmp_path: Path) -> None:
     program = tmp_path / "a) R (b"
     program.symlink_to(sys.executable)
     with subprocess.Popen([program, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:

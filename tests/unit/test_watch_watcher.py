@@ -96,7 +96,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-def test_a_stall_is_told_once_with_a_dump_and_its_end(job: Job) -> None:
+def test_a_stall_is_reported_once_with_a_dump_and_its_end(job: Job) -> None:
     job.start()
     job.watch()
     job.ranks[0].tell("announce")
@@ -134,7 +134,7 @@ def test_a_clean_end_leaves_nothing(job: Job) -> None:
     assert job.saved == []
 
 
-def test_a_rank_that_works_is_waited_for(job: Job) -> None:
+def test_a_rank_that_is_working_is_no_fault(job: Job) -> None:
     job.start()
     job.watch(stall_timeout=1.5)
     job.ranks[1].tell("spin 4", answers=False)
@@ -145,7 +145,7 @@ def test_a_rank_that_works_is_waited_for(job: Job) -> None:
 
 
 @pytest.mark.parametrize(("how", "words"), [("exit 3", "dead [1]"), ("kill", "dead [1]")])
-def test_a_death_is_told_at_once(job: Job, how: str, words: str) -> None:
+def test_a_death_is_reported_at_once(job: Job, how: str, words: str) -> None:
     job.start(3)
     job.watch(stall_timeout=60.0)
     job.ranks[0].tell("announce")
@@ -166,7 +166,7 @@ def test_a_death_is_told_at_once(job: Job, how: str, words: str) -> None:
     assert not job.folder.exists(), "kept in the dump, gone from memory"
 
 
-def test_a_job_that_is_told_to_stop_did_not_die(job: Job) -> None:
+def test_a_job_that_was_stopped_did_not_die(job: Job) -> None:
     job.start()
     job.watch(stall_timeout=60.0)
     for rank in job.ranks:
@@ -176,7 +176,7 @@ def test_a_job_that_is_told_to_stop_did_not_die(job: Job) -> None:
     assert not job.folder.exists()
 
 
-def test_one_rank_that_gets_a_sigterm_died(job: Job) -> None:
+def test_a_single_rank_that_gets_a_sigterm_died(job: Job) -> None:
     job.start()
     job.watch(stall_timeout=60.0)
     eventually(lambda: job.watcher is not None)
@@ -196,7 +196,7 @@ def test_abort_ends_the_ranks(job: Job) -> None:
     assert not job.heard("dead")
 
 
-def test_abort_kills_those_that_do_not_hear(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_kills_ranks_that_ignore_sigterm(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("commlens.watch.watcher.KILL_AFTER_S", 0.5)
     job.start()
     os.kill(job.ranks[1].pid, signal.SIGSTOP)
@@ -206,7 +206,7 @@ def test_abort_kills_those_that_do_not_hear(job: Job, monkeypatch: pytest.Monkey
     assert job.ranks[1].process.wait(5) == -signal.SIGKILL
 
 
-def test_a_dump_before_the_groups_timeout_strikes(job: Job) -> None:
+def test_a_dump_is_saved_before_the_groups_timeout_expires(job: Job) -> None:
     job.start(2, timeout_s=2.0)
     job.watch(stall_timeout=60.0)
     job.ranks[0].tell("announce")
@@ -217,8 +217,8 @@ def test_a_dump_before_the_groups_timeout_strikes(job: Job) -> None:
     assert job.heard("missing [1]"), "the timeout will end the job: this is the last chance to say why"
 
 
-def test_silent_heart_and_no_dump_folder(job: Job, tmp_path: Path) -> None:
-    """Nothing that goes wrong with a dump keeps the verdict from being told."""
+def test_no_heartbeat_and_no_dump_folder(job: Job, tmp_path: Path) -> None:
+    """The verdict is printed even if no dump can be saved."""
     (tmp_path / "file").write_text("")
     job.start()
     job.watch(dump_dir=str(tmp_path / "file" / "below"))
@@ -229,7 +229,7 @@ def test_silent_heart_and_no_dump_folder(job: Job, tmp_path: Path) -> None:
 
 
 def test_the_ranks_of_a_launcher(job: Job) -> None:
-    """A worker that never comes to a box is known, and what the launcher does after the first death says nothing."""
+    """A worker without a box is watched, and ranks that the launcher ends after the first death are not reported."""
     job.start(2)
     quiet = Rank(job.folder.with_name("elsewhere"), 2, 3)
     job.ranks.append(quiet)
@@ -257,7 +257,7 @@ def test_failures_that_only_the_agent_saw(job: Job) -> None:
     assert any(said.startswith("dead") for said in job.said)
 
 
-def test_a_restart_begins_anew(job: Job) -> None:
+def test_a_restart_starts_a_new_generation(job: Job) -> None:
     job.start(2)
     job.watch(workers=list, stall_timeout=60.0)
     time.sleep(0.4)
