@@ -30,7 +30,7 @@ def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:
 def test_nothing_moved() -> None:
     movement = moved(stuck(after_s=5), stuck(after_s=47))
     assert not movement
-    assert movement.answer == "Nothing moved in 42 s: 4 ranks stand where they stood."
+    assert movement.answer == "No rank moved in 42 s: 4 ranks are in the same place."
     assert [one.sentence for one in movement.ranks] == [
         "ranks 0-1,3 are still in all_reduce #11 of the default group [0-3] (train.py:20 step).",
         "rank 2 issued nothing, and has nothing in flight.",
@@ -41,7 +41,7 @@ def test_all_moved() -> None:
     movement = moved(stuck(step=3), stuck(step=5))
     assert movement.answer.startswith("All 4 ranks moved")
     assert movement.ranks[0].sentence == (
-        "ranks 0-1,3 went on from all_reduce #7 of the default group [0-3] to all_reduce #11 of the default group [0-3] "
+        "ranks 0-1,3 moved on from all_reduce #7 of the default group [0-3] to all_reduce #11 of the default group [0-3] "
         "(train.py:20 step): issued 4 operations more."
     )
 
@@ -61,7 +61,7 @@ def test_dumps_that_are_missing_and_jobs_that_are_not_the_same() -> None:
     movement = moved(before[:3], after[1:])
     assert {one.kind for one in movement.ranks} == {"again", "only-before", "only-after"}
     assert "different jobs" in movement.notes[0]
-    assert moved(before[:1], after[1:]).answer == "No rank has a dump in both: nothing was compared."
+    assert moved(before[:1], after[1:]).answer == "No rank has a dump in both sets: nothing was compared."
 
 
 class TestCommand:
@@ -74,7 +74,7 @@ class TestCommand:
 
     def test_dumps_are_told_from_traces_by_their_content(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.main(["compare", two[0], two[0]]) == 0
-        assert "Nothing moved" in capsys.readouterr().out
+        assert "No rank moved" in capsys.readouterr().out
         assert commands.main(["compare", *two]) == 1
         assert "Ranks 1-3 moved" in capsys.readouterr().out
 

@@ -82,21 +82,21 @@ def doing(log: RankLog, fate: Fate, *, quiet_ns: int = 0, stalled_after_ns: int 
     where = frame_phrase(frame)
     since = f" for {duration(quiet_ns)}" if quiet_ns > stalled_after_ns else ""
     if fate.kind == "clean":
-        return Doing("finished", False, "has finished", None, ["its process said goodbye"], True)
+        return Doing("finished", False, "has finished", None, ["its process announced its exit"], True)
     if fate.kind == "leaving":
         signs, moves, looked = _movement(seen)
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
-        return Doing("finished", moves or recently, "has said goodbye and is shutting down", None, signs, looked)
+        return Doing("finished", moves or recently, "has finished and is shutting down", None, signs, looked)
     if fate.kind in ("own", "gone", "peer"):
         return Doing(fate.why, False, fate.text, fate.source or frame, [], True)
     fraction = seen.stopped_fraction or 0.0
     if seen.proc_state in ("T", "t") or fraction > _STOPPED:
         return Doing("stopped", False, "is stopped (by SIGSTOP or a debugger)", frame, ["its process is in state T"], True)
     if seen.holds_gil:
-        return Doing("holding-gil", False, f"holds Python's lock{_in(where)}{since}", frame, ["its other threads have not run since"], True)
+        return Doing("holding-gil", False, f"holds the GIL{_in(where)}{since}", frame, ["its other threads have not run since"], True)
     if (seen.throttled_fraction or 0.0) >= _THROTTLED:
         signs = [f"its CPU quota was used up {seen.throttled_fraction:.0%} of the time"]
-        return Doing("throttled", False, f"is starved of CPU by its cgroup's quota{_at(where)}", frame, signs, True)
+        return Doing("throttled", False, f"is starved of CPU by its cgroup's quota{_in(where)}", frame, signs, True)
     why, named = _by_frames(log, frames)
     signs, moves, looked = _movement(seen)
     if log.expecting is not None:
@@ -123,7 +123,7 @@ def doing(log: RankLog, fate: Fate, *, quiet_ns: int = 0, stalled_after_ns: int 
         return Doing(why or "user-code", True, phrase, frame, [*signs, f"it was active {duration(quiet_ns)} before"], looked)
     if seen.proc_state == "D":
         return Doing(
-            "uninterruptible-io", False, f"is in uninterruptible I/O{_at(where)}{since}", frame, ["its process is in state D", *signs], True
+            "uninterruptible-io", False, f"is in uninterruptible I/O{_in(where)}{since}", frame, ["its process is in state D", *signs], True
         )
     if (seen.memory_pressure or 0.0) >= _PRESSURE:
         pressure = f"its cgroup waited for memory {seen.memory_pressure:.0f} % of the time"
@@ -168,7 +168,7 @@ def _by_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
         if frame.function in _INIT_NAMES:
             return "initialising", named
     if not log.initialised and not log.collectives and not frames:
-        return "initialising", "it has not come out of init_process_group"
+        return "initialising", "it has not returned from init_process_group"
     return None, ""
 
 
@@ -194,16 +194,12 @@ def _movement(seen: Observation) -> tuple[list[str], bool, bool]:
 
 def _phrase(why: Why | None, where: str, since: str) -> str:
     if why == "compilation":
-        return f"has been compiling{_at(where)}{since}" if since else f"is compiling{_at(where)}"
+        return f"has been compiling{_in(where)}{since}" if since else f"is compiling{_in(where)}"
     if why == "initialising":
-        return f"is still initialising{_at(where)}{since}"
+        return f"is still initialising{_in(where)}{since}"
     if not where:
         return f"has been outside any collective{since}" if since else "is outside any collective"
     return f"has been in {where}{since}" if since else f"is in {where}"
-
-
-def _at(where: str) -> str:
-    return f", at {where}" if where else ""
 
 
 def _in(where: str) -> str:

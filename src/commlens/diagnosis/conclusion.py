@@ -50,13 +50,16 @@ def conclude(world: World, missing: list[str]) -> ExaminedJob:
     findings = find_all(world, troubles, graph)
     missing += _not_known(world)
     looked_at = _looked_at(world)
-    verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
-    return ExaminedJob(verdict if findings else _healthy(world, missing, looked_at), world, troubles, graph)
+    if findings:
+        verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    else:
+        verdict = _healthy(world, missing, looked_at)
+    return ExaminedJob(verdict, world, troubles, graph)
 
 
 def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
     everybody = len(world.views) == world.size
-    known = "every collective agrees and nobody waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
+    known = "all collectives agree and no rank waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
     summary = f"nothing is wrong: {known}" if everybody else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
     if world.moving:
         summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
@@ -76,7 +79,7 @@ def _looked_at(world: World) -> str:
     ranks = count(len(world.views), "rank")
     of = f" of {world.size}" if world.size != len(world.views) else ""
     unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in world.views.values() for text in view.log.coverage})
-    without = f"; not seen are {'; '.join(unseen)}" if unseen else ""
+    without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
     return f"{ranks}{of}, {count(total, 'record')} on {count(len(world.channels), 'channel')}{without}"
 
 

@@ -66,9 +66,9 @@ def compare_standings(before: Iterable[Standing], after: Iterable[Standing]) -> 
 
     for rank in sorted(first.keys() | second.keys()):
         if rank not in second:
-            say(rank, "only-before", "", lambda ranks: f"of {ranks_phrase(ranks)} there is a dump only in the first.")
+            say(rank, "only-before", "", lambda ranks: f"{ranks_phrase(ranks)}: a dump only in the first set.")
         elif rank not in first:
-            say(rank, "only-after", "", lambda ranks: f"of {ranks_phrase(ranks)} there is a dump only in the second.")
+            say(rank, "only-after", "", lambda ranks: f"{ranks_phrase(ranks)}: a dump only in the second set.")
         else:
             _compare(first[rank], second[rank], say)
     movement = Movement(ranks=sorted(found.values(), key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks)))
@@ -90,7 +90,7 @@ def _compare(old: Standing, new: Standing, say: Say) -> None:
     line = f" ({b.line})" if b.line else ""
     if more < 0:
         say(
-            new.rank, "again", "", lambda ranks: f"{ranks_phrase(ranks)} issued fewer operations than before: started anew, or another job."
+            new.rank, "again", "", lambda ranks: f"{ranks_phrase(ranks)} issued fewer operations than before: restarted, or of another job."
         )
     elif not more and old.identity == new.identity:
         if not b.in_flight:
@@ -112,7 +112,7 @@ def _compare(old: Standing, new: Standing, say: Say) -> None:
             text = f"{went} behind it, but {{}} still in {b.in_flight}{line}."
             say(new.rank, "moved", text, lambda ranks: f"{ranks_phrase(ranks)} {text.format(verb(ranks, 'is', 'are'))}")
         else:
-            text = f"went on from {a.in_flight or 'between operations'} to {b.in_flight}{line}: {went}."
+            text = f"moved on from {a.in_flight or 'between operations'} to {b.in_flight}{line}: {went}."
             say(new.rank, "moved", text, lambda ranks: f"{ranks_phrase(ranks)} {text}")
 
 
@@ -123,15 +123,14 @@ def _apart(first: Mapping[int, Standing], second: Mapping[int, Standing]) -> flo
 
 def _answer(movement: Movement, both: list[int]) -> str:
     if not both:
-        return "No rank has a dump in both: nothing was compared."
+        return "No rank has a dump in both sets: nothing was compared."
     by_kind: dict[str, list[int]] = defaultdict(list)
     for one in movement.ranks:
         by_kind[one.kind] += one.ranks
     within = f" in {duration(int(movement.apart_s * 1e9))}" if movement.apart_s else ""
     still, moved = by_kind["still"], sorted(by_kind["moved"] + by_kind["finished"] + by_kind["again"])
     if not moved:
-        stand = verb(both, "stands where it", "stand where they")
-        return f"Nothing moved{within}: {count(len(both), 'rank')} {stand} stood."
+        return f"No rank moved{within}: {count(len(both), 'rank')} {verb(both, 'is', 'are')} in the same place."
     if not still:
         return f"All {count(len(both), 'rank')} moved{within}." if len(both) > 1 else f"The rank moved{within}."
     return f"{capital(ranks_phrase(moved))} moved{within}, {ranks_phrase(still)} did not."

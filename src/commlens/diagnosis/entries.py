@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["RankEntries", "Wanted", "entries_in", "entries_of", "lay_out", "wanted_by"]
 
 _BESIDE = 200  # numbers kept on both sides of the fault, and at the end where there is none
-_ENDS = ("in flight", "started", "done", "let go of")
+_ENDS = ("in flight", "started", "done", "retired")
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -188,7 +188,7 @@ def _column(members: Sequence[RankEntries], numbers: Sequence[int], blamed: bool
         role = "to blame"
     else:
         cell = first.cells.get(fault) if fault else None
-        role = "in it" if cell is not None and cell.end in ("in flight", "started") else ""
+        role = "waiting" if cell is not None and cell.end in ("in flight", "started") else ""
     return Column(
         ranks=[one.rank for one in members],
         cells=[first.cells.get(number) for number in numbers],

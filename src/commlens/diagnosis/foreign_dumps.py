@@ -54,9 +54,9 @@ def _timed_out(told: Sequence[str], waited: list[int]) -> Finding:
         culprits=[],
         victims=waited,
         confidence="low",
-        summary=f"{told[0]}; whom it waited for cannot be told from this",
-        next_step="hand over the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
+        summary=f"{told[0]}; the ranks that it waited for are unknown",
+        next_step="diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
         "/tmp/nccl_trace_rank_*)",
         evidence=[f"{text}." for text in told[1:]],
-        would_raise_confidence="What every rank enqueued and completed last in that group would tell who did not come.",
+        would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
     )

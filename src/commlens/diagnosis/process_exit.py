@@ -65,7 +65,7 @@ def fate_of(log: RankLog) -> Fate:
             return Fate("peer", "exception", at, f"ended after {_short(failure)}")
         if log.closed:
             return Fate("clean", "finished", at, "finished")
-        return Fate("gone", "unknown", at, "is gone, and nobody saw how it ended")
+        return Fate("gone", "unknown", at, "is gone; how it ended was not observed")
     text = f"exited with status {seen.exit_code}" if seen.exit_code is not None else "failed"
     if is_refusal(failure):
         return Fate("peer", "exception", at, f"{text} after a DistributedOperationException", refused=True)
@@ -102,7 +102,7 @@ def _in_torch(log: RankLog) -> bool:
 def _by_signal(log: RankLog, at: int) -> Fate:
     signal = log.observation.signal or "a signal"
     if log.observation.oom_killed:
-        return Fate("own", "out-of-memory", at, f"was killed by the kernel for its memory ({signal})")
+        return Fate("own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})")
     if signal in _TOLD:
         return Fate("told", "killed", at, f"was ended by {signal}")
     if signal != "SIGKILL" and log.exception is not None:

@@ -10,7 +10,7 @@ import msgspec
 from commlens.diagnosis.backend_rings import joined
 from commlens.diagnosis.extract import Extract
 from commlens.model.ranklog import End
-from commlens.text import ranks_phrase
+from commlens.text import count, ranks_phrase
 
 
 def choose_extracts(extracts: Sequence[Extract]) -> tuple[list[Extract], list[str]]:
@@ -26,10 +26,7 @@ def choose_extracts(extracts: Sequence[Extract]) -> tuple[list[Extract], list[st
     nameless = [found for found in dumps if found.rank < 0]
     if nameless:
         names = ", ".join(sorted(found.source for found in nameless)[:3]) + (" and more" if len(nameless) > 3 else "")
-        are = "dump is of a rank that neither its name nor its content tells" if len(nameless) == 1 else (
-            "dumps are of ranks that neither their names nor their contents tell"
-        )  # fmt: skip
-        notes.append(f"{len(nameless)} {are}, and left out: {names}.")
+        notes.append(f"{count(len(nameless), 'dump')} left out, because neither name nor content shows the rank: {names}.")
     jobs = _jobs([found for found in dumps if found.rank >= 0])
     if not jobs:
         return _one_per_rank([found for found in told if found.rank >= 0], notes), notes
@@ -38,8 +35,8 @@ def choose_extracts(extracts: Sequence[Extract]) -> tuple[list[Extract], list[st
         if job is not chosen:
             where = sorted({_folder(found) for found in job})
             notes.append(
-                f"The dumps of {ranks_phrase(found.rank for found in job)} in {', '.join(where[:3])} belong to another job or "
-                "another moment; they are left out."
+                f"The dumps of {ranks_phrase(found.rank for found in job)} in {', '.join(where[:3])} are of another job or another "
+                "time; they are left out."
             )
     kept = _one_per_rank(chosen, notes)
     return sorted(_with_logs(kept, told), key=lambda found: found.rank), notes

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from commlens.model.ranklog import RankLog
-from commlens.text import ranks_phrase
+from commlens.text import count, ranks_phrase
 
 
 def choose(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
@@ -18,7 +18,7 @@ def choose(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
     notes: list[str] = []
     known = [log for log in logs if log.rank >= 0]
     if len(known) < len(logs):
-        notes.append(f"{len(logs) - len(known)} logs are of processes that never learnt their rank; they are left out.")
+        notes.append(f"{count(len(logs) - len(known), 'log')} without a rank, of processes that ended before they had one: left out.")
     runs: dict[tuple[str, int], list[RankLog]] = defaultdict(list)
     for log in known:
         runs[(log.job, log.restart)].append(log)

@@ -12,7 +12,7 @@ class Cell(msgspec.Struct, frozen=True):
 
     op: str  # "all_reduce", "send to 3", "2 x all_gather"
     tensors: str  # "float32[100] SUM"
-    end: str  # "in flight", "started", "done", "let go of"
+    end: str  # "in flight", "started", "done", "retired"
     line: str = ""  # "train.py:20 step"
     stack: Stack = ()
 
