@@ -123,9 +123,14 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
                 stack.append([] if op == 0x5D else {})
                 containers += 1
                 at += 1
+            elif op == 0x65:  # APPENDS
+                items = stacks.pop()
+                stack = stacks[-1]
+                _as_list(stack[-1]).extend(items)
+                at += 1
             elif op in _AFTER_MARK:
-                items = stack
-                stack = _close_mark(stacks)
+                items = stacks.pop()
+                stack = stacks[-1]
                 _AFTER_MARK[op](stack, items)
                 containers += op not in _SMALL
                 at += 1
@@ -147,13 +152,6 @@ def _execute(data: bytes, stacks: list[list[Any]]) -> Any:
                 raise _Refused(f"holds more than {_CONTAINERS_MAX} lists and dicts")
     except (_Truncated, _Refused, IndexError, struct.error, ValueError, TypeError, KeyError, OverflowError) as error:
         raise _Stopped(at) from error
-
-
-def _close_mark(stacks: list[list[Any]]) -> list[Any]:
-    if len(stacks) < 2:
-        raise IndexError
-    stacks.pop()
-    return stacks[-1]
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -212,14 +210,13 @@ def _dict_of_items(stack: list[Any], items: list[Any]) -> None:
 
 
 _AFTER_MARK: Final[dict[int, Callable[[list[Any], list[Any]], None]]] = {
-    0x65: lambda stack, items: _as_list(stack[-1]).extend(items),  # APPENDS
     0x75: lambda stack, items: _set(stack[-1], items),  # SETITEMS
     0x31: lambda stack, items: None,  # POP_MARK
     0x74: lambda stack, items: stack.append(tuple(items)),  # TUPLE
     0x6C: lambda stack, items: stack.append(items),  # LIST
     0x64: _dict_of_items,  # DICT
 }
-"""Opcodes that take the items above the last mark."""
+"""Opcodes besides APPENDS that take the items above the last mark."""
 
 # --- the other opcodes: each takes the data, the position, the stack and the memo, and returns the position after it
 
@@ -370,7 +367,7 @@ _OPCODES: Final[dict[int, _Opcode]] = {
     0x70: _put,
     0x67: _get,
 }
-_SMALL: Final = frozenset({0x65, 0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})  # make nothing larger than themselves
+_SMALL: Final = frozenset({0x75, 0x80, 0x95, 0x58, 0x71, 0x72, 0x47, 0x94, 0x43, 0x8C})  # make nothing larger than themselves
 _OPERAND: Final = {
     0x68: 1, 0x6A: 4, 0x4B: 1, 0x8A: 1, 0x4D: 2, 0x4A: 4, 0x58: 4, 0x71: 1, 0x72: 4, 0x80: 1, 0x47: 8, 0x8C: 1,
     0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x8B: 4, 0x95: 8,
