@@ -1,6 +1,6 @@
-"""What a rank that is not where the others wait for it does: a class, and whether it visibly works.
+"""Classify what a rank is doing outside collectives, and whether it visibly works.
 
-A pure function of its stacks, of what was observed of its process, and of its log.
+A pure function of the rank's stacks, the observations of its process, and its log.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ import re
 
 import msgspec
 
-from commlens.diagnosis.process_exit import Fate
+from commlens.diagnosis.process_exit import ProcessExit
 from commlens.diagnosis.select_job import last_moment
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Why
 from commlens.text import duration, frame_phrase
 
-CPU_WORKING = 0.10  # of one core over the window; a rank that waits uses below 0.02, watchdog thread included
+CPU_WORKING = 0.10  # of one core over the window; a waiting rank uses below 0.02, watchdog thread included
 IO_WORKING = 64 * 1024  # bytes within the window
-_WINDOW_S = 0.4  # observations over less than this say nothing of movement
-_STILL_S = 5.0  # over which a checkpoint must not move before it is called stuck
+_WINDOW_S = 0.4  # shorter observations say nothing about movement
+_STILL_S = 5.0  # a checkpoint must stand still for this long before it is called stuck
 _THROTTLED = 0.5
 _STOPPED = 0.5
 _LEAVING_NS = 10_000_000_000  # an interpreter with torch in it may take seconds to shut down
-_PRESSURE = 20.0  # percent of the last 10 s in which every task of its cgroup waited for memory
+_PRESSURE = 20.0  # percent of the last 10 s in which all tasks of the cgroup waited for memory
 
-# Only files that are on the stack while a graph is compiled: eval_frame.py and runtime_wrappers.py stay on it when it runs.
+# Files that are on the stack only while a graph is compiled. eval_frame.py and runtime_wrappers.py are also there when it runs.
 _COMPILING = re.compile(
     r"torch/_dynamo/(convert_frame|symbolic_convert|output_graph|bytecode_transformation|variables/)|"
     r"torch/_inductor/(graph|scheduler|lowering|async_compile|cpp_builder|codegen/|compile_worker/|fx_passes/)|"
@@ -55,84 +55,95 @@ _INIT_NAMES = frozenset(
 _LEAVE_NAMES = frozenset({"destroy_process_group", "_shutdown_backend"})
 
 
-class Doing(msgspec.Struct):
-    """What a rank does."""
+class Activity(msgspec.Struct):
+    """What a rank is doing."""
 
     why: Why
-    works: bool  # visibly: then nobody claims a fault
+    works: bool  # visibly, so no fault is claimed
     phrase: str  # "has been in train.py:57 load_batch for 31 s"
     frame: Frame | None = None  # the user's innermost line
-    signs: list[str] = []  # what supports it, in sentences
-    observed: bool = False  # movement was looked for
+    signs: list[str] = []  # the evidence, in sentences
+    observed: bool = False  # the process was watched for movement
 
 
-def doing(log: RankLog, fate: Fate, *, quiet_ns: int = 0, stalled_after_ns: int = 1_000_000_000) -> Doing:
-    """Classify.
+def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_after_ns: int = 1_000_000_000) -> Activity:
+    """Classify what a rank is doing.
 
     Args:
         log: the rank's log.
-        fate: how its process ended.
-        quiet_ns: for how long it has issued nothing and left no collective; 0 where that is not known.
-        stalled_after_ns: a rank that was active within it works.
+        end: how its process ended, or that it has not.
+        quiet_ns: how long ago the rank last issued or left a collective; 0 if unknown.
+        stalled_after_ns: a rank that was active more recently than this counts as working.
     """
     stack = log.main_stack
-    frames: Stack = stack.frames if stack is not None else ()
     frame = stack.source if stack is not None else None
-    seen = log.observation
-    where = frame_phrase(frame)
-    since = f" for {duration(quiet_ns)}" if quiet_ns > stalled_after_ns else ""
-    if fate.kind == "clean":
-        return Doing("finished", False, "has finished", None, ["its process announced its exit"], True)
-    if fate.kind == "leaving":
-        signs, moves, looked = _movement(seen)
+    if end.kind == "clean":
+        return Activity("finished", False, "has finished", None, ["its process announced its exit"], True)
+    if end.kind == "leaving":
+        signs, moves, watched = _movement(log.observation)
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
-        return Doing("finished", moves or recently, "has finished and is shutting down", None, signs, looked)
-    if fate.kind in ("own", "gone", "peer"):
-        return Doing(fate.why, False, fate.text, fate.source or frame, [], True)
-    fraction = seen.stopped_fraction or 0.0
-    if seen.proc_state in ("T", "t") or fraction > _STOPPED:
-        return Doing("stopped", False, "is stopped (by SIGSTOP or a debugger)", frame, ["its process is in state T"], True)
+        return Activity("finished", moves or recently, "has finished and is shutting down", None, signs, watched)
+    if end.kind in ("own", "gone", "peer"):
+        return Activity(end.why, False, end.text, end.source or frame, [], True)
+    since = f" for {duration(quiet_ns)}" if quiet_ns > stalled_after_ns else ""
+    suspended = _suspended(log.observation, frame, since)
+    if suspended is not None:
+        return suspended
+    return _running(log, end, stack.frames if stack is not None else (), frame, since, quiet_ns if quiet_ns < stalled_after_ns else 0)
+
+
+def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity | None:
+    """Return why the process cannot run its own code: stopped, starved of CPU, or its threads wait for the GIL."""
+    where = frame_phrase(frame)
+    if seen.proc_state in ("T", "t") or (seen.stopped_fraction or 0.0) > _STOPPED:
+        return Activity("stopped", False, "is stopped (by SIGSTOP or a debugger)", frame, ["its process is in state T"], True)
     if seen.holds_gil:
-        return Doing("holding-gil", False, f"holds the GIL{_in(where)}{since}", frame, ["its other threads have not run since"], True)
+        return Activity("holding-gil", False, f"holds the GIL{_in(where)}{since}", frame, ["its other threads have not run since"], True)
     if (seen.throttled_fraction or 0.0) >= _THROTTLED:
         signs = [f"its CPU quota was used up {seen.throttled_fraction:.0%} of the time"]
-        return Doing("throttled", False, f"is starved of CPU by its cgroup's quota{_in(where)}", frame, signs, True)
+        return Activity("throttled", False, f"is starved of CPU by its cgroup's quota{_in(where)}", frame, signs, True)
+    return None
+
+
+def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None, since: str, active_ns_ago: int) -> Activity:
+    """Classify a process that could run, by its frames and its movement.
+
+    Args:
+        log: the rank's log.
+        end: alive, or terminated from outside.
+        frames: the main thread's stack.
+        frame: the user's innermost frame.
+        since: " for 31 s", or nothing.
+        active_ns_ago: when the rank was last active, if that was recently; else 0.
+    """
+    seen, where = log.observation, frame_phrase(frame)
     why, named = _by_frames(log, frames)
-    signs, moves, looked = _movement(seen)
-    if log.expecting is not None:
-        return Doing(why or "user-code", True, f"is in a block marked as slow ({log.expecting})", frame, signs, looked)
+    otherwise: Why = "user-code" if frame is not None else "unknown"
+    signs, moves, watched = _movement(seen)
     phrase = _phrase(why, where, since)
-    if fate.kind == "told":
-        # It was ended by the launcher after the fact: what counts is where it was before.
-        return Doing(
-            why or ("user-code" if frame else "unknown"),
-            False,
-            f"was {(where and f'in {where}') or 'elsewhere'}",
-            frame,
-            [fate.text],
-            looked,
-        )
+    if log.expecting is not None:
+        return Activity(why or "user-code", True, f"is in a block marked as slow ({log.expecting})", frame, signs, watched)
+    if end.kind == "terminated":
+        # The launcher ended it after the fault, so what counts is where it was before.
+        return Activity(why or otherwise, False, f"was {(where and f'in {where}') or 'elsewhere'}", frame, [end.text], watched)
     if moves:
-        return Doing(why or ("user-code" if frame else "unknown"), True, phrase, frame, signs, looked)
-    if why == "compilation" or why == "initialising":
-        return Doing(why, True, phrase, frame, [*signs, named], looked)
-    still = looked and seen.window_s >= _STILL_S
-    if why == "checkpoint-io" and not still:
-        return Doing(why, True, phrase, frame, [*signs, named], looked)
-    if 0 < quiet_ns < stalled_after_ns:
-        return Doing(why or "user-code", True, phrase, frame, [*signs, f"it was active {duration(quiet_ns)} before"], looked)
+        return Activity(why or otherwise, True, phrase, frame, signs, watched)
+    stood_still = watched and seen.window_s >= _STILL_S
+    if why in ("compilation", "initialising") or (why == "checkpoint-io" and not stood_still):
+        return Activity(why, True, phrase, frame, [*signs, named], watched)
+    if active_ns_ago > 0:
+        return Activity(why or "user-code", True, phrase, frame, [*signs, f"it was active {duration(active_ns_ago)} before"], watched)
     if seen.proc_state == "D":
-        return Doing(
-            "uninterruptible-io", False, f"is in uninterruptible I/O{_in(where)}{since}", frame, ["its process is in state D", *signs], True
-        )
+        signs = ["its process is in state D", *signs]
+        return Activity("uninterruptible-io", False, f"is in uninterruptible I/O{_in(where)}{since}", frame, signs, True)
     if (seen.memory_pressure or 0.0) >= _PRESSURE:
         pressure = f"its cgroup waited for memory {seen.memory_pressure:.0f} % of the time"
-        return Doing("memory-pressure", False, phrase, frame, [pressure, *signs], looked)
-    return Doing(why or ("user-code" if frame is not None else "unknown"), False, phrase, frame, signs, looked)
+        return Activity("memory-pressure", False, phrase, frame, [pressure, *signs], watched)
+    return Activity(why or otherwise, False, phrase, frame, signs, watched)
 
 
 def quiet_ns(log: RankLog) -> int:
-    """For how long the rank has issued nothing and come out of no collective; 0 where that is not known."""
+    """Return how long ago the rank last issued or left a collective; 0 if unknown."""
     now = log.captured_ns or last_moment(log)
     latest = 0
     for op in reversed(log.collectives[-8:]):
@@ -141,13 +152,13 @@ def quiet_ns(log: RankLog) -> int:
 
 
 def torch_is_innermost(stack: Stack) -> bool:
-    """Whether the thread is inside torch (or nothing is known of it): it may be waiting there for a collective in C++."""
+    """Whether the thread is inside torch, or its stack is unknown: it may be waiting for a collective in C++."""
     innermost = next((frame for frame in stack if frame.kind not in (FrameKind.NATIVE, FrameKind.COMMLENS)), None)
     return innermost is None or innermost.kind is FrameKind.TORCH
 
 
 def _by_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
-    """The class of the innermost frame that has one, and that frame in words."""
+    """Return the class of the innermost frame that has one, and a sentence that names the frame."""
     for frame in frames:
         file = frame.file.replace("\\", "/")
         named = f"{frame_phrase(frame)} is on its stack"
@@ -173,23 +184,23 @@ def _by_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
 
 
 def _movement(seen: Observation) -> tuple[list[str], bool, bool]:
-    """What moved within the window: signs in words, whether it works, and whether anybody looked."""
+    """Return the signs of movement in the window, whether the process works, and whether it was watched for long enough."""
     signs: list[str] = []
-    works = looked = False
+    works = watched = False
     window = seen.window_s
     if seen.stack_moved is not None and window >= _WINDOW_S:
-        looked = True
+        watched = True
         works = works or seen.stack_moved
         signs.append("its stack moves" if seen.stack_moved else "its stack does not move")
     if seen.cpu_s is not None and window >= _WINDOW_S:
-        looked = True
+        watched = True
         share = seen.cpu_s / window
         works = works or share >= CPU_WORKING
         signs.append(f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s" if share >= CPU_WORKING else "it uses no CPU")
     if seen.io_bytes is not None and window >= _WINDOW_S and seen.io_bytes >= IO_WORKING:
-        works = looked = True
+        works = watched = True
         signs.append(f"it read or wrote {seen.io_bytes / 1e6:.1f} MB in {window:.0f} s")
-    return signs, works, looked
+    return signs, works, watched
 
 
 def _phrase(why: Why | None, where: str, since: str) -> str:

@@ -69,10 +69,10 @@ def _went_on(world: World, trouble: Trouble) -> bool:
     """Whether the program caught the refusal on every rank and did more: then it is over, and did no harm."""
     for rank, op in trouble.ops.items():
         view = world.views[rank]
-        if view.fate.kind == "clean":
+        if view.exit.kind == "clean":
             continue
         last = view.last_op
-        if view.fate.failed or (last is not None and last.index == op.index):
+        if view.exit.failed or (last is not None and last.index == op.index):
             return False
     return True
 

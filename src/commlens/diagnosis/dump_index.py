@@ -15,7 +15,7 @@ import numpy as np
 from commlens.diagnosis.columns import Catalogue, ColumnHistory, ColumnOps, RankColumns, is_message
 from commlens.diagnosis.extract import DONE, RUNNING, Extract, Integers
 from commlens.diagnosis.index import Block, Track, View, World
-from commlens.diagnosis.process_exit import Fate, fate_of, sort_out
+from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
 from commlens.model.collective import Channel, ChannelKey
 from commlens.model.ops import ROOTED
@@ -63,7 +63,7 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
     names = _channels(extracts)
     latest = max((newest_ns(found) for found in extracts), default=0)
     fullest = max((found.unbroken for found in extracts), default=0)
-    fates: dict[int, Fate] = {}
+    exits: dict[int, ProcessExit] = {}
     views: dict[int, View] = {}
     channels: dict[object, Channel] = {}
     users: dict[object, list[int]] = defaultdict(list)
@@ -71,8 +71,8 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
         mine = [names[_name(channel)] for channel in found.channels]
         columns = RankColumns(found, mine, catalogue)
         log = _log(found, columns, max(_RECENT, min(_RECENT_MOST, _RECENT_ALL // len(extracts))))
-        fates[found.rank] = fate_of(log)
-        view = View(found.rank, log, fates[found.rank], found.captured_ns or latest, main_thread=0)
+        exits[found.rank] = process_exit_of(log)
+        view = View(found.rank, log, exits[found.rank], found.captured_ns or latest, main_thread=0)
         view.columns = columns
         view.history = ColumnHistory(columns)
         view.wrapped = found.wrapped
@@ -83,8 +83,8 @@ def build_world(extracts: Sequence[Extract], stalled_after_s: float) -> World:
             if key in view.tracks:
                 users[key].append(found.rank)
         views[found.rank] = view
-    for rank, fate in sort_out(fates).items():
-        views[rank].fate = fate
+    for rank, end in attribute_exits(exits).items():
+        views[rank].exit = end
     logs = [view.log for view in views.values()]
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)

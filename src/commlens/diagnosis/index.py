@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from commlens.diagnosis import activity
-from commlens.diagnosis.process_exit import Fate, fate_of, sort_out
+from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import Channel, Collective, CollectiveArgs, State
@@ -58,7 +58,7 @@ class View:
 
     rank: int
     log: RankLog
-    fate: Fate
+    exit: ProcessExit
     now_ns: int
     tracks: dict[ChannelKey, Track] = field(default_factory=dict)
     pairs: dict[PairKey, list[Collective]] = field(default_factory=dict)
@@ -106,12 +106,12 @@ class World:
 def build(logs: Sequence[RankLog], stalled_after_s: float) -> World:
     """Index the logs of one job. Linear in their records."""
     limit = int(stalled_after_s * 1e9)
-    fates = sort_out({log.rank: fate_of(log) for log in logs})
+    exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)
     world = World({}, {}, size, no_record, elsewhere, limit)
     for log in logs:
-        view = _view(log, fates[log.rank], world)
+        view = _view(log, exits[log.rank], world)
         world.views[log.rank] = view
         for key in view.tracks:
             world.users.setdefault(key, []).append(log.rank)
@@ -121,7 +121,7 @@ def build(logs: Sequence[RankLog], stalled_after_s: float) -> World:
 
 def _wait_for_the_dead(world: World) -> None:
     """Who waits for a rank that has died waits for ever, however short it has been so far."""
-    dead = [view for view in world.views.values() if view.fate.kind in ("own", "gone")]
+    dead = [view for view in world.views.values() if view.exit.kind in ("own", "gone")]
     if not dead:
         return
     for view in world.views.values():
@@ -138,10 +138,10 @@ def _never_comes(dead: View, op: Collective) -> bool:
     return track is None or track.last < op.sequence_number
 
 
-def _view(log: RankLog, fate: Fate, world: World) -> View:
+def _view(log: RankLog, end: ProcessExit, world: World) -> View:
     now = log.captured_ns or last_moment(log)
     main = log.main_stack
-    view = View(log.rank, log, fate, now, main_thread=main.thread if main is not None and main.thread else log.pid, history=log.collectives)
+    view = View(log.rank, log, end, now, main_thread=main.thread if main is not None and main.thread else log.pid, history=log.collectives)
     view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
@@ -206,7 +206,7 @@ def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective
         elif _may_be_pending(view, op):
             loose.append(op)
     for op in failed:
-        gave_up = is_peer_error(op.error) or (is_refusal(op.error) and view.fate.kind != "clean")
+        gave_up = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind != "clean")
         if gave_up and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
             _block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
     if loose and _main_may_wait_in_cpp(view, loose[0]):
@@ -225,7 +225,7 @@ def _block(
         parts = groups.get(op.coalescing_id) or [op]
     age = max(0, view.now_ns - since)
     # A rank that died, or that the launcher ended, was in it until its end, however short that was.
-    stuck = age >= limit or how == "failed" or view.fate.failed or (view.fate.ended and how != "assumed")
+    stuck = age >= limit or how == "failed" or view.exit.failed or (view.exit.ended and how != "assumed")
     view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
 
 
@@ -243,7 +243,7 @@ def _main_may_wait_in_cpp(view: View, oldest: Collective) -> bool:
     """DDP's reducer and functional collectives wait in C++: there is no record, but the main thread is inside torch."""
     if view.main_thread in view.blocks or any(block.how in ("wait", "issue") for block in view.blocks.values()):
         return False
-    if view.fate.kind == "clean":
+    if view.exit.kind == "clean":
         return False
     stack = view.log.main_stack
     if stack is None or not stack.frames or (stack.taken_ns and stack.taken_ns < oldest.announced_ns):

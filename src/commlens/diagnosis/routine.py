@@ -1,4 +1,4 @@
-"""A rank against its own history: where does it do something else than every time before?
+"""A rank's routine: compare what a rank issues with its own history.
 
 Training repeats itself. A victim simply stops somewhere in its period; the culprit leaves it. This breaks ties that a
 comparison with the other ranks cannot, such as between the two ranks of a pair.
@@ -16,7 +16,7 @@ _LOOK_BACK = 4096
 
 
 def token(op: Collective) -> Hashable:
-    """What one op is in a rank's routine: the op, where it goes, the line that issues it, and how much it carries."""
+    """Return what identifies an op in a rank's routine: its kind, group, peer and root, the line that issues it, and its sizes."""
     source = op.source
     line = (source.file, source.line) if source is not None else None
     sizes = tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
@@ -24,9 +24,9 @@ def token(op: Collective) -> Hashable:
 
 
 def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
-    """The same with dtypes and the reduce op: for ops that met, and disagree.
+    """Return the tokens with dtypes and reduce ops, for ops that met and disagree.
 
-    A reduce op that nobody has read yet is taken to be the one that was known first in the same place.
+    A reduce op that has not been read yet is assumed to be the first known one of the same token.
     """
     known: dict[Hashable, str] = {}
     found: list[Hashable] = []
@@ -39,25 +39,12 @@ def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
 
 
 def loose_token(op: Collective) -> Hashable:
-    """The same without the line and the size, for programs in which these vary."""
+    """Return the token without line and sizes, for programs in which these vary."""
     return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer)
 
 
-def first_deviation(ops: Sequence[Collective], since: int = 0) -> int | None:
-    """The first position, from ``since`` on, at which a rank does what it never did before in this place.
-
-    The place is the longest run of preceding ops that has been seen before at least once, with one and the same sequel.
-    None where it keeps to its routine, or has none yet.
-    """
-    ops = ops[-_LOOK_BACK:]
-    for read in (token, loose_token):
-        found = _deviation(_as_text([read(op) for op in ops]), since)
-        if found is not None:
-            return found
-    return None
-
-
 def _deviation(text: str, since: int) -> int | None:
+    """Return the first position, from ``since`` on, whose letter history did not lead one to expect. None without such a position."""
     for position in range(max(1, since), len(text)):
         expected = _expected(text, position)
         if expected is not None and text[position] not in expected:
@@ -66,14 +53,17 @@ def _deviation(text: str, since: int) -> int | None:
 
 
 def expected_token(tokens: Sequence[Hashable], position: int) -> bool | None:
-    """Whether what stands at ``position`` is what history led one to expect there; None without such a history."""
+    """Whether the token at ``position`` is one that history led one to expect there; None without such a history."""
     text = _as_text(list(tokens))
     expected = _expected(text, position)
     return None if expected is None else text[position] in expected
 
 
 def _expected(text: str, position: int) -> set[str] | None:
-    """What followed, every time, the longest context that precedes ``position`` and was seen before."""
+    """Return the letters that followed the longest earlier occurrence of the context before ``position``.
+
+    None without an earlier occurrence, or if a short context was followed by different letters.
+    """
     history = text[:position]
     for length in _CONTEXTS:
         if length > position:
@@ -92,7 +82,7 @@ def _expected(text: str, position: int) -> set[str] | None:
 
 
 def _as_text(tokens: Sequence[Hashable]) -> str:
-    """One character for each different token: searching a string is fast."""
+    """Map each different token to one character, because searching a string is fast."""
     letters: dict[Hashable, str] = {}
     for one in tokens:
         if one not in letters:
@@ -102,7 +92,7 @@ def _as_text(tokens: Sequence[Hashable]) -> str:
 
 
 def letters(*columns: Any) -> str:
-    """The same from columns of numbers: one character for each different row of them."""
+    """Map each different row of several columns of numbers to one character."""
     import numpy as np
 
     code = np.zeros(len(columns[0]), "int64")
@@ -115,10 +105,10 @@ def letters(*columns: Any) -> str:
 
 
 class Texts(Protocol):
-    """A rank's operations that know their routine as texts: with lines and sizes, and without."""
+    """Operations of a rank that can map their own tokens to characters."""
 
     def texts(self) -> tuple[str, str]:
-        """One letter for each operation."""
+        """Return one character for each operation: of its tokens, and of its loose tokens."""
 
 
 def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
@@ -131,11 +121,11 @@ def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
 
 
 def leaves_routine_at(ops: Sequence[Collective], since: int | None = None) -> tuple[Collective, Collective | None] | None:
-    """Where a rank leaves its routine: the op, and the one that it used to issue in its place.
+    """Return the op with which a rank leaves its routine, and the op that it used to issue in that place.
 
     Args:
-        ops: all that it issued.
-        since: the first position looked at; without it, the last two steps are.
+        ops: all ops that the rank issued.
+        since: the first position to look at; by default the last two optimizer steps are.
     """
     if not ops:
         return None

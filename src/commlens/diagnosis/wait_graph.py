@@ -178,7 +178,7 @@ class Builder:
             view = self.world.views[rank]
             for thread in sorted(view.blocks):
                 block = view.blocks[thread]
-                if block.stuck and view.fate.kind != "own" and view.fate.kind != "gone":
+                if block.stuck and view.exit.kind != "own" and view.exit.kind != "gone":
                     self._todo.append((view, block))
         self._follow_all()
         self.graph.closed = self.graph.cycles()
@@ -323,7 +323,7 @@ class Builder:
                     continue
             if (theirs.open and theirs.open[0] < number) or (met is not None and is_behind(other, met)):
                 held.behind.append(member)
-            elif met is not None and met.state is not State.COMPLETED and other.fate.kind in ("own", "gone"):
+            elif met is not None and met.state is not State.COMPLETED and other.exit.kind in ("own", "gone"):
                 held.dead.append(member)
         held.refused.sort()
         return held
@@ -362,7 +362,7 @@ class Builder:
             self._to_absent(node, other, key, edge)
         elif is_behind(other, match):
             self._to_thread(node, other, key, edge)
-        elif other.fate.kind in ("own", "gone"):
+        elif other.exit.kind in ("own", "gone"):
             self.graph.add(node, Node("dead", other.rank), edge)
         elif _waits_for_more(other, view.rank):
             self._to_thread(node, other, key, edge)  # it came, in a batch that waits for another message
@@ -393,7 +393,7 @@ class Builder:
     # --- ranks that are not there
 
     def _to_absent(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
-        if other.fate.kind in ("own", "gone"):
+        if other.exit.kind in ("own", "gone"):
             self.graph.add(node, Node("dead", other.rank), edge)
         else:
             self._to_thread(node, other, key, edge)

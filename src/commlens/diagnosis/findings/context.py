@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commlens.diagnosis import activity
-from commlens.diagnosis.activity import Doing
+from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.index import View, World
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
@@ -59,10 +59,10 @@ class Context:
         about += [f"pid {log.pid}"] if log.pid else []
         return f"rank {rank}" + (f" ({', '.join(about)})" if about else "")
 
-    def doing(self, view: View) -> Doing:
+    def doing(self, view: View) -> Activity:
         """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet time is unknown."""
         quiet = activity.quiet_ns(view.log) if view.log.captured_ns or not self.world.foreign else 0
-        return activity.doing(view.log, view.fate, quiet_ns=quiet, stalled_after_ns=self.world.stalled_after_ns)
+        return activity.activity_of(view.log, view.exit, quiet_ns=quiet, stalled_after_ns=self.world.stalled_after_ns)
 
     def last(self, rank: int) -> str:
         """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""

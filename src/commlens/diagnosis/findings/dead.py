@@ -18,7 +18,7 @@ _SAME_MOMENT_NS = 1_000_000_000
 
 def is_absorbed(context: Context, rank: int) -> bool:
     """Return whether a death follows from a mismatch: gloo aborts the process whose tensor has the wrong size."""
-    if not context.world.views[rank].fate.says_disagreement:
+    if not context.world.views[rank].exit.suggests_mismatch:
         return False
     return any(trouble.absorbs and rank in trouble.key[2] and _reached(context, rank, trouble) for trouble in context.troubles)
 
@@ -37,10 +37,10 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
     """
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, view in sorted(context.world.views.items()):
-        fate = view.fate
-        if fate.kind in ("own", "gone") and not is_absorbed(context, rank):
-            groups[(fate.why, fate.text, fate.source.where if fate.source else "")].append(rank)
-    moments = {key: min(context.world.views[rank].fate.at_ns for rank in ranks) for key, ranks in groups.items()}
+        end = view.exit
+        if end.kind in ("own", "gone") and not is_absorbed(context, rank):
+            groups[(end.why, end.text, end.source.where if end.source else "")].append(rank)
+    moments = {key: min(context.world.views[rank].exit.at_ns for rank in ranks) for key, ranks in groups.items()}
     first = min((moment for moment in moments.values() if moment), default=0)
     for key, ranks in sorted(groups.items(), key=lambda item: (moments[item[0]] or 1 << 62, item[1])):
         # An exception in user code is a cause of its own; a later signal or exit may follow from the first end.
@@ -51,25 +51,25 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
 def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *, root_cause: bool) -> None:
     views = context.world.views
     view = views[ranks[0]]
-    fate = view.fate
+    end = view.exit
     edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
     waiting = sorted({edge.rank for edge in edges})
     blocked = context.blocked_by(nodes)
-    peers = sorted(rank for rank, other in views.items() if other.fate.kind in ("peer", "told"))
+    peers = sorted(rank for rank, other in views.items() if other.exit.kind in ("peer", "terminated"))
     op = edges[0].op if edges else view.last_op
-    frame = fate.source or _last_line(view)
-    unseen = fate.kind == "gone"
-    summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else fate.text)
-    if fate.source is not None:
-        summary += f" at {frame_phrase(fate.source)}"
+    frame = end.source or _last_line(view)
+    unseen = end.kind == "gone"
+    summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else end.text)
+    if end.source is not None:
+        summary += f" at {frame_phrase(end.source)}"
     if edges:
         summary += f"; {ranks_and_verb(waiting, 'was', 'were')} waiting for {verb(ranks, 'it', 'them')} in {op_phrase(edges[0].op)}"
     last_seen = ""
-    if frame is not None and fate.source is None:
+    if frame is not None and end.source is None:
         issued = view.last_op is not None and frame == view.last_op.source
         last_seen = f"{', issued' if issued else '; it was last seen'} at {frame_phrase(frame)}"
     finding = Finding(
-        kind="dead", why=fate.why, root_cause=root_cause, culprits=ranks, victims=sorted({*blocked, *peers} - set(ranks)),
+        kind="dead", why=end.why, root_cause=root_cause, culprits=ranks, victims=sorted({*blocked, *peers} - set(ranks)),
         confidence="medium" if unseen else "high", summary=summary,
         explanation=prose(
             f"{context.name(ranks[0])}: {context.last(ranks[0])}{last_seen}.",
@@ -78,7 +78,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
         next_step=death_step(view, frame),
-        evidence=[f"rank {rank} {views[rank].fate.text}." for rank in peers if not views[rank].fate.refused][:4],
+        evidence=[f"rank {rank} {views[rank].exit.text}." for rank in peers if not views[rank].exit.refused][:4],
         would_raise_confidence="The system's log (dmesg, the scheduler) may show how it ended; `commlens launch` records it."
         if unseen
         else None,

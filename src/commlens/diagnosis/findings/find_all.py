@@ -52,7 +52,7 @@ def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
 
 def _add_refusals(context: Context) -> None:
     """If strict verification raised, add to the first root cause that nothing was sent."""
-    refused = [rank for rank, view in sorted(context.world.views.items()) if view.fate.refused]
+    refused = [rank for rank, view in sorted(context.world.views.items()) if view.exit.refused]
     cause = next((case.finding for case in context.cases if case.finding.root_cause), None)
     if not refused or cause is None:
         return

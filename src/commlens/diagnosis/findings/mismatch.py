@@ -45,8 +45,8 @@ def _finding(context: Context, trouble: Trouble, op: Collective, name: str, bloc
     culprits = sorted(trouble.culprits)
     members = [rank for rank in trouble.ops if rank not in culprits]
     usual = trouble.ops[min(members)] if members else None
-    failed = {rank for rank in trouble.key[2] if rank in views and views[rank].fate.failed} if not trouble.silent else set()
-    aborted = sorted(rank for rank in failed if views[rank].fate.kind == "own" and is_absorbed(context, rank))
+    failed = {rank for rank in trouble.key[2] if rank in views and views[rank].exit.failed} if not trouble.silent else set()
+    aborted = sorted(rank for rank in failed if views[rank].exit.kind == "own" and is_absorbed(context, rank))
     held = sorted(set(blocked) - set(culprits))
     skip = _skip_evidence(trouble, culprits)
     if trouble.answer is None:
@@ -67,7 +67,7 @@ def _finding(context: Context, trouble: Trouble, op: Collective, name: str, bloc
         explanation=prose(
             *sides,
             consequence,
-            f"{capital(ranks_phrase(aborted))} {views[aborted[0]].fate.text} because of it." if aborted else "",
+            f"{capital(ranks_phrase(aborted))} {views[aborted[0]].exit.text} because of it." if aborted else "",
         ),
         next_step=mismatch_step(trouble, op, usual), evidence=_evidence(trouble, name, culprits, skip), would_raise_confidence=more,
     )  # fmt: skip

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.activity import Doing
+from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
@@ -31,21 +31,21 @@ class Absence(NamedTuple):
     """Ranks that do the same thing while others wait for them in one collective."""
 
     ranks: list[int]
-    activities: list[Doing]  # one for each rank
+    activities: list[Activity]  # one for each rank
     edge: Edge  # stands for all waits: of the first rank in the collective in which most ranks wait
     edges: list[Edge]  # all waits in that collective
     waiting: list[int]  # ranks of these edges
     blocked: list[int]  # also the ranks that wait behind them
 
     @property
-    def doing(self) -> Doing:
+    def doing(self) -> Activity:
         """The activity, which the ranks share."""
         return self.activities[0]
 
 
 def find_missing(context: Context, nodes: list[Node]) -> None:
     """Make one finding for all ranks that do the same thing while the same collective waits for them."""
-    groups: dict[tuple[object, ...], list[tuple[Node, Doing]]] = defaultdict(list)
+    groups: dict[tuple[object, ...], list[tuple[Node, Activity]]] = defaultdict(list)
     for node in nodes:
         doing = context.doing(context.world.views[node.rank])
         first = most_waited(context.graph.edges_into(node))

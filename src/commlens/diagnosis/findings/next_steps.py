@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.diagnosis.activity import Doing
+from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Trouble
 from commlens.diagnosis.index import View
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, ranks_phrase, verb
 
 
-def missing_step(doing: Doing, ranks: Sequence[int]) -> str:
+def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks that do not arrive."""
     who = ranks_phrase(ranks)
     where = f"{doing.frame.function} ({doing.frame.where})" if doing.frame is not None else "the running code"
@@ -66,15 +66,15 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
 
 def death_step(view: View, frame: Frame | None) -> str:
     """Recommend a step for a process that died."""
-    fate, rank, line = view.fate, f"rank {view.rank}", frame_phrase(frame)
+    end, rank, line = view.exit, f"rank {view.rank}", frame_phrase(frame)
     after = f", after {line}" if line else ""
-    if fate.why == "out-of-memory":
+    if end.why == "out-of-memory":
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
-    if fate.why == "exception":
+    if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
-    if fate.why == "killed" and fate.says_disagreement:
+    if end.why == "killed" and end.suggests_mismatch:
         return f"look at the output of {rank} before it aborted{after}"
-    if fate.why == "killed":
+    if end.why == "killed":
         where = f" ({line})" if line else ""
         return f"look at dmesg and the scheduler's log for the sender of the signal, and at the last lines of {rank}'s output{where}"
     return f"look at {rank}'s output{after}"

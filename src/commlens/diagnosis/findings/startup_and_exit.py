@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from commlens.diagnosis import activity
-from commlens.diagnosis.activity import Doing
+from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
@@ -16,7 +16,7 @@ def find_fewer(context: Context) -> None:
     mismatched = {trouble.key for trouble in context.troubles}
     for key in sorted(context.world.users):
         views = [context.world.views[rank] for rank in context.world.users[key]]
-        complete = len(views) == len(key[2]) and all(view.fate.kind == "clean" and not view.wrapped for view in views)
+        complete = len(views) == len(key[2]) and all(view.exit.kind == "clean" and not view.wrapped for view in views)
         last = {view.rank: view.tracks[key].last for view in views}
         if not complete or key in mismatched or len(set(last.values())) != 2:
             continue
@@ -42,7 +42,7 @@ def find_fewer(context: Context) -> None:
 
 def find_starting(context: Context) -> None:
     """Find ranks that are stuck in init_process_group while no rank is in a collective: the store keeps no records."""
-    running = [view for view in context.world.views.values() if not view.fate.ended]
+    running = [view for view in context.world.views.values() if not view.exit.ended]
     inside = [view for view in running if _is_initialising(view)]
     outside = [view for view in running if not view.log.initialised and view not in inside]
     if not inside or (not outside and not context.world.no_record):
@@ -50,10 +50,10 @@ def find_starting(context: Context) -> None:
     if all(view.log.observation.stack_moved is True for view in inside):
         return
     ranks = sorted(view.rank for view in inside)
-    activities = {view.rank: activity.doing(view.log, view.fate, stalled_after_ns=context.world.stalled_after_ns) for view in outside}
+    activities = {view.rank: activity.activity_of(view.log, view.exit, stalled_after_ns=context.world.stalled_after_ns) for view in outside}
     idle = sorted(rank for rank, doing in activities.items() if doing.observed and not doing.works)
     absent = idle or sorted(activities) or context.world.no_record
-    doing = activities.get(absent[0]) or Doing("unknown", False, "left no record")
+    doing = activities.get(absent[0]) or Activity("unknown", False, "left no record")
     explanation = f"{capital(ranks_phrase(absent))} {doing.phrase}."
     if idle or not outside:
         finding = Finding(
@@ -75,25 +75,25 @@ def find_starting(context: Context) -> None:
 def find_ended(context: Context) -> None:
     """Report processes that failed without a known cause."""
     views = context.world.views
-    failed = sorted(rank for rank, view in views.items() if view.fate.failed)
+    failed = sorted(rank for rank, view in views.items() if view.exit.failed)
     if not failed or any(case.finding.kind == "dead" for case in context.cases):
         return
-    peers = [rank for rank in failed if views[rank].fate.kind == "peer"]
+    peers = [rank for rank in failed if views[rank].exit.kind == "peer"]
     if peers:
-        first = min(peers, key=lambda rank: (views[rank].fate.at_ns or 1 << 62, rank))
-        fate, op = views[first].fate, views[first].last_op
+        first = min(peers, key=lambda rank: (views[rank].exit.at_ns or 1 << 62, rank))
+        end, op = views[first].exit, views[first].last_op
         finding = Finding(
             kind="dead", why="exception", root_cause=True, culprits=[], victims=failed, confidence="low",
             summary=f"{ranks_phrase(peers)} ended because a peer ended or did not answer; no record shows which peer",
-            explanation=f"{context.name(first)} was the first to end: it {fate.text}; {context.last(first)}.",
+            explanation=f"{context.name(first)} was the first to end: it {end.text}; {context.last(first)}.",
             next_step="look at the output of all ranks, and of the other nodes, for the first error",
-            evidence=[f"rank {rank} {views[rank].fate.text}." for rank in failed[:4]],
+            evidence=[f"rank {rank} {views[rank].exit.text}." for rank in failed[:4]],
             would_raise_confidence="The records of the missing ranks would show it.",
         )  # fmt: skip
-        context.add(finding, op, fate.source)
+        context.add(finding, op, end.source)
         return
-    stopped = [rank for rank in failed if views[rank].fate.kind == "told"]
-    first, text = stopped[0], views[stopped[0]].fate.text
+    stopped = [rank for rank in failed if views[rank].exit.kind == "terminated"]
+    first, text = stopped[0], views[stopped[0]].exit.text
     finding = Finding(
         kind="dead", why="killed", root_cause=True, culprits=[], victims=stopped, confidence="medium",
         summary=f"the job was ended from outside: {ranks_phrase(stopped)} {text}",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis import activity
-from commlens.diagnosis.activity import Doing
+from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, first_line, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import View
@@ -59,7 +59,7 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
 
 
-def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Doing) -> Finding:
+def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Activity) -> Finding:
     others = sorted(set(meeting.waiting) - set(culprits)) or meeting.waiting
     return Finding(
         kind="stuck-inside", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(meeting.blocked) - set(culprits)),
@@ -151,7 +151,7 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
 
 def _failed(context: Context, ranks: list[int]) -> bool:
     views = [context.world.views[rank] for rank in ranks]
-    return any(view.fate.failed or any(block.how == "failed" for block in view.blocks.values()) for view in views)
+    return any(view.exit.failed or any(block.how == "failed" for block in view.blocks.values()) for view in views)
 
 
 def _has_ended(view: View, instance: Instance) -> bool:

@@ -93,14 +93,14 @@ def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
         made.steps.append(log.steps if log is not None else 0)
         made.issued.append(max(log.issued, len(view.history)) if view is not None and log is not None else 0)
         made.last.append(texts(_last(view.last_op) if view is not None else ""))
-        made.end.append(texts((view.fate.text or _FATES.get(view.fate.kind, "")) if view is not None else "left no record"))
+        made.end.append(texts((view.exit.text or _EXITS.get(view.exit.kind, "")) if view is not None else "left no record"))
         made.stack.append(stack_of.get(rank, -1))
         made.source.append(texts(log.source if log is not None else ""))
     made.texts = texts.texts
     return made
 
 
-_FATES = {"alive": "runs", "leaving": "is leaving", "clean": "finished", "gone": "ended; how is unknown", "told": "was stopped"}
+_EXITS = {"alive": "runs", "leaving": "is leaving", "clean": "finished", "gone": "ended; how is unknown", "terminated": "was stopped"}
 
 
 def _last(op: Collective | None) -> str:

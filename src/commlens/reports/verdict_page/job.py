@@ -108,11 +108,11 @@ class Job:
         if view is None:
             return Doing(role, "left no record" if rank in self.world.no_record else "have no records here", "")
         block = self.block_of(rank)
-        if view.fate.kind == "clean":
+        if view.exit.kind == "clean":
             return Doing(role, "finished", "")
-        if view.fate.kind in ("own", "gone") or (view.fate.ended and block is None):
-            where = frame_phrase(view.fate.source) or _main_line(view)
-            return Doing(role, view.fate.text or "ended", where if placed else "")
+        if view.exit.kind in ("own", "gone") or (view.exit.ended and block is None):
+            where = frame_phrase(view.exit.source) or _main_line(view)
+            return Doing(role, view.exit.text or "ended", where if placed else "")
         if block is not None:
             words = f"{_WAIT[block.how]} {_phrase(block.op, detail)}"
             return Doing(role, words, frame_phrase(block.op.source) if placed else "")
