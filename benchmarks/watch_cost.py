@@ -82,7 +82,7 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
 
     DeferredVerification.poll = counted  # type: ignore[method-assign]
     watcher = Watcher([folder], Settings(dump_dir=str(folder.parent / "dumps")))
-    watcher._reporter.preload()
+    watcher.reporter.preload()
     looks: list[tuple[float, float]] = []
 
     def use() -> None:
@@ -98,7 +98,7 @@ def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
         use()
     cpu = (looks[1][0] - looks[0][0]) / (looks[1][1] - looks[0][1]) * 60
     compared = made[0] if made else None
-    pipe.send((cpu, compared.records if compared else 0, compared.missed if compared else 0, watcher.verdict is not None))  # type: ignore[attr-defined]
+    pipe.send((cpu, compared.records if compared else 0, compared.missed if compared else 0, watcher.reporter.verdict is not None))  # type: ignore[attr-defined]
 
 
 def measure(ranks: int, rate: int, seconds: float, compares: bool) -> tuple[float, int, int, bool]:

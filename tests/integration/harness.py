@@ -182,7 +182,7 @@ class Harness:
                 watcher.stop()
                 thread.join(15)
                 assert not thread.is_alive(), "The watcher did not come to an end."
-                result.verdict, result.dump = watcher.verdict, watcher.dump
+                result.verdict, result.dump = watcher.reporter.verdict, watcher.reporter.dump
             elif recorded:
                 _await_watchers(roots, time.monotonic() + 20)
             kill([started["store"]], signal.SIGKILL)

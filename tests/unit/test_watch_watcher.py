@@ -283,7 +283,7 @@ def test_an_error_of_the_watcher_is_logged_and_the_job_goes_on(job: Job, caplog:
     def broken(*_: object, **__: object) -> Verdict:
         raise RuntimeError("no idea")
 
-    job.watcher._reporter._diagnose = broken
+    job.watcher.reporter._diagnose = broken
     job.ranks[0].tell("announce")
     eventually(job.ended)
     assert "the watcher failed and stops; the job goes on" in caplog.text

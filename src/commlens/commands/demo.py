@@ -178,19 +178,14 @@ def differences(verdict: Verdict | None, truth: Truth) -> list[str]:
     """Return how the verdict differs from the known fault, in clauses."""
     if verdict is None:
         return [] if truth.kinds == ("healthy",) else ["no fault was found"]
-    found = []
-    if verdict.kind not in truth.kinds:
-        found.append(f"the verdict's kind is {verdict.kind} instead of {' or '.join(truth.kinds)}")
+    op = verdict.collective.op if verdict.collective else "none"
+    values = {"kind": verdict.kind, "reason": verdict.why, "collective": op, "line": verdict.source}
+    expected = {"kind": truth.kinds, "reason": truth.whys, "collective": truth.ops, "line": truth.lines}
+    wrong = [name for name, right in expected.items() if right and values[name] not in right]
+    found = [f"the verdict's {name} is {values[name]} instead of {' or '.join(expected[name])}" for name in wrong]
     if tuple(verdict.culprits) != truth.culprits:
         blamed, culprits = (ranks_phrase(ranks) if ranks else "no rank" for ranks in (verdict.culprits, truth.culprits))
         found.append(f"the verdict blames {blamed} instead of {culprits}")
-    if truth.whys and verdict.why not in truth.whys:
-        found.append(f"the verdict's reason is {verdict.why} instead of {' or '.join(truth.whys)}")
-    if truth.ops and (verdict.collective is None or verdict.collective.op not in truth.ops):
-        op = verdict.collective.op if verdict.collective else "none"
-        found.append(f"the verdict's collective is {op} instead of {' or '.join(truth.ops)}")
-    if truth.lines and verdict.source not in truth.lines:
-        found.append(f"the verdict's line is {verdict.source} instead of {' or '.join(truth.lines)}")
     return found
 
 

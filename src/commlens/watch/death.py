@@ -23,11 +23,6 @@ def was_stopped(member: Member) -> bool:
     return ended_by_stop_signal(member) or (member.ending is not None and member.ending.exit_code in _STOP_EXIT_CODES)
 
 
-def was_killed(member: Member) -> bool:
-    """Return whether a rank was ended by a signal."""
-    return member.ending is not None and member.ending.signal is not None
-
-
 def dead_ranks(members: Sequence[Member]) -> list[Member]:
     """Return the members that ended with a failure, or in an unknown way."""
     return [member for member in members if member.ending is not None and not member.ended_well]

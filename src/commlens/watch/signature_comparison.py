@@ -72,7 +72,9 @@ class SignatureComparison:
         return self._streams.setdefault((channel.key, era, sender, receiver), MessageStream(channel, sender, receiver))
 
     def trim(self, channels: Iterable[ChannelProgress]) -> None:
-        """Forget the sequence numbers that are done."""
+        """Forget the sequence numbers that are done, and all answers if there are too many."""
+        if len(self._answers) > REMEMBERED:
+            self._answers.clear()
         for progress in channels:
             self._given_up += progress.trim()
 
@@ -128,7 +130,7 @@ class SignatureComparison:
             full = self.signatures.with_reduce_op
             asked = {first_rank: full(first_signature, first_op), rank: full(signature, op)}
             known = {each: args for each, args in asked.items() if args is not None}
-            answer = self._remember(key, compare_collectives(known, progress.channel.group.ranks))
+            answer = self._answers[key] = compare_collectives(known, progress.channel.group.ranks)
         if isinstance(answer, Disagree):
             self._add_disagreement(progress, number, answer, key)
 
@@ -140,14 +142,9 @@ class SignatureComparison:
             return None
         by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
         key: tuple[object, ...] = (progress.channel.key, *sorted(issued.items())) if by_rank else tuple(issued.values())
-        answer = self._answers.get(key)
-        return self._remember(key, compare_coalesced(parts, progress.channel.group.ranks)) if answer is None else answer
-
-    def _remember(self, key: tuple[object, ...], answer: Answer) -> Answer:
-        if len(self._answers) > REMEMBERED:
-            self._answers.clear()
-        self._answers[key] = answer
-        return answer
+        if key not in self._answers:
+            self._answers[key] = compare_coalesced(parts, progress.channel.group.ranks)
+        return self._answers[key]
 
     def _add_disagreement(self, progress: ChannelProgress, number: int, answer: Disagree, values: tuple[object, ...]) -> None:
         """Count a disagreement, and keep it as a discrepancy the first time that these values meet on this channel."""
@@ -178,7 +175,7 @@ class SignatureComparison:
             sent, received = (self.signatures.get(each) for each in matched)
             if sent is None or received is None or sent.asked is None or received.asked is None:
                 return
-            answer = self._remember(key, compare_pair(stream.sender, sent.asked, stream.receiver, received.asked))
+            answer = self._answers[key] = compare_pair(stream.sender, sent.asked, stream.receiver, received.asked)
         channel_key = stream.channel.key
         if isinstance(answer, Disagree) and (channel_key, stream.receiver) not in self._any_source:
             self.disagreement_counts[(channel_key, "p2p")] += 1

@@ -85,7 +85,11 @@ class SignatureTable:
                 self.needs_more.add(signature)
             if asked.op == "all_to_all":
                 self.needs_all_ranks.add(signature)
-            self._forget_oldest()
+            if len(self.signatures) > 2 * REMEMBERED:
+                oldest = next(iter(self.signatures))
+                del self.signatures[oldest]
+                self.needs_more.discard(oldest)
+                self.needs_all_ranks.discard(oldest)
         return signature
 
     def intern_group(self, members: tuple[SignatureId, ...]) -> SignatureId:
@@ -106,10 +110,3 @@ class SignatureTable:
         """Return the arguments with the reduce op that was recorded later; None if they are unknown."""
         known = self.get(signature)
         return decode_args(known.blob, reduce_op) if known is not None and known.blob is not None else None
-
-    def _forget_oldest(self) -> None:
-        if len(self.signatures) > 2 * REMEMBERED:
-            oldest = next(iter(self.signatures))
-            del self.signatures[oldest]
-            self.needs_more.discard(oldest)
-            self.needs_all_ranks.discard(oldest)

@@ -18,12 +18,22 @@ from commlens.watch.roster import Member, Roster
 _LOOK_EVERY_S = 0.1
 
 
-def pulse_of(member: Member) -> Pulse:
-    """Return the signs of life in a member's box, as of the last poll."""
-    status = member.status
-    if status is None:
-        return Pulse()
-    return Pulse(status.heartbeat_mono_ns, status.main_stack_since_mono_ns, status.issued, status.closed)
+def add_new_members(roster: Roster, observer: Observer) -> list[Member]:
+    """Find new processes and observe those that are visible. Returns the new members."""
+    new = roster.refresh()
+    for member in new:
+        if member.here:
+            observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
+    return new
+
+
+def sample(members: list[Member], observer: Observer) -> None:
+    """Sample the members' processes, with the signs of life in their boxes as of the last poll."""
+    for member in members:
+        if member.alive and member.here:
+            now = member.status
+            pulse = Pulse(now.heartbeat_mono_ns, now.main_stack_since_mono_ns, now.issued, now.closed) if now is not None else Pulse()
+            observer.sample(member.pid, pulse)
 
 
 def read_logs(members: list[Member], observations: dict[int, Observation], *, newest: int | None = None) -> tuple[list[RankLog], list[str]]:
@@ -60,18 +70,14 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
 
 def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int, Observation]:
     """Observe a roster's processes for ``window_s`` seconds. Returns the observations by pid."""
-    for member in roster.refresh():
-        if member.here:
-            observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
+    add_new_members(roster, observer)
     end = time.monotonic() + window_s
     while True:
         roster.wait(0)
         roster.poll()
         for member in roster.take_ended():
             observer.ended(member.pid, member.ending or Ending(), clean=member.said_goodbye)
-        for member in roster.current():
-            if member.alive and member.here:
-                observer.sample(member.pid, pulse_of(member))
+        sample(roster.current(), observer)
         left = end - time.monotonic()
         if left <= 0:
             break

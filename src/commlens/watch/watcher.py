@@ -19,17 +19,16 @@ from typing import Final
 
 from commlens.config import Settings
 from commlens.dumps import save
-from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase, verb
 from commlens.watch import process
-from commlens.watch.death import DeathDetector, dead_ranks, job_was_stopped, was_killed
+from commlens.watch.death import DeathDetector, dead_ranks, job_was_stopped
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.jobs import discard_forgotten
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Roster, Worker, Workers
-from commlens.watch.snapshot import pulse_of
+from commlens.watch.snapshot import add_new_members, sample
 from commlens.watch.stall import Check, Stall, StallDetector, waited_for, waits
 
 log = logging.getLogger("commlens")
@@ -73,7 +72,7 @@ class Watcher:
         self._roster = Roster(self.folders, workers)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
         evidence = Evidence(self._roster, self._observer, launched=self._launched)
-        self._reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
+        self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
         self._begin_generation()
@@ -85,18 +84,8 @@ class Watcher:
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster)
-        self._reporter.evidence.frozen = {}
+        self.reporter.evidence.frozen = {}
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
-
-    @property
-    def verdict(self) -> Verdict | None:
-        """The last verdict that was printed."""
-        return self._reporter.verdict
-
-    @property
-    def dump(self) -> Path | None:
-        """The last dump that was saved."""
-        return self._reporter.dump
 
     # --- from other threads
 
@@ -122,7 +111,7 @@ class Watcher:
         """Watch until all ranks have ended or, in a launcher, until :meth:`stop`. Its own errors are logged, never raised."""
         try:
             self._tick()  # first of all: a process may end at any moment
-            self._reporter.preload()
+            self.reporter.preload()
             discard_forgotten(self.folders)
             due = 0.0
             while not self._finished():
@@ -161,9 +150,7 @@ class Watcher:
             self._report_before_stop()
 
     def _tick(self) -> None:
-        for member in self._roster.refresh():
-            if member.here:
-                self._observer.add(member.pid, member.start_ticks, *([member.box.classifier()] if member.box is not None else []))
+        for member in add_new_members(self._roster, self._observer):
             if member.restart > self._generation:
                 self._new_generation(member.restart)
         self._roster.poll()
@@ -197,7 +184,7 @@ class Watcher:
         if any(member.ended_well for member in ended):
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now):
-            self._reporter.evidence.freeze()
+            self.reporter.evidence.freeze()
 
     def _report_death(self) -> None:
         members = self._roster.current()
@@ -207,11 +194,12 @@ class Watcher:
         self._over = True
         if job_was_stopped(members):
             return
-        reporter = self._reporter
+        reporter = self.reporter
         verdict = reporter.diagnose()
         ranks = ranks_phrase(member.rank for member in dead)
         earlier = self._stalls.stall.verdict if self._stalls.stall is not None else None
-        if earlier is not None and earlier.is_fault and all(member.rank in earlier.victims and not was_killed(member) for member in dead):
+        was_killed = any(member.ending is not None and member.ending.signal for member in dead)
+        if earlier is not None and earlier.is_fault and not was_killed and {member.rank for member in dead} <= set(earlier.victims):
             error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
             reporter.say(f"{ranks} gave up waiting{error}; the verdict above stands.")
         elif self._mismatches.has_reported(verdict):
@@ -232,8 +220,8 @@ class Watcher:
             log.debug("the comparison's error", exc_info=True)
             return
         for verdict, may_abort in verdicts:
-            self._reporter.report(verdict)
-            self._reporter.save_dump()
+            self.reporter.report(verdict)
+            self.reporter.save_dump()
             if may_abort and self.settings.on_mismatch == "abort" and self._aborting_since is None:
                 self._abort("on_mismatch")
                 return
@@ -253,15 +241,13 @@ class Watcher:
             self._observer.forget_samples()
         if self._stalls.stall is None:
             return
-        for member in members:
-            if member.alive and member.here:
-                self._observer.sample(member.pid, pulse_of(member))
+        sample(members, self._observer)
         if check is not None:
             self._check(self._stalls.stall, check)
 
     def _check(self, stall: Stall, check: Check) -> None:
         """Diagnose a stall and report a verdict that is new."""
-        reporter = self._reporter
+        reporter = self.reporter
         verdict = reporter.diagnose()
         if self._stalls.is_news(check, verdict):
             held = verdict.victims or verdict.culprits
@@ -279,12 +265,12 @@ class Watcher:
     def _report_wait_ended(self, stall: Stall, now_ns: int) -> None:
         late = waited_for(stall.verdict) if stall.verdict is not None else []
         what = f"{ranks_phrase(late)} arrived" if late else "the wait ended"
-        self._reporter.say(f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on.")
+        self.reporter.say(f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on.")
 
     # --- the end
 
     def _abort(self, setting: str) -> None:
-        self._reporter.say(f"ending the job, because {setting} is set to abort.")
+        self.reporter.say(f"ending the job, because {setting} is set to abort.")
         self._over = True
         self._aborting_since = time.monotonic()
         if self._end_job is not None:
@@ -304,11 +290,11 @@ class Watcher:
         was_reported = self._stalls.stall is not None and self._stalls.stall.verdict is not None
         if not oldest_ns or was_reported or (time.monotonic_ns() - oldest_ns) / 1e9 < STOPPED_REPORT_S:
             return
-        self._reporter.evidence.freeze()
-        verdict = self._reporter.diagnose()
+        self.reporter.evidence.freeze()
+        verdict = self.reporter.diagnose()
         if verdict.is_fault:
-            self._reporter.report(verdict)
-            self._reporter.save_dump()
+            self.reporter.report(verdict)
+            self.reporter.save_dump()
 
     def _finish(self) -> None:
         """All ranks have ended: report what is left, and remove the boxes from shared memory."""
@@ -331,7 +317,7 @@ class Watcher:
 
     def _say_final_lines(self) -> None:
         for line in self._mismatches.final_lines():
-            self._reporter.say(line)
+            self.reporter.say(line)
 
     def _add_unseen_failures(self) -> None:
         """Add workers that ended before the watcher saw them; torchrun's agent has their exit codes."""
@@ -349,7 +335,7 @@ class Watcher:
 
     def _look_back(self) -> None:
         """Diagnose a job that ended well: ranks may have disagreed without any effect but wrong results (another reduce op)."""
-        verdict = self._reporter.diagnose()
+        verdict = self.reporter.diagnose()
         if verdict.kind.startswith("mismatch") and not self._mismatches.has_reported(verdict):
-            self._reporter.report(verdict)
-            self._reporter.save_dump()
+            self.reporter.report(verdict)
+            self.reporter.save_dump()

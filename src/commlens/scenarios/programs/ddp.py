@@ -42,7 +42,3 @@ def main() -> None:
     trained = model.module
     del model
     lab.finish(trained)
-
-
-if __name__ == "__main__":
-    main()

@@ -86,7 +86,3 @@ def main() -> None:
     if lab.running() == "skip-then-same":
         save_results()
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()

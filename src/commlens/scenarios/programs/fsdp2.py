@@ -57,7 +57,3 @@ def main() -> None:
         loss = train_step(model, optimizer, x, y, step)
         lab.report(step, loss)
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()

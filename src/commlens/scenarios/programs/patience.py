@@ -88,7 +88,3 @@ def main() -> None:
                         build_index()
                 dist.barrier()
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()

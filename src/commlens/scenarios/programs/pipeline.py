@@ -68,7 +68,3 @@ def main() -> None:
         if rank == world_size - 1:
             lab.say(f"step {step} loss {float(loss):.4f}")
     lab.finish(stage)
-
-
-if __name__ == "__main__":
-    main()

@@ -72,7 +72,3 @@ def main() -> None:
         optimizer.step()
         lab.report(step, shown)
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()

@@ -44,7 +44,3 @@ def main() -> None:
         optimizer.step()
         lab.report(step, loss)
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()

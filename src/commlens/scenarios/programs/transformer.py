@@ -100,7 +100,3 @@ def main() -> None:
         loss = train_step(model, optimizer, tokens)
         lab.report(step, loss)
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()

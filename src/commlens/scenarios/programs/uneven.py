@@ -53,7 +53,3 @@ def main() -> None:
         wait_for_results()
     end_of_epoch()
     lab.finish(model)
-
-
-if __name__ == "__main__":
-    main()
