@@ -75,11 +75,11 @@ def native_engine() -> str:
     if not engine_setting("native"):
         return "this version of commlens has none"
     try:
-        from commlens.capture import engine
-    except ImportError as error:
+        from commlens import native
+
+        return "" if native.load() is not None else str(native.NOT_BUILT)
+    except Exception as error:
         return f"{type(error).__name__}: {error}"
-    why = getattr(engine, "why_not_native", None)
-    return str(why() or "") if why is not None else ""
 
 
 def available(modes: list[Mode]) -> tuple[list[Mode], list[str]]:

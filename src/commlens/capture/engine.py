@@ -28,14 +28,6 @@ class Engine:
     recorder: Callable[..., Recorder]
 
 
-def why_not_native() -> str:
-    """Return why the native engine cannot record in this process; empty if it can. Installs nothing."""
-    try:
-        return "" if native.load() is not None else native.NOT_BUILT
-    except native.NativeEngineError as error:
-        return str(error)
-
-
 def choose(wanted: str) -> Engine:
     """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was asked for cannot be used."""
     if wanted != "python":

@@ -16,7 +16,7 @@ _hooked = False
 class InitListener(Protocol):
     """What the hooks call. An error of these methods is logged; only what ``before_destroy`` returns may raise."""
 
-    def before_init(self, rank: int, world_size: int) -> None:
+    def begin(self, rank: int, world_size: int) -> None:
         """``init_process_group`` was called; the rank is -1 if it is not known yet."""
 
     def after_init(self) -> None:
@@ -54,7 +54,7 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
         current = listener()
         if current is None:
             return original_init(*args, **kwargs)
-        safely(current.before_init, *rank_and_world(args, kwargs))
+        safely(current.begin, *rank_and_world(args, kwargs))
         result = original_init(*args, **kwargs)
         safely(current.after_init)
         return result

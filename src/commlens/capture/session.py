@@ -30,7 +30,7 @@ log = logging.getLogger("commlens")
 
 
 class Session:
-    """Recording in this process. It is also what the hooks in ``init_process_group`` and its like call."""
+    """Recording in this process, and the listener of the hooks in ``torch.distributed``."""
 
     def __init__(self, settings: config.Settings, make_verifier: Callable[..., Any], dump: Callable[[str, Path], Path]) -> None:
         self.settings = settings
@@ -54,13 +54,13 @@ class Session:
         return self.recorder is not None and self.pid == os.getpid()
 
     def begin(self, rank: int, world_size: int) -> None:
-        """Make the box and attach the recorder, once per process."""
+        """Make the box and attach the recorder, once per process. Called when ``init_process_group`` is."""
         with self.lock:
             if self.recorder is not None or self.given_up:
                 return
             self.pid = os.getpid()  # perhaps forked from a process that was switched on and never became a rank
             if rank < 0:
-                return  # not known yet; before_new_group gets it
+                return  # not known yet; before_new_group will know it
             self.given_up = True  # until everything below has worked
             # The heavy half is imported here, so that a process which never becomes a rank does not pay for it.
             from commlens.capture import engine, job_box
@@ -104,10 +104,6 @@ class Session:
                 safely(self._meet, self.recorder.verifier.meet)
 
     # --- what the hooks call
-
-    def before_init(self, rank: int, world_size: int) -> None:
-        """``init_process_group`` was called."""
-        self.begin(rank, world_size)
 
     def after_init(self) -> None:
         """``init_process_group`` returned."""
@@ -248,7 +244,7 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
 
     Args:
         settings: the settings.
-        make_verifier: makes the :class:`commlens.tap.token.Verifier`, with the job's folder, the rank and keyword arguments.
+        make_verifier: makes a :class:`commlens.verification.verifier.Verifier` from the same arguments.
         dump: dumps into a directory the job whose boxes are in a folder, and returns the dump's folder.
     """
     global _session

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from commlens.capture.session import expect_slow
 from commlens.errors import ConfigError, MissingDependency
 
 if TYPE_CHECKING:
-    from commlens.tap.token import Verifier
+    from commlens.verification.verifier import Verifier
 
 __all__ = ["disable", "enable", "expect_slow", "start", "start_from_environment", "verify"]
 
@@ -91,19 +91,11 @@ def _require_torch(caller: str) -> None:
         raise MissingDependency.torch(caller)
 
 
-def _make_verifier(
-    job_dir: Path,
-    rank: int,
-    *,
-    timeout_s: Callable[[], float],
-    active: bool,
-    late: Iterable[int],
-    make_exchange: Callable[[Any, Any, int], Any] | None,
-) -> Verifier:
+def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:
     from commlens.verification.accelerate import take_over
     from commlens.verification.verifier import Verifier
 
-    verifier = Verifier(job_dir, rank, timeout_s=timeout_s, active=active, late=late, make_exchange=make_exchange)
+    verifier = Verifier(job_dir, rank, **options)
     take_over()
     return verifier
 

@@ -1,4 +1,4 @@
-"""One in-flight collective, and the interfaces between the tap, the recorder and the verifier.
+"""One collective in flight, and the interface of the verifier.
 
 The recorder and the verifier are in rooms that do not import each other: the recorder hands its tokens to a :class:`Verifier`,
 and :mod:`commlens.launch.recording` connects the two.
@@ -10,7 +10,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from commlens.tap.groups import Groups
     from commlens.tap.interned_args import InternedArgs
 
 
@@ -36,7 +35,7 @@ class Token:
 
 
 class Verifier(Protocol):
-    """Compares each collective with the peers' before it is issued. Its methods raise only refusals."""
+    """The part of a verifier that the recorder and the watchdog thread call. Its methods raise only refusals."""
 
     exchange: Any  # what verifies in C++; None with the Python engine
 
@@ -63,74 +62,3 @@ class Verifier(Protocol):
 
     def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread."""
-
-    def group_destroyed(self) -> None:
-        """Forget the groups: the next default group starts their names again."""
-
-    def before_end(self) -> None:
-        """Raise a pending refusal before the process group is destroyed."""
-
-    def enter(self) -> list[int]:
-        """Verify from now on. Return the ranks that did not join in time."""
-
-    def leave(self) -> None:
-        """Undo one :meth:`enter`."""
-
-    def meet(self) -> list[int]:
-        """Wait for the node's recorded ranks to start verifying. Return those that did not."""
-
-    def stop(self) -> None:
-        """Stop verifying; the process goes on."""
-
-    def close(self) -> None:
-        """Stop verifying at the end of the process."""
-
-
-class Recorder(Protocol):
-    """What the patches of torch report to. Wait tokens are the recorder's own; None means that it ignores the wait."""
-
-    writer: Any
-    groups: Groups
-    steps: int  # optimizer steps completed
-
-    @property
-    def verifier(self) -> Verifier | None:
-        """The verifier, if collectives are verified."""
-
-    @property
-    def listens_to_waits(self) -> bool:
-        """Whether waits of functional collectives must be reported to Python."""
-
-    @property
-    def reads_reduce_ops(self) -> bool:
-        """Whether it reads reduce ops even where torch hides them from Python."""
-
-    def tapped_wait(self, original: Any, slow: Any) -> Any:
-        """Return the ``Work.wait`` to install in place of ``original``."""
-
-    def wait_begins(self, work: Any) -> Any:
-        """Note that a thread is about to block in ``work.wait()``."""
-
-    def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None:
-        """Note that this wait ended."""
-
-    def tensor_wait_begins(self, tensor: Any) -> Any:
-        """Note that a thread is about to block in ``wait_tensor(tensor)``."""
-
-    def tensor_wait_ended(self, held: Any, error: BaseException | None) -> None:
-        """Note that this wait ended."""
-
-    def error_to_raise(self, error: BaseException) -> BaseException:
-        """Return the exception to raise in place of a backend's error."""
-
-    def coalescing_starts(self) -> None:
-        """Note a call of ``ProcessGroup._start_coalescing``."""
-
-    def coalescing_ends(self) -> Any:
-        """Record a coalesced group before ``ProcessGroup._end_coalescing`` runs."""
-
-    def group_returned(self, token: Any, work: Any) -> None:
-        """Note that ``ProcessGroup._end_coalescing`` returned."""
-
-    def raised(self, token: Any, error: BaseException) -> None:
-        """Note that the backend's call raised."""

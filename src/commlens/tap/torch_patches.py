@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.blackbox import layout as L
 from commlens.tap import tap
+from commlens.tap.groups import Groups
 from commlens.tap.interned_args import noted_reduce_ops
-from commlens.tap.token import Recorder
 
 log = logging.getLogger("commlens")
 
@@ -40,12 +40,37 @@ class WaitListener(Protocol):
         """Called when this wait has ended."""
 
 
-_recorder: Recorder | None = None
+class _Recorder(Protocol):
+    """The part of :class:`commlens.capture.recorder.Recorder` that the patches call."""
+
+    writer: Any
+    groups: Groups
+    steps: int
+
+    @property
+    def verifier(self) -> Any: ...
+    @property
+    def listens_to_waits(self) -> bool: ...
+    @property
+    def reads_reduce_ops(self) -> bool: ...
+    def tapped_wait(self, original: Any, slow: Any) -> Any: ...
+    def wait_begins(self, work: Any) -> Any: ...
+    def wait_ended(self, work: Any, token: Any, error: BaseException | None) -> None: ...
+    def tensor_wait_begins(self, tensor: Any) -> Any: ...
+    def tensor_wait_ended(self, held: Any, error: BaseException | None) -> None: ...
+    def error_to_raise(self, error: BaseException) -> BaseException: ...
+    def coalescing_starts(self) -> None: ...
+    def coalescing_ends(self) -> Any: ...
+    def group_returned(self, token: Any, work: Any) -> None: ...
+    def raised(self, token: Any, error: BaseException) -> None: ...
+
+
+_recorder: _Recorder | None = None
 _tracers: tuple[WaitListener, ...] = ()
 _installed = False
 
 
-def set_recorder(recorder: Recorder | None) -> None:
+def set_recorder(recorder: _Recorder | None) -> None:
     """Report to ``recorder`` from now on; with None, the patches only pass calls through."""
     global _recorder
     _recorder = recorder
@@ -54,7 +79,7 @@ def set_recorder(recorder: Recorder | None) -> None:
     listen()
 
 
-def active_recorder() -> Recorder | None:
+def active_recorder() -> _Recorder | None:
     """Return the recorder of this process; None if nothing is recorded, as in a forked child."""
     return _recorder
 
@@ -235,7 +260,7 @@ def _tap_meshes() -> None:
     setattr(DeviceMesh, "__init__", __init__)  # noqa: B010
 
 
-def _learn_mesh(mesh: Any, recorder: Recorder) -> None:
+def _learn_mesh(mesh: Any, recorder: _Recorder) -> None:
     """Name the groups of a mesh. A dimension that spans the world uses the default group, whose description does not name it."""
     try:
         names = mesh.mesh_dim_names
