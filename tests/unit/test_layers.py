@@ -42,6 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "native",
         "reports",
         "tap",
+        "text",
         "traces",
         "tracing",
         "verification",

@@ -14,7 +14,7 @@ from commlens.diagnosis.select_job import last_moment
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Why
-from commlens.text import duration, frame_phrase
+from commlens.text import duration, frame_phrase, size
 
 CPU_WORKING = 0.10  # of one core over the window; a waiting rank uses below 0.02, watchdog thread included
 IO_WORKING = 64 * 1024  # bytes within the window
@@ -199,7 +199,7 @@ def _movement(seen: Observation) -> tuple[list[str], bool, bool]:
         signs.append(f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s" if share >= CPU_WORKING else "it uses no CPU")
     if seen.io_bytes is not None and window >= _WINDOW_S and seen.io_bytes >= IO_WORKING:
         works = watched = True
-        signs.append(f"it read or wrote {seen.io_bytes / 1e6:.1f} MB in {window:.0f} s")
+        signs.append(f"it read or wrote {size(seen.io_bytes)} in {window:.0f} s")
     return signs, works, watched
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.blackbox.layout import box_size
+from commlens.text import size
 from commlens.version import __version__
-
-MEGABYTE = 1_000_000
 
 
 @dataclass
@@ -148,12 +147,12 @@ def _shared_memory(report: Report, settings: config.Settings) -> str:
         fits = free // need if need else 0
         room = room or (writable and fits > 0)
         what = f"room for the black boxes of about {fits} ranks" if writable else "not writable"
-        lines.append(f"{root}: {free / MEGABYTE:.0f} MB free, {what}")
+        lines.append(f"{root}: {size(free)} free, {what}")
     if settings.box_entries == 0:
         report.problems.append("Nothing is recorded, because box_entries is 0.")
     elif not room:
         report.problems.append(
-            f"Nothing is recorded, because no folder in memory has room for a rank's black box of {need / MEGABYTE:.1f} MB. "
+            f"Nothing is recorded, because no folder in memory has room for a rank's black box of {size(need)}. "
             "Give the container more shared memory (docker run --shm-size=1g), or name a folder with COMMLENS_BOX_DIR."
         )
     return "\n".join(lines) or "no folder in memory was found"

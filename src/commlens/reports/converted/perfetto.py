@@ -15,7 +15,7 @@ import msgspec
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import CollectiveArgs, user_frame
 from commlens.reports.converted.table import STATES
-from commlens.text import format_ranks
+from commlens.text import format_ranks, tensor_phrase
 
 _LANES: Final = 100
 """Distance of the groups' track numbers. Overlapping operations of one group need several tracks."""
@@ -97,8 +97,7 @@ def _about(rows: RankColumns, at: int, asked: CollectiveArgs) -> dict[str, Any]:
         "group": rows.channels[int(rows.channel[at])].group.name,
         "sequence": int(rows.sequence[at]),
         "state": STATES[state],
-        "tensors": ", ".join(f"{one.dtype}[{','.join(map(str, one.shape))}]" for one in tensors[:4])
-        + (", ..." if len(tensors) > 4 else ""),
+        "tensors": ", ".join(map(tensor_phrase, tensors[:4])) + (", ..." if len(tensors) > 4 else ""),
         "recorded as": asked.dispatcher_op,
         "issued": int(rows.created_ns[at]),
     }
