@@ -1,4 +1,4 @@
-"""Ranks that met, but not for the same thing: the one pass over all records, and the troubles that it finds."""
+"""Ranks that met, but not for the same thing: the one pass over all records, and the mismatches that it finds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commlens.model.ops import UNEVEN
 
 
 @dataclass
-class Trouble:
+class Mismatch:
     """A disagreement at one number of a channel, or a rank out of step from there on."""
 
     key: ChannelKey
@@ -54,20 +54,20 @@ class Trouble:
         return any(op.state is not State.COMPLETED for op in self.ops.values())
 
 
-def find_troubles(world: World) -> list[Trouble]:
+def align_records(world: World) -> list[Mismatch]:
     """All channels, in an order that does not depend on that of the logs."""
-    troubles: list[Trouble] = []
+    mismatches: list[Mismatch] = []
     for key in sorted(world.users):
-        troubles += _channel(world, key)
-    troubles += _open_pairs(world) if world.foreign else _pairs(world)
-    for trouble in troubles:
-        trouble.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in trouble.ops.values())
-    return [trouble for trouble in troubles if not (trouble.refused and _went_on(world, trouble))]
+        mismatches += _channel(world, key)
+    mismatches += _open_pairs(world) if world.foreign else _pairs(world)
+    for mismatch in mismatches:
+        mismatch.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values())
+    return [mismatch for mismatch in mismatches if not (mismatch.refused and _went_on(world, mismatch))]
 
 
-def _went_on(world: World, trouble: Trouble) -> bool:
+def _went_on(world: World, mismatch: Mismatch) -> bool:
     """Whether the program caught the refusal on every rank and did more: then it is over, and did no harm."""
-    for rank, op in trouble.ops.items():
+    for rank, op in mismatch.ops.items():
         view = world.views[rank]
         if view.exit.kind == "clean":
             continue
@@ -80,7 +80,7 @@ def _went_on(world: World, trouble: Trouble) -> bool:
 # --- collectives -------------------------------------------------------------------------------------------------
 
 
-def _channel(world: World, key: ChannelKey) -> list[Trouble]:
+def _channel(world: World, key: ChannelKey) -> list[Mismatch]:
     users = world.users[key]
     if len(users) < 2:
         return []
@@ -88,7 +88,7 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
     group_ranks = key[2]
     shifts = find_shifts(world, key)
     shift = min(shifts, key=lambda s: (s.number, s.rank), default=None)
-    troubles: list[Trouble] = []
+    mismatches: list[Mismatch] = []
     known: dict[tuple[tuple[int, int], ...], Answer] = {}
     ids: dict[int, int] = {}
     asks: dict[CollectiveArgs, int] = {}
@@ -122,19 +122,19 @@ def _channel(world: World, key: ChannelKey) -> list[Trouble]:
             answer = found
         if not isinstance(answer, Disagree):
             continue
-        trouble = _trouble(world, key, number, met, answer, shifts)
-        if not _same_again(troubles, trouble):
-            troubles.append(trouble)
-        if trouble.absorbs and not trouble.silent:
+        mismatch = _mismatch(world, key, number, met, answer, shifts)
+        if not _same_again(mismatches, mismatch):
+            mismatches.append(mismatch)
+        if mismatch.absorbs and not mismatch.silent:
             break
-    if shift is not None and not any(t.shift is shift for t in troubles):
-        earlier = [t for t in troubles if t.number < shift.number]
+    if shift is not None and not any(t.shift is shift for t in mismatches):
+        earlier = [t for t in mismatches if t.number < shift.number]
         met = {rank: track.ops[shift.number] for rank, track in tracks.items() if shift.number in track.ops}
         culprits = tuple(sorted(s.rank for s in shifts if s.number == shift.number))
-        trouble = Trouble(key, world.channels[key], shift.number, met, None, culprits, False, shift=shift)
-        trouble.silent = not any(track.open for track in tracks.values())
-        troubles = [*earlier, trouble]
-    return troubles
+        mismatch = Mismatch(key, world.channels[key], shift.number, met, None, culprits, False, shift=shift)
+        mismatch.silent = not any(track.open for track in tracks.values())
+        mismatches = [*earlier, mismatch]
+    return mismatches
 
 
 def _comparable(asked: CollectiveArgs) -> CollectiveArgs:
@@ -155,9 +155,9 @@ def _is_at(shifts: Sequence[Shift], number: int) -> bool:
     return any(shift.number == number for shift in shifts)
 
 
-def _trouble(
+def _mismatch(
     world: World, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree, shifts: Sequence[Shift]
-) -> Trouble:
+) -> Mismatch:
     here = [shift for shift in shifts if shift.number == number]
     culprits, tie, by_history = answer.minority, answer.tie, False
     if here and {s.rank for s in here} <= set(met):
@@ -169,14 +169,14 @@ def _trouble(
             culprits, tie, by_history = odd, False, True
         else:
             culprits = tuple(sorted(sides))
-    trouble = Trouble(key, world.channels[key], number, dict(met), answer, culprits, tie, by_history)
-    trouble.shift = here[0] if here else None
-    trouble.uncertain = any(op.concurrent for op in met.values())
-    trouble.silent = all(op.state is State.COMPLETED for op in met.values()) and not _stuck_after(world, key, number)
-    if not tie and trouble.shift is None and answer.aspect in ("op", "shape", "dtype") and len(culprits) < len(met):
+    mismatch = Mismatch(key, world.channels[key], number, dict(met), answer, culprits, tie, by_history)
+    mismatch.shift = here[0] if here else None
+    mismatch.uncertain = any(op.concurrent for op in met.values())
+    mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _stuck_after(world, key, number)
+    if not tie and mismatch.shift is None and answer.aspect in ("op", "shape", "dtype") and len(culprits) < len(met):
         usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-        trouble.habit = all(skips_by_habit(world, rank, met[rank], usual) for rank in culprits if rank in met)
-    return trouble
+        mismatch.habit = all(skips_by_habit(world, rank, met[rank], usual) for rank in culprits if rank in met)
+    return mismatch
 
 
 def _stuck_after(world: World, key: ChannelKey, number: int) -> bool:
@@ -239,13 +239,19 @@ def _position(history: Sequence[Collective], op: Collective) -> int | None:
     return low if low < len(history) and history[low].index == op.index else None
 
 
-def _same_again(troubles: list[Trouble], trouble: Trouble) -> bool:
+def _same_again(mismatches: list[Mismatch], mismatch: Mismatch) -> bool:
     """Whether an earlier one says the same: a wrong reduce op in every step is one finding."""
-    for earlier in troubles:
-        if earlier.answer is not None and trouble.answer is not None and earlier.shift is None:
+    for earlier in mismatches:
+        if earlier.answer is not None and mismatch.answer is not None and earlier.shift is None:
             # Between two sides as large, history tells only the first time: from then on the odd one repeats itself.
-            same = set(earlier.culprits) == set(trouble.culprits) or (trouble.tie and earlier.answer.parties == trouble.answer.parties)
-            if same and earlier.answer.aspect == trouble.answer.aspect and earlier.silent and trouble.silent and earlier.key == trouble.key:
+            same = set(earlier.culprits) == set(mismatch.culprits) or (mismatch.tie and earlier.answer.parties == mismatch.answer.parties)
+            if (
+                same
+                and earlier.answer.aspect == mismatch.answer.aspect
+                and earlier.silent
+                and mismatch.silent
+                and earlier.key == mismatch.key
+            ):
                 earlier.again += 1
                 return True
     return False
@@ -254,9 +260,9 @@ def _same_again(troubles: list[Trouble], trouble: Trouble) -> bool:
 # --- point to point ----------------------------------------------------------------------------------------------
 
 
-def _pairs(world: World) -> list[Trouble]:
+def _pairs(world: World) -> list[Mismatch]:
     """Sends and receives that met and do not carry the same."""
-    troubles: list[Trouble] = []
+    mismatches: list[Mismatch] = []
     for rank in sorted(world.views):
         view = world.views[rank]
         for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: (item[0][0], item[0][1], item[0][2])):
@@ -272,14 +278,14 @@ def _pairs(world: World) -> list[Trouble]:
                     continue
                 answer = compare_pair(rank, send.args, peer, recv.args)
                 if isinstance(answer, Disagree) and first:
-                    troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
+                    mismatches.append(_pair_mismatch(world, key, rank, peer, send, recv, answer))
                     first = False
-    return troubles
+    return mismatches
 
 
-def _open_pairs(world: World) -> list[Trouble]:
+def _open_pairs(world: World) -> list[Mismatch]:
     """The same of other tools' dumps: a message that does not fit stays in flight on both sides."""
-    troubles: list[Trouble] = []
+    mismatches: list[Mismatch] = []
     for rank in sorted(world.views):
         view = world.views[rank]
         for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: item[1][0].index):
@@ -292,18 +298,18 @@ def _open_pairs(world: World) -> list[Trouble]:
                 continue
             answer = compare_pair(rank, send.args, peer, recv.args)
             if isinstance(answer, Disagree):
-                troubles.append(_pair_trouble(world, key, rank, peer, send, recv, answer))
-    return troubles
+                mismatches.append(_pair_mismatch(world, key, rank, peer, send, recv, answer))
+    return mismatches
 
 
-def _pair_trouble(
+def _pair_mismatch(
     world: World, key: ChannelKey, sender: int, receiver: int, send: Collective, recv: Collective, answer: Disagree
-) -> Trouble:
+) -> Mismatch:
     odd = leave_routine(world, {sender: send, receiver: recv})
-    trouble = Trouble(
+    mismatch = Mismatch(
         key, world.channels[key], send.sequence_number, {sender: send, receiver: recv}, answer,
         odd or tuple(sorted((sender, receiver))), not odd, bool(odd), pair=(send, recv),
     )  # fmt: skip
     blocked = any(b.op.index in (send.index, recv.index) for r in (sender, receiver) for b in world.views[r].blocks.values())
-    trouble.silent = not blocked
-    return trouble
+    mismatch.silent = not blocked
+    return mismatch

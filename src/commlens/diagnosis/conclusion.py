@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.diagnosis.alignment import find_troubles
+from commlens.diagnosis.alignment import align_records
 from commlens.diagnosis.examined import ExaminedJob
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import World, build
@@ -45,16 +45,16 @@ def conclude(world: World, missing: list[str]) -> ExaminedJob:
         world: the ranks of one job.
         missing: what could not be known so far, in sentences.
     """
-    troubles = find_troubles(world)
-    graph = Builder(world, troubles).build()
-    findings = find_all(world, troubles, graph)
+    mismatches = align_records(world)
+    graph = Builder(world, mismatches).build()
+    findings = find_all(world, mismatches, graph)
     missing += _not_known(world)
     looked_at = _looked_at(world)
     if findings:
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
     else:
         verdict = _healthy(world, missing, looked_at)
-    return ExaminedJob(verdict, world, troubles, graph)
+    return ExaminedJob(verdict, world, mismatches, graph)
 
 
 def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:

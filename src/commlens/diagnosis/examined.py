@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import World
 from commlens.diagnosis.wait_graph import Graph
 from commlens.matching.answer import Disagree
@@ -18,7 +18,7 @@ class ExaminedJob(NamedTuple):
 
     verdict: Verdict
     world: World
-    troubles: list[Trouble]
+    mismatches: list[Mismatch]
     graph: Graph
 
     def mismatch_at(self, key: ChannelKey, number: int) -> Disagree | None:

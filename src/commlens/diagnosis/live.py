@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.diagnosis.alignment import Trouble, find_troubles
+from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.findings.context import Context, locate
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.index import World, build
@@ -26,7 +26,7 @@ def disagreements(logs: Sequence[RankLog]) -> list[Finding]:
         logs: the boxes of a running job, as of now.
     """
     world = _world(logs)
-    return [finding for finding, trouble in _found(world) if trouble.answer is not None] if world is not None else []
+    return [finding for finding, mismatch in _found(world) if mismatch.answer is not None] if world is not None else []
 
 
 def out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
@@ -41,8 +41,8 @@ def out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
         return []
     shifts = [
         finding
-        for finding, trouble in _found(world)
-        if trouble.answer is None and trouble.shift is not None and trouble.shift.matches >= at_least
+        for finding, mismatch in _found(world)
+        if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches >= at_least
     ]
     return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swaps(world, key)]
 
@@ -71,16 +71,16 @@ def _world(logs: Sequence[RankLog]) -> World | None:
     return build(chosen, _NOTHING_STALLS_S) if len(chosen) > 1 else None
 
 
-def _found(world: World) -> list[tuple[Finding, Trouble]]:
-    troubles = [trouble for trouble in find_troubles(world) if not trouble.uncertain and not _held_back(trouble)]
-    if not troubles:
+def _found(world: World) -> list[tuple[Finding, Mismatch]]:
+    mismatches = [mismatch for mismatch in align_records(world) if not mismatch.uncertain and not _held_back(mismatch)]
+    if not mismatches:
         return []
-    context = Context(world, troubles, Builder(world, troubles).build())
+    context = Context(world, mismatches, Builder(world, mismatches).build())
     find_mismatches(context, {})
-    found = sorted(zip(context.cases, troubles, strict=True), key=lambda pair: pair[0].order)
-    return [(case.finding, trouble) for case, trouble in found]
+    found = sorted(zip(context.cases, mismatches, strict=True), key=lambda pair: pair[0].order)
+    return [(case.finding, mismatch) for case, mismatch in found]
 
 
-def _held_back(trouble: Trouble) -> bool:
+def _held_back(mismatch: Mismatch) -> bool:
     """Whether the strict verifier has it: it holds these back, or has refused them on every rank."""
-    return trouble.refused or any(op.state is State.ANNOUNCED for op in trouble.ops.values())
+    return mismatch.refused or any(op.state is State.ANNOUNCED for op in mismatch.ops.values())

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.heads import has_issued, is_behind, meets
 from commlens.diagnosis.index import Block, View, World
 from commlens.matching.error_texts import is_peer_error, is_refusal
@@ -24,9 +24,9 @@ _STARTS = 64  # threads from which a shortest cycle is looked for
 class Node(NamedTuple):
     """A thread that waits, or what a wait ends in."""
 
-    kind: str  # "wait", "at"; "absent", "dead", "no-record", "elsewhere", "trouble", "stuck"
+    kind: str  # "wait", "at"; "absent", "dead", "no-record", "elsewhere", "mismatch", "stuck"
     rank: int = -1
-    detail: int = 0  # thread, or number of the trouble or of the instance
+    detail: int = 0  # thread, or number of the mismatch or of the instance
 
 
 class Instance(NamedTuple):
@@ -156,18 +156,18 @@ class Held:
 class Builder:
     """Builds the graph from the threads that are stuck."""
 
-    def __init__(self, world: World, troubles: list[Trouble]) -> None:
+    def __init__(self, world: World, mismatches: list[Mismatch]) -> None:
         self.world = world
         self.graph = Graph()
-        self.troubles = troubles
+        self.mismatches = mismatches
         self._by_key: dict[ChannelKey, list[int]] = {}
-        self._pair_troubles: dict[int, int] = {}  # id of an op that met another of other size, to the trouble
-        for i, trouble in enumerate(troubles):
-            if trouble.pair is not None:
-                for op in trouble.pair:
-                    self._pair_troubles[id(op)] = i
+        self._pair_mismatchs: dict[int, int] = {}  # id of an op that met another of other size, to the mismatch
+        for i, mismatch in enumerate(mismatches):
+            if mismatch.pair is not None:
+                for op in mismatch.pair:
+                    self._pair_mismatchs[id(op)] = i
             else:
-                self._by_key.setdefault(trouble.key, []).append(i)
+                self._by_key.setdefault(mismatch.key, []).append(i)
         self._numbers: dict[tuple[str, Instance], int] = {}
         self._known: dict[tuple[ChannelKey, int], Held] = {}
         self._todo: list[tuple[View, Block]] = []
@@ -254,9 +254,9 @@ class Builder:
         op = view.tracks[key].ops[number]
         edge = Edge(op, Instance(key, number), view.rank)
         held = self._held(key, number, op.announced_ns)
-        trouble = self._trouble(key, number, held.absent)
-        if trouble is not None:
-            self.graph.add(node, Node("trouble", -1, trouble), edge)
+        mismatch = self._mismatch(key, number, held.absent)
+        if mismatch is not None:
+            self.graph.add(node, Node("mismatch", -1, mismatch), edge)
             return True
         if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
             late = [rank for _, rank in held.refused[bisect_right(held.refused, (op.done_ns, 1 << 62)) :]]
@@ -328,9 +328,9 @@ class Builder:
         held.refused.sort()
         return held
 
-    def _trouble(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
+    def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
         for i in self._by_key.get(key, ()):
-            if self.troubles[i].explains(self.world, number, absent):
+            if self.mismatches[i].explains(self.world, number, absent):
                 return i
         return None
 
@@ -346,9 +346,9 @@ class Builder:
             return
         sender, receiver = (view.rank, op.peer) if op.op == "send" else (op.peer, view.rank)
         edge = Edge(op, Instance(key, op.sequence_number, sender, receiver), view.rank)
-        trouble = self._pair_troubles.get(id(op))
-        if trouble is not None:
-            self.graph.add(node, Node("trouble", -1, trouble), edge)
+        mismatch = self._pair_mismatchs.get(id(op))
+        if mismatch is not None:
+            self.graph.add(node, Node("mismatch", -1, mismatch), edge)
             return
         other = self.world.views.get(op.peer)
         if other is None:

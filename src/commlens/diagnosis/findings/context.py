@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
-from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import View, World
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
@@ -28,9 +28,9 @@ class Case:
 class Context:
     """The indexed ranks, their disagreements and their wait-for graph, and the findings made from them so far."""
 
-    def __init__(self, world: World, troubles: list[Trouble], graph: Graph) -> None:
+    def __init__(self, world: World, mismatches: list[Mismatch], graph: Graph) -> None:
         self.world = world
-        self.troubles = troubles
+        self.mismatches = mismatches
         self.graph = graph
         self.cases: list[Case] = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import death_step
 from commlens.diagnosis.index import View
@@ -20,14 +20,14 @@ def is_absorbed(context: Context, rank: int) -> bool:
     """Return whether a death follows from a mismatch: gloo aborts the process whose tensor has the wrong size."""
     if not context.world.views[rank].exit.suggests_mismatch:
         return False
-    return any(trouble.absorbs and rank in trouble.key[2] and _reached(context, rank, trouble) for trouble in context.troubles)
+    return any(mismatch.absorbs and rank in mismatch.key[2] and _reached(context, rank, mismatch) for mismatch in context.mismatches)
 
 
-def _reached(context: Context, rank: int, trouble: Trouble) -> bool:
-    if trouble.pair is not None:
-        return rank in trouble.ops
-    track = context.world.views[rank].tracks.get(trouble.key)
-    return track is not None and track.last >= trouble.number and not (trouble.silent and track.completed >= trouble.number)
+def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
+    if mismatch.pair is not None:
+        return rank in mismatch.ops
+    track = context.world.views[rank].tracks.get(mismatch.key)
+    return track is not None and track.last >= mismatch.number and not (mismatch.silent and track.completed >= mismatch.number)
 
 
 def find_deaths(context: Context, sinks: dict[int, Node]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.findings.context import Case, Context
 from commlens.diagnosis.findings.cycle import find_cycles
 from commlens.diagnosis.findings.dead import find_deaths
@@ -16,11 +16,11 @@ from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 
 
-def find_all(world: World, troubles: list[Trouble], graph: Graph) -> list[Finding]:
+def find_all(world: World, mismatches: list[Mismatch], graph: Graph) -> list[Finding]:
     """Return all findings, root causes first, sorted by the number of ranks that they block."""
-    context = Context(world, troubles, graph)
+    context = Context(world, mismatches, graph)
     sinks = graph.sinks()
-    find_mismatches(context, {node.detail: node for node in sinks if node.kind == "trouble"})
+    find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
     find_cycles(context)
     find_missing(context, [node for node in sinks if node.kind == "absent"])

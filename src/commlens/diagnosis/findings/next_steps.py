@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.activity import Activity
-from commlens.diagnosis.alignment import Trouble
+from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import View
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, ranks_phrase, verb
@@ -33,12 +33,12 @@ def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
     return f"take a stack of {who} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
 
 
-def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None) -> str:
+def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None) -> str:
     """Recommend a step for ranks that disagree."""
-    culprits = ranks_phrase(trouble.culprits)
-    if trouble.shift is not None or trouble.habit:
-        op = trouble.shift.skipped if trouble.shift is not None else usual
-        did = "issued an extra" if trouble.shift is not None and trouble.shift.by < 0 else "skipped"
+    culprits = ranks_phrase(mismatch.culprits)
+    if mismatch.shift is not None or mismatch.habit:
+        op = mismatch.shift.skipped if mismatch.shift is not None else usual
+        did = "issued an extra" if mismatch.shift is not None and mismatch.shift.by < 0 else "skipped"
         where = f" at {frame_phrase(op.source)}" if op is not None and op.source is not None else ""
         return f"find the branch in which {culprits} {did} {op.op if op is not None else 'collective'}{where}"
     mine = frame_phrase(first.source) or first.op
@@ -46,7 +46,7 @@ def mismatch_step(trouble: Trouble, first: Collective, usual: Collective | None)
         return f"compare the collectives that {culprits} issue" + (f" at {mine}" if first.source is not None else "")
     theirs = frame_phrase(usual.source) or usual.op
     if theirs == mine and usual.source is not None:
-        op_differs = trouble.answer is None or trouble.answer.aspect == "op"
+        op_differs = mismatch.answer is None or mismatch.answer.aspect == "op"
         differs = "issues another collective" if op_differs else "passes other arguments"
         return f"find out why {mine} {differs} on {culprits} than on the others"
     return f"compare {mine} on {culprits} with {theirs} on the others"

@@ -13,7 +13,7 @@ from commlens.text import capital, count, group_phrase, ranks_and_verb, ranks_ph
 
 def find_fewer(context: Context) -> None:
     """Find ranks that issued fewer collectives than the others in a job that ended well: a root does not wait, so nothing hung."""
-    mismatched = {trouble.key for trouble in context.troubles}
+    mismatched = {mismatch.key for mismatch in context.mismatches}
     for key in sorted(context.world.users):
         views = [context.world.views[rank] for rank in context.world.users[key]]
         complete = len(views) == len(key[2]) and all(view.exit.kind == "clean" and not view.wrapped for view in views)
