@@ -149,12 +149,10 @@ class ViewCommand:
 
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
     from commlens.atomic_write import write_whole
-    from commlens.traces.network import preset
 
     name = Path(arguments.paths[0]).name or arguments.paths[0]
     names = [name] if len(ranks) == 1 else [f"{name}, rank {rank}" for rank in ranks.ranks]
-    network = preset(arguments.network) if arguments.network else None
-    page = ranks.to_html(name=name, names=names, notes=notes, network=network)
+    page = ranks.to_html(name=name, names=names, notes=notes, network=arguments.network)
     write_whole(Path(arguments.html), page, overwrite=arguments.force)
     _print_note(f"Wrote {arguments.html} ({size(len(page))}): open it in a browser.")
 

@@ -161,9 +161,7 @@ def _kind(data: TraceData, event: TraceEvent, root: str | None) -> Kind:
         wire_bytes=event.wire_bytes,
         reduce_op=event.reduce_op,
         placements=f"{wording.placements(cause.before)} -> {wording.placements(cause.after)}" if cause else "",
-        cause=""
-        if cause is None
-        else f"{wording.short_op(cause.op) if cause.op else 'DTensor'}, {'implicit' if cause.implicit else 'explicit'}",
+        cause=f"{wording.short_op(cause.op or 'DTensor')}, {'implicit' if cause.implicit else 'explicit'}" if cause else "",
         owner=f"{owner.library} {path(owner.name)}" if owner else "",
         api=event.api,
         asynchronous=event.asynchronous,
@@ -205,8 +203,8 @@ def _pair(gone: Amounts, added: Amounts, key: Callable[[Kind], Hashable]) -> Ite
     for kind in added:
         candidates[key(kind)].append(kind)
     pairs = []
-    for kind in sorted(gone, key=_stable):
-        others = sorted(candidates.get(key(kind), []), key=lambda other: (_distance(kind, other), _stable(other)))
+    for kind in sorted(gone, key=repr):
+        others = sorted(candidates.get(key(kind), []), key=lambda other: (_distance(kind, other), repr(other)))
         for other in others:
             amount = min(gone.get(kind, Fraction()), added.get(other, Fraction()))
             if amount <= 0:
@@ -217,10 +215,6 @@ def _pair(gone: Amounts, added: Amounts, key: Callable[[Kind], Hashable]) -> Ite
                 if amounts[taken] == 0:
                     del amounts[taken]
     return pairs
-
-
-def _stable(kind: Kind) -> str:
-    return repr(kind)
 
 
 def _distance(one: Kind, other: Kind) -> int:
@@ -348,10 +342,8 @@ def _alone_change(kind: str, group: Mapping[Kind, Fraction], old: Amounts, new: 
     collectives = f"{first.op} on {first.group}"
     where = wording.within(first.phase, _model(site))
     carried = size(_plain(_weight(group)))
-    if kind == "new" and not calls_before:
-        sentence = f"new: {number(_plain(difference))} {collectives} {where}, {carried} on the wire{_purpose(group)}"
-    elif kind == "gone" and not calls_after:
-        sentence = f"gone: {number(_plain(difference))} {collectives} {where}, {carried} on the wire{_purpose(group)}"
+    if not (calls_before if kind == "new" else calls_after):
+        sentence = f"{kind}: {number(_plain(difference))} {collectives} {where}, {carried} on the wire{_purpose(group)}"
     else:
         kind = "count"
         more = "more" if calls_after > calls_before else "fewer"

@@ -85,14 +85,6 @@ def _step(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
     return bool(event.step == wanted == last)
 
 
-def _name_of_owner(group: ProcessGroup, event: TraceEvent) -> str | None:
-    return None if event.owner is None else f"{event.owner.library} {event.owner.name}".strip()
-
-
-def _name_of_source(group: ProcessGroup, event: TraceEvent) -> str | None:
-    return None if event.source is None else event.source.where
-
-
 FIELDS: Final[dict[str, Field]] = {
     "op": _equal(lambda group, event: event.op),
     "phase": Field(
@@ -103,9 +95,9 @@ FIELDS: Final[dict[str, Field]] = {
     "group": Field(lambda group, event: wording.label(group), _group),
     "module": Field(lambda group, event: event.site, _module),
     "call": _equal(lambda group, event: event.call),
-    "owner": Field(_name_of_owner, _owner),
+    "owner": Field(lambda group, event: f"{event.owner.library} {event.owner.name}".strip() if event.owner else None, _owner),
     "cause": Field(lambda group, event: None if event.cause is None else wording.cause_words(event.cause), _cause),
-    "source": Field(_name_of_source, _source),
+    "source": Field(lambda group, event: event.source.where if event.source else None, _source),
     "through": _equal(lambda group, event: event.through),
     "api": _equal(lambda group, event: event.api),
     "dtype": _equal(lambda group, event: event.dtype),

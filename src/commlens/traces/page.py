@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from commlens.model.network import Network
 from commlens.model.trace import TraceData
 from commlens.reports.trace_page import RankClasses, TimeEstimate, TracePage, trace_page
-from commlens.traces.network import collective_seconds
+from commlens.traces.network import collective_seconds, preset
 from commlens.traces.summarise import answer
 
 
@@ -18,7 +18,7 @@ def page_of(
     names: Sequence[str] = (),
     notes: Sequence[str] = (),
     ranks: RankClasses | None = None,
-    network: Network | None = None,
+    network: Network | str | None = None,
 ) -> bytes:
     """Return the HTML page.
 
@@ -28,9 +28,10 @@ def page_of(
         names: the name of each trace; ``name`` by default.
         notes: sentences about the input.
         ranks: how the ranks differ, if there are several.
-        network: a network to estimate times for.
+        network: a network to estimate times for, or a preset's name.
     """
     text = answer(traces[0])
+    network = preset(network) if isinstance(network, str) else network
     return trace_page(
         TracePage(
             name=name,

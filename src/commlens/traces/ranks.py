@@ -169,14 +169,14 @@ class RankTraces:
                     break
         return sentences[:_MOST_DIFFERENCES]
 
-    def to_html(self, *, name: str, names: Sequence[str] = (), notes: Sequence[str] = (), network: Network | None = None) -> bytes:
+    def to_html(self, *, name: str, names: Sequence[str] = (), notes: Sequence[str] = (), network: Network | str | None = None) -> bytes:
         """Return an HTML page with the trace of one rank of each class.
 
         Args:
             name: the run's name, for the title.
             names: the name of each rank's trace, in the order of the ranks; ``name`` by default.
             notes: sentences about the input.
-            network: a network to estimate times for.
+            network: a network to estimate times for, or a preset's name.
         """
         if len(self) == 1:
             return page_of([trace.data for trace in self], name=name, names=names, notes=notes, network=network)
@@ -206,9 +206,7 @@ def merge(traces: Iterable[Trace]) -> RankTraces:
 
 
 def _class_name(members: Sequence[int]) -> str:
-    if len(members) == 1:
-        return f"rank {members[0]}"
-    return f"rank {members[0]}, for {ranks_phrase(members)}"
+    return f"rank {members[0]}" + (f", for {ranks_phrase(members)}" if len(members) > 1 else "")
 
 
 def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:

@@ -128,10 +128,8 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     places = _places(data)
     inclusive: dict[str, list[int]] = {}
     for site, (calls, carried) in own.items():
-        parts = site.split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
-            if path in called or path == site or end == 1:
+        for path in wording.prefixes(site):
+            if path in called or path == site or "." not in path:
                 both = inclusive.setdefault(path, [0, 0])
                 both[0] += calls
                 both[1] += carried
@@ -155,29 +153,22 @@ def _places(data: TraceData) -> dict[str, int]:
     """Return each path's position in the model: when it, or the first module below it, was first called."""
     places: dict[str, int] = {}
     for place, module in enumerate(data.modules):
-        parts = module.path.split(".")
-        for end in range(1, len(parts) + 1):
-            places.setdefault(".".join(parts[:end]), place)
+        for path in wording.prefixes(module.path):
+            places.setdefault(path, place)
     return places
 
 
 def _key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
     """Return a sort key: modules in the order of their first calls, parents before children, uncalled paths last."""
-    parts = path.split(".")
-    key: list[tuple[int, object]] = []
-    for end in range(1, len(parts) + 1):
-        place = places.get(".".join(parts[:end]))
-        key.append((0, place) if place is not None else (1, wording.natural(parts[end - 1])))
-    return key
+    return [(0, places[part]) if part in places else (1, wording.natural(part.rpartition(".")[2])) for part in wording.prefixes(path)]
 
 
 def _in_tree(rows: dict[str, ModuleTotal], first: dict[str, str], names: dict[str, str]) -> list[ModuleTotal]:
     """Return the rows in tree order, each below the row of its nearest ancestor."""
     children: dict[str | None, list[str]] = {}
     for name, path in first.items():
-        parts = path.split(".")
-        above = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
-        parent = next((names[path] for path in above if path in names and names[path] != name), None)
+        ancestors = reversed(wording.prefixes(path)[:-1])
+        parent = next((names[other] for other in ancestors if other in names and names[other] != name), None)
         children.setdefault(parent, []).append(name)
     ordered: list[ModuleTotal] = []
     todo = [(name, 0) for name in reversed(children.get(None, []))]

@@ -215,10 +215,9 @@ class Trace:
 
 
 def _page(data: TraceData, name: str, network: Network | str | None) -> bytes:
-    from commlens.traces.network import preset
     from commlens.traces.page import page_of
 
-    return page_of([data], name=name, network=preset(network) if isinstance(network, str) else network)
+    return page_of([data], name=name, network=network)
 
 
 def _coverage_of_part(data: TraceData, kept: list[TraceEvent], wanted: dict[str, Any]) -> Coverage:

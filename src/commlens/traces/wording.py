@@ -9,8 +9,6 @@ from commlens.model.collective import Frame, ProcessGroup
 from commlens.model.trace import Cause, Phase, TraceEvent
 from commlens.text import format_ranks, group_label, size
 
-_NUMBER = re.compile(r"\d+")
-
 
 def label(group: ProcessGroup) -> str:
     """Return the group's short name: its mesh dimension, else its description, else torch's name."""
@@ -86,6 +84,12 @@ def pattern(path: str) -> str:
     return ".".join("#" if part.isdecimal() else part for part in path.split("."))
 
 
+def prefixes(path: str) -> list[str]:
+    """Return a path's ancestors from the root on, and the path itself."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
 def fold(paths: Iterable[str]) -> str:
     """Fold paths of one pattern: ``layers.0`` to ``layers.31`` become ``"layers.0-31"``."""
     split = [path.split(".") for path in dict.fromkeys(paths)]
@@ -99,13 +103,4 @@ def fold(paths: Iterable[str]) -> str:
 
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:
     """Return a sort key that puts ``layers.2`` before ``layers.10``."""
-    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in _split(text))
-
-
-def _split(text: str) -> list[str]:
-    parts: list[str] = []
-    end = 0
-    for match in _NUMBER.finditer(text):
-        parts += [text[end : match.start()], match.group()]
-        end = match.end()
-    return [part for part in [*parts, text[end:]] if part]
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", text) if part)

@@ -7,9 +7,11 @@ assumed to equal this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -72,11 +74,10 @@ class Objects:
         """Detach from the tap."""
         tap.detach(self)
 
-    def delivering(self, *contents: torch.Tensor | bytes) -> _Delivery:
+    def delivering(self, *contents: torch.Tensor | bytes) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the next receiving collectives receive these contents."""
-        return _Delivery(
-            self._deliveries, [torch.frombuffer(bytearray(c), dtype=torch.uint8) if isinstance(c, bytes) else c for c in contents]
-        )
+        tensors = [torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in contents]
+        return self._deliveries.delivering([*tensors])
 
     # --- called by the tap
 
@@ -103,7 +104,7 @@ class Objects:
     def _wrap_gather(self, original: Any) -> Any:
         @functools.wraps(original)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with unset_fake_temporarily(), self._deliveries.gathering():
+            with unset_fake_temporarily(), self._deliveries.delivering([], gathers=True):
                 return original(*args, **kwargs)
 
         return wrapper
@@ -203,7 +204,7 @@ class Objects:
 
         return recv_object_list
 
-    def _delivering_objects(self, key: Key, object_list: list[Any], kwargs: dict[str, Any]) -> _Delivery:
+    def _delivering_objects(self, key: Key, object_list: list[Any], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         message = self._message(key)
         if message is None or len(message) != len(object_list):
             message = _pickled(object_list, kwargs)
@@ -238,23 +239,13 @@ class _Deliveries(threading.local):
         self.pending: list[torch.Tensor | None] = []
         self.gathers = False
 
-    def gathering(self) -> _Delivery:
-        return _Delivery(self, [], gathers=True)
-
-
-class _Delivery:
-    def __init__(self, deliveries: _Deliveries, contents: list[torch.Tensor | None], *, gathers: bool = False) -> None:
-        self._deliveries = deliveries
-        self._contents = contents
-        self._gathers = gathers
-
-    def __enter__(self) -> None:
-        self._deliveries.pending = self._contents
-        self._deliveries.gathers = self._gathers
-
-    def __exit__(self, *_: Any) -> None:
-        self._deliveries.pending = []
-        self._deliveries.gathers = False
+    @contextlib.contextmanager
+    def delivering(self, contents: list[torch.Tensor | None], *, gathers: bool = False) -> Iterator[None]:
+        self.pending, self.gathers = contents, gathers
+        try:
+            yield
+        finally:
+            self.pending, self.gathers = [], False
 
 
 def _given(**ranks: int | None) -> dict[str, int]:

@@ -11,6 +11,7 @@ from commlens.errors import CommandError
 from commlens.model.trace import Depth
 from commlens.traces.trace import Trace
 from commlens.tracing.preview.objects import Key, Learned, Message, Unknown
+from commlens.tracing.preview.tensors import on_real_tensors
 from commlens.tracing.preview.world import FakeWorld
 from commlens.tracing.session import LiveTrace
 
@@ -127,8 +128,6 @@ class _Snapshot:
 
     def take(self) -> None:
         """Take the data now."""
-        from commlens.tracing.preview.tensors import on_real_tensors
-
         self.data = on_real_tensors(self._live.tracer.data)()
         self.data.rank, self.data.world_size = self._world.rank, self._world.world_size
         self.data.coverage.blind += self._world.blind
@@ -199,10 +198,7 @@ def preview(
     check_world(world_size, rank)
     runner = Preview(fn, world_size, ranks_per_node=ranks_per_node, fake_tensors=fake_tensors, depth=depth, steps=steps)
     trace = runner.run(rank)
-    if runner.error is not None and not _is_clean_exit(runner.error):
-        raise runner.error
+    error = runner.error
+    if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
+        raise error
     return trace
-
-
-def _is_clean_exit(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
