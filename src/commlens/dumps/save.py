@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.blackbox import job_dirs
+from commlens.blackbox import board, job_dirs, refusal_log
 from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, reason
 from commlens.dumps.detect import (
     BLACK_BOX,
@@ -51,9 +51,7 @@ _KIND_BY_NAME: Final = (
     (REPORT_NAME, REPORT),
 )
 _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
-_REFUSAL_LOG: Final = "verify.alarms"  # of verifying ranks, like the boards
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
-_BOARD_MAGIC: Final = b"CMLSBRD1"
 
 
 class _SavedRank(msgspec.Struct):
@@ -326,5 +324,5 @@ def _is_own(folder: int, name: str) -> bool:
         if pattern.fullmatch(name):
             return detect_kind(head) is kind or (kind is BLACK_BOX and not any(head))  # all zero: its process died creating it
     if _BOARD_NAME.fullmatch(name):
-        return head[:8] == _BOARD_MAGIC or not any(head)
-    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == _REFUSAL_LOG
+        return head[:8] == board.MAGIC.to_bytes(8, "little") or not any(head)
+    return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == refusal_log.NAME

@@ -25,9 +25,9 @@ def columns_from_log(log: RankLog) -> RankColumns:
     the names.
     """
     channels: dict[tuple[object, ...], int] = {}
-    asked: dict[CollectiveArgs, int] = {}
+    args: dict[CollectiveArgs, int] = {}
     stacks: dict[Stack, int] = {}
-    rows = RankColumns(
+    columns = RankColumns(
         rank=log.rank,
         world_size=log.world_size,
         host=log.host,
@@ -38,16 +38,16 @@ def columns_from_log(log: RankLog) -> RankColumns:
         captured_ns=log.captured_ns,
         problems=list(log.problems),
     )
-    columns: dict[str, list[int]] = {name: [] for name in DTYPES}
+    lists: dict[str, list[int]] = {name: [] for name in DTYPES}
     point_to_point = {one.coalescing_id for one in log.collectives if one.coalescing_id and one.is_point_to_point}
     for one in log.collectives:
         key = (*one.channel.key, one.channel.group.description)
         if key not in channels:
             channels[key] = len(channels)
-            rows.channels.append(_unique_name(one.channel))
+            columns.channels.append(_unique_name(one.channel))
         values = (
             channels[key],
-            asked.setdefault(one.args, len(asked)),
+            args.setdefault(one.args, len(args)),
             stacks.setdefault(one.stack, len(stacks)) if one.stack else -1,
             one.sequence_number,
             one.index - 1,
@@ -65,12 +65,12 @@ def columns_from_log(log: RankLog) -> RankColumns:
             one.coalesced_members > 0,
         )
         for name, value in zip(DTYPES, values, strict=True):
-            columns[name].append(value)
-    rows.args, rows.stacks = list(asked), list(stacks)
+            lists[name].append(value)
+    columns.args, columns.stacks = list(args), list(stacks)
     if log.collectives:
-        rows.set_columns({name: np.array(values) for name, values in columns.items()})
-    rows.groups = list(rows.channels)
-    return rows
+        columns.set_columns({name: np.array(values) for name, values in lists.items()})
+    columns.groups = list(columns.channels)
+    return columns
 
 
 def _unique_name(channel: Channel) -> Channel:

@@ -20,16 +20,16 @@ _DEFAULT_GROUP: Final = "default_pg"
 
 def columns_from_table(table: Table, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
-    rows = RankColumns(source=source, version=_text(table.about.get("version")))
-    rows.problems += _problems(table, rows.version)
+    columns = RankColumns(source=source, version=_text(table.about.get("version")))
+    columns.problems += _problems(table, columns.version)
     config = _config(table.about.get("pg_config"))
-    named = [read_name(name) for name in table.names]
+    names = [read_name(name) for name in table.names]
     length = len(table)
 
     group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
-    channel, rows.channels = _channels(table, group, name, named, config)
-    args_index, rows.args = _args(name, _ints(table.signature, "int32", length), named, table.signatures)
-    rows.stacks = StackTable(table.frames, table.stacks)
+    channel, columns.channels = _channels(table, group, name, names, config)
+    args_index, columns.args = _args(name, _ints(table.signature, "int32", length), names, table.signatures)
+    columns.stacks = StackTable(table.frames, table.stacks)
     is_p2p = _ints(table.is_p2p, "bool", length)
     retired = _ints(table.retired, "bool", length)
     state = _ints(table.state, "uint8", length).copy()
@@ -37,13 +37,13 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     failed = native[name] if length else retired  # NCCL retires an op that completed or timed out
     state[(state != COMPLETED) & retired & ~failed] = RETIRED
     sequence = np.where(is_p2p, _ints(table.p2p_seq_id, "int64", length), _ints(table.collective_seq_id, "int64", length))
-    closing = np.array([one.closes for one in named] or [False])
+    closing = np.array([one.closes for one in names] or [False])
     closes = closing[name] if length else np.zeros(0, "bool")
     coalesced = _coalesced(channel, is_p2p, sequence, closes)
     completed = np.maximum(_ints(table.completed_ns, "int64", length), 0)
     _end_with_their_group(coalesced, closes, state, retired, completed)
     duration = _ints(table.duration_ms, "float64", length)
-    rows.set_columns(
+    columns.set_columns(
         {
             "channel": channel,
             "args_index": args_index,
@@ -54,7 +54,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
             "state": state,
             "retired": retired,
             "p2p": is_p2p,
-            "peer": _peers(channel, name, named, rows.channels),
+            "peer": _peers(channel, name, names, columns.channels),
             "created_ns": np.maximum(_ints(table.created_ns, "int64", length), 0),
             "started_ns": np.maximum(_ints(table.started_ns, "int64", length), 0),
             "completed_ns": completed,
@@ -64,13 +64,13 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
             "closes": closes,
         }
     )
-    backends = {one.backend for one in named}
-    rows.origin = "gloo-recorder" if backends and backends <= {"gloo"} else "flight-recorder"
-    rows.groups = [_channel(key, "", "", config) for key in config if key[0]]
-    rows.status = _status(table.about.get("pg_status"))
-    rows.status_groups = _status_groups(rows, _ints(table.pg_id, "int64", length), channel)
-    _infer_rank(rows, channel, name, named)
-    return rows
+    backends = {one.backend for one in names}
+    columns.origin = "gloo-recorder" if backends and backends <= {"gloo"} else "flight-recorder"
+    columns.groups = [_channel(key, "", "", config) for key in config if key[0]]
+    columns.status = _status(table.about.get("pg_status"))
+    columns.status_groups = _status_groups(columns, _ints(table.pg_id, "int64", length), channel)
+    _infer_rank(columns, channel, name, names)
+    return columns
 
 
 def _ints(column: Any, dtype: str, length: int) -> Integers:
@@ -131,13 +131,13 @@ def _channel(key: _Key, backend: str, device: str, config: dict[_Key, tuple[int,
 
 
 def _channels(
-    table: Table, group: Integers, name: Integers, named: list[ProfilingName], config: dict[_Key, tuple[int, ...]]
+    table: Table, group: Integers, name: Integers, names: list[ProfilingName], config: dict[_Key, tuple[int, ...]]
 ) -> tuple[Integers, list[Channel]]:
     """Return a channel per group and backend, and each entry's index into them."""
     if not len(group):
         return np.zeros(0, "int32"), []
     kinds: dict[tuple[str, str], int] = {}
-    kind = np.array([kinds.setdefault((one.backend, one.device), len(kinds)) for one in named])
+    kind = np.array([kinds.setdefault((one.backend, one.device), len(kinds)) for one in names])
     codes, index = _distinct(group.astype("int64") * len(kinds) + kind[name])
     by_number = list(kinds)
     channels = []
@@ -149,12 +149,12 @@ def _channels(
 
 
 def _args(
-    name: Integers, signature: Integers, named: list[ProfilingName], signatures: list[Signature]
+    name: Integers, signature: Integers, names: list[ProfilingName], signatures: list[Signature]
 ) -> tuple[Integers, list[CollectiveArgs]]:
     if not len(name):
         return np.zeros(0, "int32"), []
     ops: dict[tuple[str, str, str], int] = {}
-    op = np.array([ops.setdefault((one.op, one.raw, one.device), len(ops)) for one in named])
+    op = np.array([ops.setdefault((one.op, one.raw, one.device), len(ops)) for one in names])
     codes, index = _distinct(signature.astype("int64") * len(ops) + op[name])
     by_number = list(ops)
     return index, [_interned_args(*by_number[code % len(ops)], signatures[code // len(ops)]) for code in codes.tolist()]
@@ -171,14 +171,14 @@ def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: 
     return tuple(TensorSpec(shape, dtype, device or "unknown") for shape, dtype in zip(sizes, names, strict=False))
 
 
-def _peers(channel: Integers, name: Integers, named: list[ProfilingName], channels: list[Channel]) -> Integers:
+def _peers(channel: Integers, name: Integers, names: list[ProfilingName], channels: list[Channel]) -> Integers:
     """Return the peers' global ranks; the names of sends and receives hold group ranks."""
-    if not any(one.peer is not None for one in named):
+    if not any(one.peer is not None for one in names):
         return np.full(len(name), -1, "int32")
-    codes, index = _distinct(channel.astype("int64") * len(named) + name)
+    codes, index = _distinct(channel.astype("int64") * len(names) + name)
     peers = []
     for code in codes.tolist():
-        peer, ranks = named[code % len(named)].peer, channels[code // len(named)].group.ranks
+        peer, ranks = names[code % len(names)].peer, channels[code // len(names)].group.ranks
         peers.append(ranks[peer] if peer is not None and peer < len(ranks) else -1)
     return np.array(peers, "int32")[index]
 
@@ -241,7 +241,7 @@ def _number(value: Any) -> int:
     return value if type(value) is int and -1 <= value <= INT64_MAX else -1
 
 
-def _status_groups(rows: RankColumns, pg_id: Integers, channel: Integers) -> dict[str, str]:
+def _status_groups(columns: RankColumns, pg_id: Integers, channel: Integers) -> dict[str, str]:
     """Map each status's process-local group id to the name of its group, using entries with that id.
 
     Ids and names are both assigned in the order of group creation. So if there are as many statuses as groups and no entry
@@ -249,31 +249,31 @@ def _status_groups(rows: RankColumns, pg_id: Integers, channel: Integers) -> dic
     """
     known: dict[str, str] = {}
     if len(pg_id) and pg_id.min() >= 0 and pg_id.max() < 1 << 16:
-        codes, _ = _distinct(pg_id * len(rows.channels) + channel)
+        codes, _ = _distinct(pg_id * len(columns.channels) + channel)
         for code in codes.tolist():
-            known.setdefault(str(code // len(rows.channels)), rows.channels[code % len(rows.channels)].group.name)
-    names = [one.group.name for one in rows.groups]
-    if len(rows.status) == len(names) and all(text.isdecimal() for text in [*rows.status, *names]):
-        in_order = dict(zip(sorted(rows.status, key=int), sorted(names, key=int), strict=True))
+            known.setdefault(str(code // len(columns.channels)), columns.channels[code % len(columns.channels)].group.name)
+    names = [one.group.name for one in columns.groups]
+    if len(columns.status) == len(names) and all(text.isdecimal() for text in [*columns.status, *names]):
+        in_order = dict(zip(sorted(columns.status, key=int), sorted(names, key=int), strict=True))
         if all(in_order.get(key) == name for key, name in known.items()):
             return in_order
     return known
 
 
-def _infer_rank(rows: RankColumns, channel: Integers, name: Integers, named: list[ProfilingName]) -> None:
+def _infer_rank(columns: RankColumns, channel: Integers, name: Integers, names: list[ProfilingName]) -> None:
     """Infer the rank that wrote the dump: it is in every group and at one end of each point-to-point operation."""
     members: set[int] | None = None
-    for group in [*rows.groups, *rows.channels]:
+    for group in [*columns.groups, *columns.channels]:
         if group.group.ranks:
             members = set(group.group.ranks) if members is None else members & set(group.group.ranks)
         if group.group.description == _DEFAULT_GROUP:
-            rows.world_size = max(rows.world_size, len(group.group.ranks))
-    for index, one in enumerate(named):
+            columns.world_size = max(columns.world_size, len(group.group.ranks))
+    for index, one in enumerate(names):
         if one.own_rank is not None:
             at = int(np.argmax(name == index))
-            ranks = rows.channels[int(channel[at])].group.ranks
+            ranks = columns.channels[int(channel[at])].group.ranks
             if one.own_rank < len(ranks):
                 members = {ranks[one.own_rank]} & (members if members is not None else {ranks[one.own_rank]})
-    rows.possible_ranks = tuple(sorted(members or ()))
-    if len(rows.possible_ranks) == 1:
-        rows.rank = rows.possible_ranks[0]
+    columns.possible_ranks = tuple(sorted(members or ()))
+    if len(columns.possible_ranks) == 1:
+        columns.rank = columns.possible_ranks[0]

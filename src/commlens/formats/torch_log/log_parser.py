@@ -177,60 +177,60 @@ class LogParser:
         """Return the columns of each rank with a message."""
         found = []
         for rank, about in sorted(self._ranks.items()):
-            rows = self._rows(rank, about)
-            if len(rows) or rows.status or rows.troubles or rows.exception or rows.observation.end is not End.UNKNOWN:
-                found.append(rows)
+            columns = self._columns_of(rank, about)
+            if len(columns) or columns.status or columns.troubles or columns.exception or columns.observation.end is not End.UNKNOWN:
+                found.append(columns)
         return found
 
-    def _rows(self, rank: int, about: _Rank) -> RankColumns:
-        rows = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
-        rows.captured_ns = about.last_ns
-        rows.exception = about.exception
-        rows.exception_stack = stack_of(about.exception_frames)
-        rows.observation = about.observation
+    def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
+        columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
+        columns.captured_ns = about.last_ns
+        columns.exception = about.exception
+        columns.exception_stack = stack_of(about.exception_frames)
+        columns.observation = about.observation
         if self._only_local and rank >= 0:
-            rows.problems.append("the log has only local ranks, which were used as ranks")
-        columns: dict[str, list[Any]] = {name: [] for name in DTYPES}
+            columns.problems.append("the log has only local ranks, which were used as ranks")
+        lists: dict[str, list[Any]] = {name: [] for name in DTYPES}
         for known in about.groups.values():
-            self._add_group(rows, columns, known, about)
+            self._add_group(columns, lists, known, about)
         for (group_rank, _), timeout in about.unassigned.items():
             rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
-            rows.troubles.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
-        del rows.troubles[_NOTES_MAX:]
-        if about.stack and len(columns["sequence"]) == 1:
-            rows.stacks = [stack_of(about.stack)]
-            columns["stack"] = [0]
-        rows.set_columns(columns)
-        return rows
+            columns.troubles.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
+        del columns.troubles[_NOTES_MAX:]
+        if about.stack and len(lists["sequence"]) == 1:
+            columns.stacks = [stack_of(about.stack)]
+            lists["stack"] = [0]
+        columns.set_columns(lists)
+        return columns
 
-    def _add_group(self, rows: RankColumns, columns: dict[str, list[Any]], known: _Group, about: _Rank) -> None:
+    def _add_group(self, columns: RankColumns, lists: dict[str, list[Any]], known: _Group, about: _Rank) -> None:
         group, progress = known.group, known.progress
         name = group.name or ("0" if group.is_default else "")
         timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
         for timeout in timeouts.values():
             if not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE:
-                rows.troubles.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
+                columns.troubles.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
         if not name:  # a process-local number, which differs between ranks
             return
         channel = Channel(ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda")
-        rows.groups.append(channel)
+        columns.groups.append(channel)
         if progress is not None:
-            rows.status[name] = _status(progress)
-            rows.status_groups[name] = name
+            columns.status[name] = _status(progress)
+            columns.status_groups[name] = name
         for number, timeout in timeouts.items():
             if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (progress is not None and number <= progress.completed):
                 continue
-            if channel not in rows.channels:
-                rows.channels.append(channel)
-            rows.args.append(_args(timeout))
+            if channel not in columns.channels:
+                columns.channels.append(channel)
+            columns.args.append(_args(timeout))
             time_ns = about.times.get(number, 0)
             values = {
-                "channel": rows.channels.index(channel), "args_index": len(rows.args) - 1, "stack": -1, "sequence": number,
+                "channel": columns.channels.index(channel), "args_index": len(columns.args) - 1, "stack": -1, "sequence": number,
                 "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1, "timeout_ms": timeout.timeout_ms,
                 "created_ns": time_ns - timeout.ran_ms * 1_000_000 if time_ns and timeout.ran_ms >= 0 else 0,
                 "state": STARTED if progress is not None and progress.started >= number else 0,
             }  # fmt: skip
-            for column, content in columns.items():
+            for column, content in lists.items():
                 content.append(values.get(column, 0))
 
 
