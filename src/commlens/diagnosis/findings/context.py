@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import View, World
+from commlens.diagnosis.index import Block, View, World
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
@@ -92,13 +92,14 @@ class Context:
 
     def longest_wait(self, ranks: Iterable[int]) -> int:
         """Return the longest time that one of these ranks has been waiting, in ns."""
-        ages = [block.age_ns for rank in ranks if rank in self.world.views for block in self.world.views[rank].blocks.values()]
-        return max(ages, default=0)
+        return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""
-        blocks = [block for rank in ranks if rank in self.world.views for block in self.world.views[rank].blocks.values()]
-        return bool(blocks) and all(block.how == "assumed" for block in blocks)
+        return {block.how for block in self._blocks(ranks)} == {"assumed"}
+
+    def _blocks(self, ranks: Iterable[int]) -> list[Block]:
+        return [block for rank in ranks if rank in self.world.views for block in self.world.views[rank].blocks.values()]
 
 
 def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:

@@ -13,7 +13,7 @@ from commlens.reports.verdict_page.job import Job, phrase
 from commlens.reports.verdict_page.rank_grids import rank_grids
 from commlens.reports.verdict_page.stacks import stacks
 from commlens.reports.verdict_page.tables import tables
-from commlens.reports.verdict_page.timeline import Texts, timeline
+from commlens.reports.verdict_page.timeline import Index, timeline
 from commlens.reports.verdict_page.wait_graph import wait_graph
 from commlens.version import __version__
 
@@ -80,7 +80,7 @@ def _some(names: list[str]) -> str:
 
 
 def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
-    texts = Texts()
+    texts = Index[str]()
     made = Ranks()
     for rank in job.all_ranks:
         view = job.world.views.get(rank)
@@ -96,7 +96,7 @@ def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
         made.end.append(texts((view.exit.text or _EXITS.get(view.exit.kind, "")) if view is not None else "left no record"))
         made.stack.append(stack_of.get(rank, -1))
         made.source.append(texts(log.source if log is not None else ""))
-    made.texts = texts.texts
+    made.texts = texts.values
     return made
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 from commlens.diagnosis.index import ChannelKey, View
 from commlens.model.collective import Channel, Collective, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
 from commlens.reports.verdict_page.job import Job, phrase
 from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
+
+T = TypeVar("T")
 
 LANES_MAX = 48
 _SEEN_AT_ONCE = 16  # lanes; of more, those of the root cause come first
@@ -18,35 +21,20 @@ _ARRIVALS_MAX = 4
 _STATES = {State.COMPLETED: 0, State.ANNOUNCED: 1, State.ISSUED: 1, State.FAILED: 2, State.UNKNOWN: 3}
 
 
-class Texts:
-    """An index of strings."""
+class Index(Generic[T]):
+    """Distinct values, numbered in the order of their first use."""
 
     def __init__(self) -> None:
-        self.texts: list[str] = []
-        self._known: dict[str, int] = {}
+        self._numbers: dict[T, int] = {}
 
-    def __call__(self, text: str) -> int:
-        """Return the string's index."""
-        at = self._known.setdefault(text, len(self.texts))
-        if at == len(self.texts):
-            self.texts.append(text)
-        return at
+    def __call__(self, value: T) -> int:
+        """Return the value's number."""
+        return self._numbers.setdefault(value, len(self._numbers))
 
-
-class _Channels:
-    """An index of channels."""
-
-    def __init__(self) -> None:
-        self.refs: list[ChannelRef] = []
-        self._known: dict[ChannelKey, int] = {}
-
-    def __call__(self, channel: Channel) -> int:
-        at = self._known.setdefault(channel.key, len(self.refs))
-        if at == len(self.refs):
-            group = channel.group
-            name = group_label(group)
-            self.refs.append(ChannelRef(name, format_ranks(group.ranks), " on ".join(filter(None, [group.backend, channel.device]))))
-        return at
+    @property
+    def values(self) -> list[T]:
+        """The values by number."""
+        return list(self._numbers)
 
 
 def timeline(job: Job) -> Timeline:
@@ -62,7 +50,7 @@ def timeline(job: Job) -> Timeline:
         return made
     zero = made.zero_ns = _moment_of_the_fault(job) or max(times)
     made.captured = max(_us(max(view.now_ns for view in job.world.views.values()), zero), _us(max(times), zero))
-    texts, channels = Texts(), _Channels()
+    texts, channels = Index[str](), Index[ChannelKey]()
     arrivals = [_arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]]
     made.arrivals = [found for found in arrivals if found is not None]
     for rank in ranks:
@@ -72,14 +60,14 @@ def timeline(job: Job) -> Timeline:
                 continue
             columns.start.append(_us(op.announced_ns, zero))
             columns.end.append(_us(_end(op), zero))
-            columns.channel.append(channels(op.channel))
+            columns.channel.append(channels(op.channel.key))
             columns.number.append(op.sequence_number)
             columns.name.append(texts(_name(op)))
             columns.asked.append(texts(args_phrase(op)))
             columns.place.append(texts(frame_phrase(op.source)))
             columns.state.append(_STATES[op.state])
         made.lanes.append(Lane(rank, job.role(rank), job.class_of.get(rank, -1), columns))
-    made.channels, made.texts = channels.refs, texts.texts
+    made.channels, made.texts = [_channel_ref(job.world.channels[key]) for key in channels.values], texts.values
     made.window = _window(made, chosen.values(), zero)
     if len(made.lanes) > _SEEN_AT_ONCE:
         made.lanes.sort(key=lambda lane: lane.role not in ("culprit", "awaited"))
@@ -126,6 +114,12 @@ def _end(op: Collective) -> int:
     return op.done_ns or op.wait_ended_ns or op.returned_ns
 
 
+def _channel_ref(channel: Channel) -> ChannelRef:
+    group = channel.group
+    about = " on ".join(filter(None, [group.backend, channel.device]))
+    return ChannelRef(group_label(group), format_ranks(group.ranks), about)
+
+
 def _us(moment: int, zero: int) -> int:
     return (moment - zero) // 1000 if moment else -1 << 52
 
@@ -143,7 +137,7 @@ def _op(view: View, key: ChannelKey, number: int) -> Collective | None:
     return track.ops.get(number) if track is not None else None
 
 
-def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: _Channels) -> Arrivals | None:
+def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: Index[ChannelKey]) -> Arrivals | None:
     met: list[tuple[int, int]] = []
     absent: list[int] = []
     first: Collective | None = None
@@ -160,7 +154,7 @@ def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: _Chan
     met.sort()
     title = f"{phrase(first)} [{format_ranks(key[2])}]"
     return Arrivals(
-        title, channels(first.channel), number, [rank for _, rank in met], [at for at, _ in met], format_ranks(absent), len(absent)
+        title, channels(key), number, [rank for _, rank in met], [at for at, _ in met], format_ranks(absent), len(absent)
     )  # fmt: skip
 
 
@@ -175,6 +169,3 @@ def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tup
     span = max(1, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin)
     end = max(last, 0) + max(1, span // 3)
     return (begin - max(1, span // 20), min(end, made.captured) if made.captured > max(last, 0) else end)
-
-
-__all__ = ["Texts", "timeline"]
