@@ -61,11 +61,11 @@ def _summary(path: Path, ranks: list[int], culprits: list[int], op: Collective, 
 
 
 def _how_decided(how: How, culprits: list[int]) -> str:
-    who = ranks_phrase(culprits)
+    subject = ranks_phrase(culprits)
     if how == "history":
-        return f"{capital(who)} {verb(culprits, 'leaves its', 'leave their')} own routine here; the others keep to theirs."
+        return f"{capital(subject)} {verb(culprits, 'leaves its', 'leave their')} own routine here; the others keep to theirs."
     if how == "order":
-        return f"The order of {who} differs from that of the others."
+        return f"The order of {subject} differs from that of the others."
     return "No rank leaves its own routine, and no order has a majority, so the rank at fault cannot be determined."
 
 

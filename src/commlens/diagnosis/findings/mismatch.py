@@ -110,20 +110,20 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, str | None]:
 
 
 def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective, usual: Collective | None) -> str:
-    who, shift, answer = ranks_phrase(culprits), mismatch.shift, mismatch.answer
+    subject, shift, answer = ranks_phrase(culprits), mismatch.shift, mismatch.answer
     if answer is None:
         assert shift is not None
         if shift.by < 0:
-            return f"{who} issued {count(-shift.by, 'collective')} too many, from {name} on; everything after it pairs up wrongly"
+            return f"{subject} issued {count(-shift.by, 'collective')} too many, from {name} on; everything after it pairs up wrongly"
         extra = f" and {shift.by - 1} more" if shift.by > 1 else ""
-        return f"{who} skipped {name}{extra}; everything after it pairs up wrongly"
+        return f"{subject} skipped {name}{extra}; everything after it pairs up wrongly"
     if mismatch.tie or usual is None:
         sides = " against ".join(f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3])
         return f"ranks disagree in {name}: {sides}"
     skip = "; it looks like a skipped collective" if shift is not None or mismatch.habit else ""
     if answer.aspect == "op":
         group = group_phrase(mismatch.channel.group)
-        return f"{who} issued {op.op} where the others issued {usual.op} (#{mismatch.number} of {group}){skip}"
+        return f"{subject} issued {op.op} where the others issued {usual.op} (#{mismatch.number} of {group}){skip}"
     if answer.aspect == "p2p":
         return f"{name} does not match: {answer.detail}"
     odd, theirs = answer.parties[-1].phrase, answer.parties[0].phrase
@@ -133,20 +133,20 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
         elif set(party.ranks) - set(culprits):
             theirs = party.phrase
     aspect = _ASPECTS.get(answer.aspect, answer.aspect)
-    return f"{who} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {odd}, the others {theirs}{skip}"
+    return f"{subject} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {odd}, the others {theirs}{skip}"
 
 
 def _skip_evidence(mismatch: Mismatch, culprits: list[int]) -> list[str]:
-    shift, number, who = mismatch.shift, mismatch.number, ranks_phrase(culprits)
+    shift, number, subject = mismatch.shift, mismatch.number, ranks_phrase(culprits)
     if shift is not None and shift.by > 0:
         own, skipped = frame_phrase(shift.own.source), frame_phrase(shift.skipped.source)
         return [
-            f"#{number} of {who} ({own}) matches #{number + shift.by} of the others, and so on for {count(shift.matches, 'collective')}; "
-            f"the others' #{number} is {shift.skipped.op} at {skipped}, step {shift.skipped.step}."
+            f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others, and so on for "
+            f"{count(shift.matches, 'collective')}; the others' #{number} is {shift.skipped.op} at {skipped}, step {shift.skipped.step}."
         ]
     if shift is not None:
         match = f"#{number} matches their #{number + shift.by}"
-        return [f"From #{number} on, the collectives of {who} match earlier ones of the others: {match}."]
+        return [f"From #{number} on, the collectives of {subject} match earlier ones of the others: {match}."]
     if mismatch.habit:
-        return [f"Until now, {who} issued this right after the collective that the others wait in; this time, that one is missing."]
+        return [f"Until now, {subject} issued this right after the collective that the others wait in; this time, that one is missing."]
     return []

@@ -122,19 +122,19 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
     ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
     held = sorted(set(absence.blocked) - set(ranks))
     expecting = context.world.views[ranks[0]].log.expecting
-    who, waits = ranks_phrase(ranks), ranks_and_verb(waiting, "waits", "wait")
+    subject, waits = ranks_phrase(ranks), ranks_and_verb(waiting, "waits", "wait")
     work = f"in a block marked as slow ({expecting})" if expecting is not None else _WORK.get(doing.why, "working")
     waited = context.longest_wait(waiting)
     finding = Finding(
         kind="waiting", why=doing.why, root_cause=False, culprits=[], victims=held, confidence="high" if doing.observed else "medium",
-        summary=f"{waits} in {op_phrase(op)} for {who}, which {verb(ranks, 'is', 'are')} {work}"
+        summary=f"{waits} in {op_phrase(op)} for {subject}, which {verb(ranks, 'is', 'are')} {work}"
         + (f", {duration(waited)} so far" if waited else ""),
         explanation=prose(
             f"{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
             context.waiting(absence.edges),
             context.waiting_behind(waiting, held),
         ),
-        next_step=f"wait; if {who} should not take this long, look at {frame_phrase(doing.frame)}" if doing.frame else "wait",
+        next_step=f"wait; if {subject} should not take this long, look at {frame_phrase(doing.frame)}" if doing.frame else "wait",
         evidence=_signs(absence),
     )  # fmt: skip
     context.add(finding, op, doing.frame, blocked=blocked)
@@ -181,22 +181,22 @@ def _unrecorded(
     context: Context, ranks: list[int], waiting: list[int], edges: Sequence[Edge], blocked: list[int], *, dead: bool, others: bool
 ) -> None:  # fmt: skip
     op = most_waited(edges).op
-    who, they_wait = ranks_phrase(ranks), f"{ranks_and_verb(waiting, 'waits', 'wait')} in {op_phrase(op)}"
+    subject, they_wait = ranks_phrase(ranks), f"{ranks_and_verb(waiting, 'waits', 'wait')} in {op_phrase(op)}"
     if dead:
-        summary = f"{who} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
+        summary = f"{subject} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
         ended = "it ended before it could record anything, or its black box is lost"
         if len(ranks) > 1:
             ended = "they ended before they could record anything, or their black boxes are lost"
-        step = f"look at the output of {who}: {ended}"
+        step = f"look at the output of {subject}: {ended}"
     else:
-        summary = f"{they_wait}, like all ranks with a record; there is no record of {who}"
-        step = f"dump the node of {who} too (`commlens dump`), and diagnose all nodes' dumps together"
+        summary = f"{they_wait}, like all ranks with a record; there is no record of {subject}"
+        step = f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps together"
     culprits = ranks if dead or len(ranks) == 1 else []
     finding = Finding(
         kind="dead" if dead else "missing", why="unknown", root_cause=(dead and not context.world.foreign) or not others,
         culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
         explanation=prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), next_step=step,
         evidence=[f"There are records of {len(context.world.views)} of {count(context.world.size, 'rank')}."],
-        would_raise_confidence=f"The records of {who} would show what happened there.",
+        would_raise_confidence=f"The records of {subject} would show what happened there.",
     )  # fmt: skip
     context.add(finding, op, None, blocked=len(blocked))

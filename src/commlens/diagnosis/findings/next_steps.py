@@ -13,24 +13,24 @@ from commlens.text import frame_phrase, ranks_phrase, verb
 
 def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks that do not arrive."""
-    who = ranks_phrase(ranks)
+    subject = ranks_phrase(ranks)
     where = f"{doing.frame.function} ({doing.frame.where})" if doing.frame is not None else "the running code"
     steps = {
-        "data-loading": f"look at {where} on {who}: the storage or the data loader's workers do not deliver",
-        "checkpoint-io": f"look at {where} on {who}, and at the file system that it writes to",
-        "stopped": f"resume {who} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
-        "holding-gil": f"look at {where} on {who}: the C code called there should release the GIL",
-        "throttled": f"give {who} more CPU: its cgroup's quota (cpu.max) starves it",
-        "uninterruptible-io": f"look at the storage of {who}'s host: the kernel waits for it (dmesg, mount)",
-        "memory-pressure": f"give {who} more memory: its cgroup is short of it",
-        "finished": f"make {who} run as many iterations as the others (uneven data: Join, or drop the last batches)",
-        "initialising": f"find out why {who} {verb(ranks, 'has', 'have')} not returned from {where}",
+        "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers do not deliver",
+        "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
+        "stopped": f"resume {subject} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
+        "holding-gil": f"look at {where} on {subject}: the C code called there should release the GIL",
+        "throttled": f"give {subject} more CPU: its cgroup's quota (cpu.max) starves it",
+        "uninterruptible-io": f"look at the storage of {subject}'s host: the kernel waits for it (dmesg, mount)",
+        "memory-pressure": f"give {subject} more memory: its cgroup is short of it",
+        "finished": f"make {subject} run as many iterations as the others (uneven data: Join, or drop the last batches)",
+        "initialising": f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}",
     }
     if doing.why in steps:
         return steps[doing.why]
     if doing.frame is not None:
-        return f"look at {where} on {who}"
-    return f"take a stack of {who} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
+        return f"look at {where} on {subject}"
+    return f"take a stack of {subject} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
 
 
 def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None) -> str:

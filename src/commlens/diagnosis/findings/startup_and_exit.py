@@ -27,14 +27,14 @@ def find_fewer(context: Context) -> None:
             continue
         op = context.world.views[others[0]].tracks[key].ops[least + 1]
         own = context.world.views[ranks[0]].tracks[key].ops.get(least)
-        who, group = ranks_phrase(ranks), group_phrase(context.world.channels[key].group)
+        subject, group = ranks_phrase(ranks), group_phrase(context.world.channels[key].group)
         finding = Finding(
             kind="missing", why="skipped", root_cause=True, culprits=ranks, victims=others,
             confidence="low" if len(ranks) == len(others) else "medium",
-            summary=f"{who} issued {count(most - least, 'collective')} fewer than the others on {group}",
-            explanation=f"{capital(who)} issued {least}, the others {most}; all ranks ended normally. The collectives have the same steps "
-            "and lines, so the skipped one cannot be determined.",
-            next_step=f"find the iteration in which {who} skipped one",
+            summary=f"{subject} issued {count(most - least, 'collective')} fewer than the others on {group}",
+            explanation=f"{capital(subject)} issued {least}, the others {most}; all ranks ended normally. The collectives have the same "
+            "steps and lines, so the skipped one cannot be determined.",
+            next_step=f"find the iteration in which {subject} skipped one",
             would_raise_confidence="Count steps with an optimizer, or issue from different lines.",
         )  # fmt: skip
         context.add(finding, op, own.source if own is not None else None)

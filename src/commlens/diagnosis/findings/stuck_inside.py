@@ -134,16 +134,16 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
     done = sorted({rank for node in nodes for rank in context.graph.instances[node.detail].key[2]} - set(ranks))
     blocked = context.blocked_by(nodes)
     victims = sorted(set(blocked) - set(ranks))
-    who = ranks_phrase(ranks)
+    subject = ranks_phrase(ranks)
     name = op_phrase(op) if len(nodes) == 1 else f"{op.op} #{op.sequence_number} of {len(nodes)} groups {op.channel.group.label}"
     finding = Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=ranks, victims=victims, confidence="high",
         summary=f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {name}, which completed on {ranks_phrase(done)}",
         explanation=prose(
-            f"It needs data from every rank, so all of it had arrived: a device, driver or process of {who} makes no progress.",
+            f"It needs data from every rank, so all of it had arrived: a device, driver or process of {subject} makes no progress.",
             context.waiting_behind(ranks, victims),
         ),
-        next_step=f"look at the GPU of {who} (dmesg for Xid errors, nvidia-smi -q), and at the output of {verb(ranks, 'its', 'their')} "
+        next_step=f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at the output of {verb(ranks, 'its', 'their')} "
         f"{verb(ranks, 'process', 'processes')}",
     )  # fmt: skip
     context.add(finding, op, op.source, blocked=len(blocked))
