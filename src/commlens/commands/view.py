@@ -87,23 +87,8 @@ class ViewCommand:
         if arguments.html:
             _write_page(ranks, read.notes, arguments)
             wrote = True
-        if arguments.rows:
-            from commlens.reports.trace_csv import to_json_lines
-
-            sys.stdout.write(to_json_lines(ranks.to_rows()))
-        elif arguments.json:
-            import msgspec
-
-            summaries = [trace.to_summary() for trace in ranks]
-            print(msgspec.json.format(msgspec.json.encode(summaries if len(summaries) > 1 else summaries[0]), indent=2).decode())
-        elif arguments.ops:
-            from commlens.reports.trace_terminal import print_ops
-
-            print_ops([op for trace in ranks for op in trace.ops])
-        elif arguments.events:
-            from commlens.reports.trace_terminal import print_events
-
-            print_events(ranks.to_rows(), whys=[why for trace in ranks for why in trace.whys()], with_rank=len(ranks) > 1)
+        if arguments.rows or arguments.json or arguments.ops or arguments.events:
+            _print_form(ranks, arguments)
         elif not wrote and not nothing:
             _print_summary(ranks)
         return 0
@@ -178,6 +163,27 @@ def _empty_viewer(arguments: argparse.Namespace) -> int:
 def has_browser() -> bool:
     """Check for a display: without one, as on a cluster node, a text browser would take over the terminal."""
     return sys.platform == "darwin" or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))
+
+
+def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
+    """Print the output that replaces the summary."""
+    if arguments.rows:
+        from commlens.reports.trace_csv import to_json_lines
+
+        sys.stdout.write(to_json_lines(ranks.to_rows()))
+    elif arguments.json:
+        import msgspec
+
+        summaries = [trace.to_summary() for trace in ranks]
+        print(msgspec.json.format(msgspec.json.encode(summaries if len(summaries) > 1 else summaries[0]), indent=2).decode())
+    elif arguments.ops:
+        from commlens.reports.trace_terminal import print_ops
+
+        print_ops([op for trace in ranks for op in trace.ops])
+    else:
+        from commlens.reports.trace_terminal import print_events
+
+        print_events(ranks.to_rows(), whys=[why for trace in ranks for why in trace.whys()], with_rank=len(ranks) > 1)
 
 
 def _print_summary(ranks: RankTraces) -> None:
