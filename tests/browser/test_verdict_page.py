@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from builders import Job, Stay, Step, all_reduce, collective
 
-from commlens.diagnosis.conclusion import examine_logs
+from commlens.diagnosis.examine import examine_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import RankLog
 from commlens.reports.page import render_page

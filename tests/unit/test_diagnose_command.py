@@ -88,7 +88,7 @@ def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
 
 @pytest.mark.launches
 def test_it_needs_no_torch() -> None:
-    modules = "commlens.commands.diagnose, commlens.diagnosis.conclusion, commlens.reports.terminal"
+    modules = "commlens.commands.diagnose, commlens.diagnosis.examine, commlens.reports.terminal"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 

@@ -10,7 +10,7 @@ import pytest
 from builders import Die, Job, Stay, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.json_report import schema

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict

@@ -12,7 +12,7 @@ from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, s
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.reports.json_report import schema

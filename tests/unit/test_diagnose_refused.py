@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from builders import Die, Job, S, Stay, all_reduce, collective, recv
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict

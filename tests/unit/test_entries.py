@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.conclusion import diagnose_logs
 from commlens.diagnosis.entries import Wanted, entries_of, lay_out, wanted_by
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.entries import EntryTable
 from commlens.model.ranklog import RankLog

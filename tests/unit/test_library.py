@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.conclusion import diagnose_logs
+from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.verdict import Finding, Verdict
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from builders import MS, Die, Job, Stay, Step, all_reduce, recv, send
 
-from commlens.diagnosis.conclusion import examine_logs
+from commlens.diagnosis.examine import examine_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.reports.verdict_page import verdict_page
 from commlens.reports.verdict_page.data import VerdictPage

@@ -164,7 +164,7 @@ def _python_path() -> str:
 
 def read_verdict(dump_dir: Path) -> Verdict | None:
     """Diagnose the newest dump. None if there is no dump."""
-    from commlens.diagnosis.conclusion import diagnose_logs
+    from commlens.diagnosis.examine import diagnose_logs
     from commlens.dumps.read import read_evidence
 
     jobs = sorted((path for path in dump_dir.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)

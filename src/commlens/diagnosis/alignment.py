@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from commlens.diagnosis.heads import is_behind, meets
-from commlens.diagnosis.index import Track, World
+from commlens.diagnosis.index import Track, World, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Shift, find_shifts, skips_by_habit
 from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, token
 from commlens.matching.answer import Answer, Disagree, Severity
@@ -110,7 +109,7 @@ def _channel(world: World, key: ChannelKey) -> list[Mismatch]:
             signature.append((rank, ident))
             coalesced = coalesced or bool(op.coalescing_id)
         if coalesced:
-            answer = compare_coalesced({rank: tracks[rank].asked(number) for rank in met}, group_ranks)
+            answer = compare_coalesced({rank: tracks[rank].args_of(number) for rank in met}, group_ranks)
         elif len({ident for _, ident in signature}) == 1 and next(iter(met.values())).op != "all_to_all":
             continue
         else:
@@ -293,8 +292,8 @@ def _open_pairs(world: World) -> list[Mismatch]:
             if direction != "send" or other is None:
                 continue
             send = sends[0]
-            recv = meets(view, other, key, send)
-            if recv is None or recv is send or is_behind(view, send) or is_behind(other, recv):
+            recv = find_counterpart(view, other, key, send)
+            if recv is None or recv is send or is_queued(view, send) or is_queued(other, recv):
                 continue
             answer = compare_pair(rank, send.args, peer, recv.args)
             if isinstance(answer, Disagree):

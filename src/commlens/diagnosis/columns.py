@@ -1,105 +1,320 @@
-"""Ranks' columns, seen as the rest of diagnosis sees black boxes: operations become objects when somebody looks at them."""
+"""Other tools' dumps as columns: one array value per operation, turned into :class:`Collective` objects only on access.
+
+:func:`reduce_dump` runs in worker processes. It reduces the columns of a file to a :class:`RankDump`, which is all that is sent back:
+a coalesced group becomes one operation, an entry that only closes a point-to-point batch is dropped, and of each stack only the
+lines of the user's code are kept. An :class:`Interner` stores once what many ranks share (arguments, lines, groups).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
+import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from commlens.diagnosis.extract import DONE, Extract, Integers
 from commlens.diagnosis.routine import letters
-from commlens.model.collective import Channel, Collective, CollectiveArgs, LearnedHow, State
+from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns, Status
+from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State, user_frame
 from commlens.model.ops import POINT_TO_POINT, UNEVEN
+from commlens.model.ranklog import Observation
+
+Integers = npt.NDArray[Any]
+
+IN_FLIGHT, RUNNING, DONE = 0, 1, 2
+"""``RankDump.state``: enqueued; known to run on the device; completed, or no longer tracked by its recorder."""
+
+_LINES = 4  # of the user's code kept of each stack
 
 
-class Catalogue:
-    """Numbers for what was asked and the lines that asked it, the same on all ranks."""
+@dataclass(slots=True)
+class RankDump:
+    """One rank's dump, as columns: one value for each operation, in the order of issue."""
+
+    rank: int
+    world_size: int = 0
+    host: str = ""
+    job: str = ""
+    source: str = ""
+    origin: str = "flight-recorder"
+    version: str = ""
+    captured_ns: int = 0
+    possible_ranks: tuple[int, ...] = ()  # ranks that may have written a dump of unknown rank
+    problems: list[str] = field(default_factory=list)
+    issued: int = 0  # operations, including overwritten ones
+    timed: bool = False  # it records when an operation starts on the device
+    only_active: bool = False  # it holds no completed operation, though there were some
+    unbroken: int = 0  # number of records, if their ids are consecutive; else 0
+    channels: list[Channel] = field(default_factory=list)
+    groups: list[Channel] = field(default_factory=list)  # all process groups of the rank, used or not
+    troubles: list[str] = field(default_factory=list)  # sentences about timeouts that a text log does not attribute to an operation
+    exception: str = ""
+    exception_stack: Stack = ()
+    observation: Observation = field(default_factory=Observation)
+    status: dict[str, Status] = field(default_factory=dict)  # by group name: last enqueued, started and completed
+    args: list[CollectiveArgs] = field(default_factory=list)
+    sites: list[Stack] = field(default_factory=list)  # user lines of the call sites
+
+    channel: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # index into ``channels``
+    args_index: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # index into ``args``
+    site: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # index into ``sites``; -1: no stack
+    number: Integers = field(default_factory=lambda: np.zeros(0, "int64"))  # sequence number
+    state: Integers = field(default_factory=lambda: np.zeros(0, "uint8"))
+    record: Integers = field(default_factory=lambda: np.zeros(0, "int64"))  # the recorder's id
+    peer: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # -1: a collective, or any peer
+    batch: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # the same for all members of a point-to-point batch
+    created_ns: Integers = field(default_factory=lambda: np.zeros(0, "int64"))
+    completed_ns: Integers = field(default_factory=lambda: np.zeros(0, "int64"))
+
+    def __len__(self) -> int:
+        return len(self.number)
+
+    @property
+    def wrapped(self) -> bool:
+        """Whether older operations were overwritten or are unreadable."""
+        return self.issued > len(self) or bool(self.problems)
+
+
+class Interner:
+    """Keeps one object of each value that many ranks share, so that it is stored and sent once."""
 
     def __init__(self) -> None:
-        self._signatures: dict[Hashable, int] = {}
-        self._tokens: dict[Hashable, int] = {}
-        self._by_asked: dict[int, tuple[Sequence[CollectiveArgs], Integers]] = {}
-        self._by_site: dict[int, tuple[object, Integers]] = {}
+        self._args: dict[tuple[CollectiveArgs, ...], list[CollectiveArgs]] = {}
+        self._sites: dict[tuple[Stack, ...], list[Stack]] = {}
+        self._channels: dict[Channel, Channel] = {}
+
+    def intern(self, dump: RankDump) -> RankDump:
+        """Replace the shared values of a dump from another process by this interner's objects."""
+        dump.args, dump.sites = self.args(dump.args), self.sites(dump.sites)
+        dump.channels = [self._channels.setdefault(one, one) for one in dump.channels]
+        dump.groups = [self._channels.setdefault(one, one) for one in dump.groups]
+        return dump
+
+    def args(self, table: Sequence[CollectiveArgs]) -> list[CollectiveArgs]:
+        """Return the interned table of arguments."""
+        return self._args.setdefault(tuple(table), list(table))
+
+    def sites(self, table: Sequence[Stack]) -> list[Stack]:
+        """Return the interned table of call sites."""
+        return self._sites.setdefault(tuple(table), list(table))
+
+
+# --- reduce a file's columns -------------------------------------------------------------------------------------
+
+
+def reduce_all(ranks: Iterable[RankColumns]) -> list[RankDump]:
+    """Reduce the columns of several files; equal tables become one object."""
+    interner = Interner()
+    return [reduce_dump(rows, interner) for rows in ranks]
+
+
+def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
+    """Reduce the columns of one file to what diagnosis needs."""
+    args, args_index, keep = _merge_coalesced(rows)
+    sites, site = _user_sites(rows, keep)
+    dump = RankDump(
+        rank=rows.rank,
+        world_size=rows.world_size,
+        host=rows.host,
+        job=rows.job,
+        source=rows.source,
+        origin=rows.origin,
+        version=rows.version,
+        captured_ns=rows.captured_ns,
+        possible_ranks=rows.possible_ranks if rows.rank < 0 else (),
+        problems=list(rows.problems),
+        issued=rows.issued - (len(rows) - len(keep)),
+        timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any()),
+        only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
+        unbroken=len(rows) if len(rows) and int(rows.record_id[-1] - rows.record_id[0]) + 1 == len(rows) else 0,
+        channels=list(rows.channels),
+        groups=list(rows.groups),
+        troubles=list(rows.troubles),
+        exception=rows.exception,
+        exception_stack=rows.exception_stack,
+        observation=rows.observation,
+        status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
+        args=interner.args(args),
+        sites=interner.sites(sites),
+    )
+    state = rows.state[keep]
+    dump.channel = rows.channel[keep].astype("int32")
+    dump.args_index = args_index[keep].astype("int32")
+    dump.site = site.astype("int32")
+    dump.number = rows.sequence[keep].astype("int64")
+    dump.state = np.where((state == COMPLETED) | (state == RETIRED), DONE, np.where(state == STARTED, RUNNING, IN_FLIGHT)).astype("uint8")
+    dump.record = rows.record_id[keep].astype("int64")
+    p2p = is_message(args, dump.args_index)
+    dump.peer = np.where(p2p, rows.peer[keep], -1).astype("int32")
+    dump.batch = np.where(p2p, rows.coalesced[keep], 0).astype("int32")
+    dump.created_ns = rows.created_ns[keep].astype("int64")
+    dump.completed_ns = rows.completed_ns[keep].astype("int64")
+    return dump
+
+
+def _merge_coalesced(rows: RankColumns) -> tuple[list[CollectiveArgs], Integers, Integers]:
+    """Merge each coalesced group of collectives into one operation.
+
+    Returns:
+        The arguments, each row's index into them, and the rows to keep.
+    """
+    args = list(rows.args)
+    index = rows.args_index.astype("int64").copy()
+    keep = ~(rows.closes & rows.p2p)
+    order = np.flatnonzero(rows.coalesced > 0)
+    if not len(order):
+        return args, index, np.flatnonzero(keep)
+    order = order[np.argsort(rows.coalesced[order], kind="stable")]
+    starts = np.flatnonzero(np.diff(rows.coalesced[order], prepend=0))
+    merged: dict[tuple[int, ...], int] = {}
+    for members in np.split(order, starts[1:]):
+        if rows.p2p[members].any():
+            continue
+        inner = members[~rows.closes[members]]
+        last = members[-1]
+        keep[members] = False
+        keep[last] = True
+        key = tuple(index[inner].tolist())
+        if key and len(members) > 1:
+            if key not in merged:
+                merged[key] = len(args)
+                args.append(_combine([rows.args[i] for i in key]))
+            index[last] = merged[key]
+    return args, index, np.flatnonzero(keep)
+
+
+def _combine(members: Sequence[CollectiveArgs]) -> CollectiveArgs:
+    """Return a coalesced group as one operation with the tensors of all members."""
+    ops = {one.op for one in members}
+    return msgspec.structs.replace(
+        members[0],
+        op=ops.pop() if len(ops) == 1 else "coalesced",
+        dispatcher_op="coalesced",
+        inputs=tuple(spec for one in members for spec in one.inputs),
+        outputs=tuple(spec for one in members for spec in one.outputs),
+    )
+
+
+def _user_sites(rows: RankColumns, keep: Integers) -> tuple[list[Stack], Integers]:
+    """Return the distinct user lines of the kept rows' stacks, and each row's index into them."""
+    stack = rows.stack[keep]
+    used = np.unique(stack)
+    places = np.full(int(used[-1]) + 2 if len(used) else 1, -1, "int64")
+    sites: dict[Stack, int] = {}
+    for number in used.tolist():
+        if number >= 0:
+            lines = _user_lines(rows.stacks[number])
+            places[number] = sites.setdefault(lines, len(sites)) if lines else -1
+    return list(sites), places[stack]
+
+
+def _user_lines(stack: Stack) -> Stack:
+    """Return the innermost lines of the user's code; if there are none, the innermost line of a library."""
+    lines: tuple[Frame, ...] = tuple(frame for frame in stack if frame.kind is FrameKind.USER)[:_LINES]
+    if not lines:
+        innermost = user_frame(stack)
+        lines = (innermost,) if innermost is not None else ()
+    return lines
+
+
+def is_message(args: Sequence[CollectiveArgs], index: Integers) -> Integers:
+    """Return which operations are sends or receives."""
+    table = np.array([one.op in POINT_TO_POINT for one in args] or [False])
+    found: Integers = table[index] if len(index) else np.zeros(0, "bool")
+    return found
+
+
+# --- columns as collectives --------------------------------------------------------------------------------------
+
+
+class SharedIds:
+    """Integer ids of signatures and call sites, the same on all ranks, so that arrays of them can be compared."""
+
+    def __init__(self) -> None:
+        self._signature_ids: dict[Hashable, int] = {}
+        self._site_ids: dict[Hashable, int] = {}
+        # By the id() of a table, which is kept, so that no other table gets the same id().
+        self._of_args: dict[int, tuple[Sequence[CollectiveArgs], Integers]] = {}
+        self._of_sites: dict[int, tuple[object, Integers]] = {}
 
     def signatures(self, table: Sequence[CollectiveArgs]) -> Integers:
-        """For each entry of a table the number of what must be equal between ranks."""
-        known = self._by_asked.get(id(table))
+        """Return the id of each entry's signature."""
+        known = self._of_args.get(id(table))
         if known is None:
-            numbers = [self._signatures.setdefault(signature(asked), len(self._signatures)) for asked in table]
-            known = self._by_asked[id(table)] = (table, np.array(numbers or [0], "int64"))
+            ids = [self._signature_ids.setdefault(_signature(args), len(self._signature_ids)) for args in table]
+            known = self._of_args[id(table)] = (table, np.array(ids or [0], "int64"))
         return known[1]
 
     def sites(self, table: Sequence[Sequence[object]]) -> Integers:
-        """For each entry of a table of lines the number of its innermost one; the last one is of no line."""
-        known = self._by_site.get(id(table))
+        """Return the id of each entry's innermost line, and at the end 0, which index -1 (no stack) reads."""
+        known = self._of_sites.get(id(table))
         if known is None:
-            numbers = [self._tokens.setdefault(lines[0] if lines else None, len(self._tokens) + 1) for lines in table]
-            known = self._by_site[id(table)] = (table, np.array([*numbers, 0], "int64"))
+            ids = [self._site_ids.setdefault(lines[0] if lines else None, len(self._site_ids) + 1) for lines in table]
+            known = self._of_sites[id(table)] = (table, np.array([*ids, 0], "int64"))
         return known[1]
 
 
-def signature(asked: CollectiveArgs) -> Hashable:
-    """What ranks that meet must have in common, as far as a recorder of another tool tells. all_to_all's splits it does not tell."""
-    specs = asked.inputs or asked.outputs
-    if asked.op == "scatter":
-        specs = asked.outputs or asked.inputs[:1]
-    if asked.op in UNEVEN or not specs:
-        return (asked.op, frozenset(spec.dtype for spec in specs))
-    return (asked.op, tuple((spec.shape, spec.dtype) for spec in specs))
+def _signature(args: CollectiveArgs) -> Hashable:
+    """Return what must be equal on all ranks, as far as other recorders show it: they omit the splits of all_to_all."""
+    specs = args.payload
+    if args.op in UNEVEN or not specs:
+        return (args.op, frozenset(spec.dtype for spec in specs))
+    return (args.op, tuple((spec.shape, spec.dtype) for spec in specs))
 
 
-class RankColumns:
-    """One rank's operations, each made into an object once and only when it is asked for."""
+class RankOps:
+    """One rank's operations by row. Each becomes an object once, on its first access."""
 
-    def __init__(self, found: Extract, channels: Sequence[Channel], catalogue: Catalogue) -> None:
-        self.extract = found
+    def __init__(self, dump: RankDump, channels: Sequence[Channel], ids: SharedIds) -> None:
+        self.dump = dump
         self.channels = channels
-        self.catalogue = catalogue
+        self.ids = ids
         self._made: dict[int, Collective] = {}
 
     def op(self, row: int) -> Collective:
-        """The operation of a row."""
+        """Return the operation of a row."""
         made = self._made.get(row)
         if made is None:
             made = self._made[row] = self._make(row)
         return made
 
     def _make(self, row: int) -> Collective:
-        e = self.extract
-        site, peer = int(e.site[row]), int(e.peer[row])
-        ended = int(e.state[row]) == DONE
-        created = int(e.created_ns[row])
+        dump = self.dump
+        site, peer = int(dump.site[row]), int(dump.peer[row])
+        done = int(dump.state[row]) == DONE
+        created = int(dump.created_ns[row])
         return Collective(
-            index=int(e.record[row]) + 1,
-            channel=self.channels[int(e.channel[row])],
-            sequence_number=int(e.number[row]),
-            args=e.args[int(e.args_index[row])],
-            state=State.COMPLETED if ended else State.ISSUED,
+            index=int(dump.record[row]) + 1,
+            channel=self.channels[int(dump.channel[row])],
+            sequence_number=int(dump.number[row]),
+            args=dump.args[int(dump.args_index[row])],
+            state=State.COMPLETED if done else State.ISSUED,
             announced_ns=created,
             entered_ns=created,
             returned_ns=created,
-            done_ns=int(e.completed_ns[row]),
-            learned_how=LearnedHow.NATIVE_RECORDER if ended else LearnedHow.NOT_YET,
-            stack=e.sites[site] if site >= 0 else (),
+            done_ns=int(dump.completed_ns[row]),
+            learned_how=LearnedHow.NATIVE_RECORDER if done else LearnedHow.NOT_YET,
+            stack=dump.sites[site] if site >= 0 else (),
             peer=peer if peer >= 0 else None,
         )
 
 
 class ColumnOps(Mapping[int, Collective]):
-    """What a rank issued on one channel, by sequence number."""
+    """One rank's operations on one channel, by sequence number."""
 
-    def __init__(self, columns: RankColumns, rows: Integers) -> None:
+    def __init__(self, columns: RankOps, rows: Integers) -> None:
         self.columns = columns
-        numbers = columns.extract.number[rows]
+        numbers = columns.dump.number[rows]
         if len(numbers) > 1 and not (np.diff(numbers) > 0).all():
-            numbers, first = np.unique(numbers[::-1], return_index=True)  # of several under one number the last
+            numbers, first = np.unique(numbers[::-1], return_index=True)  # the last of those that share a number
             rows = rows[::-1][first]
         self.rows = rows
         self.numbers = numbers
 
     def row(self, number: int) -> int | None:
-        """Its row, if it is there."""
+        """Return the row of a sequence number; None if there is none."""
         at = int(np.searchsorted(self.numbers, number))
         return int(self.rows[at]) if at < len(self.numbers) and int(self.numbers[at]) == number else None
 
@@ -119,26 +334,26 @@ class ColumnOps(Mapping[int, Collective]):
         return len(self.numbers)
 
     def signatures(self) -> Integers:
-        """What must be equal between ranks, of each number."""
-        e = self.columns.extract
-        numbers: Integers = self.columns.catalogue.signatures(e.args)[e.args_index[self.rows]]
-        return numbers
+        """Return the id of each operation's signature."""
+        dump = self.columns.dump
+        ids: Integers = self.columns.ids.signatures(dump.args)[dump.args_index[self.rows]]
+        return ids
 
     def tokens(self) -> Integers:
-        """The same with the line that issued it."""
-        e = self.columns.extract
-        sites: Integers = self.columns.catalogue.sites(e.sites)[e.site[self.rows]]
+        """Return an id of each operation's signature and source line."""
+        dump = self.columns.dump
+        sites: Integers = self.columns.ids.sites(dump.sites)[dump.site[self.rows]]
         return self.signatures() * (1 << 32) + sites
 
 
 class ColumnHistory(Sequence[Collective]):
-    """Everything that one rank issued, oldest first."""
+    """All operations of one rank, oldest first."""
 
-    def __init__(self, columns: RankColumns) -> None:
+    def __init__(self, columns: RankOps) -> None:
         self.columns = columns
 
     def __len__(self) -> int:
-        return len(self.columns.extract)
+        return len(self.columns.dump)
 
     @overload
     def __getitem__(self, index: int) -> Collective: ...
@@ -154,26 +369,18 @@ class ColumnHistory(Sequence[Collective]):
         return self.columns.op(index)
 
     def texts(self) -> tuple[str, str]:
-        """The rank's routine as two texts, one letter for each operation: with its line and sizes, and without."""
-        e = self.columns.extract
-        asked = e.args_index.astype("int64")
-        sites = self.columns.catalogue.sites(e.sites)[e.site]
-        ops: dict[str, int] = {}
-        op = np.array([ops.setdefault(one.op, len(ops)) for one in e.args] or [0])[asked] if len(e) else asked
-        where = e.channel.astype("int64") * (1 << 20) + (e.peer.astype("int64") + 1)
-        return letters(where, op, self.catalogue_sizes(asked), sites), letters(where, op)
+        """Return the history as two texts with one letter per operation: with its line and sizes, and without."""
+        dump = self.columns.dump
+        args = dump.args_index.astype("int64")
+        sites = self.columns.ids.sites(dump.sites)[dump.site]
+        codes: dict[str, int] = {}
+        op = np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args] if len(dump) else args
+        where = dump.channel.astype("int64") * (1 << 20) + (dump.peer.astype("int64") + 1)
+        return letters(where, op, self._sizes(args), sites), letters(where, op)
 
-    def catalogue_sizes(self, asked: Integers) -> Integers:
-        """A number for the sizes of each operation; those of all_to_all vary by right."""
-        e = self.columns.extract
-        if not len(e):
-            return asked
-        vary = np.array([one.op == "all_to_all" for one in e.args])
-        return np.where(vary[asked], -1, asked)
-
-
-def is_message(asked: Sequence[CollectiveArgs], index: Integers) -> Integers:
-    """Which operations are sends or receives."""
-    table = np.array([one.op in POINT_TO_POINT for one in asked] or [False])
-    found: Integers = table[index] if len(index) else np.zeros(0, "bool")
-    return found
+    def _sizes(self, args: Integers) -> Integers:
+        """Return an id of each operation's sizes; -1 for all_to_all, whose sizes may vary from step to step."""
+        if not len(args):
+            return args
+        varies = np.array([one.op == "all_to_all" for one in self.columns.dump.args])
+        return np.where(varies[args], -1, args)

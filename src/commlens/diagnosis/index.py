@@ -1,4 +1,4 @@
-"""The logs, indexed: who issued what on which channel, point-to-point by pair, and what each thread is blocked in."""
+"""The index of all ranks: collectives by channel and sequence number, messages by channel and peer, blocked threads."""
 
 from __future__ import annotations
 
@@ -16,45 +16,45 @@ from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.columns import RankColumns
+    from commlens.diagnosis.columns import RankOps
 
 PairKey = tuple[ChannelKey, int, str]
-"""Channel, peer (-1: any), ``"send"`` or ``"recv"``."""
+"""Channel, peer (-1: any), and ``"send"`` or ``"recv"``."""
 
 
 @dataclass(slots=True)
 class Track:
-    """What one rank issued on one channel."""
+    """One rank's collectives on one channel."""
 
-    ops: Mapping[int, Collective] = field(default_factory=dict)  # by sequence number; a coalesced group is its closing record
-    members: dict[int, list[CollectiveArgs]] = field(default_factory=dict)  # of coalesced groups
-    first: int = 0
+    ops: Mapping[int, Collective] = field(default_factory=dict)  # by sequence number; of a coalesced group, its closing record
+    members: dict[int, list[CollectiveArgs]] = field(default_factory=dict)  # of coalesced groups, by sequence number
+    first: int = 0  # lowest sequence number
     last: int = 0
-    completed: int = 0  # the highest sequence number known to be completed
-    open: list[int] = field(default_factory=list)  # in flight, ascending
-    thread: int = 0  # that issued last
+    completed: int = 0  # highest sequence number known to be completed
+    open: list[int] = field(default_factory=list)  # sequence numbers in flight, ascending
+    thread: int = 0  # issued the last one
 
-    def asked(self, number: int) -> Sequence[CollectiveArgs]:
-        """What was asked under this number: one collective, or a coalesced group's members."""
+    def args_of(self, number: int) -> Sequence[CollectiveArgs]:
+        """Return the arguments of the collective with this number, or of the members of a coalesced group."""
         return self.members.get(number) or (self.ops[number].args,)
 
 
 @dataclass(slots=True)
 class Block:
-    """A thread that is blocked in an op, or was when its wait failed."""
+    """A thread that is blocked in an op, or that was until its wait failed."""
 
     op: Collective
     parts: list[Collective]  # the members of a coalesced point-to-point batch, else the op itself
     thread: int
     since_ns: int
     how: Literal["wait", "issue", "assumed", "failed", "enqueued"]
-    stuck: bool  # for longer than the limit, or its process has ended
+    stuck: bool  # longer than the limit, or until its process ended
     age_ns: int
 
 
 @dataclass(slots=True)
 class View:
-    """One rank, indexed."""
+    """One rank's records, indexed."""
 
     rank: int
     log: RankLog
@@ -63,19 +63,24 @@ class View:
     tracks: dict[ChannelKey, Track] = field(default_factory=dict)
     pairs: dict[PairKey, list[Collective]] = field(default_factory=dict)
     open_pairs: set[int] = field(default_factory=set)  # indices of point-to-point ops in flight
-    blocks: dict[int, Block] = field(default_factory=dict)  # by thread
+    blocks: dict[int, Block] = field(default_factory=dict)  # by thread; 0 in dumps, which record no threads
     main_thread: int = 0
     wrapped: bool = False  # older records were overwritten or lost
-    history: Sequence[Collective] = ()  # all that is recorded, oldest first
-    # Of dumps that other tools wrote:
-    columns: RankColumns | None = None
-    heads: list[Collective] = field(default_factory=list)  # the first in flight of each other channel and pair
-    sent: dict[PairKey, int] = field(default_factory=dict)  # messages that ended
-    running: set[int] = field(default_factory=set)  # indices of those known to run on the device
-    timed: bool = False  # it is recorded when an operation starts to run
-    routine_since: int | None = None  # position in the history from which on it may have left its routine
-    first_ns: int = 0  # of the oldest record; 0 where only what is in flight was recorded
-    head_lost: bool = False  # all its records are in flight: what it is stuck in may be older, and overwritten
+    history: Sequence[Collective] = ()  # all records, oldest first
+    # Only of other tools' dumps:
+    columns: RankOps | None = None
+    heads: list[Collective] = field(default_factory=list)  # first op in flight of each channel and pair, except the block's own
+    ended_messages: dict[PairKey, int] = field(default_factory=dict)  # number of completed sends or receives
+    running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
+    timed: bool = False  # the dump records when an operation starts to run
+    routine_since: int | None = None  # position in the history from which the rank may have left its routine
+    first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
+    head_lost: bool = False  # all records are in flight: the op that blocks the rank may be older, and overwritten
+
+    @property
+    def died(self) -> bool:
+        """Whether the process died of its own error or disappeared. False if it ended because of another rank."""
+        return self.exit.kind in ("own", "gone")
 
     @property
     def last_op(self) -> Collective | None:
@@ -85,26 +90,26 @@ class View:
 
 @dataclass
 class World:
-    """All ranks."""
+    """All ranks of a job, indexed."""
 
     views: dict[int, View]
     channels: dict[ChannelKey, Channel]
     size: int
-    no_record: list[int]  # left none here
-    elsewhere: list[int]  # have none here, and probably run on another node
+    no_record: list[int]  # ranks that left none on the hosts seen
+    elsewhere: list[int]  # ranks that probably run on another node
     stalled_after_ns: int
-    users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks that have records of it
-    foreign: bool = False  # of dumps that other tools wrote
-    moving: bool = False  # it was dumped while collectives completed
+    users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks with records of the channel
+    foreign: bool = False  # indexed from other tools' dumps
+    moving: bool = False  # collectives still completed while the job was dumped
 
     @cached_property
     def unrecorded(self) -> frozenset[int]:
-        """``no_record``, to look up."""
+        """``no_record`` as a set."""
         return frozenset(self.no_record)
 
 
-def build(logs: Sequence[RankLog], stalled_after_s: float) -> World:
-    """Index the logs of one job. Linear in their records."""
+def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> World:
+    """Index the black boxes of one job, in time linear in their records."""
     limit = int(stalled_after_s * 1e9)
     exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
     size = world_size(logs)
@@ -115,23 +120,23 @@ def build(logs: Sequence[RankLog], stalled_after_s: float) -> World:
         world.views[log.rank] = view
         for key in view.tracks:
             world.users.setdefault(key, []).append(log.rank)
-    _wait_for_the_dead(world)
+    _mark_waits_for_dead_ranks(world)
     return world
 
 
-def _wait_for_the_dead(world: World) -> None:
-    """Who waits for a rank that has died waits for ever, however short it has been so far."""
-    dead = [view for view in world.views.values() if view.exit.kind in ("own", "gone")]
+def _mark_waits_for_dead_ranks(world: World) -> None:
+    """Mark threads that wait for a dead rank as stuck, however short their wait: it never ends."""
+    dead = [view for view in world.views.values() if view.died]
     if not dead:
         return
     for view in world.views.values():
         for block in view.blocks.values():
             if not block.stuck and block.how != "assumed":
-                block.stuck = any(_never_comes(other, part) for other in dead for part in block.parts)
+                block.stuck = any(_never_issued(other, part) for other in dead for part in block.parts)
 
 
-def _never_comes(dead: View, op: Collective) -> bool:
-    """Whether a rank that has died had not issued its side of a collective."""
+def _never_issued(dead: View, op: Collective) -> bool:
+    """Return whether a rank died before it issued its side of a collective."""
     if op.is_point_to_point or dead.wrapped or dead.rank not in op.channel.group.ranks:
         return False
     track = dead.tracks.get(op.channel.key)
@@ -172,8 +177,8 @@ def _view(log: RankLog, end: ProcessExit, world: World) -> View:
         elif op.state is State.FAILED:
             failed.append(op)
     for track in view.tracks.values():
-        # A later op of the channel that is done says that this one is, where nobody is seen to wait for it: gloo's
-        # reduce_scatter never says so itself.
+        # If no thread waits for an op, a later completed op of its channel implies its completion: gloo's reduce_scatter
+        # never reports its own.
         track.open = sorted(n for n in track.open if n > track.completed or track.ops[n].waited_for or not track.ops[n].returned_ns)
     _find_blocks(view, open_ops, failed, groups, world.stalled_after_ns)
     return view
@@ -193,7 +198,7 @@ def _put(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> N
         track.open.append(number)
 
 
-# --- what threads are blocked in ---------------------------------------------------------------------------------
+# --- blocked threads ---------------------------------------------------------------------------------------------
 
 
 def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective], groups: dict[int, list[Collective]], limit: int) -> None:
@@ -206,8 +211,8 @@ def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective
         elif _may_be_pending(view, op):
             loose.append(op)
     for op in failed:
-        gave_up = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind != "clean")
-        if gave_up and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
+        was_blocked = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind != "clean")
+        if was_blocked and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
             _block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
     if loose and _main_may_wait_in_cpp(view, loose[0]):
         _block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)
@@ -219,18 +224,18 @@ def _block(
 ) -> None:  # fmt: skip
     known = view.blocks.get(thread)
     if known is not None and (how == "failed" or known.since_ns >= since):
-        return  # a thread is blocked in what it began to wait for last
+        return  # a thread is blocked in its newest wait
     parts = [op]
     if op.coalescing_id and not op.sequence_number:
         parts = groups.get(op.coalescing_id) or [op]
     age = max(0, view.now_ns - since)
-    # A rank that died, or that the launcher ended, was in it until its end, however short that was.
+    # A rank that died, or that the launcher ended, was blocked until its end, however short its wait.
     stuck = age >= limit or how == "failed" or view.exit.failed or (view.exit.ended and how != "assumed")
     view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
 
 
 def _may_be_pending(view: View, op: Collective) -> bool:
-    """Whether an op that returned and that nobody is seen to wait for may be what holds the rank up."""
+    """Return whether an op that returned, and for which no thread is known to wait, may block its rank."""
     key = op.channel.key
     if op.is_point_to_point:
         ops = view.pairs.get((key, -1 if op.peer is None else op.peer, op.op), [])
@@ -240,7 +245,7 @@ def _may_be_pending(view: View, op: Collective) -> bool:
 
 
 def _main_may_wait_in_cpp(view: View, oldest: Collective) -> bool:
-    """DDP's reducer and functional collectives wait in C++: there is no record, but the main thread is inside torch."""
+    """Return whether the main thread may wait in C++, which is not recorded: DDP's reducer and functional collectives do."""
     if view.main_thread in view.blocks or any(block.how in ("wait", "issue") for block in view.blocks.values()):
         return False
     if view.exit.kind == "clean":
@@ -256,10 +261,59 @@ def _main_may_wait_in_cpp(view: View, oldest: Collective) -> bool:
 
 
 def _is_last_of_thread(view: View, failed: Collective) -> bool:
-    """Whether its thread did nothing more after it failed."""
+    """Return whether a failed op is the last one of its thread."""
     for op in reversed(view.log.collectives):
         if op is failed:
             return True
         if op.issue_thread == failed.issue_thread and op.state is not State.FAILED:
             return False
     return True
+
+
+# --- progress of a rank ------------------------------------------------------------------------------------------
+
+
+def has_issued(view: View, key: ChannelKey, number: int, since_ns: int) -> bool | None:
+    """Return whether a rank without a record of a collective has issued it; None if the records do not show it.
+
+    Args:
+        view: the rank.
+        key: the collective's channel.
+        number: its sequence number.
+        since_ns: when another rank issued it.
+    """
+    track = view.tracks.get(key)
+    if view.columns is None:
+        return None if track is None and view.wrapped and view.log.collectives else False
+    status = view.columns.dump.status.get(key[1])
+    counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
+    if status is not None and not counts_messages and number <= status[0]:
+        return True
+    return None if track is None and view.first_ns > since_ns else False
+
+
+def is_queued(view: View, op: Collective) -> bool:
+    """Return whether an op in flight is only enqueued behind the op that blocks its rank. Always False for black boxes."""
+    head = view.blocks.get(0) if view.columns is not None else None
+    if head is None or not op.in_flight or op.index in view.running:
+        return False
+    return head.op.index < op.index and all(part is not op for part in head.parts)
+
+
+def find_counterpart(view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
+    """Return the other side of a message in flight, for dumps of other tools.
+
+    Both sides are counted from the last completed message, since older records may be overwritten; if nothing was overwritten,
+    from the first message.
+
+    Returns:
+        The other side if it is in flight, ``op`` itself if it has completed, and None if the other rank has not issued it.
+    """
+    back = "recv" if op.op == "send" else "send"
+    mine, theirs = view.pairs[(key, other.rank, op.op)], other.pairs.get((key, view.rank, back), [])
+    place = next(i for i, one in enumerate(mine) if one is op)
+    if not view.wrapped and not other.wrapped:
+        place += view.ended_messages.get((key, other.rank, op.op), 0) - other.ended_messages.get((key, view.rank, back), 0)
+        if place < 0:
+            return op
+    return theirs[place] if place < len(theirs) else None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.findings.context import Context, locate
 from commlens.diagnosis.findings.mismatch import find_mismatches
-from commlens.diagnosis.index import World, build
-from commlens.diagnosis.select_job import choose
+from commlens.diagnosis.index import World, index_logs
+from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.swap import Swap, find_swaps
-from commlens.diagnosis.wait_graph import Builder
+from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.model.collective import ChannelKey, State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding
@@ -67,15 +67,15 @@ def _swapped(world: World, key: ChannelKey, swap: Swap) -> Finding:
 
 
 def _world(logs: Sequence[RankLog]) -> World | None:
-    chosen, _ = choose(logs)
-    return build(chosen, _NOTHING_STALLS_S) if len(chosen) > 1 else None
+    chosen, _ = select_job(logs)
+    return index_logs(chosen, _NOTHING_STALLS_S) if len(chosen) > 1 else None
 
 
 def _found(world: World) -> list[tuple[Finding, Mismatch]]:
     mismatches = [mismatch for mismatch in align_records(world) if not mismatch.uncertain and not _held_back(mismatch)]
     if not mismatches:
         return []
-    context = Context(world, mismatches, Builder(world, mismatches).build())
+    context = Context(world, mismatches, build_wait_graph(world, mismatches))
     find_mismatches(context, {})
     found = sorted(zip(context.cases, mismatches, strict=True), key=lambda pair: pair[0].order)
     return [(case.finding, mismatch) for case, mismatch in found]

@@ -1,123 +1,167 @@
-"""Which dumps belong together: one job, one dump of each rank. Most dumps do not say of which job they are."""
+"""Select the dumps of one job, and one dump per rank. Most dumps do not name their job, and some do not name their rank."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from commlens.diagnosis.backend_rings import joined
-from commlens.diagnosis.extract import Extract
+from commlens.diagnosis.columns import RankDump
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase
 
+_ROW_COLUMNS = ("number", "state", "record", "peer", "batch", "created_ns", "completed_ns")
+_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("site", "sites"))  # a column, and the table that it indexes
 
-def choose_extracts(extracts: Sequence[Extract]) -> tuple[list[Extract], list[str]]:
-    """Pick the job to diagnose and the best dump of each of its ranks, whatever the order of the files.
+
+def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
+    """Select the job to diagnose and the best dump of each of its ranks, independent of the order of the files.
 
     Returns:
-        The extracts by rank, and what was left out, in sentences.
+        The dumps by rank, and sentences about what was left out.
     """
     notes: list[str] = []
-    dumps = [found for found in extracts if found.origin != "torch-log"]
-    told = [found for found in extracts if found.origin == "torch-log"]
-    _name_the_last(dumps)
-    nameless = [found for found in dumps if found.rank < 0]
-    if nameless:
-        names = ", ".join(sorted(found.source for found in nameless)[:3]) + (" and more" if len(nameless) > 3 else "")
-        notes.append(f"{count(len(nameless), 'dump')} left out, because neither name nor content shows the rank: {names}.")
-    jobs = _jobs([found for found in dumps if found.rank >= 0])
+    text_logs = [dump for dump in dumps if dump.origin == "torch-log"]
+    dumps = [dump for dump in dumps if dump.origin != "torch-log"]
+    _infer_ranks(dumps)
+    unnamed = [dump for dump in dumps if dump.rank < 0]
+    if unnamed:
+        names = ", ".join(sorted(dump.source for dump in unnamed)[:3]) + (" and more" if len(unnamed) > 3 else "")
+        notes.append(f"{count(len(unnamed), 'dump')} left out, because neither name nor content shows the rank: {names}.")
+    jobs = _group_by_job([dump for dump in dumps if dump.rank >= 0])
     if not jobs:
-        return _one_per_rank([found for found in told if found.rank >= 0], notes), notes
-    chosen = max(jobs, key=_weight)
+        return _one_per_rank([dump for dump in text_logs if dump.rank >= 0], notes), notes
+    chosen = max(jobs, key=_job_order)
     for job in jobs:
         if job is not chosen:
-            where = sorted({_folder(found) for found in job})
+            folders = sorted({_folder(dump) for dump in job})
             notes.append(
-                f"The dumps of {ranks_phrase(found.rank for found in job)} in {', '.join(where[:3])} are of another job or another "
+                f"The dumps of {ranks_phrase(dump.rank for dump in job)} in {', '.join(folders[:3])} are of another job or another "
                 "time; they are left out."
             )
     kept = _one_per_rank(chosen, notes)
-    return sorted(_with_logs(kept, told), key=lambda found: found.rank), notes
+    return sorted(_add_text_logs(kept, text_logs), key=lambda dump: dump.rank), notes
 
 
-def _folder(found: Extract) -> str:
-    return found.source.rpartition("/")[0] or "."
+def _folder(dump: RankDump) -> str:
+    return dump.source.rpartition("/")[0] or "."
 
 
-def _newest(found: Extract) -> int:
-    return int(found.created_ns.max(initial=0))
+def _newest_ns(dump: RankDump) -> int:
+    return int(dump.created_ns.max(initial=0))
 
 
-def _weight(job: Sequence[Extract]) -> tuple[int, int, str]:
-    return (len({found.rank for found in job}), max(map(_newest, job)), min(found.source for found in job))
+def _job_order(job: Sequence[RankDump]) -> tuple[int, int, str]:
+    return (len({dump.rank for dump in job}), max(map(_newest_ns, job)), min(dump.source for dump in job))
 
 
-def _name_the_last(dumps: Sequence[Extract]) -> None:
-    """Where all but one of the ranks that could have written it are taken, that one has."""
-    open_ = [found for found in dumps if found.rank < 0 and found.possible_ranks]
-    taken = {found.rank for found in dumps if found.rank >= 0}
-    while True:
-        named = False
-        for found in open_:
-            left = set(found.possible_ranks) - taken
-            if found.rank < 0 and len(left) == 1:
-                found.rank = left.pop()
-                taken.add(found.rank)
-                named = True
-        if not named:
-            return
+def _infer_ranks(dumps: Sequence[RankDump]) -> None:
+    """Infer an unnamed dump's rank when only one candidate is left."""
+    unnamed = [dump for dump in dumps if dump.rank < 0 and dump.possible_ranks]
+    taken = {dump.rank for dump in dumps if dump.rank >= 0}
+    progress = True
+    while progress:
+        progress = False
+        for dump in unnamed:
+            candidates = set(dump.possible_ranks) - taken
+            if dump.rank < 0 and len(candidates) == 1:
+                dump.rank = candidates.pop()
+                taken.add(dump.rank)
+                progress = True
 
 
-def _jobs(dumps: Sequence[Extract]) -> list[list[Extract]]:
-    """One job is all of its nodes' folders; a folder that has the same ranks once more is of another."""
-    folders: dict[tuple[str, str], list[Extract]] = defaultdict(list)
-    for found in dumps:
-        folders[(found.job, _folder(found))].append(found)
-    jobs: list[tuple[set[int], int, str, list[Extract]]] = []
-    for (name, _), several in sorted(folders.items(), key=lambda item: (-len(item[1]), item[0])):
-        ranks = {found.rank for found in several}
-        size = max(found.world_size for found in several)
+def _group_by_job(dumps: Sequence[RankDump]) -> list[list[RankDump]]:
+    """Group the dumps by job.
+
+    The nodes of a job may each have a folder, so folders with different ranks are one job. A folder that repeats ranks is another.
+    """
+    folders: dict[tuple[str, str], list[RankDump]] = defaultdict(list)
+    for dump in dumps:
+        folders[(dump.job, _folder(dump))].append(dump)
+    jobs: list[tuple[set[int], int, str, list[RankDump]]] = []
+    for (name, _), added in sorted(folders.items(), key=lambda item: (-len(item[1]), item[0])):
+        ranks = {dump.rank for dump in added}
+        size = max(dump.world_size for dump in added)
         for place, (taken, other_size, other_name, members) in enumerate(jobs):
             if not taken & ranks and (not size or not other_size or size == other_size) and name == other_name:
-                jobs[place] = (taken | ranks, size or other_size, name, [*members, *several])
+                jobs[place] = (taken | ranks, size or other_size, name, [*members, *added])
                 break
         else:
-            jobs.append((ranks, size, name, list(several)))
+            jobs.append((ranks, size, name, list(added)))
     return [members for *_, members in jobs]
 
 
-def _one_per_rank(dumps: Sequence[Extract], notes: list[str]) -> list[Extract]:
-    by_rank: dict[int, list[Extract]] = defaultdict(list)
-    for found in dumps:
-        by_rank[found.rank].append(found)
+def _one_per_rank(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]:
+    """Keep the newest dump of each rank; join the dumps of its backends."""
+    by_rank: dict[int, list[RankDump]] = defaultdict(list)
+    for dump in dumps:
+        by_rank[dump.rank].append(dump)
     kept = []
     for rank in sorted(by_rank):
-        several = sorted(by_rank[rank], key=lambda found: (_newest(found), len(found), found.source))
-        together = joined(several)
-        if together is not None:
-            kept.append(together)
-            continue
-        kept.append(several[-1])
-        if len(several) > 1:
-            notes.append(f"There are {len(several)} dumps of rank {rank}; the newest is used: {several[-1].source}.")
+        candidates = sorted(by_rank[rank], key=lambda dump: (_newest_ns(dump), len(dump), dump.source))
+        joined = _join_backends(candidates)
+        kept.append(candidates[-1] if joined is None else joined)
+        if joined is None and len(candidates) > 1:
+            notes.append(f"There are {len(candidates)} dumps of rank {rank}; the newest is used: {candidates[-1].source}.")
     return kept
 
 
-def _with_logs(kept: Sequence[Extract], told: Sequence[Extract]) -> list[Extract]:
-    """Add what text logs say of how ranks ended. A rank that has no dump is known by its log alone."""
-    by_rank = {found.rank: found for found in kept}
-    for found in told:
-        if found.rank < 0:
+def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
+    """Join one rank's dumps of different backends in the order of issue; return None if their backends are not distinct.
+
+    Torch 2.14 and later keep one ring buffer per backend, and write a file for each.
+    """
+    first, *others = dumps
+    backends = [{channel.group.backend for channel in dump.channels} for dump in dumps]
+    if not others or not all(backends) or sum(map(len, backends)) != len(set[str]().union(*backends)):
+        return None
+    order = np.argsort(np.concatenate([dump.created_ns for dump in dumps]), kind="stable")
+    values: dict[str, Any] = {name: np.concatenate([getattr(dump, name) for dump in dumps])[order] for name in _ROW_COLUMNS}
+    for name, table in _INDEX_COLUMNS:
+        parts, offset = [], 0
+        for dump in dumps:
+            column = getattr(dump, name)
+            parts.append(np.where(column >= 0, column + offset, column))
+            offset += len(getattr(dump, table))
+        values[name] = np.concatenate(parts)[order].astype("int32")
+    shift = max(int(dump.batch.max(initial=0)) for dump in dumps) + 1
+    batches = [np.where(dump.batch > 0, dump.batch + shift * place, 0) for place, dump in enumerate(dumps)]
+    values["batch"] = np.concatenate(batches)[order].astype("int32")
+    values["record"] = np.arange(len(order), dtype="int64")  # each ring buffer counts from 0
+    return dataclasses.replace(
+        first,
+        **values,
+        channels=[channel for dump in dumps for channel in dump.channels],
+        groups=[group for dump in dumps for group in dump.groups],
+        args=[args for dump in dumps for args in dump.args],
+        sites=[site for dump in dumps for site in dump.sites],
+        status={name: status for dump in dumps for name, status in dump.status.items()},
+        problems=[text for dump in dumps for text in dump.problems],
+        world_size=max(dump.world_size for dump in dumps),
+        captured_ns=max(dump.captured_ns for dump in dumps),
+        issued=sum(dump.issued for dump in dumps),
+        timed=all(dump.timed for dump in dumps),
+        only_active=all(dump.only_active for dump in dumps),
+        unbroken=0,  # the ids of several ring buffers are not consecutive
+    )
+
+
+def _add_text_logs(kept: Sequence[RankDump], text_logs: Sequence[RankDump]) -> list[RankDump]:
+    """Add the errors and process exits in text logs. A rank without a dump is represented by its log alone."""
+    by_rank = {dump.rank: dump for dump in kept}
+    for log in text_logs:
+        if log.rank < 0:
             continue
-        mine = by_rank.get(found.rank)
-        if mine is None:
-            by_rank[found.rank] = found
+        dump = by_rank.setdefault(log.rank, log)
+        if dump is log:
             continue
-        mine.troubles = [*mine.troubles, *found.troubles]
-        mine.exception = mine.exception or found.exception
-        mine.exception_stack = mine.exception_stack or found.exception_stack
-        if mine.observation.end is End.UNKNOWN:
-            mine.observation = msgspec.structs.replace(found.observation)
+        dump.troubles = [*dump.troubles, *log.troubles]
+        dump.exception = dump.exception or log.exception
+        dump.exception_stack = dump.exception_stack or log.exception_stack
+        if dump.observation.end is End.UNKNOWN:
+            dump.observation = msgspec.structs.replace(log.observation)
     return list(by_rank.values())

@@ -1,4 +1,4 @@
-"""Which logs belong together: one job, one log for each rank."""
+"""Select the logs of one job, and one log per rank; determine the world size and the ranks without a log."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from commlens.model.ranklog import RankLog
 from commlens.text import count, ranks_phrase
 
 
-def choose(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
-    """Pick the job to diagnose and the best log of each of its ranks, whatever the order of the logs.
+def select_job(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
+    """Select the job to diagnose and the best log of each of its ranks, independent of the order of the logs.
 
     Returns:
-        The logs by rank, and what was left out, in sentences.
+        The logs by rank, and sentences about what was left out.
     """
     notes: list[str] = []
     known = [log for log in logs if log.rank >= 0]
@@ -25,53 +25,52 @@ def choose(logs: Sequence[RankLog]) -> tuple[list[RankLog], list[str]]:
     if not runs:
         return [], notes
 
-    def weight(run: tuple[str, int]) -> tuple[int, int, int, str]:
+    def order(run: tuple[str, int]) -> tuple[int, int, int, str]:
         members = runs[run]
         return (len({log.rank for log in members}), run[1], max(map(last_moment, members)), run[0])
 
-    chosen = max(runs, key=weight)
+    chosen = max(runs, key=order)
     for run in sorted(runs):
         if run != chosen:
-            what = f"job {run[0] or 'without a name'}" + (f", restart {run[1]}" if run[1] or run[0] == chosen[0] else "")
-            notes.append(f"The logs of {ranks_phrase(log.rank for log in runs[run])} belong to {what}; they are left out.")
+            name = f"job {run[0] or 'without a name'}" + (f", restart {run[1]}" if run[1] or run[0] == chosen[0] else "")
+            notes.append(f"The logs of {ranks_phrase(log.rank for log in runs[run])} belong to {name}; they are left out.")
     by_rank: dict[int, list[RankLog]] = defaultdict(list)
     for log in runs[chosen]:
         by_rank[log.rank].append(log)
     kept = []
     for rank in sorted(by_rank):
-        several = sorted(by_rank[rank], key=_completeness)
-        kept.append(several[-1])
-        if len(several) > 1:
-            best = several[-1]
+        *others, best = sorted(by_rank[rank], key=_completeness)
+        kept.append(best)
+        if others:
             name = best.source or f"the one of pid {best.pid}"
-            notes.append(f"There are {len(several)} logs of rank {rank}; the newest and most complete is used: {name}.")
+            notes.append(f"There are {len(others) + 1} logs of rank {rank}; the newest and most complete is used: {name}.")
     return kept, notes
 
 
 def world_size(logs: Sequence[RankLog]) -> int:
-    """What most logs say, at least the highest rank and one."""
-    told = Counter(log.world_size for log in logs if log.world_size > 0)
-    most = max(told, key=lambda size: (told[size], size)) if told else 0
+    """Return the world size that most logs record; at least the highest rank plus one."""
+    recorded = Counter(log.world_size for log in logs if log.world_size > 0)
+    most = max(recorded, key=lambda size: (recorded[size], size), default=0)
     return max([most, *(log.rank + 1 for log in logs)], default=0)
 
 
 def last_moment(log: RankLog) -> int:
-    """The latest Unix ns of which the log knows."""
+    """Return the latest time in the log, in Unix ns."""
     last = log.collectives[-1] if log.collectives else None
     moments = (last.announced_ns, last.returned_ns, last.wait_began_ns, last.wait_ended_ns, last.done_ns) if last else ()
     return max(log.captured_ns, log.heartbeat_ns, log.stacks_ns, log.observation.seen_ns, *moments)
 
 
 def _completeness(log: RankLog) -> tuple[int, int, int, int, int, str]:
-    newest = log.collectives[-1].announced_ns if log.collectives else 0
-    return (max(newest, log.heartbeat_ns), log.issued, len(log.collectives), last_moment(log), log.pid, log.source)
+    last_issue = log.collectives[-1].announced_ns if log.collectives else 0
+    return (max(last_issue, log.heartbeat_ns), log.issued, len(log.collectives), last_moment(log), log.pid, log.source)
 
 
 def absent_ranks(logs: Sequence[RankLog], size: int) -> tuple[list[int], list[int]]:
-    """Ranks without a log: those that should have left one here, and those that may run on another node.
+    """Return the ranks that left no log on the hosts seen, and the ranks that probably run on another node.
 
-    Nodes usually run equally many ranks, next to each other. A hole among this host's ranks, or fewer missing ones than one
-    host runs, means that they left no record; whole nodes' worth of them are probably elsewhere.
+    Nodes usually run equally many ranks, numbered consecutively. Ranks between the lowest and the highest of a host ran there and
+    left no log. Of the others, fewer than one host runs left no log either; more are probably on other nodes.
     """
     have = {log.rank for log in logs}
     missing = [rank for rank in range(size) if rank not in have]
@@ -80,13 +79,11 @@ def absent_ranks(logs: Sequence[RankLog], size: int) -> tuple[list[int], list[in
     hosts: dict[str, list[int]] = defaultdict(list)
     for log in logs:
         hosts[log.host].append(log.rank)
-    holes = {rank for ranks in hosts.values() for rank in missing if min(ranks) < rank < max(ranks)} if len(hosts) == 1 else set()
     here = max(len(ranks) for ranks in hosts.values())
     if len(hosts) == 1:
         locals_ = [log.local_rank for log in logs if log.local_rank is not None]
         here = max([here, *(local + 1 for local in locals_)])
-    for ranks in hosts.values():
-        holes.update(rank for rank in missing if min(ranks) < rank < max(ranks))
+    holes = {rank for ranks in hosts.values() for rank in missing if min(ranks) < rank < max(ranks)}
     rest = [rank for rank in missing if rank not in holes]
     if len(rest) < here:
         return missing, []

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from commlens.diagnosis.columns import ColumnOps
-from commlens.diagnosis.extract import Integers
+from commlens.diagnosis.columns import ColumnOps, Integers
 from commlens.diagnosis.index import Track
 
 _NUMBERS = 256  # looked at on one channel: what goes wrong later follows from what went wrong first

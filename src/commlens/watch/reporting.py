@@ -92,7 +92,7 @@ class Reporter:
         settings: dump_dir, keep_dumps and stall_timeout.
         evidence: of the job.
         say: prints a line or a verdict; None: to stderr.
-        diagnose: makes a verdict of logs; None: :func:`commlens.diagnosis.conclusion.diagnose_logs`.
+        diagnose: makes a verdict of logs; None: :func:`commlens.diagnosis.examine.diagnose_logs`.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Reporter:
     def preload(self) -> None:
         """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
         if self._diagnose is None:
-            from commlens.diagnosis.conclusion import diagnose_logs
+            from commlens.diagnosis.examine import diagnose_logs
 
             self._diagnose = diagnose_logs
         if self.say is say_to_stderr:
@@ -168,7 +168,7 @@ class Reporter:
         if self.verdict is None:
             return None
         try:
-            from commlens.diagnosis.conclusion import examine_logs
+            from commlens.diagnosis.examine import examine_logs
             from commlens.reports.verdict_page import verdict_html
 
             logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs()[0]

@@ -52,7 +52,7 @@ class Watcher:
         say: prints a line or a verdict; by default to stderr.
         workers: the ranks that the launcher started, with or without a box.
         end_job: ends the job as the launcher does (``on_stall: abort``); ranks that are still alive 5 s later are killed.
-        diagnose: makes a verdict of logs; by default :func:`commlens.diagnosis.conclusion.diagnose_logs`.
+        diagnose: makes a verdict of logs; by default :func:`commlens.diagnosis.examine.diagnose_logs`.
     """
 
     def __init__(

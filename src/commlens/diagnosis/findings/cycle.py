@@ -8,7 +8,7 @@ from typing import Literal
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step
 from commlens.diagnosis.routine import leaves_routine_at
-from commlens.diagnosis.wait_graph import Edge, Instance, Node, edges_of
+from commlens.diagnosis.wait_graph import Edge, Instance, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
@@ -21,8 +21,8 @@ Path = list[tuple[Node, Node, Edge]]
 
 def find_cycles(context: Context) -> None:
     """Make one finding for each cycle; its explanation lists the cycle edge by edge."""
-    for component in context.graph.closed:
-        _cycle(context, edges_of(context.graph, component), [node for node in component if node.kind == "wait"])
+    for component in context.graph.deadlocks:
+        _cycle(context, shortest_cycle(context.graph, component), [node for node in component if node.kind == "wait"])
 
 
 def _cycle(context: Context, path: Path, waits: list[Node]) -> None:

@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commlens.diagnosis.columns import ColumnOps
-from commlens.diagnosis.extract import Integers
+from commlens.diagnosis.columns import ColumnOps, Integers
 from commlens.diagnosis.findings.context import Context
 from commlens.diagnosis.index import World
 from commlens.model.collective import ChannelKey
@@ -62,8 +61,8 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
         if end - begin != last - first + 1:
             return []
         rows = ops.rows[begin:end]
-        came.append(ops.columns.extract.created_ns[rows])
-        left.append(ops.columns.extract.completed_ns[rows])
+        came.append(ops.columns.dump.created_ns[rows])
+        left.append(ops.columns.dump.completed_ns[rows])
     arrived, gone = np.array(came), np.array(left)
     known = (arrived > 0).all(axis=0) & (gone > 0).all(axis=0)
     if int(known.sum()) < _MIN_TIMES:
@@ -107,8 +106,8 @@ def find_stragglers(context: Context) -> None:
     worst = ranked[0]
     spans: dict[int, int] = defaultdict(int)
     for rank, view in world.views.items():
-        if view.columns is not None and len(view.columns.extract):
-            created = view.columns.extract.created_ns
+        if view.columns is not None and len(view.columns.dump):
+            created = view.columns.dump.created_ns
             spans[rank] = int(created.max() - created[created > 0].min()) if (created > 0).any() else 0
     span = max(spans.values(), default=0)
     second = ranked[1].lost_ns if len(ranked) > 1 else 0

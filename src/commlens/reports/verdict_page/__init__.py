@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from commlens.diagnosis.examined import ExaminedJob
+from commlens.diagnosis.examine import ExaminedJob
 from commlens.model.collective import Collective
 from commlens.reports.page import render_page
 from commlens.reports.terminal import render

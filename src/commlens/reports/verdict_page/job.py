@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import NamedTuple
 
-from commlens.diagnosis.examined import ExaminedJob
+from commlens.diagnosis.examine import ExaminedJob
 from commlens.diagnosis.index import Block, ChannelKey, View, World
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding, Verdict

@@ -1,0 +1,178 @@
+"""Records in, verdict out: select the job, index it, align the ranks, build the wait-for graph, make findings. No torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from commlens.diagnosis.alignment import Mismatch, align_records
+from commlens.diagnosis.findings.find_all import find_all
+from commlens.diagnosis.index import World, index_logs
+from commlens.diagnosis.select_job import select_job
+from commlens.diagnosis.wait_graph import Graph
+from commlens.diagnosis.wait_graph_builder import build_wait_graph
+from commlens.matching.answer import Disagree
+from commlens.matching.collectives import compare_coalesced
+from commlens.model.collective import ChannelKey
+from commlens.model.ranklog import RankLog
+from commlens.model.verdict import Finding, Verdict
+from commlens.text import capital, count, ranks_phrase
+
+if TYPE_CHECKING:
+    from commlens.diagnosis.columns import RankDump
+
+
+class ExaminedJob(NamedTuple):
+    """A verdict, and the indexed ranks, mismatches and wait-for graph behind it. Reports draw it and diagnose nothing."""
+
+    verdict: Verdict
+    world: World
+    mismatches: list[Mismatch]
+    graph: Graph
+
+    def mismatch_at(self, key: ChannelKey, number: int) -> Disagree | None:
+        """Return how the ranks disagree under one number of a channel; None if they agree or it cannot be determined."""
+        tracks = {rank: self.world.views[rank].tracks.get(key) for rank in key[2] if rank in self.world.views}
+        args = {rank: track.args_of(number) for rank, track in tracks.items() if track is not None and number in track.ops}
+        answer = compare_coalesced(args, key[2]) if len(args) > 1 else None
+        return answer if isinstance(answer, Disagree) else None
+
+
+def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
+    """Return the verdict of :func:`examine_logs`, which takes the same arguments."""
+    return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
+
+
+def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
+    """Diagnose a job from its black boxes, and keep the evidence.
+
+    A pure function; the order of the logs does not matter.
+
+    Args:
+        logs: the ranks' records. Of several jobs, the one with most ranks is diagnosed.
+        problems: sentences about unreadable evidence; they become part of the verdict's missing evidence.
+        stalled_after_s: a collective that has been in flight for less than this in a running process is not stuck.
+    """
+    chosen, notes = select_job(logs)
+    examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes])
+    return examined if chosen else _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
+
+
+def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
+    """Diagnose a job from other tools' dumps, and keep the evidence.
+
+    Args:
+        dumps: one for each file.
+        problems: sentences about unreadable evidence.
+        stalled_after_s: a collective that has been in flight for less than this in a running job is not stuck.
+    """
+    # These need numpy, which the diagnosis of black boxes does without.
+    from commlens.diagnosis.dump_index import index_dumps
+    from commlens.diagnosis.select_dumps import select_dumps
+
+    timeouts = sorted({f"{ranks_phrase([dump.rank])}: {text}" if dump.rank >= 0 else text for dump in dumps for text in dump.troubles})
+    waiting = sorted({dump.rank for dump in dumps if dump.troubles and dump.rank >= 0})
+    chosen, notes = select_dumps(dumps)
+    missing = [*problems, *notes]
+    if not chosen and not timeouts:
+        return _nothing_to_diagnose([*missing, "No rank's dump could be read."])
+    examined = _examine(index_dumps(chosen, stalled_after_s), missing) if chosen else _nothing_to_diagnose(missing)
+    verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
+    if timeouts and not verdict.is_fault:
+        verdict = Verdict.from_findings([_timed_out(timeouts, waiting)], missing_evidence=missing, looked_at=verdict.looked_at)
+    elif timeouts:
+        verdict.missing_evidence += [f"{text}." for text in timeouts]
+    return examined._replace(verdict=verdict)
+
+
+def _examine(world: World, missing: list[str]) -> ExaminedJob:
+    """Find the mismatches, build the wait-for graph and make the findings.
+
+    Args:
+        world: the indexed ranks of one job.
+        missing: sentences about the missing evidence found so far; more are added.
+    """
+    mismatches = align_records(world)
+    graph = build_wait_graph(world, mismatches)
+    findings = find_all(world, mismatches, graph)
+    missing += _missing_evidence(world)
+    looked_at = _looked_at(world)
+    if findings:
+        verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    else:
+        verdict = _healthy(world, missing, looked_at)
+    return ExaminedJob(verdict, world, mismatches, graph)
+
+
+def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
+    """Return the verdict on a job of which no rank's records are readable."""
+    verdict = Verdict(summary="there is nothing to diagnose", confidence="low", missing_evidence=missing)
+    return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
+
+
+def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
+    complete = len(world.views) == world.size
+    known = "all collectives agree and no rank waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
+    summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
+    if world.moving:
+        summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
+    ended = [rank for rank, view in world.views.items() if view.exit.kind == "clean"] if not world.foreign else []
+    explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
+    finding = Finding(
+        kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],
+        confidence="high" if complete else "medium", summary=summary, explanation=explanation,
+    )  # fmt: skip
+    verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
+    verdict.findings = []
+    return verdict
+
+
+def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
+    """Report a hang from text logs that do not name its process group: that it happened, with no culprit."""
+    return Finding(
+        kind="missing",
+        why="unknown",
+        root_cause=True,
+        culprits=[],
+        victims=waiting,
+        confidence="low",
+        summary=f"{timeouts[0]}; the ranks that it waited for are unknown",
+        next_step="diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
+        "/tmp/nccl_trace_rank_*)",
+        evidence=[f"{text}." for text in timeouts[1:]],
+        would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
+    )
+
+
+def _looked_at(world: World) -> str:
+    total = sum(len(view.history) for view in world.views.values())
+    ranks = count(len(world.views), "rank")
+    of = f" of {world.size}" if world.size != len(world.views) else ""
+    unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in world.views.values() for text in view.log.coverage})
+    without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
+    return f"{ranks}{of}, {count(total, 'record')} on {count(len(world.channels), 'channel')}{without}"
+
+
+def _missing_evidence(world: World) -> list[str]:
+    """Return sentences about ranks without records, unreadable records and overwritten ones."""
+    notes: list[str] = []
+    if world.no_record:
+        notes.append(f"{capital(ranks_phrase(world.no_record))} of {world.size} left no record.")
+    if world.elsewhere:
+        hosts = sorted({view.log.host for view in world.views.values() if view.log.host})
+        of = f" of {', '.join(hosts[:4])}" if hosts else ""
+        notes.append(
+            f"There are no records of {ranks_phrase(world.elsewhere)} of {world.size}, which probably run on another node: "
+            f"only those{of} are here."
+        )
+    by_text: dict[str, list[int]] = {}
+    for rank, view in world.views.items():
+        log = view.log
+        for text in log.problems:
+            by_text.setdefault(text.rstrip("."), []).append(rank)
+        if log.issued > len(view.history) and not log.problems:
+            dropped = log.issued - len(view.history)
+            by_text.setdefault(f"the oldest {count(dropped, 'record')} had been overwritten", []).append(rank)
+    for text, ranks in by_text.items():
+        notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")
+    return notes

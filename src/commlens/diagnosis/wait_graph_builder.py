@@ -1,0 +1,321 @@
+"""Build the wait-for graph: start at each stuck thread, and add an edge to each rank or thread that it waits for."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+
+from commlens.diagnosis.alignment import Mismatch
+from commlens.diagnosis.index import Block, View, World, find_counterpart, has_issued, is_queued
+from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
+from commlens.matching.error_texts import is_peer_error, is_refusal
+from commlens.matching.point_to_point import pair_messages
+from commlens.model.collective import ChannelKey, Collective, Frame, State
+
+
+def build_wait_graph(world: World, mismatches: list[Mismatch]) -> Graph:
+    """Return the wait-for graph of all stuck threads. The details of its "mismatch" nodes are indices into ``mismatches``."""
+    return _Builder(world, mismatches).build()
+
+
+@dataclass
+class _Arrivals:
+    """The ranks that a collective waits for, in the group's order. Determined once for all threads that wait in it."""
+
+    absent: list[int] = field(default_factory=list)  # have not issued it, or failed in it
+    behind: list[int] = field(default_factory=list)  # have enqueued it behind another one in which they are stuck
+    dead: list[int] = field(default_factory=list)  # died in it
+    no_record: list[int] = field(default_factory=list)
+    refused: list[tuple[int, int]] = field(default_factory=list)  # by strict verification: (announced_ns, rank), ascending
+    first_refusal_ns: int = 0
+    node: Node | None = None  # once a thread waits at it
+
+
+class _Builder:
+    def __init__(self, world: World, mismatches: list[Mismatch]) -> None:
+        self.world = world
+        self.graph = Graph()
+        self.mismatches = mismatches
+        self._mismatches_by_channel: dict[ChannelKey, list[int]] = {}
+        self._pair_mismatches: dict[int, int] = {}  # id of a send or receive: index of its mismatch
+        for i, mismatch in enumerate(mismatches):
+            if mismatch.pair is not None:
+                for op in mismatch.pair:
+                    self._pair_mismatches[id(op)] = i
+            else:
+                self._mismatches_by_channel.setdefault(mismatch.key, []).append(i)
+        self._instance_indices: dict[tuple[str, Instance], int] = {}
+        self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
+        self._todo: list[tuple[View, Block]] = []
+
+    def build(self) -> Graph:
+        """Follow every stuck thread of the processes that have not died."""
+        for rank in sorted(self.world.views):
+            view = self.world.views[rank]
+            for thread in sorted(view.blocks):
+                block = view.blocks[thread]
+                if block.stuck and not view.died:
+                    self._todo.append((view, block))
+        self._follow_all()
+        self.graph.deadlocks = self.graph.find_cycles()
+        if self.world.foreign:
+            self._confirm_cycles()
+        return self.graph
+
+    def _follow_all(self) -> None:
+        while self._todo:
+            self._follow(*self._todo.pop())
+
+    def _confirm_cycles(self) -> None:
+        """Drop the cycles that other ops in flight of their ranks can break.
+
+        The first op in flight need not block its rank: it may be a send that no thread waits for, or a receive posted early. So add
+        the edges of the other ops of the ranks in a cycle, and keep the cycles that are still closed.
+        """
+        expanded: set[Node] = set()
+        while True:
+            cycles = self.graph.find_cycles()
+            more = [node for cycle in cycles for node in cycle if node.kind == "wait" and node not in expanded]
+            if not more:
+                break
+            for node in more:
+                expanded.add(node)
+                view = self.world.views[node.rank]
+                for op in view.heads:
+                    self._follow_op(view, node, op)
+            self._follow_all()
+        closed = {node for cycle in cycles for node in cycle}
+        self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
+
+    def _follow(self, view: View, block: Block) -> None:
+        node = Node("wait", view.rank, block.thread)
+        if node in self.graph.blocks or self._caused_refusals(view, block.op):
+            return
+        self.graph.blocks[node] = block
+        self.graph.edges.setdefault(node, {})
+        parts = block.parts + view.heads if view.head_lost else block.parts
+        for part in parts:
+            self._follow_op(view, node, part)
+        targets = self.graph.edges[node]
+        if len(parts) > 1 and any(target.kind != "stuck" for target in targets):
+            for target in [target for target in targets if target.kind == "stuck"]:
+                self.graph.drop(node, target)  # a batch completes as a whole, so it waits for its other messages
+
+    def _follow_op(self, view: View, node: Node, op: Collective) -> None:
+        if op.is_point_to_point:
+            self._follow_message(view, node, op)
+        elif op.sequence_number > 0:
+            self._follow_collective(view, node, op)
+
+    def _caused_refusals(self, view: View, op: Collective) -> bool:
+        """Return whether the rank's absence got its peers refused before it arrived, so that it is not a victim."""
+        if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
+            return False
+        first = self._arrivals(op.channel.key, op.sequence_number, op.announced_ns).first_refusal_ns
+        return 0 < first < op.announced_ns
+
+    # --- collectives
+
+    def _follow_collective(self, view: View, node: Node, op: Collective) -> None:
+        key = op.channel.key
+        track = view.tracks.get(key)
+        numbers = [n for n in (track.open if track else []) if n < op.sequence_number]
+        # An op behind an incomplete one of its channel waits for that one.
+        for number in [*numbers, op.sequence_number]:
+            if self._add_collective(view, node, key, number, last=number == op.sequence_number):
+                return
+
+    def _add_collective(self, view: View, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
+        """Add the edges of one collective. Return False if it is complete on all ranks, unless it is the last candidate."""
+        op = view.tracks[key].ops[number]
+        edge = Edge(op, Instance(key, number), view.rank)
+        arrivals = self._arrivals(key, number, op.announced_ns)
+        mismatch = self._mismatch(key, number, arrivals.absent)
+        if mismatch is not None:
+            self.graph.add(node, Node("mismatch", -1, mismatch), edge)
+            return True
+        if is_refusal(op.error) and op.state is State.FAILED and op.done_ns > 0:
+            late = [rank for _, rank in arrivals.refused[bisect_right(arrivals.refused, (op.done_ns, 1 << 62)) :]]
+            for member in late:
+                self.graph.add(node, Node("absent", member), edge)
+            if late:
+                return True
+        others_behind = arrivals.behind and arrivals.behind != [view.rank]
+        if not (arrivals.absent or others_behind or last):
+            return False
+        if arrivals.node is None:
+            arrivals.node = self._add_collective_node(key, arrivals, edge)
+        self.graph.add(node, arrivals.node, edge)
+        return True
+
+    def _add_collective_node(self, key: ChannelKey, arrivals: _Arrivals, edge: Edge) -> Node:
+        """Add the node of a collective and its edges to the ranks that it waits for."""
+        if not (arrivals.absent or arrivals.behind or arrivals.dead or arrivals.no_record):
+            return self._instance_node("stuck", edge.instance)
+        at = self._instance_node("at", edge.instance)
+        for member in arrivals.absent:
+            self._wait_for_rank(at, self.world.views[member], key, edge)
+        for member in arrivals.behind:
+            self._wait_for_thread(at, self.world.views[member], key, edge)
+        if arrivals.absent or arrivals.behind:
+            return at
+        for member in arrivals.dead:
+            self.graph.add(at, Node("dead", member), edge)
+        if not arrivals.dead:
+            for member in arrivals.no_record:
+                self.graph.add(at, self._unrecorded_node(member), edge)
+        return at
+
+    def _unrecorded_node(self, rank: int) -> Node:
+        return Node("no-record" if rank in self.world.unrecorded else "elsewhere", rank)
+
+    def _instance_node(self, kind: str, instance: Instance) -> Node:
+        index = self._instance_indices.setdefault((kind, instance), len(self.graph.instances))
+        if index == len(self.graph.instances):
+            self.graph.instances.append(instance)
+        return Node(kind, -1, index)
+
+    def _arrivals(self, key: ChannelKey, number: int, since_ns: int) -> _Arrivals:
+        """Sort the ranks of a collective by their progress towards it."""
+        arrivals = self._arrivals_of.get((key, number))
+        if arrivals is not None:
+            return arrivals
+        arrivals = self._arrivals_of[(key, number)] = _Arrivals()
+        for member in key[2]:
+            other = self.world.views.get(member)
+            if other is None:
+                arrivals.no_record.append(member)
+                continue
+            theirs = other.tracks.get(key)
+            if theirs is None or theirs.last < number:
+                if has_issued(other, key, number, since_ns) is False:
+                    arrivals.absent.append(member)
+                continue  # else the rank has issued it, or its record may be overwritten
+            met = theirs.ops.get(number)
+            if met is not None and met.state is State.FAILED:
+                if is_refusal(met.error):
+                    arrivals.refused.append((met.announced_ns, member))
+                    if met.done_ns > 0:
+                        arrivals.first_refusal_ns = min(arrivals.first_refusal_ns or met.done_ns, met.done_ns)
+                elif not is_peer_error(met.error):
+                    arrivals.absent.append(member)
+                    continue
+            if (theirs.open and theirs.open[0] < number) or (met is not None and is_queued(other, met)):
+                arrivals.behind.append(member)
+            elif met is not None and met.state is not State.COMPLETED and other.died:
+                arrivals.dead.append(member)
+        arrivals.refused.sort()
+        return arrivals
+
+    def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
+        for i in self._mismatches_by_channel.get(key, ()):
+            if self.mismatches[i].explains(self.world, number, absent):
+                return i
+        return None
+
+    # --- point to point
+
+    def _follow_message(self, view: View, node: Node, op: Collective) -> None:
+        key = op.channel.key
+        if op.peer is None:
+            self._follow_any_source(view, node, op)
+            return
+        sender, receiver = (view.rank, op.peer) if op.op == "send" else (op.peer, view.rank)
+        edge = Edge(op, Instance(key, op.sequence_number, sender, receiver), view.rank)
+        mismatch = self._pair_mismatches.get(id(op))
+        if mismatch is not None:
+            self.graph.add(node, Node("mismatch", -1, mismatch), edge)
+            return
+        other = self.world.views.get(op.peer)
+        if other is None:
+            self.graph.add(node, self._unrecorded_node(op.peer), edge)
+            return
+        match = find_counterpart(view, other, key, op) if self.world.foreign else self._find_match(view, other, key, op)
+        if match is not None and self.world.foreign:
+            sent = op if op.op == "send" else match
+            edge = Edge(op, Instance(key, sent.sequence_number, sender, receiver), view.rank)
+        if match is None:
+            self._wait_for_rank(node, other, key, edge)
+        elif is_queued(other, match):
+            self._wait_for_thread(node, other, key, edge)
+        elif other.died:
+            self.graph.add(node, Node("dead", other.rank), edge)
+        elif _waits_for_more(other, view.rank):
+            self._wait_for_thread(node, other, key, edge)  # it has arrived, in a batch that waits for another message
+        elif not is_queued(view, op) and not _waits_for_more(view, other.rank):
+            self.graph.add(node, self._instance_node("stuck", edge.instance), edge)
+
+    def _find_match(self, view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
+        mine = view.pairs.get((key, other.rank, op.op), [])
+        theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
+        complete = not (view.wrapped or other.wrapped)
+        if op.op == "send":
+            pairs = pair_messages(mine, theirs, complete=complete)
+            met = next((recv for send, recv in pairs if send is op), None)
+            any_source = other.pairs.get((key, -1, "recv"), [])
+            return met or (any_source[-1] if any_source and any_source[-1].index in other.open_pairs else None)
+        pairs = pair_messages(theirs, mine, complete=complete)
+        return next((send for send, recv in pairs if recv is op), None)
+
+    def _follow_any_source(self, view: View, node: Node, op: Collective) -> None:
+        """Follow a receive from any source: it waits for all other ranks of its group, though one would do."""
+        key = op.channel.key
+        for member in key[2]:
+            other = self.world.views.get(member)
+            if member != view.rank and other is not None:
+                edge = Edge(op, Instance(key, op.sequence_number, member, view.rank), view.rank)
+                self._wait_for_rank(node, other, key, edge)
+
+    # --- absent ranks
+
+    def _wait_for_rank(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
+        if other.died:
+            self.graph.add(node, Node("dead", other.rank), edge)
+        else:
+            self._wait_for_thread(node, other, key, edge)
+
+    def _wait_for_thread(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
+        """Add an edge to the thread that should issue the op; to the rank if that thread is not blocked."""
+        block = self._block_of(other, key)
+        if block is None:
+            self.graph.add(node, Node("absent", other.rank), edge)
+            return
+        target = Node("wait", other.rank, block.thread)
+        self.graph.add(node, target, edge)
+        self._todo.append((other, block))
+
+    def _block_of(self, other: View, key: ChannelKey) -> Block | None:
+        """Return the block of the thread that issues on this channel; of the main thread if none has yet."""
+        stuck = {thread: block for thread, block in other.blocks.items() if block.stuck}
+        if not stuck:
+            return None
+        track = other.tracks.get(key)
+        thread = track.thread if track is not None and track.thread else self._pair_thread(other, key) or other.main_thread
+        if thread in stuck:
+            return stuck[thread]
+        stack = next((s for s in other.log.stacks if s.thread == thread), None)
+        if thread != other.main_thread and (stack is None or not stack.frames):
+            # An autograd thread has no Python stack: its main thread holds it up.
+            return stuck.get(other.main_thread) or (next(iter(stuck.values())) if len(stuck) == 1 else None)
+        if _waits_for_other_thread(stack.frames if stack is not None else ()):
+            return next(iter(stuck.values()))
+        return None
+
+    def _pair_thread(self, other: View, key: ChannelKey) -> int:
+        last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
+        return last.issue_thread if last is not None else 0
+
+
+def _waits_for_more(view: View, peer: int) -> bool:
+    """Return whether a rank is stuck in a batch that has messages with other peers, too. Always False for black boxes."""
+    head = view.blocks.get(0) if view.columns is not None else None
+    return head is not None and any(part.peer != peer for part in head.parts)
+
+
+def _waits_for_other_thread(frames: tuple[Frame, ...]) -> bool:
+    """Return whether a thread may wait for another one of its process: in a join, or in a Python lock or future."""
+    for frame in frames[:3]:
+        in_library = frame.file.endswith(("threading.py", "concurrent/futures/_base.py"))
+        if in_library and frame.function in ("join", "_wait_for_tstate_lock", "result"):
+            return True
+    return False
