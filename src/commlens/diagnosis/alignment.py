@@ -1,15 +1,17 @@
-"""Ranks that met, but not for the same thing: the one pass over all records, and the mismatches that it finds."""
+"""Compare the records of ranks that met in a collective or a message: find the ranks that disagree or are out of step."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 
 import msgspec
 
-from commlens.diagnosis.index import Track, World, find_counterpart, is_queued
+from commlens.diagnosis.index import Track, View, World, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Shift, find_shifts, skips_by_habit
-from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, token
+from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, position_in, token
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
@@ -17,35 +19,39 @@ from commlens.matching.point_to_point import compare_pair, pair_messages
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
 from commlens.model.ops import UNEVEN
 
+_LOOK_BACK = 2048  # records of a rank that are its routine
+_MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
+
+_TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
+
 
 @dataclass
 class Mismatch:
-    """A disagreement at one number of a channel, or a rank out of step from there on."""
+    """Ranks that disagree under one sequence number of a channel, or a rank that is out of step from that number on."""
 
     key: ChannelKey
     channel: Channel
     number: int
-    ops: dict[int, Collective]  # who met
-    answer: Disagree | None  # None: out of step, and nothing on the wire tells
+    ops: dict[int, Collective]  # by rank, of the ranks that met
+    answer: Disagree | None  # None: the arguments agree, and only source lines and steps show that a rank is out of step
     culprits: tuple[int, ...]
-    tie: bool
-    by_history: bool = False  # the culprits were told by their own history, not by a majority
+    tie: bool  # no side has the majority, and no rank leaves its routine
+    by_history: bool = False  # no side has the majority, but the culprits leave their own routine
     shift: Shift | None = None
-    habit: bool = False  # the culprit usually issues this right after what the others wait in
-    again: int = 0  # how many later ones are the same
-    silent: bool = False  # it hung nobody
-    uncertain: bool = False  # issued by several threads at once: their order is not sure
+    habit: bool = False  # the culprit usually issues this right after the collective that the others wait in
+    again: int = 0  # later mismatches that are the same
+    silent: bool = False  # no rank hangs because of it
+    uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
-    refused: bool = False  # strict verification raised on those who met, and nothing was sent
-    sides: dict[int, str] = field(default_factory=dict)
+    refused: bool = False  # strict verification raised on these ranks before anything was sent
 
     @property
     def absorbs(self) -> bool:
-        """Whether what goes wrong later on the channel may follow from it."""
+        """Return whether later faults on the channel may follow from this one."""
         return self.refused or self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
 
     def explains(self, world: World, number: int, absent: Sequence[int]) -> bool:
-        """Whether a rank that is stuck in this channel's ``number`` is stuck because of this."""
+        """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent`` are missing, because of this mismatch."""
         if not self.absorbs or number < self.number:
             return False
         if self.shift is not None or not absent or set(absent) <= set(self.culprits):
@@ -54,168 +60,181 @@ class Mismatch:
 
 
 def align_records(world: World) -> list[Mismatch]:
-    """All channels, in an order that does not depend on that of the logs."""
-    mismatches: list[Mismatch] = []
-    for key in sorted(world.users):
-        mismatches += _channel(world, key)
+    """Return the mismatches of all channels and pairs of ranks. Their order does not depend on the order of the logs."""
+    mismatches = [mismatch for key in sorted(world.users) for mismatch in _align_channel(world, key)]
     mismatches += _open_pairs(world) if world.foreign else _pairs(world)
     for mismatch in mismatches:
         mismatch.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values())
-    return [mismatch for mismatch in mismatches if not (mismatch.refused and _went_on(world, mismatch))]
+    return [mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(world, mismatch))]
 
 
-def _went_on(world: World, mismatch: Mismatch) -> bool:
-    """Whether the program caught the refusal on every rank and did more: then it is over, and did no harm."""
-    for rank, op in mismatch.ops.items():
-        view = world.views[rank]
-        if view.exit.kind == "clean":
-            continue
-        last = view.last_op
-        if view.exit.failed or (last is not None and last.index == op.index):
-            return False
-    return True
+def _was_caught(world: World, mismatch: Mismatch) -> bool:
+    """Return whether the program caught the refusal on all ranks and continued: then it did no harm."""
+    return all(_continued(world.views[rank], op) for rank, op in mismatch.ops.items())
+
+
+def _continued(view: View, op: Collective) -> bool:
+    if view.exit.kind == "clean":
+        return True
+    is_last = view.last_op is not None and view.last_op.index == op.index
+    return not view.exit.failed and not is_last
 
 
 # --- collectives -------------------------------------------------------------------------------------------------
 
 
-def _channel(world: World, key: ChannelKey) -> list[Mismatch]:
+def _align_channel(world: World, key: ChannelKey) -> list[Mismatch]:
+    """Return the channel's mismatches by sequence number, up to the first rank out of step."""
     users = world.users[key]
     if len(users) < 2:
         return []
     tracks = {rank: world.views[rank].tracks[key] for rank in users}
-    group_ranks = key[2]
     shifts = find_shifts(world, key)
-    shift = min(shifts, key=lambda s: (s.number, s.rank), default=None)
+    mismatches = _disagreements(world, key, tracks, shifts)
+    first = min(shifts, key=lambda shift: (shift.number, shift.rank), default=None)
+    if first is None or any(mismatch.shift is first for mismatch in mismatches):
+        return mismatches
+    earlier = [mismatch for mismatch in mismatches if mismatch.number < first.number]
+    return [*earlier, _out_of_step(world, key, tracks, shifts, first)]
+
+
+def _disagreements(world: World, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[Mismatch]:
+    """Return the collectives that the ranks disagree on, up to the first disagreement that hangs them."""
+    comparison = _Comparison(tracks, key[2], foreign=world.foreign)
     mismatches: list[Mismatch] = []
-    known: dict[tuple[tuple[int, int], ...], Answer] = {}
-    ids: dict[int, int] = {}
-    asks: dict[CollectiveArgs, int] = {}
-    kept: list[CollectiveArgs] = []  # so that an id stays that of one object
-    numbers = _numbers(world, tracks)
-    for number in numbers:
-        if shift is not None and number > shift.number and not _is_at(shifts, number):
-            break
-        met = {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
-        if len(met) < 2:
-            continue
-        signature = []
-        coalesced = False
-        for rank, op in met.items():
-            ident = ids.get(id(op.args))
-            if ident is None:
-                ident = ids[id(op.args)] = asks.setdefault(op.args, len(asks))
-                kept.append(op.args)
-            signature.append((rank, ident))
-            coalesced = coalesced or bool(op.coalescing_id)
-        if coalesced:
-            answer = compare_coalesced({rank: tracks[rank].args_of(number) for rank in met}, group_ranks)
-        elif len({ident for _, ident in signature}) == 1 and next(iter(met.values())).op != "all_to_all":
-            continue
-        else:
-            code = tuple(signature)
-            found = known.get(code)
-            if found is None:
-                asked = {rank: _comparable(op.args) if world.foreign else op.args for rank, op in met.items()}
-                found = known[code] = compare_collectives(asked, group_ranks)
-            answer = found
+    for number in _numbers_to_compare(world, tracks, shifts):
+        met = _ops_at(tracks, number)
+        answer = comparison.compare(number, met) if len(met) > 1 else None
         if not isinstance(answer, Disagree):
             continue
-        mismatch = _mismatch(world, key, number, met, answer, shifts)
-        if not _same_again(mismatches, mismatch):
+        mismatch = _disagreement(world, key, number, met, answer, shifts)
+        if not _count_as_repeat(mismatches, mismatch):
             mismatches.append(mismatch)
         if mismatch.absorbs and not mismatch.silent:
             break
-    if shift is not None and not any(t.shift is shift for t in mismatches):
-        earlier = [t for t in mismatches if t.number < shift.number]
-        met = {rank: track.ops[shift.number] for rank, track in tracks.items() if shift.number in track.ops}
-        culprits = tuple(sorted(s.rank for s in shifts if s.number == shift.number))
-        mismatch = Mismatch(key, world.channels[key], shift.number, met, None, culprits, False, shift=shift)
-        mismatch.silent = not any(track.open for track in tracks.values())
-        mismatches = [*earlier, mismatch]
     return mismatches
 
 
-def _comparable(asked: CollectiveArgs) -> CollectiveArgs:
-    """Other recorders do not tell the splits, without which the sizes of these may differ by right."""
-    return msgspec.structs.replace(asked, inputs=(), outputs=()) if asked.op in UNEVEN else asked
+def _ops_at(tracks: Mapping[int, Track], number: int) -> dict[int, Collective]:
+    return {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
 
 
-def _numbers(world: World, tracks: Mapping[int, Track]) -> list[int]:
-    """Numbers that are worth a comparison."""
+def _numbers_to_compare(world: World, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[int]:
+    """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair up wrongly."""
     if world.foreign:
-        from commlens.diagnosis.window import differing
+        from commlens.diagnosis.column_differences import differing_numbers
 
-        return differing(tracks)
-    return sorted({number for track in tracks.values() for number in track.ops})
+        numbers = differing_numbers(tracks)
+    else:
+        numbers = sorted({number for track in tracks.values() for number in track.ops})
+    starts = {shift.number for shift in shifts}
+    first = min(starts, default=math.inf)
+    return list(takewhile(lambda number: number <= first or number in starts, numbers))
 
 
-def _is_at(shifts: Sequence[Shift], number: int) -> bool:
-    return any(shift.number == number for shift in shifts)
+class _Comparison:
+    """Compares the collectives that met under one sequence number, and equal combinations of arguments only once."""
+
+    def __init__(self, tracks: Mapping[int, Track], group_ranks: Sequence[int], *, foreign: bool) -> None:
+        self._tracks = tracks
+        self._group_ranks = group_ranks
+        self._foreign = foreign
+        self._coalesced = {number for track in tracks.values() for number in track.members}
+        self._codes: dict[CollectiveArgs, int] = {}  # the same for equal arguments
+        # Hashing arguments is slow, and records share them. Each value holds its arguments, so that no other object gets the same id.
+        self._codes_by_id: dict[int, tuple[int, CollectiveArgs]] = {}
+        self._answers: dict[tuple[tuple[int, int], ...], Answer] = {}
+
+    def compare(self, number: int, met: Mapping[int, Collective]) -> Answer | None:
+        """Compare the collectives of the ranks that met; None if all arguments are equal."""
+        if number in self._coalesced:
+            return compare_coalesced({rank: self._tracks[rank].args_of(number) for rank in met}, self._group_ranks)
+        combination = tuple((rank, self._code(op.args)) for rank, op in met.items())
+        if len({code for _, code in combination}) == 1 and next(iter(met.values())).op != "all_to_all":
+            return None
+        answer = self._answers.get(combination)
+        if answer is None:
+            args = {rank: _without_splits(op.args) if self._foreign else op.args for rank, op in met.items()}
+            answer = self._answers[combination] = compare_collectives(args, self._group_ranks)
+        return answer
+
+    def _code(self, args: CollectiveArgs) -> int:
+        known = self._codes_by_id.get(id(args))
+        if known is None:
+            known = self._codes_by_id[id(args)] = (self._codes.setdefault(args, len(self._codes)), args)
+        return known[0]
 
 
-def _mismatch(
+def _without_splits(args: CollectiveArgs) -> CollectiveArgs:
+    """Drop the sizes of an uneven collective: other recorders do not record split sizes, and without them the sizes may differ."""
+    return msgspec.structs.replace(args, inputs=(), outputs=()) if args.op in UNEVEN else args
+
+
+def _disagreement(
     world: World, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree, shifts: Sequence[Shift]
 ) -> Mismatch:
+    """Make a mismatch of a disagreement: blame the ranks out of step, else the minority, else the ranks that leave their routine."""
     here = [shift for shift in shifts if shift.number == number]
-    culprits, tie, by_history = answer.minority, answer.tie, False
-    if here and {s.rank for s in here} <= set(met):
-        culprits, tie = tuple(sorted(s.rank for s in here)), False
-    elif tie:
-        sides = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}  # of others the aspect is not known
-        odd = leave_routine(world, sides)
-        if odd:
-            culprits, tie, by_history = odd, False, True
-        else:
-            culprits = tuple(sorted(sides))
-    mismatch = Mismatch(key, world.channels[key], number, dict(met), answer, culprits, tie, by_history)
+    mismatch = Mismatch(key, world.channels[key], number, dict(met), answer, answer.minority, answer.tie)
     mismatch.shift = here[0] if here else None
+    if here and {shift.rank for shift in here} <= set(met):
+        mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
+    elif answer.tie:
+        comparable = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}
+        odd = _ranks_off_routine(world, comparable)
+        mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
     mismatch.uncertain = any(op.concurrent for op in met.values())
-    mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _stuck_after(world, key, number)
-    if not tie and mismatch.shift is None and answer.aspect in ("op", "shape", "dtype") and len(culprits) < len(met):
-        usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-        mismatch.habit = all(skips_by_habit(world, rank, met[rank], usual) for rank in culprits if rank in met)
+    mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(world, key, number)
+    mismatch.habit = _is_skip_by_habit(world, mismatch, answer)
     return mismatch
 
 
-def _stuck_after(world: World, key: ChannelKey, number: int) -> bool:
-    """Whether anybody is held up on this channel from this number on."""
+def _is_skip_by_habit(world: World, mismatch: Mismatch, answer: Disagree) -> bool:
+    """Return whether all culprits issued what they usually issue after the collective of the others."""
+    culprits, met = mismatch.culprits, mismatch.ops
+    if mismatch.tie or mismatch.shift is not None or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
+        return False
+    usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
+    return all(skips_by_habit(world, rank, met[rank], usual) for rank in culprits if rank in met)
+
+
+def _out_of_step(world: World, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
+    """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those of the others there."""
+    culprits = tuple(sorted(shift.rank for shift in shifts if shift.number == first.number))
+    mismatch = Mismatch(key, world.channels[key], first.number, _ops_at(tracks, first.number), None, culprits, False, shift=first)
+    mismatch.silent = not any(track.open for track in tracks.values())
+    return mismatch
+
+
+def _is_stuck_after(world: World, key: ChannelKey, number: int) -> bool:
+    """Return whether a rank is stuck on this channel, from this number on."""
     for rank in world.users[key]:
         view = world.views[rank]
-        if any(n >= number for n in view.tracks[key].open):
+        if any(open_number >= number for open_number in view.tracks[key].open):
             return True
         if any(block.op.channel.key == key for block in view.blocks.values()):
             return True
     return False
 
 
-def leave_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...]:
-    """Which of the ranks do here what they never did before in this place. Empty where all or none do.
+def _count_as_repeat(mismatches: Sequence[Mismatch], later: Mismatch) -> bool:
+    """Count the mismatch in an earlier one that is the same: a wrong reduce op in every step is one finding."""
+    for earlier in mismatches:
+        if _is_repeat(earlier, later):
+            earlier.again += 1
+            return True
+    return False
 
-    Looked at are the op and what the rank issued between it and the one before it on the same channel: who skips a collective
-    may first meet the others in a later one. Then, since a skipped collective's successor may pair up unnoticed, what it issued
-    shortly before.
-    """
-    return _leave_routine(world, ops, False) or _leave_routine(world, ops, True)
+
+def _is_repeat(earlier: Mismatch, later: Mismatch) -> bool:
+    if earlier.answer is None or later.answer is None or earlier.shift is not None:
+        return False
+    # On a tie, a rank leaves its routine only the first time: from then on, the wrong collective is part of it.
+    same_ranks = set(earlier.culprits) == set(later.culprits) or (later.tie and earlier.answer.parties == later.answer.parties)
+    return same_ranks and earlier.answer.aspect == later.answer.aspect and earlier.silent and later.silent
 
 
-def _leave_routine(world: World, ops: Mapping[int, Collective], before: bool) -> tuple[int, ...]:
-    for read in (_tokens, exact_tokens, _loose_tokens):
-        odd = []
-        for rank, op in sorted(ops.items()):
-            history = world.views[rank].history
-            position = _position(history, op)
-            if position is None:
-                continue
-            start = max(0, position - 2048)
-            key = op.channel.key
-            since = start if before else next((i for i in range(position - 1, start, -1) if history[i].channel.key == key), start)
-            tokens = read(history[start : position + 1])
-            if any(expected_token(tokens, i - start) is False for i in range(max(since + 1, position - 16), position + 1)):
-                odd.append(rank)
-        if odd and len(odd) < len(ops):
-            return tuple(odd)
-    return ()
+# --- routine -----------------------------------------------------------------------------------------------------
 
 
 def _tokens(ops: Sequence[Collective]) -> list[Hashable]:
@@ -226,67 +245,64 @@ def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
     return [loose_token(op) for op in ops]
 
 
-def _position(history: Sequence[Collective], op: Collective) -> int | None:
-    """Where an op is in a rank's log, which is ordered by index."""
-    low, high = 0, len(history)
-    while low < high:
-        middle = (low + high) // 2
-        if history[middle].index < op.index:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < len(history) and history[low].index == op.index else None
+def _ranks_off_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...]:
+    """Return the ranks that do here what they never did before in this place; none if all of them do.
+
+    First check each rank's op and those that it issued since the previous op of the channel: a rank that skips a collective
+    may first meet the others in a later one. Then check earlier ops, too: the successor of a skipped collective may pair up
+    unnoticed.
+    """
+    for since_previous in (True, False):
+        for tokens_of in (_tokens, exact_tokens, _loose_tokens):
+            odd = [rank for rank, op in sorted(ops.items()) if _leaves_routine(world.views[rank], op, tokens_of, since_previous)]
+            if odd and len(odd) < len(ops):
+                return tuple(odd)
+    return ()
 
 
-def _same_again(mismatches: list[Mismatch], mismatch: Mismatch) -> bool:
-    """Whether an earlier one says the same: a wrong reduce op in every step is one finding."""
-    for earlier in mismatches:
-        if earlier.answer is not None and mismatch.answer is not None and earlier.shift is None:
-            # Between two sides as large, history tells only the first time: from then on the odd one repeats itself.
-            same = set(earlier.culprits) == set(mismatch.culprits) or (mismatch.tie and earlier.answer.parties == mismatch.answer.parties)
-            if (
-                same
-                and earlier.answer.aspect == mismatch.answer.aspect
-                and earlier.silent
-                and mismatch.silent
-                and earlier.key == mismatch.key
-            ):
-                earlier.again += 1
-                return True
-    return False
+def _leaves_routine(view: View, op: Collective, tokens_of: _TokensOf, since_previous: bool) -> bool:
+    """Return whether the rank's history led one to expect another op, here or shortly before."""
+    history = view.history
+    position = position_in(history, op)
+    if position is None:
+        return False
+    oldest = max(0, position - _LOOK_BACK)
+    first = max(oldest + 1, position - _MAY_LEAVE_WITHIN)
+    if since_previous:
+        key = op.channel.key
+        first = next((i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key), first)
+    tokens = tokens_of(history[oldest : position + 1])
+    return any(expected_token(tokens, i - oldest) is False for i in range(first, position + 1))
 
 
 # --- point to point ----------------------------------------------------------------------------------------------
 
 
 def _pairs(world: World) -> list[Mismatch]:
-    """Sends and receives that met and do not carry the same."""
+    """Return the first message of each pair of ranks whose send and receive disagree."""
     mismatches: list[Mismatch] = []
-    for rank in sorted(world.views):
-        view = world.views[rank]
-        for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: (item[0][0], item[0][1], item[0][2])):
-            if direction != "send" or peer not in world.views:
+    for rank, view in sorted(world.views.items()):
+        for key, peer, direction in sorted(view.pairs):
+            other = world.views.get(peer)
+            # After a receive from any rank, the records do not show which message met which receive.
+            if direction != "send" or other is None or (key, -1, "recv") in other.pairs:
                 continue
-            if (key, -1, "recv") in world.views[peer].pairs:
-                continue  # it received from whoever sent first: nobody knows which message met which receive
-            first = True
-            other = world.views[peer]
             complete = not (view.wrapped or other.wrapped)
-            for send, recv in pair_messages(sends, other.pairs.get((key, rank, "recv"), []), complete=complete):
+            receives = other.pairs.get((key, rank, "recv"), [])
+            for send, recv in pair_messages(view.pairs[(key, peer, direction)], receives, complete=complete):
                 if send is None or recv is None or send.args == recv.args:
                     continue
                 answer = compare_pair(rank, send.args, peer, recv.args)
-                if isinstance(answer, Disagree) and first:
+                if isinstance(answer, Disagree):
                     mismatches.append(_pair_mismatch(world, key, rank, peer, send, recv, answer))
-                    first = False
+                    break
     return mismatches
 
 
 def _open_pairs(world: World) -> list[Mismatch]:
-    """The same of other tools' dumps: a message that does not fit stays in flight on both sides."""
+    """Return the mismatched messages of other tools' dumps: they stay in flight on both ranks."""
     mismatches: list[Mismatch] = []
-    for rank in sorted(world.views):
-        view = world.views[rank]
+    for rank, view in sorted(world.views.items()):
         for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: item[1][0].index):
             other = world.views.get(peer)
             if direction != "send" or other is None:
@@ -304,11 +320,11 @@ def _open_pairs(world: World) -> list[Mismatch]:
 def _pair_mismatch(
     world: World, key: ChannelKey, sender: int, receiver: int, send: Collective, recv: Collective, answer: Disagree
 ) -> Mismatch:
-    odd = leave_routine(world, {sender: send, receiver: recv})
+    ops = {sender: send, receiver: recv}
+    odd = _ranks_off_routine(world, ops)
     mismatch = Mismatch(
-        key, world.channels[key], send.sequence_number, {sender: send, receiver: recv}, answer,
-        odd or tuple(sorted((sender, receiver))), not odd, bool(odd), pair=(send, recv),
+        key, world.channels[key], send.sequence_number, ops, answer,
+        culprits=odd or tuple(sorted(ops)), tie=not odd, by_history=bool(odd), pair=(send, recv),
     )  # fmt: skip
-    blocked = any(b.op.index in (send.index, recv.index) for r in (sender, receiver) for b in world.views[r].blocks.values())
-    mismatch.silent = not blocked
+    mismatch.silent = not any(block.op.index in (send.index, recv.index) for rank in ops for block in world.views[rank].blocks.values())
     return mismatch

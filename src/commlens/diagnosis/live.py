@@ -9,7 +9,7 @@ from commlens.diagnosis.findings.context import Context, locate
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.index import World, index_logs
 from commlens.diagnosis.select_job import select_job
-from commlens.diagnosis.swap import Swap, find_swaps
+from commlens.diagnosis.swapped_order import SwappedOrder, find_swapped_orders
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.model.collective import ChannelKey, State
 from commlens.model.ranklog import RankLog
@@ -44,10 +44,10 @@ def out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
         for finding, mismatch in _found(world)
         if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches >= at_least
     ]
-    return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swaps(world, key)]
+    return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swapped_orders(world, key)]
 
 
-def _swapped(world: World, key: ChannelKey, swap: Swap) -> Finding:
+def _swapped(world: World, key: ChannelKey, swap: SwappedOrder) -> Finding:
     """Another order, in words."""
     first, theirs = swap.own[0], swap.others[0]
     last = swap.number + len(swap.own) - 1

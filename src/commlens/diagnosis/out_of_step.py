@@ -1,44 +1,43 @@
-"""A rank that is out of step: it skipped a collective (or issued one too many), and everything after pairs up wrongly.
+"""Find ranks that are out of step: a rank skipped a collective or issued one too many, and everything after it pairs up wrongly.
 
-Where the op and the shape are the same, nothing on the wire tells. The lines that issued them and the optimizer steps do: from
-some number on, what the rank issues is what the others issue later. Lines differ legally between ranks
-(``if rank == 0: ... else: ...``), so a rank's lines are first translated into the others' by what they met before.
+Where the ops and the shapes agree, only the source lines and the optimizer steps show it: from some sequence number on, the rank
+issues what the others issue later. Lines may legally differ between ranks (``if rank == 0: ... else: ...``), so each line of the
+rank is first translated into the line of the others that it met before.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import msgspec
 
 from commlens.diagnosis.index import Track, World
-from commlens.diagnosis.routine import expected_token, token
+from commlens.diagnosis.routine import expected_token, position_in, token
 from commlens.model.collective import ChannelKey, Collective
 
-_FURTHEST = 256  # collectives that can be skipped at once and still be found
-
-_Core = tuple[Hashable, ...]
+_FURTHEST = 256  # the longest shift that is found, in collectives
+_HABIT = 512  # records of a rank that are its habit
 
 
 class Shift(msgspec.Struct):
-    """From ``number`` on, ``rank`` is ``by`` collectives ahead of the others' sequence (behind it, where negative)."""
+    """From ``number`` on, ``rank`` is ``by`` collectives ahead of the others; behind them if negative."""
 
     rank: int
     number: int
     by: int
-    skipped: Collective  # what the others issued under that number; for a negative shift, the one too many
-    own: Collective  # what the rank issued under that number
-    matches: int  # how many later collectives agree with it
+    skipped: Collective  # issued by the others under that number; for a negative shift, the one too many
+    own: Collective  # issued by the rank under that number
+    matches: int  # later collectives that agree with the shift
 
 
 def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
-    """Ranks of a channel that are out of step, in order of rank."""
+    """Return the shifts of a channel, by rank."""
     tracks = {rank: world.views[rank].tracks[key] for rank in world.users.get(key, ())}
     if world.foreign:
-        from commlens.diagnosis.window import different
+        from commlens.diagnosis.column_differences import representatives
 
-        tracks = different(tracks)  # of ranks whose lines are the same a few stand for all
+        tracks = representatives(tracks)
     if len(tracks) < 2:
         return []
     numbers = sorted({number for track in tracks.values() for number in track.ops})
@@ -46,175 +45,172 @@ def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
     if not suspects:
         return []
     if len(tracks) == 2:
-        return _of_two(world, tracks)
+        return _shift_of_two(world, tracks)
+    trusted = tracks.keys() - suspects if len(suspects) * 2 <= len(tracks) else tracks.keys()
     shifts = []
     for rank in sorted(suspects):
-        others = {
-            other: track for other, track in tracks.items() if other != rank and (other not in suspects or len(suspects) * 2 > len(tracks))
-        }
-        reference = _majority(others, numbers)
-        shift = _compare(rank, tracks[rank], reference)
+        usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
+        shift = _find_shift(rank, tracks[rank], usual)
         if shift is not None:
             shifts.append(shift)
-    # Shifted against a majority, half of the ranks or more are not the odd ones.
+    # Half of the ranks or more cannot be out of step with the majority.
     return shifts if len(shifts) * 2 < len(tracks) else []
 
 
-def _core(op: Collective) -> _Core:
-    """What must be equal even if the lines differ: the op, the step, the size."""
-    return (op.op, op.step, _sizes(op))
+def line_of(op: Collective) -> Hashable:
+    """Return the source line that issued an op, to compare; None if it is unknown."""
+    source = op.source
+    return (source.file, source.line) if source is not None else None
+
+
+def keeps_routine(world: World, rank: int, op: Collective) -> bool | None:
+    """Return whether a rank's history led one to expect this op; None without such a history."""
+    history = world.views[rank].history
+    position = position_in(history, op)
+    return None if position is None else expected_token([token(each) for each in history[: position + 1]], position)
+
+
+def skips_by_habit(world: World, rank: int, own: Collective, expected: Collective) -> bool:
+    """Return whether the rank skipped ``expected``: it usually issues ``own`` some time after it, but not this time.
+
+    This shows a shift if the others still wait in ``expected``, so that their next collective is unknown.
+    """
+    history = [op for op in world.views[rank].history if op.index < own.index][-_HABIT:]
+    same = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
+    if not same:
+        return False
+    wanted = (expected.op, expected.channel.key)
+    previous = same[-2] if len(same) > 1 else -1
+    between, since = (
+        sum((op.op, op.channel.key) == wanted for op in ops) for ops in (history[previous + 1 : same[-1]], history[same[-1] + 1 :])
+    )
+    return since < between
+
+
+def _habit_token(op: Collective) -> Hashable:
+    return (op.op, op.channel.key, line_of(op))
+
+
+# --- which ranks to check, and against which collectives ---------------------------------------------------------
+
+
+def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
+    """Return the ranks whose step, op, size or line differs from that of most others at some number."""
+    suspects: set[int] = set()
+    # A rank's records share their arguments and stacks, so most of the work is done once for each of these.
+    sizes: dict[int, tuple[int, ...]] = {}
+    lines: dict[int, Hashable] = {}
+
+    def token_of(op: Collective) -> Hashable:
+        args, stack = id(op.args), id(op.stack)
+        if args not in sizes:
+            sizes[args] = _sizes(op)
+        if stack not in lines:
+            lines[stack] = line_of(op)
+        return (op.args.op, op.step, sizes[args], lines[stack])
+
+    for number in numbers:
+        tokens = {rank: token_of(track.ops[number]) for rank, track in tracks.items() if number in track.ops}
+        if len(set(tokens.values())) > 1:
+            (usual, most), (_, second) = Counter(tokens.values()).most_common(2)
+            suspects.update(rank for rank, value in tokens.items() if most == second or value != usual)
+    return suspects
 
 
 def _sizes(op: Collective) -> tuple[int, ...]:
     return tuple(spec.numel for spec in op.args.inputs)
 
 
-def _site(op: Collective) -> Hashable:
-    source = op.source
-    return (source.file, source.line) if source is not None else None
-
-
-def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
-    """Ranks that at some number have another step, op, size or line than most others."""
-    suspects: set[int] = set()
-    # Records of one rank share their asks and stacks, so most of the work is done once for each.
-    asks: dict[int, tuple[int, ...]] = {}
-    sites: dict[int, Hashable] = {}
-
-    def token_of(op: Collective) -> Hashable:
-        sizes = asks.get(id(op.args))
-        if sizes is None:
-            sizes = asks[id(op.args)] = _sizes(op)
-        stack = id(op.stack)
-        if stack not in sites:
-            sites[stack] = _site(op)
-        return (op.args.op, op.step, sizes, sites[stack])
-
+def _usual_ops(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int, Collective]:
+    """Return for each number the op that most of these ranks issued."""
+    usual: dict[int, Collective] = {}
     for number in numbers:
-        met = {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
-        if len(met) < 2:
-            continue
-        tokens = {rank: token_of(op) for rank, op in met.items()}
-        if len(set(tokens.values())) > 1:
-            counts = Counter(tokens.values())
-            (usual, most), (_, second) = counts.most_common(2)
-            suspects.update(rank for rank, value in tokens.items() if most == second or value != usual)
-    return suspects
+        met = [(op, (op.op, op.step, _sizes(op), line_of(op))) for _, track in sorted(tracks.items()) if (op := track.ops.get(number))]
+        if met:
+            [(most, _)] = Counter(value for _, value in met).most_common(1)
+            usual[number] = next(op for op, value in met if value == most)
+    return usual
 
 
-def _majority(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int, Collective]:
-    """For each number, the op that most of these ranks issued."""
-    reference: dict[int, Collective] = {}
-    for number in numbers:
-        met = [track.ops[number] for _, track in sorted(tracks.items()) if number in track.ops]
-        if not met:
-            continue
-        counts = Counter((_core(op), _site(op)) for op in met)
-        usual = max(counts, key=lambda value: counts[value])
-        reference[number] = next(op for op in met if (_core(op), _site(op)) == usual)
-    return reference
+# --- by how many collectives a rank is shifted -------------------------------------------------------------------
 
 
-def _compare(rank: int, track: Track, reference: Mapping[int, Collective]) -> Shift | None:
-    numbers = sorted(set(track.ops) & set(reference))
+class _Matcher:
+    """Compares a rank's collectives with those of the others, and learns which of their lines each line of the rank meets."""
+
+    def __init__(self, *, compare_steps: bool) -> None:
+        self._compare_steps = compare_steps
+        self._lines: dict[Hashable, Hashable] = {}
+
+    def same_args(self, mine: Collective, theirs: Collective) -> bool:
+        """Return whether op, step and sizes are equal."""
+        return mine.op == theirs.op and (mine.step == theirs.step or not self._compare_steps) and _sizes(mine) == _sizes(theirs)
+
+    def learn(self, mine: Collective, theirs: Collective) -> bool:
+        """Return whether the collectives fit, and if so, remember that their lines met."""
+        line, other = line_of(mine), line_of(theirs)
+        if not self.same_args(mine, theirs) or self._lines.get(line) not in (None, other):
+            return False
+        self._lines[line] = other
+        return True
+
+    def fits(self, mine: Collective, theirs: Collective) -> bool:
+        """Return whether the collectives are equal, up to lines that met before or that are new."""
+        line, other = line_of(mine), line_of(theirs)
+        return self.same_args(mine, theirs) and (line == other or self._lines.get(line) in (None, other))
+
+
+def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective]) -> Shift | None:
+    """Return the smallest shift after which the rank's collectives fit those of the others; None if there is none."""
+    numbers = sorted(set(track.ops) & set(usual))
     if not numbers:
         return None
-    own_sites: dict[Hashable, Hashable] = {}  # this rank's line to the others'
-    steps_comparable = True
-    start: int | None = None
-    only_line = False
-    for number in numbers:
-        mine, theirs = track.ops[number], reference[number]
-        if steps_comparable and number == numbers[0] and mine.step != theirs.step:
-            steps_comparable = False  # one of them counts no steps, or they start elsewhere
-        same_step = mine.step == theirs.step or not steps_comparable
-        same = mine.op == theirs.op and same_step and _core(mine)[2] == _core(theirs)[2]
-        known = own_sites.get(_site(mine))
-        if same and (known is None or known == _site(theirs)):
-            own_sites[_site(mine)] = _site(theirs)
-            continue
-        start, only_line = number, same
-        break
+    # Steps that differ from the first record on are not comparable: a rank counts none, or starts elsewhere.
+    matcher = _Matcher(compare_steps=track.ops[numbers[0]].step == usual[numbers[0]].step)
+    start = next((number for number in numbers if not matcher.learn(track.ops[number], usual[number])), None)
     if start is None:
         return None
-
-    def equal(mine: Collective, theirs: Collective) -> bool:
-        if mine.op != theirs.op or (steps_comparable and mine.step != theirs.step) or _core(mine)[2] != _core(theirs)[2]:
-            return False
-        known = own_sites.get(_site(mine))
-        return _site(mine) == _site(theirs) or known is None or known == _site(theirs)
-
-    last_mine, last_theirs = max(track.ops), max(reference)
-    for by in range(1, _FURTHEST + 1):
-        for sign in (1, -1):
-            matches, places = _matches(track, reference, start, by * sign, equal)
-            # One match may be chance, unless that is all there is to see. A line may legally serve several of the others', so a
-            # line alone must explain more.
-            alone = abs(by) == 1 and matches == 1 and min(last_mine, last_theirs - by * sign) <= start + 1
-            if (matches >= 3 and places >= 2) if only_line else (matches >= 2 or alone):
-                skipped = reference[start] if sign > 0 else track.ops[start]
-                return Shift(rank, start, by * sign, skipped, track.ops[start], matches)
-        if start + by > max(last_mine, last_theirs):
+    only_line = matcher.same_args(track.ops[start], usual[start])
+    last_mine, last_theirs = max(track.ops), max(usual)
+    for distance in range(1, _FURTHEST + 1):
+        for by in (distance, -distance):
+            matches, places = _count_matches(track, usual, start, by, matcher)
+            if only_line:
+                enough = matches >= 3 and places >= 2  # a line may legally meet several lines of the others
+            else:
+                # One match may be chance, unless no more collectives are recorded.
+                enough = matches >= 2 or (distance == 1 and matches == 1 and min(last_mine, last_theirs - by) <= start + 1)
+            if enough:
+                return Shift(rank, start, by, usual[start] if by > 0 else track.ops[start], track.ops[start], matches)
+        if start + distance > max(last_mine, last_theirs):
             break
     return None
 
 
-def _matches(
-    track: Track, reference: Mapping[int, Collective], start: int, by: int, equal: Callable[[Collective, Collective], bool]
-) -> tuple[int, int]:
-    """How many collectives from ``start`` on fit when moved by ``by``, and in how many places of the program; 0 if one does not."""
+def _count_matches(track: Track, usual: Mapping[int, Collective], start: int, by: int, matcher: _Matcher) -> tuple[int, int]:
+    """Return how many collectives from ``start`` on fit if shifted by ``by``, and from how many lines and steps; 0, 0 if one does not."""
     matches = 0
     places: set[Hashable] = set()
     first = start if by > 0 else start - by
     for number in track.ops:
-        theirs = reference.get(number + by) if number >= first else None
+        theirs = usual.get(number + by) if number >= first else None
         if theirs is None:
             continue
         mine = track.ops[number]
-        if not equal(mine, theirs):
+        if not matcher.fits(mine, theirs):
             return 0, 0
         matches += 1
-        places.add((_site(mine), mine.step))
+        places.add((line_of(mine), mine.step))
     return matches, len(places)
 
 
-def _of_two(world: World, tracks: Mapping[int, Track]) -> list[Shift]:
-    """Of two ranks, each is out of step as seen from the other: the one that leaves its own routine is."""
-    (first, second) = sorted(tracks)
-    candidates = []
-    for rank, other in ((first, second), (second, first)):
-        shift = _compare(rank, tracks[rank], tracks[other].ops)
-        if shift is not None:
-            candidates.append((shift, _keeps_routine(world, rank, shift.own)))
-    odd = [shift for shift, keeps in candidates if keeps is False]
+def _shift_of_two(world: World, tracks: Mapping[int, Track]) -> list[Shift]:
+    """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to the other."""
+    first, second = sorted(tracks)
+    pairs = ((first, second), (second, first))
+    shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops)) is not None]
+    odd = [shift for shift in shifts if keeps_routine(world, shift.rank, shift.own) is False]
     if len(odd) == 1:
         return odd
-    # Forgetting a collective is more common than issuing one too many.
-    return [shift for shift, _ in candidates if shift.by > 0][:1]
-
-
-def _keeps_routine(world: World, rank: int, own: Collective) -> bool | None:
-    ops = world.views[rank].history
-    position = next((i for i, op in enumerate(ops) if op.index == own.index), None)
-    if position is None:
-        return None
-    return expected_token([token(op) for op in ops[: position + 1]], position)
-
-
-def skips_by_habit(world: World, rank: int, own: Collective, expected: Collective) -> bool:
-    """Whether ``own`` is what the rank usually issues some time after ``expected``: then it left that one out.
-
-    For the case that the others still wait in ``expected``, so that their next one is not known.
-    """
-    history = [op for op in world.views[rank].history if op.index < own.index]
-    habit = [(op.op, op.channel.key, _site(op)) for op in history[-512:]]
-    wanted = (expected.op, expected.channel.key)
-    mine = (own.op, own.channel.key, _site(own))
-    at = next((i for i in range(len(habit) - 1, -1, -1) if habit[i] == mine), None)
-    if at is None:
-        return False
-    # Between the last time that it issued this and the time before, it issued what it leaves out now.
-    before = next((i for i in range(at - 1, -1, -1) if habit[i] == mine), -1)
-    between = habit[before + 1 : at]
-    since = habit[at + 1 :]
-    return any(item[:2] == wanted for item in between) and sum(i[:2] == wanted for i in since) < sum(i[:2] == wanted for i in between)
+    # Programs skip a collective more often than they issue one too many.
+    return [shift for shift in shifts if shift.by > 0][:1]

@@ -6,6 +6,7 @@ comparison with the other ranks cannot, such as between the two ranks of a pair.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,12 @@ from commlens.model.collective import Collective
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
 _LOOK_BACK = 4096
+
+
+def position_in(history: Sequence[Collective], op: Collective) -> int | None:
+    """Return the position of an op in a rank's history, which is ordered by index; None if it is not there."""
+    position = bisect_left(history, op.index, key=lambda each: each.index)
+    return position if position < len(history) and history[position].index == op.index else None
 
 
 def token(op: Collective) -> Hashable:

@@ -75,7 +75,7 @@ class _Fold:
             if edge.rank not in trouble.culprits and not trouble.tie and culprits:
                 return sorted({self._of_rank(rank) for rank in culprits})
             title = "These ranks disagree" if trouble.answer is not None else "These ranks are out of step"
-            text = trouble.answer.detail if trouble.answer is not None else "; ".join(sorted(set(trouble.sides.values())))
+            text = trouble.answer.detail if trouble.answer is not None else ""
             lines = [line for line in (phrase(next(iter(trouble.ops.values()))), text) if line]
             return [self._put("trouble", target.detail, GraphNode(title=title, lines=lines, root=True))]
         if target.kind == "stuck":

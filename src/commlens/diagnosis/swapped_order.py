@@ -1,0 +1,75 @@
+"""Find ranks that once issued collectives of one shape in another order than the others: only the source lines show it.
+
+Throughout the program, each line of the rank meets the same line of the others; here, for a few collectives in a row, these lines
+meet in another order. Where a line legally meets several lines of the others, nothing is reported. A swapped order is only a
+suspicion: a warning, never more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping
+
+import msgspec
+
+from commlens.diagnosis.index import Track, World
+from commlens.diagnosis.out_of_step import keeps_routine, line_of
+from commlens.model.collective import ChannelKey, Collective
+
+_LONGEST = 16  # collectives in a row that can be in another order
+_MET_BEFORE = 4  # times that two lines must have met
+
+
+class SwappedOrder(msgspec.Struct):
+    """From ``number`` on, ``rank`` issued the collectives of the others in another order."""
+
+    rank: int
+    number: int
+    own: list[Collective]
+    others: list[Collective]
+
+
+def find_swapped_orders(world: World, key: ChannelKey) -> list[SwappedOrder]:
+    """Return the swapped orders of a channel, by rank."""
+    tracks = {rank: world.views[rank].tracks[key] for rank in world.users.get(key, ())}
+    if len(tracks) < 2:
+        return []
+    # Compare all ranks with the first. If most differ from it in the same place, the first rank is the odd one.
+    base, *others = sorted(tracks)
+    swaps = [swap for rank in others if (swap := _compare(rank, tracks[rank], tracks[base].ops)) is not None]
+    if not swaps:
+        return []
+    first = swaps[0]
+    of_base = SwappedOrder(base, first.number, first.others, first.own)
+    if len(tracks) == 2:
+        odd = [swap for swap in (first, of_base) if keeps_routine(world, swap.rank, swap.own[0]) is False]
+        return odd if len(odd) == 1 else []
+    if len(swaps) * 2 < len(tracks):
+        return swaps
+    return [of_base] if [swap.number for swap in swaps] == [first.number] * len(others) else []
+
+
+def _compare(rank: int, track: Track, reference: Mapping[int, Collective]) -> SwappedOrder | None:
+    """Return the one stretch of collectives whose lines meet the reference's lines in another order, if there is exactly one."""
+    numbers = sorted(set(track.ops) & set(reference))
+    met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)
+    usual: dict[Hashable, Hashable] = {}  # a line of the rank, and the line of the reference that it meets most often
+    for (mine, theirs), _ in met.most_common():
+        usual.setdefault(mine, theirs)
+    if len(set(usual.values())) < len(usual):
+        return None  # a line of the reference meets several of the rank
+    odd = [number for number in numbers if usual[line_of(track.ops[number])] != line_of(reference[number])]
+    if len(odd) < 2 or odd[-1] - odd[0] != len(odd) - 1 or len(odd) > _LONGEST:
+        return None  # not in a row: a line of the rank meets several of the reference
+    own, others = [track.ops[number] for number in odd], [reference[number] for number in odd]
+    if Counter(usual[line_of(op)] for op in own) != Counter(line_of(op) for op in others):
+        return None
+    if not all(_same_args(mine, theirs) for mine, theirs in zip(own, others, strict=True)):
+        return None  # a disagreement, or a shift
+    if any(met[(line_of(op), usual[line_of(op)])] < _MET_BEFORE or op.concurrent for op in own):
+        return None
+    return SwappedOrder(rank, odd[0], own, others)
+
+
+def _same_args(mine: Collective, theirs: Collective) -> bool:
+    return (mine.op, mine.step, mine.args.inputs) == (theirs.op, theirs.step, theirs.args.inputs)
