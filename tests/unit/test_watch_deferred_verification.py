@@ -10,7 +10,7 @@ from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, 
 from commlens.model.collective import CollectiveArgs
 from commlens.model.verdict import Verdict
 from commlens.watch import signatures
-from commlens.watch.channel_progress import KEPT
+from commlens.watch.channel_progress import MAX_PENDING
 
 
 def gather(*shape: int) -> CollectiveArgs:
@@ -208,7 +208,7 @@ def test_the_records_of_a_rank_far_ahead_are_not_kept_forever() -> None:
             node.ranks[0].issue(root, ranks=(0, 1))
         node.look()
     (progress,) = node.verification._comparison._channels.values()
-    assert len(progress.first_issue) <= KEPT + 1
+    assert len(progress.first_issue) <= MAX_PENDING + 1
     for _ in range(40 * 256):
         node.ranks[1].issue(root, ranks=(0, 1))
         if node.ranks[1].box.index % 256 == 0:
@@ -218,7 +218,7 @@ def test_the_records_of_a_rank_far_ahead_are_not_kept_forever() -> None:
 
 
 def test_ever_changing_shapes_are_not_kept_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signatures, "REMEMBERED", 50)
+    monkeypatch.setattr(signatures, "CACHE_SIZE", 50)
     node = Node(2)
     for i in range(400):
         node.all(all_reduce(i + 1), ranks=(0, 1))

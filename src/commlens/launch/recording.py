@@ -92,11 +92,11 @@ def _require_torch(caller: str) -> None:
 
 
 def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:
-    from commlens.verification.accelerate import take_over
+    from commlens.verification.accelerate import replace_check
     from commlens.verification.verifier import Verifier
 
     verifier = Verifier(job_dir, rank, **options)
-    take_over()
+    replace_check()
     return verifier
 
 

@@ -12,7 +12,7 @@ US: Final = 1e-6
 class Network(msgspec.Struct, frozen=True, kw_only=True):
     """A network. Bandwidths are per rank and direction, in bytes per second; latencies are per hop, in seconds."""
 
-    name: str = "the network that was given"
+    name: str = "your network"
     intra_bandwidth: float
     inter_bandwidth: float
     intra_latency: float = 1.9 * US

@@ -30,10 +30,10 @@ def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) ->
     """
     if world_size <= 1:
         return 0
-    most = max(input_bytes, output_bytes)
+    larger = max(input_bytes, output_bytes)
     if op in POINT_TO_POINT or op in ("broadcast", "reduce"):
-        return most
+        return larger
     if op in BARRIERS:
         return 0
     rounds = 2 if op == "all_reduce" else 1
-    return rounds * most * (world_size - 1) // world_size
+    return rounds * larger * (world_size - 1) // world_size

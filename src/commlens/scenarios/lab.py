@@ -19,7 +19,7 @@ GROUP_TIMEOUT = timedelta(seconds=25)
 """The timeout of every process group, so that a scenario ends by itself, with or without commlens."""
 
 STALL_S = 60.0
-"""How long a rank "hangs"."""
+"""How long the culprit "hangs", in seconds."""
 
 
 running_name = ""
@@ -69,19 +69,19 @@ def report(step: int, loss: torch.Tensor | float) -> None:
 
 
 def pause(seconds: float) -> None:
-    """Stand in for work of this length."""
+    """Sleep, in place of real work."""
     time.sleep(seconds)
 
 
 def finish(model: torch.nn.Module) -> None:
-    """Leave the job, and print a checksum of the parameters: equal lines mean bit-identical runs."""
+    """Print a checksum of the parameters and leave the job. Equal checksums mean bit-identical runs."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         digest.update(local.detach().contiguous().view(-1).numpy().tobytes())
     say(f"rank {dist.get_rank()} ends with parameters {digest.hexdigest()[:16]}")
-    # No rank leaves before all ranks are here.
+    # No rank leaves before all have arrived.
     dist.barrier()
     if torch.__version__.startswith("2.6."):
-        pause(0.2)  # it joins gloo's threads while holding the GIL that they may be waiting for: a deadlock of its own
+        pause(0.2)  # torch 2.6 joins gloo's threads while holding the GIL that they may be waiting for: torch's own deadlock
     dist.destroy_process_group()

@@ -19,8 +19,8 @@ from commlens.traces.trace import Trace
 UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
 """If set to 1, golden files are written instead of compared."""
 
-_MOST_SHOWN = 5
-_LASTING_FIELDS = ("op", "api", "phase", "site", "dtype", "input_bytes", "output_bytes", "wire_bytes", "reduce_op", "root", "peer",
+_MAX_SHOWN = 5
+_STABLE_FIELDS = ("op", "api", "phase", "site", "dtype", "input_bytes", "output_bytes", "wire_bytes", "reduce_op", "root", "peer",
                    "asynchronous", "members")  # fmt: skip
 
 
@@ -73,26 +73,25 @@ def assert_comms(
         SelectionError: unknown field.
     """
     __tracebackhide__ = True  # pytest shows the test's own line
-    whole = as_trace(trace)
-    part = Trace(whole.data).filter(**only)
+    part = Trace(as_trace(trace).data).filter(**only)
     data = part.data
     problems: list[str] = []
     if isinstance(counts, Mapping):
         problems += _wrong_counts(part, counts, by)
     elif counts is not None and part.calls != counts:
-        problems.append(f"expected {count(counts, 'collective')}, found {_number(part.calls)}:" + _shown(data, data.events))
+        problems.append(f"expected {count(counts, 'collective')}, found {_number_or_none(part.calls)}:" + _event_lines(data, data.events))
     unwanted = [none_on] if isinstance(none_on, str) else list(none_on or [])
     for name in unwanted:
         found = part.filter(group=name).events
         if found:
             calls = sum(event.count for event in found)
-            problems.append(f"expected no collectives on {name}, found {_number(calls)}:" + _shown(data, found))
+            problems.append(f"expected no collectives on {name}, found {_number_or_none(calls)}:" + _event_lines(data, found))
     if max_bytes is not None and part.wire_bytes > max_bytes:
         costliest = sorted(data.events, key=lambda event: -event.wire_bytes * event.count)
         over = part.wire_bytes - max_bytes
         problems.append(
             f"expected at most {size(max_bytes)} on the wire, found {size(part.wire_bytes)} "
-            f"({number(over)} bytes too many). The costliest:" + _shown(data, costliest)
+            f"({number(over)} bytes too many). The costliest:" + _event_lines(data, costliest)
         )
     lost = data.coverage.dispatched - data.coverage.recorded
     if lost > 0:
@@ -110,7 +109,7 @@ def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: b
     Args:
         trace: a :class:`commlens.Trace`, the path of a trace file, or a ``commlens.CommDebugMode``.
         path: the golden file; compressed if it ends with ``.gz``.
-        update: write the file instead of comparing. By default if the variable COMMLENS_UPDATE_GOLDEN is set (and not to 0).
+        update: write the file instead of comparing. The default is True if COMMLENS_UPDATE_GOLDEN is set and not 0.
 
     Raises:
         AssertionError: the trace differs, or there is no golden file yet. The message lists the changes and how to accept them.
@@ -140,7 +139,7 @@ def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: b
 
 
 def condense(data: TraceData) -> TraceData:
-    """Return the trace without anything that varies between runs: equal collectives counted together, in a stable order."""
+    """Return the trace without what varies between runs, with equal collectives counted together and in a stable order."""
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     kept: dict[tuple[Any, ...], TraceEvent] = {}
     condensed = TraceData(rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES)
@@ -155,7 +154,7 @@ def condense(data: TraceData) -> TraceData:
             group=groups[wording.label(group), group.ranks],
             owner=None if event.owner is None else type(event.owner)(event.owner.library, event.owner.name),
             cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # its text varies with torch
-            **{name: getattr(event, name) for name in _LASTING_FIELDS},
+            **{name: getattr(event, name) for name in _STABLE_FIELDS},
         )
         key = tuple(getattr(plain, name) for name in plain.__struct_fields__)
         if key in kept:
@@ -176,7 +175,7 @@ def condense(data: TraceData) -> TraceData:
 
 def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str]) -> list[str]:
     actual = part.counts(by=by)
-    wanted = {_key(key): expected for key, expected in counts.items()}
+    wanted = {_without_enums(key): expected for key, expected in counts.items()}
     data = part.data
     getters = [fields.field(name).get for name in ([by] if isinstance(by, str) else by)]
     problems = []
@@ -190,11 +189,11 @@ def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str
         if not found:
             problems.append(f"{name}: expected {number(expected)}, found none{_similar(key, actual)}")
         else:
-            problems.append(f"{name}: expected {_number(expected)}, found {number(found)}:" + _shown(data, events))
+            problems.append(f"{name}: expected {_number_or_none(expected)}, found {number(found)}:" + _event_lines(data, events))
     return problems
 
 
-def _key(key: Any) -> Any:
+def _without_enums(key: Any) -> Any:
     plain = [getattr(item, "value", item) for item in (key if isinstance(key, tuple) else (key,))]
     return tuple(plain) if isinstance(key, tuple) else plain[0]
 
@@ -205,14 +204,14 @@ def _similar(key: Any, actual: Mapping[Any, int]) -> str:
     return f" (did you mean {names[close[0]]!r}?)" if close else ""
 
 
-def _number(calls: int) -> str:
+def _number_or_none(calls: int) -> str:
     return number(calls) if calls else "none"
 
 
-def _shown(data: TraceData, events: Sequence[TraceEvent]) -> str:
-    lines = [f"\n    {event_words(data, event)}" for event in events[:_MOST_SHOWN]]
-    if len(events) > _MOST_SHOWN:
-        lines.append(f"\n    ... and {len(events) - _MOST_SHOWN} more")
+def _event_lines(data: TraceData, events: Sequence[TraceEvent]) -> str:
+    lines = [f"\n    {event_words(data, event)}" for event in events[:_MAX_SHOWN]]
+    if len(events) > _MAX_SHOWN:
+        lines.append(f"\n    ... and {len(events) - _MAX_SHOWN} more")
     return "".join(lines)
 
 
@@ -234,5 +233,5 @@ def event_words(data: TraceData, event: TraceEvent) -> str:
 
 def _message(problems: Sequence[str], only: Mapping[str, Any]) -> str:
     filters = ", ".join(f"{name}={getattr(value, 'value', value)!s}" for name, value in only.items())
-    of = f" ({filters})" if filters else ""
-    return f"Unexpected collectives{of}:" + "".join(f"\n- {problem}" for problem in problems)
+    suffix = f" ({filters})" if filters else ""
+    return f"Unexpected collectives{suffix}:" + "".join(f"\n- {problem}" for problem in problems)

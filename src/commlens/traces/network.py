@@ -114,19 +114,17 @@ def collective_seconds(
     if size <= 1:
         return 0.0
     if op in POINT_TO_POINT:
-        far = peer is None or peer // network.ranks_per_node != rank // network.ranks_per_node
-        if peer is None:
-            far = nodes_of(ranks, network) > 1
+        far = nodes_of(ranks if peer is None else (rank, peer), network) > 1
         return wire_bytes / (network.inter_bandwidth if far else network.intra_bandwidth) + _latency(network, far)
     nodes = nodes_of(ranks, network)
     per_node = max(1, size // nodes)
     crosses = nodes > 1
     if op == "all_to_all":
-        outside = (size - per_node) / (size - 1) if crosses else 0.0  # the share of the bytes to other ranks that leaves the node
+        outside = (size - per_node) / (size - 1) if crosses else 0.0  # the fraction of the bytes sent that leaves the node
         moving = max(wire_bytes * (1 - outside) / network.intra_bandwidth, wire_bytes * outside / network.inter_bandwidth)
         return moving + _latency(network, crosses)
     bandwidth = min(network.intra_bandwidth, network.inter_bandwidth * per_node) if crosses else network.intra_bandwidth
-    return wire_bytes / bandwidth + _hops(op, size, nodes, network)
+    return wire_bytes / bandwidth + _hop_latencies(op, size, nodes, network)
 
 
 def nodes_of(ranks: Sequence[int], network: Network) -> int:
@@ -138,9 +136,9 @@ def _latency(network: Network, far: bool) -> float:
     return network.inter_latency if far else network.intra_latency
 
 
-def _hops(op: str, size: int, nodes: int, network: Network) -> float:
-    far = nodes if nodes > 1 else 0
-    ring = far * network.inter_latency + (size - 1 - max(0, far - 1)) * network.intra_latency
+def _hop_latencies(op: str, size: int, nodes: int, network: Network) -> float:
+    crossings = nodes if nodes > 1 else 0
+    ring = crossings * network.inter_latency + (size - 1 - max(0, crossings - 1)) * network.intra_latency
     per_node = max(1, size // nodes)
     tree = math.ceil(math.log2(nodes)) * network.inter_latency + math.ceil(math.log2(per_node)) * network.intra_latency
     if op == "all_reduce" or op in BARRIERS:

@@ -11,8 +11,8 @@ from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.text import count, joined, number, ranks_phrase, size
 from commlens.traces import wording
 
-MOST_WHY = 10
-_FOLD_FROM = 3  # from this many modules that differ only in a number, one row
+MAX_REASONS = 10
+_FOLD_FROM = 3  # this many modules that differ only in a number, or more, share a row
 _ORDER = [*(phase.value for phase in Phase), "unclassified"]
 
 
@@ -37,7 +37,7 @@ def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
         by_phase=sorted(_by(data, lambda group, event: wording.phase_name(event.phase)), key=lambda row: _ORDER.index(row.name)),
         by_op=_by(data, lambda group, event: event.op),
         by_module=modules(data),
-        why=reasons(data)[:MOST_WHY],
+        why=reasons(data)[:MAX_REASONS],
         coverage=coverage,
         complete=complete,
         blind=list(data.coverage.blind),
@@ -125,7 +125,7 @@ def modules(data: TraceData) -> list[ModuleTotal]:
             calls_bytes[0] += event.count
             calls_bytes[1] += event.wire_bytes * event.count
     called = {module.path for module in data.modules}
-    places = _places(data)
+    places = _call_order(data)
     inclusive: dict[str, list[int]] = {}
     for site, (calls, carried) in own.items():
         for path in wording.prefixes(site):
@@ -136,7 +136,7 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     names = folded(inclusive)
     rows: dict[str, ModuleTotal] = {}
     members: dict[str, list[str]] = {}
-    for path in sorted(inclusive, key=lambda path: _key(path, places)):
+    for path in sorted(inclusive, key=lambda path: _sort_key(path, places)):
         name = names[path]
         row = rows.setdefault(name, ModuleTotal(name, modules=0))
         members.setdefault(name, []).append(path)
@@ -149,8 +149,8 @@ def modules(data: TraceData) -> list[ModuleTotal]:
     return _in_tree(rows, {name: paths[0] for name, paths in members.items()}, names)
 
 
-def _places(data: TraceData) -> dict[str, int]:
-    """Return each path's position in the model: when it, or the first module below it, was first called."""
+def _call_order(data: TraceData) -> dict[str, int]:
+    """Return each path's position in the order of first calls; a parent takes that of its first called child."""
     places: dict[str, int] = {}
     for place, module in enumerate(data.modules):
         for path in wording.prefixes(module.path):
@@ -158,7 +158,7 @@ def _places(data: TraceData) -> dict[str, int]:
     return places
 
 
-def _key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
+def _sort_key(path: str, places: dict[str, int]) -> list[tuple[int, object]]:
     """Return a sort key: modules in the order of their first calls, parents before children, uncalled paths last."""
     return [(0, places[part]) if part in places else (1, wording.natural(part.rpartition(".")[2])) for part in wording.prefixes(path)]
 

@@ -1,8 +1,8 @@
-"""Replace the check of Accelerate's own debug mode with commlens's, at its cost and with its message.
+"""A replacement for the check in Accelerate's own debug mode.
 
 Accelerate (tried with 1.15.0) gathers all ranks' shapes over the user's process group before each of its operations. If all ranks
-verify, their arguments are compared on the boards instead: nothing is sent, no other op can be mistaken for the check, and a rank
-that does not arrive is named.
+verify, commlens compares the arguments on the boards instead: it sends nothing, no other op can be mistaken for the check, and the
+message names a rank that does not arrive.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from commlens.verification.operation import next_call, verifier_of
 _MODULE = "accelerate.utils.operations"
 
 
-def take_over() -> None:
-    """Replace the check from now on, if Accelerate has been imported."""
+def replace_check() -> None:
+    """Replace Accelerate's check from now on, if Accelerate has been imported."""
     operations = sys.modules.get(_MODULE)
     original = getattr(operations, "gather_object", None)
     if operations is None or original is None or hasattr(original, "__commlens__"):
@@ -27,7 +27,7 @@ def take_over() -> None:
     @functools.wraps(original)
     def gather_object(*args: Any, **kwargs: Any) -> Any:
         caller = sys._getframe(1)
-        if caller.f_code.co_name == "wrapper" and caller.f_globals is operations.__dict__ and _compared(caller):
+        if caller.f_code.co_name == "wrapper" and caller.f_globals is operations.__dict__ and _compare(caller):
             return args[0]  # as if all other ranks had gathered the same
         return original(*args, **kwargs)
 
@@ -35,18 +35,18 @@ def take_over() -> None:
     operations.gather_object = gather_object  # type: ignore[attr-defined]
 
 
-def _compared(caller: Any) -> bool:
-    """Return whether an operation's argument was compared with all ranks'; False leaves the check to Accelerate."""
+def _compare(caller: Any) -> bool:
+    """Compare an operation's argument across all ranks. Return False if that is impossible and Accelerate must check."""
     function, given = caller.f_locals.get("function"), caller.f_locals.get("tensor")
     distributed = sys.modules.get("torch.distributed")
     if function is None or distributed is None or not distributed.is_initialized():
         return False
-    among = distributed.group.WORLD
-    verifier, group = verifier_of(among)
+    world = distributed.group.WORLD
+    verifier, group = verifier_of(world)
     if verifier is None or not verifier.is_active or not verifier.all_verify(group):
         return False
     path = "" if hasattr(given, "shape") else "tensor"
     name = f"{function.__module__}.{function.__qualname__}"
-    with next_call(among) as number:
+    with next_call(world) as number:
         verifier.before_call(name, group, number, lambda: pack(describe({path: given}, lambda _: False)), caller.f_back)
     return True

@@ -18,7 +18,7 @@ from commlens.verification.call_site import call_site
 from commlens.verification.channels import FunctionCall, Pending, VerifiedChannel, group_name
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
-from commlens.verification.waiting import may_be_early, needed, needed_at_issue
+from commlens.verification.waiting import may_complete_early, needed, needed_at_issue
 
 log = logging.getLogger("commlens")
 
@@ -109,7 +109,7 @@ class Announcer:
         if channel is None or not channel.slot:
             return None
         own, peers = self._peers.rank, channel.peers
-        at_issue = peers if may_be_early(args) and channel.rooted_patience_ns else needed_at_issue(args, peers, own)
+        at_issue = peers if may_complete_early(args) and channel.rooted_patience_ns else needed_at_issue(args, peers, own)
         return self._exchange.plan(
             self._native(channel), generation, self._with_round(channel, 0), self.signature(args, code),
             self._known_blob((id(args), code, stack), args), code, at_issue, needed(args, peers, own),
@@ -171,7 +171,7 @@ class Announcer:
         if not slot:
             log.warning("commlens: more than %d channels are in use; collectives on further ones are not verified", B.CHANNELS)
         peers = self._peers.among(members)
-        self._peers.warn_of(members, peers)
+        self._peers.warn_about(members, peers)
         return VerifiedChannel(group, key, slot, members, peers, family)
 
     def _call_channel(self, name: str, group: Group) -> VerifiedChannel:

@@ -24,8 +24,8 @@ class Peers:
         Args:
             folder: the job's folder of black boxes.
             rank: this rank.
-            own: the path of its own board.
-            counts_from: only boards with this value in their word ``COUNTS_FROM`` count collectives as this rank does.
+            own: the path of this rank's board.
+            counts_from: this rank's word ``COUNTS_FROM``; boards with another value number collectives differently and are ignored.
         """
         self.rank = rank
         self.unverified: set[int] = set()
@@ -79,7 +79,7 @@ class Peers:
                 return {rank for rank in description.get("ranks", ()) if isinstance(rank, int)}
         return set()
 
-    def warn_of(self, members: Iterable[int], peers: list[int]) -> None:
+    def warn_about(self, members: Iterable[int], peers: list[int]) -> None:
         """Warn once of each rank on this node whose collectives are not compared."""
         here = _ranks_of_this_node(self.rank)
         new = [rank for rank in members if rank != self.rank and rank not in peers and rank not in self._warned and rank in here]
@@ -90,8 +90,8 @@ class Peers:
                 ranks_phrase(new), verb(new, "does", "do"), self.rank,
             )  # fmt: skip
 
-    def first_warning_of(self, ranks: Iterable[int]) -> list[int]:
-        """Return those ranks that no warning has named yet."""
+    def take_unwarned(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that no warning has named yet, and count them as named."""
         new = [rank for rank in ranks if rank not in self._warned]
         self._warned.update(new)
         return new

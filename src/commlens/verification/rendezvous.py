@@ -76,7 +76,7 @@ class Rendezvous:
             self._count = number
         for rank in missing:
             self._missed[rank] = self._missed.get(rank, 0) + 1
-        return self._peers.first_warning_of(missing)
+        return self._peers.take_unwarned(missing)
 
     def _recorded_ranks(self) -> list[int]:
         """Return the other ranks of the job that are alive on this node, by their black boxes."""

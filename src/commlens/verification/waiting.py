@@ -31,7 +31,7 @@ log = logging.getLogger("commlens")
 
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
-SILENT_AFTER_S: Final = 1.0  # the watchdog thread's heart beats four times as often
+SILENT_AFTER_S: Final = 1.0  # four heartbeats of the watchdog thread
 HAS_FINISHED: Final = "has finished"
 _now = time.monotonic_ns
 
@@ -50,12 +50,12 @@ def needed(args: InternedArgs | FunctionCall, ranks: list[int], own: int) -> lis
 
 
 def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
-    """Return those of ``ranks`` to wait for before issue, for as long as it takes: only if the caller waits for the op anyway."""
+    """Return those of ``ranks`` to wait for without a time limit before issue: none unless the caller blocks on the op anyway."""
     return needed(args, ranks, own) if args.synchronous and args.op not in SENT_TO_ROOT else []
 
 
-def may_be_early(args: InternedArgs) -> bool:
-    """Return whether ranks may legally complete an op before others arrive, but mostly do not, so that a short wait pays."""
+def may_complete_early(args: InternedArgs) -> bool:
+    """Return whether ranks may legally complete the op before others arrive but rarely do, so that a short wait pays."""
     return args.synchronous and args.op not in NEEDS_ALL and args.op not in POINT_TO_POINT
 
 
@@ -77,7 +77,7 @@ class Waiting:
         Args:
             folder: the job's folder of black boxes.
             board: this rank's board, which shows that it waits.
-            bells: wake this rank when a peer announces.
+            bells: wakes this rank when a peer announces.
             peers: the peers' boards.
             comparison: compares announcements as they arrive.
             refusals: a refusal by another rank ends the wait.
@@ -93,30 +93,30 @@ class Waiting:
         self._timeout_s = timeout_s
 
     def before_issue(self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]) -> None:
-        """Wait before issue, as far as the op's semantics allow.
+        """Wait before issue, as far as the op's semantics allow it.
 
         Args:
             pending: the announced op.
             args: its arguments.
-            plans_changed: called after a wait in vain for ranks that the op does not need: further ops of the channel do not wait for them.
+            plans_changed: called when a short wait has expired: later ops of the channel no longer wait for ranks that they do not need.
 
         Raises:
-            DistributedOperationException: it must not be issued.
+            DistributedOperationException: the op must not be issued.
         """
-        must = needed_at_issue(args, pending.absent, self._peers.rank)
-        if must:
-            self.wait(pending, must)
-        if pending.absent and may_be_early(args) and pending.channel.rooted_patience_ns:
+        required = needed_at_issue(args, pending.absent, self._peers.rank)
+        if required:
+            self.wait(pending, required)
+        if pending.absent and may_complete_early(args) and pending.channel.rooted_patience_ns:
             self.wait(pending, pending.absent, pending.channel.rooted_patience_ns)
             if pending.absent:
-                pending.channel.rooted_patience_ns = 0  # this program's ranks do not meet here: do not delay it again
+                pending.channel.rooted_patience_ns = 0  # in this program, the ranks do not arrive together: do not delay it again
                 plans_changed()
 
     def before_wait(self, pending: Pending) -> None:
         """Wait for all ranks that the op needs, before a thread blocks until it is done.
 
         Raises:
-            DistributedOperationException: they do not match or do not arrive.
+            DistributedOperationException: a rank's announcement does not match, or a rank does not arrive.
         """
         self.wait(pending, needed(pending.args, pending.absent, self._peers.rank))
 
@@ -177,7 +177,7 @@ class Waiting:
         """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the timeout."""
         ended = {rank: how for rank in absent if (how := self._how_it_ended(rank))}
         if ended:
-            self._comparison.compare(pending)  # it may have announced just before
+            self._comparison.compare(pending)  # a rank may have announced just before it ended
             ended = {rank: how for rank, how in ended.items() if rank in pending.absent}
             if set(ended.values()) == {HAS_FINISHED}:
                 self._refuse_if_tags_differ(pending, waited_ns, HAS_FINISHED)
@@ -218,7 +218,7 @@ class Waiting:
                 self._refusals.post(pending, "mismatch/p2p", tag_text(compared.subject(pending), rows, waited_ns / 1e9, where))
 
     def _other_tags(self, pending: Pending, rank: int) -> Iterator[dict[str, Any]]:
-        """Return the blobs of a peer's messages to this rank that have another tag and are not received yet."""
+        """Yield the arguments of a peer's messages to this rank that have another tag and are not received yet."""
         board, own = self._peers[rank], self._peers.own()
         for key, description in board.channels():
             if description.get("family") != pending.channel.family or key == pending.channel.key:
@@ -238,7 +238,7 @@ class Waiting:
         return "was killed or crashed" if is_gone(board.pid, board.start_ticks) else ""
 
     def _whereabouts(self, rank: int) -> str:
-        """Return an absent rank's whereabouts; "" if unknown. The line is its main thread's, as its own watchdog thread last saw it."""
+        """Return what an absent rank is doing; "" if unknown. The rank's watchdog thread recorded the line of its main thread."""
         board = self._peers[rank]
         if process_state(board.pid) in ("T", "t"):
             return "is stopped by a signal"

@@ -15,7 +15,7 @@ SequenceNumber = tuple[int, int]
 Issue = tuple[SignatureId, int, int]
 """What a rank issues under a sequence number: signature, stack and optimizer step."""
 
-KEPT: Final = 4096  # sequence numbers of a channel that wait for the slowest rank, at most
+MAX_PENDING: Final = 4096  # sequence numbers per channel that may wait for the slowest rank
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class ChannelProgress:
             How many were given up before the slowest rank reached them.
         """
         slowest = min((self.newest.get(rank, 0) for rank in self.local_ranks), default=0)
-        floor = max(slowest + 1, max(self.newest.values(), default=0) - KEPT)
+        floor = max(slowest + 1, max(self.newest.values(), default=0) - MAX_PENDING)
         if floor <= self.floor:
             return 0
         first_issue = self.first_issue

@@ -15,7 +15,7 @@ from typing import Final
 from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
 from commlens.text import ranks_phrase
-from commlens.watch.channel_progress import KEPT, Discrepancy
+from commlens.watch.channel_progress import MAX_PENDING, Discrepancy
 from commlens.watch.record_reader import RecordReader
 from commlens.watch.roster import Member, Roster
 from commlens.watch.signature_comparison import SignatureComparison
@@ -23,7 +23,7 @@ from commlens.watch.signature_comparison import SignatureComparison
 INTERVAL_S: Final = 0.05
 INTERVAL_MAX_S: Final = 0.5
 CPU_SHARE: Final = 0.03  # of one core
-RECORDS_MAX: Final = 1 << 16  # of a rank in one poll
+RECORDS_MAX: Final = 1 << 16  # per rank and poll
 RECORDS_MIN: Final = 64
 
 
@@ -32,10 +32,10 @@ class CpuBudget:
     """Keeps deferred verification within its share of one core: poll less often, then read fewer records."""
 
     interval_s: float = INTERVAL_S  # between polls
-    records_per_rank: int = RECORDS_MAX  # in one poll; of more, only the newest are read
+    records_per_rank: int = RECORDS_MAX  # per poll; if a rank has more, only the newest are read
 
     def charge(self, spent_s: float, records_per_rank: float) -> None:
-        """Adapt to the CPU time that a poll took, and to how many records of a rank it read."""
+        """Adapt to the CPU time that a poll took and the average number of records that it read per rank."""
         needed_s = spent_s / CPU_SHARE
         self.interval_s = min(INTERVAL_MAX_S, max(INTERVAL_S, needed_s))
         if needed_s > INTERVAL_MAX_S and records_per_rank:
@@ -45,10 +45,10 @@ class CpuBudget:
 
 
 class DeferredVerification:
-    """The comparison of the ranks on this node while they run.
+    """Compares the collectives of this node's ranks while they run.
 
     Args:
-        roster: whose black boxes are read.
+        roster: lists the ranks and their black boxes.
         clock: returns the CPU seconds that the calling thread has used.
     """
 
@@ -80,7 +80,7 @@ class DeferredVerification:
         self.budget.charge(self._clock() - began, read / len(self._readers))
 
     def _follow(self, members: list[Member]) -> None:
-        """Start anew when ranks have joined. The records that they issued before are still in their boxes."""
+        """Restart the comparison when the ranks change. Their earlier records are still in the boxes and are read again."""
         now = tuple((member.pid, member.rank, member.box is not None) for member in members if member.rank >= 0)
         if now == self._members:
             return
@@ -95,22 +95,22 @@ class DeferredVerification:
 
     @property
     def missed(self) -> int:
-        """How many records were not compared: overwritten before they were read, or skipped to stay within the CPU budget."""
+        """The number of records that were not compared: overwritten before they were read, or skipped to stay within the CPU budget."""
         return self._missed_before + sum(reader.tail.missed for reader in self._readers)
 
     def times(self, discrepancy: Discrepancy) -> int:
-        """Return how often the same has happened by now."""
+        """Return how often the channel's ranks have disagreed on this aspect so far."""
         return self._comparison.disagreement_counts[(discrepancy.channel.key, discrepancy.aspect)]
 
     @property
     def gaps(self) -> str:
-        """What was not compared, in words; empty if everything was."""
+        """Description of the records that were not compared; empty if all were."""
         missed, given_up = self.missed, self._comparison.given_up
         parts = []
         if missed:
             ranks = [reader.rank for reader in self._readers if reader.tail.missed]
-            whose = f"of {ranks_phrase(ranks)}" if ranks else "from before a restart"
-            parts.append(f"{missed} records {whose} came too fast to be compared")
+            source = f"of {ranks_phrase(ranks)}" if ranks else "from before a restart"
+            parts.append(f"{missed} records {source} came too fast to be compared")
         if given_up:
-            parts.append(f"{given_up} collectives were not compared with a rank that was more than {KEPT} behind")
+            parts.append(f"{given_up} collectives were not compared with a rank that was more than {MAX_PENDING} behind")
         return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Point-to-point messages from one rank to another: which send meets which receive."""
+"""Pairing of point-to-point messages: which send matches which receive."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 
 from commlens.model.collective import Channel
 from commlens.model.ops import matches_by_tag
-from commlens.watch.channel_progress import KEPT
+from commlens.watch.channel_progress import MAX_PENDING
 from commlens.watch.signatures import SignatureId
 
 
 @dataclass(slots=True)
 class MessageStream:
-    """The messages from one rank to another that have not met their other half."""
+    """The sends and receives between a sender and a receiver that are not paired yet."""
 
     channel: Channel
     sender: int
     receiver: int
-    unmatched: dict[tuple[int, int], tuple[SignatureId, bool]] = field(default_factory=dict)  # (tag, count): signature, is a send
-    dropped: int = 0  # messages that were forgotten unmatched
-    unpaired: bool = False  # which send meets which receive is no longer known
+    unmatched: dict[tuple[int, int], tuple[SignatureId, bool]] = field(default_factory=dict)  # (tag, number): signature, is a send
+    dropped: int = 0  # unmatched messages that were discarded
+    pairing_lost: bool = False  # sends can no longer be assigned to receives, so nothing more is compared
 
 
 @dataclass(slots=True)
@@ -33,33 +33,33 @@ class StreamEnd:
     has_gap: bool = False
 
     def match(self, signature: SignatureId, number: int, tag: int) -> tuple[SignatureId, SignatureId] | None:
-        """Add a message, and return the signatures of the send and the receive if its other half was added before.
+        """Add a message; return the signatures of the send and the receive if its counterpart was added before.
 
-        Messages of one tag are matched first in, first out.
+        Messages of one tag are matched in order of issue.
         """
         stream = self.stream
-        if stream.unpaired:
+        if stream.pairing_lost:
             return None
         if not matches_by_tag(stream.channel.group.backend):
             tag = 0
         if number == self.newest + 1:
             count = self.counts.get(tag, 0) + 1
         elif number > self.newest:
-            self.has_gap = True  # overwritten before they were read; with only one tag the sequence numbers still count
+            self.has_gap = True  # records were overwritten before they were read; with a single tag, the sequence number still is the count
             count = number
         else:
-            stream.unpaired = True  # issued by several threads at once
+            stream.pairing_lost = True  # issued by several threads at once
             return None
         self.newest = number
         self.counts[tag] = count
         if self.has_gap and len(self.counts) > 1:
-            stream.unpaired = True
+            stream.pairing_lost = True
             stream.unmatched.clear()
             return None
         other = stream.unmatched.get((tag, count))
         if other is None or other[1] == self.is_sender:
             stream.unmatched[(tag, count)] = (signature, self.is_sender)
-            if len(stream.unmatched) > KEPT:
+            if len(stream.unmatched) > MAX_PENDING:
                 del stream.unmatched[next(iter(stream.unmatched))]
                 stream.dropped += 1
             return None

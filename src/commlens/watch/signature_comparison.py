@@ -15,14 +15,14 @@ from commlens.matching.answer import Answer, Disagree
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Channel
-from commlens.watch.channel_progress import KEPT, ChannelProgress, Discrepancy, Issue, SequenceNumber
+from commlens.watch.channel_progress import MAX_PENDING, ChannelProgress, Discrepancy, Issue, SequenceNumber
 from commlens.watch.message_stream import MessageStream, StreamEnd
-from commlens.watch.signatures import REMEMBERED, BoundedCache, SignatureId, SignatureTable
+from commlens.watch.signatures import CACHE_SIZE, BoundedCache, SignatureId, SignatureTable
 
 ChannelKey = tuple[int, str, tuple[int, ...], str]
 
 SETTLED: Final = 16  # sequence numbers of a channel after which a new pair of source lines is suspicious
-PAIRS_REMEMBERED: Final = 1024  # pairs of source lines of a channel
+PAIRS_CACHE_SIZE: Final = 1024  # pairs of source lines of a channel
 
 
 class SignatureComparison:
@@ -73,7 +73,7 @@ class SignatureComparison:
 
     def trim(self, channels: Iterable[ChannelProgress]) -> None:
         """Forget the sequence numbers that are done, and all answers if there are too many."""
-        if len(self._answers) > REMEMBERED:
+        if len(self._answers) > CACHE_SIZE:
             self._answers.clear()
         for progress in channels:
             self._given_up += progress.trim()
@@ -97,11 +97,11 @@ class SignatureComparison:
                 if number - progress.begin >= SETTLED and not progress.order_suspected and not progress.is_concurrent:
                     progress.order_suspected = True
                     self._discrepancies.append(Discrepancy(progress.channel, number, "shift", None, progress=progress))
-                if len(progress.seen_pairs) < PAIRS_REMEMBERED:
+                if len(progress.seen_pairs) < PAIRS_CACHE_SIZE:
                     progress.seen_pairs.add(pair)
 
     def compare_all_ranks(self, progress: ChannelProgress, number: int, rank: int, signature: SignatureId) -> None:
-        """Compare every pair of ranks, once all of them are there: each rank must receive what every other rank sends it."""
+        """Compare every pair of ranks, once all have arrived: each rank must receive what every other rank sends it."""
         by_rank = progress.compared_together.setdefault(number, {})
         by_rank[rank] = signature
         if len(by_rank) == len(progress.local_ranks):
@@ -109,7 +109,7 @@ class SignatureComparison:
             answer = self._compare(progress, by_rank, by_rank=True)
             if isinstance(answer, Disagree):
                 self._add_disagreement(progress, number, answer, tuple(sorted(by_rank.values())))
-        elif len(progress.compared_together) > KEPT:
+        elif len(progress.compared_together) > MAX_PENDING:
             del progress.compared_together[next(iter(progress.compared_together))]
 
     def compare_reduce_op(self, progress: ChannelProgress, where: SequenceNumber, rank: int, signature: SignatureId, op: int) -> None:
@@ -118,7 +118,7 @@ class SignatureComparison:
         number = where[0]
         if first is None:
             progress.reduce_ops[where] = (op, signature, rank)
-            if len(progress.reduce_ops) > 2 * KEPT:
+            if len(progress.reduce_ops) > 2 * MAX_PENDING:
                 del progress.reduce_ops[next(iter(progress.reduce_ops))]
             return
         first_op, first_signature, first_rank = first
@@ -137,7 +137,7 @@ class SignatureComparison:
     def _compare(self, progress: ChannelProgress, issued: Mapping[int, SignatureId], *, by_rank: bool) -> Answer | None:
         """Compare signatures, each combination once. Which rank issued which only matters where ranks may legally differ."""
         known = {rank: self.signatures.get(signature) for rank, signature in issued.items()}
-        parts = {rank: signature.parts for rank, signature in known.items() if signature is not None and signature.asked is not None}
+        parts = {rank: signature.parts for rank, signature in known.items() if signature is not None and signature.args is not None}
         if len(parts) < len(issued):
             return None
         by_rank = by_rank or any(len(args[0].outputs) > 1 for args in parts.values())
@@ -150,13 +150,13 @@ class SignatureComparison:
         """Count a disagreement, and keep it as a discrepancy the first time that these values meet on this channel."""
         if number in progress.reported or progress.is_concurrent:
             return
-        if len(progress.reported) > KEPT:
+        if len(progress.reported) > MAX_PENDING:
             progress.reported = {each for each in progress.reported if each >= progress.floor}
         progress.reported.add(number)
         key = progress.channel.key
         self.disagreement_counts[(key, answer.aspect)] += 1
         distinct = (key, answer.aspect, *values)
-        if distinct in self._reported or len(self._reported) > REMEMBERED:
+        if distinct in self._reported or len(self._reported) > CACHE_SIZE:
             return
         self._reported.add(distinct)
         self._discrepancies.append(Discrepancy(progress.channel, number, answer.aspect, answer, progress=progress))
@@ -164,7 +164,7 @@ class SignatureComparison:
     # --- point to point
 
     def add_message(self, end: StreamEnd, signature: SignatureId, number: int, tag: int) -> None:
-        """Add a send or a receive, and compare it with its other half if that is there."""
+        """Add a send or a receive, and compare it with its counterpart if that was added before."""
         matched = end.match(signature, number, tag)
         if matched is None:
             return
@@ -173,9 +173,9 @@ class SignatureComparison:
         answer = self._answers.get(key)
         if answer is None:
             sent, received = (self.signatures.get(each) for each in matched)
-            if sent is None or received is None or sent.asked is None or received.asked is None:
+            if sent is None or received is None or sent.args is None or received.args is None:
                 return
-            answer = self._answers[key] = compare_pair(stream.sender, sent.asked, stream.receiver, received.asked)
+            answer = self._answers[key] = compare_pair(stream.sender, sent.args, stream.receiver, received.args)
         channel_key = stream.channel.key
         if isinstance(answer, Disagree) and (channel_key, stream.receiver) not in self._any_source:
             self.disagreement_counts[(channel_key, "p2p")] += 1

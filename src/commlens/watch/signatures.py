@@ -14,21 +14,21 @@ from commlens.model.ops import REDUCING
 SignatureId = int
 """Identifies an interned signature; 0: unknown."""
 
-REMEMBERED: Final = 20_000  # entries of every cache, at most: a program may vary its shapes forever
+CACHE_SIZE: Final = 20_000  # bounds every cache, because a program may vary its shapes forever
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
 class BoundedCache(dict[Key, Value]):
-    """Values that are loaded once, and all forgotten when there are too many."""
+    """Values loaded on first use; cleared when full."""
 
     def __init__(self, load: Callable[[Key], Value]) -> None:
         super().__init__()
         self._load = load
 
     def __missing__(self, key: Key) -> Value:
-        if len(self) > REMEMBERED:
+        if len(self) > CACHE_SIZE:
             self.clear()
         value = self[key] = self._load(key)
         return value
@@ -39,13 +39,13 @@ class Signature:
     """The arguments of a collective or message, or those of every member of a coalesced group."""
 
     blob: ArgsJson | None  # None for a coalesced group
-    asked: CollectiveArgs | None
+    args: CollectiveArgs | None  # of a coalesced group: those of its first member
     members: tuple[CollectiveArgs, ...] = ()  # of a coalesced group
 
     @property
     def parts(self) -> tuple[CollectiveArgs, ...]:
         """The members of a coalesced group; otherwise the arguments as the only member."""
-        return self.members or ((self.asked,) if self.asked is not None else ())
+        return self.members or ((self.args,) if self.args is not None else ())
 
 
 class SignatureTable:
@@ -53,7 +53,7 @@ class SignatureTable:
 
     def __init__(self) -> None:
         self.signatures: dict[SignatureId, Signature] = {}
-        self.needs_more: set[SignatureId] = set()  # the reduce op is recorded later, or all ranks are compared together
+        self.needs_more: set[SignatureId] = set()  # reduce op recorded later, or all ranks compared together
         self.needs_all_ranks: set[SignatureId] = set()
         self._ids: dict[bytes | tuple[SignatureId, ...], SignatureId] = {}
         self._next_id = itertools.count(1)
@@ -65,7 +65,7 @@ class SignatureTable:
     def op(self, signature: SignatureId) -> str:
         """Return the wire op; empty if it is unknown."""
         known = self.signatures.get(signature)
-        return known.asked.op if known is not None and known.asked is not None else ""
+        return known.args.op if known is not None and known.args is not None else ""
 
     def intern(self, payload: bytes | None) -> SignatureId:
         """Return the id of the signature in a blob's payload."""
@@ -76,16 +76,16 @@ class SignatureTable:
             blob = decode_blob(payload)
             if not isinstance(blob, ArgsJson):
                 return 0
-            if len(self._ids) >= REMEMBERED:
+            if len(self._ids) >= CACHE_SIZE:
                 self._ids.clear()  # ids are never reused: an old and a new id of equal signatures are then compared by value
             signature = self._ids[payload] = next(self._next_id)
-            asked = decode_args(blob, 0)
-            self.signatures[signature] = Signature(blob, asked)
-            if asked.op in REDUCING or asked.op == "all_to_all":
+            args = decode_args(blob, 0)
+            self.signatures[signature] = Signature(blob, args)
+            if args.op in REDUCING or args.op == "all_to_all":
                 self.needs_more.add(signature)
-            if asked.op == "all_to_all":
+            if args.op == "all_to_all":
                 self.needs_all_ranks.add(signature)
-            if len(self.signatures) > 2 * REMEMBERED:
+            if len(self.signatures) > 2 * CACHE_SIZE:
                 oldest = next(iter(self.signatures))
                 del self.signatures[oldest]
                 self.needs_more.discard(oldest)
@@ -99,7 +99,7 @@ class SignatureTable:
         signature = self._ids.get(members)
         if signature is None:
             signature = self._ids[members] = next(self._next_id)
-            parts = tuple(part.asked for member in members if (part := self.get(member)) is not None and part.asked is not None)
+            parts = tuple(part.args for member in members if (part := self.get(member)) is not None and part.args is not None)
             self.signatures[signature] = Signature(None, parts[0] if parts else None, parts)
             if any(member in self.needs_all_ranks for member in members):
                 self.needs_more.add(signature)
