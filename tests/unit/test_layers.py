@@ -41,7 +41,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "errors",
         "native",
         "reports",
-        "tap",
         "text",
         "traces",
         "tracing",

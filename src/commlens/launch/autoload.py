@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 
 
-def why_not(environ: Mapping[str, str] | None = None) -> str | None:
+def obstacle(environ: Mapping[str, str] | None = None) -> str | None:
     """Return why the entry point cannot work in a worker with this environment; None if it can.
 
     torch 2.5 is the first to load entry points. A commlens that is only on ``PYTHONPATH`` has none, since an entry point is

@@ -78,7 +78,7 @@ def launch(argv: Sequence[str]) -> int:
     started = time.time()
     if settings.box_entries:
         if not tracing:
-            _use_worker_half(arguments)
+            _record_workers(arguments)
         os.environ.update(settings_environment(settings))
         os.environ[SWITCH] = "1"
         watching = _watching(settings, failures)
@@ -123,24 +123,27 @@ def _trace_workers(arguments: argparse.Namespace, settings: Settings) -> bool:
         print("commlens: the workers are not traced: only a program that is started as a Python script can be traced.", file=sys.stderr)
         return False
     steps = [] if settings.trace == "all" else [f"--steps={settings.trace}"]
-    options = [*steps, f"--output={os.path.abspath(settings.trace_dir)}", "--no-summary", *(["-m"] if arguments.module else [])]  # noqa: PTH100
-    arguments.training_script_args = ["trace", *options, arguments.training_script, *arguments.training_script_args]
-    arguments.training_script = "commlens"
-    arguments.module = True
+    options = [*steps, f"--output={os.path.abspath(settings.trace_dir)}", "--no-summary"]  # noqa: PTH100
+    _start_through(arguments, ["trace", *options])
     return True
 
 
-def _use_worker_half(arguments: argparse.Namespace) -> None:
+def _record_workers(arguments: argparse.Namespace) -> None:
     """Start ``-m commlens run script.py`` instead of ``script.py`` if torch will not load commlens."""
-    reason = autoload.why_not()
+    reason = autoload.obstacle()
     if reason is None:
         return
     if arguments.no_python or arguments.run_path:
-        print(f"commlens: the workers are not recorded: {reason}, and a program that is not started as a Python script "
-              "can be recorded in no other way.", file=sys.stderr)  # fmt: skip
+        print(f"commlens: the workers are not recorded: {reason}, and only a program that is started as a Python script "
+              "can be recorded in another way.", file=sys.stderr)  # fmt: skip
         return
+    _start_through(arguments, ["run"])
+
+
+def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
+    """Make torchrun start a command of commlens, which starts the program."""
     module = ["-m"] if arguments.module else []
-    arguments.training_script_args = ["run", *module, arguments.training_script, *arguments.training_script_args]
+    arguments.training_script_args = [*command, *module, arguments.training_script, *arguments.training_script_args]
     arguments.training_script = "commlens"
     arguments.module = True
 

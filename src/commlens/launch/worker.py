@@ -45,7 +45,7 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
         raise MissingDependency.torch("commlens run")
     os.environ.update(environment)
     os.environ["COMMLENS"] = "1"
-    reason = autoload.why_not()
+    reason = autoload.obstacle()
     if reason is None:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -82,7 +82,7 @@ def check_program(program: Sequence[str], *, module: bool) -> None:
 
 def record_here() -> None:
     """Switch recording on in this interpreter if torch's entry point does not."""
-    reason = autoload.why_not()
+    reason = autoload.obstacle()
     if reason is not None:
         _switch_on(reason)
 
