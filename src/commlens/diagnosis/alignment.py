@@ -62,7 +62,7 @@ class Mismatch:
 def align_records(world: World) -> list[Mismatch]:
     """Return the mismatches of all channels and pairs of ranks. Their order does not depend on the order of the logs."""
     mismatches = [mismatch for key in sorted(world.users) for mismatch in _align_channel(world, key)]
-    mismatches += _open_pairs(world) if world.foreign else _pairs(world)
+    mismatches += _pairs(world) if world.knows.completed_ops else _open_pairs(world)
     for mismatch in mismatches:
         mismatch.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values())
     return [mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(world, mismatch))]
@@ -100,7 +100,7 @@ def _align_channel(world: World, key: ChannelKey) -> list[Mismatch]:
 
 def _disagreements(world: World, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[Mismatch]:
     """Return the collectives that the ranks disagree on, up to the first disagreement that hangs them."""
-    comparison = _Comparison(tracks, key[2], foreign=world.foreign)
+    comparison = _Comparison(tracks, key[2], splits_known=world.knows.splits)
     mismatches: list[Mismatch] = []
     for number in _numbers_to_compare(world, tracks, shifts):
         met = _ops_at(tracks, number)
@@ -121,7 +121,7 @@ def _ops_at(tracks: Mapping[int, Track], number: int) -> dict[int, Collective]:
 
 def _numbers_to_compare(world: World, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[int]:
     """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair up wrongly."""
-    if world.foreign:
+    if world.knows.columns:
         from commlens.diagnosis.column_differences import differing_numbers
 
         numbers = differing_numbers(tracks)
@@ -135,10 +135,10 @@ def _numbers_to_compare(world: World, tracks: Mapping[int, Track], shifts: Seque
 class _Comparison:
     """Compares the collectives that met under one sequence number, and equal combinations of arguments only once."""
 
-    def __init__(self, tracks: Mapping[int, Track], group_ranks: Sequence[int], *, foreign: bool) -> None:
+    def __init__(self, tracks: Mapping[int, Track], group_ranks: Sequence[int], *, splits_known: bool) -> None:
         self._tracks = tracks
         self._group_ranks = group_ranks
-        self._foreign = foreign
+        self._splits_known = splits_known
         self._coalesced = {number for track in tracks.values() for number in track.members}
         self._codes: dict[CollectiveArgs, int] = {}  # the same for equal arguments
         # Hashing arguments is slow, and records share them. Each value holds its arguments, so that no other object gets the same id.
@@ -154,7 +154,7 @@ class _Comparison:
             return None
         answer = self._answers.get(combination)
         if answer is None:
-            args = {rank: _without_splits(op.args) if self._foreign else op.args for rank, op in met.items()}
+            args = {rank: op.args if self._splits_known else _without_splits(op.args) for rank, op in met.items()}
             answer = self._answers[combination] = compare_collectives(args, self._group_ranks)
         return answer
 

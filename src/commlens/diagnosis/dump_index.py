@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from commlens.diagnosis.columns import DONE, RUNNING, ColumnHistory, ColumnOps, Integers, RankDump, RankOps, SharedIds, is_message
-from commlens.diagnosis.index import Block, PairKey, Track, View, World
+from commlens.diagnosis.index import FOREIGN_DUMPS, Block, PairKey, Track, View, World
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
 from commlens.model.collective import Channel, ChannelKey
@@ -90,7 +90,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> World:
     logs = [view.log for view in views.values()]
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)
-    world = World(views, channels, size, no_record, elsewhere, limit, users=dict(users), foreign=True)
+    world = World(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS)
     world.moving = _is_moving(world)
     if world.moving:
         for view in views.values():

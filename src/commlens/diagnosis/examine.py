@@ -116,7 +116,7 @@ def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
     summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
     if world.moving:
         summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
-    ended = [rank for rank, view in world.views.items() if view.exit.kind == "clean"] if not world.foreign else []
+    ended = [rank for rank, view in world.views.items() if view.exit.kind == "clean"] if world.knows.process_exit else []
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
         kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],

@@ -88,6 +88,28 @@ class View:
         return self.history[-1] if self.history else None
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """The facts that a kind of evidence records. The defaults are those of black boxes."""
+
+    threads: bool = True  # the threads that issue and wait; else a rank is blocked in its first op in flight
+    stacks: bool = True  # the current stacks of a rank's threads
+    process_exit: bool = True  # whether and how a process ended
+    capture_time: bool = True
+    every_process: bool = True  # a process on a known host without records has died; else its dump may only be missing here
+    completed_ops: bool = True  # ops and messages that are no longer in flight; else only their number
+    splits: bool = True  # of all_to_all
+    completion_times: bool = False  # on the device; black boxes record when the process noticed the completion
+    columns: bool = False  # ops are columns, so that ranks are compared as arrays
+
+
+BLACK_BOXES = Capabilities()
+FOREIGN_DUMPS = Capabilities(
+    threads=False, stacks=False, process_exit=False, capture_time=False, every_process=False, completed_ops=False, splits=False,
+    completion_times=True, columns=True,
+)  # fmt: skip
+
+
 @dataclass
 class World:
     """All ranks of a job, indexed."""
@@ -99,7 +121,7 @@ class World:
     elsewhere: list[int]  # ranks that probably run on another node
     stalled_after_ns: int
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks with records of the channel
-    foreign: bool = False  # indexed from other tools' dumps
+    knows: Capabilities = BLACK_BOXES
     moving: bool = False  # collectives still completed while the job was dumped
 
     @cached_property

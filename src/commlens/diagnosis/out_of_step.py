@@ -34,7 +34,7 @@ class Shift(msgspec.Struct):
 def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
     """Return the shifts of a channel, by rank."""
     tracks = {rank: world.views[rank].tracks[key] for rank in world.users.get(key, ())}
-    if world.foreign:
+    if world.knows.columns:
         from commlens.diagnosis.column_differences import representatives
 
         tracks = representatives(tracks)

@@ -58,7 +58,7 @@ class _Builder:
                     self._todo.append((view, block))
         self._follow_all()
         self.graph.deadlocks = self.graph.find_cycles()
-        if self.world.foreign:
+        if not self.world.knows.threads:
             self._confirm_cycles()
         return self.graph
 
@@ -230,9 +230,11 @@ class _Builder:
         if other is None:
             self.graph.add(node, self._unrecorded_node(op.peer), edge)
             return
-        match = find_counterpart(view, other, key, op) if self.world.foreign else self._find_match(view, other, key, op)
-        if match is not None and self.world.foreign:
-            sent = op if op.op == "send" else match
+        if self.world.knows.completed_ops:
+            match = self._find_match(view, other, key, op)
+        else:
+            match = find_counterpart(view, other, key, op)
+            sent = op if op.op == "send" or match is None else match
             edge = Edge(op, Instance(key, sent.sequence_number, sender, receiver), view.rank)
         if match is None:
             self._wait_for_rank(node, other, key, edge)

@@ -61,14 +61,14 @@ class Context:
 
     def doing(self, view: View) -> Activity:
         """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet time is unknown."""
-        quiet = activity.quiet_ns(view.log) if view.log.captured_ns or not self.world.foreign else 0
+        quiet = activity.quiet_ns(view.log) if view.log.captured_ns or self.world.knows.capture_time else 0
         return activity.activity_of(view.log, view.exit, quiet_ns=quiet, stalled_after_ns=self.world.stalled_after_ns)
 
     def last(self, rank: int) -> str:
         """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""
         op = self.world.views[rank].last_op
         if op is None:
-            return "it has nothing in flight" if self.world.foreign else "it never issued a collective"
+            return "it never issued a collective" if self.world.knows.completed_ops else "it has nothing in flight"
         states = {State.COMPLETED: "completed", State.FAILED: "failed", State.UNKNOWN: "was issued"}
         return f"its last collective, {op_phrase(op)}, {states.get(op.state, 'is in flight')}"
 

@@ -27,7 +27,7 @@ def find_all(world: World, mismatches: list[Mismatch], graph: Graph) -> list[Fin
     stuck = [node for node in sinks if node.kind == "stuck"]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
         stuck = [node for node in stuck if not all(world.views[edge.rank].head_lost for edge in graph.edges_into(node))]
-    for node in find_left_behind(context, stuck) if world.foreign else stuck:
+    for node in find_left_behind(context, stuck) if world.knows.completion_times else stuck:
         find_stuck_inside(context, node)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
     find_fewer(context)
@@ -35,7 +35,7 @@ def find_all(world: World, mismatches: list[Mismatch], graph: Graph) -> list[Fin
         find_starting(context)
     if not any(case.finding.root_cause for case in context.cases):
         find_ended(context)
-    if world.foreign and not context.cases:
+    if world.knows.completion_times and not context.cases:
         from commlens.diagnosis.findings.straggler import find_stragglers
 
         find_stragglers(context)

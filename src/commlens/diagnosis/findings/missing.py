@@ -79,12 +79,12 @@ def _missing(context: Context, absence: Absence) -> None:
         frame = view.last_op.source
     lead = f"{capital(ranks_phrase(ranks))}: " if len(ranks) > 1 and not alone else ""
     evidence = _signs(absence)
-    if not finished and not context.world.foreign:
+    if not finished and context.world.knows.stacks:
         evidence += _stack_evidence(view)
     evidence += _failure_evidence(view)
     sure = doing.observed or doing.why in _SURE
     more = None
-    if not sure and context.world.foreign:
+    if not sure and not context.world.knows.stacks:
         more = (
             f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
         )
@@ -193,7 +193,7 @@ def _unrecorded(
         step = f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps together"
     culprits = ranks if dead or len(ranks) == 1 else []
     finding = Finding(
-        kind="dead" if dead else "missing", why="unknown", root_cause=(dead and not context.world.foreign) or not others,
+        kind="dead" if dead else "missing", why="unknown", root_cause=(dead and context.world.knows.every_process) or not others,
         culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
         explanation=prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), next_step=step,
         evidence=[f"There are records of {len(context.world.views)} of {count(context.world.size, 'rank')}."],

@@ -45,7 +45,7 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     views = [context.world.views[rank] for rank in members if rank in context.world.views]
     meeting = Meeting(instance, edges[0].op, views, edges, sorted({edge.rank for edge in edges}), context.blocked_by([node]))
     failed = _failed(context, meeting.waiting)
-    if not failed and not context.world.foreign and _since_last_arrival(meeting) < context.world.stalled_after_ns:
+    if not failed and context.world.knows.capture_time and _since_last_arrival(meeting) < context.world.stalled_after_ns:
         return
     activities = {view.rank: context.doing(view) for view in views}
     culprits = [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
@@ -86,7 +86,7 @@ def _no_progress(context: Context, meeting: Meeting) -> Finding:
         rest = f"{' and agree on it' if len(inside) > 1 else ''}, but no rank has completed it"
     errors = _errors(meeting)
     more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
-    if context.world.foreign and not errors and not any(view.log.captured_ns for view in meeting.views):
+    if not context.world.knows.capture_time and not errors and not any(view.log.captured_ns for view in meeting.views):
         more += " If the job may still be running, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
     return Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
@@ -155,7 +155,7 @@ def _failed(context: Context, ranks: list[int]) -> bool:
 
 
 def _has_ended(view: View, instance: Instance) -> bool:
-    """Return whether a foreign dump shows that the rank has left a collective, if only by a later one in flight."""
+    """Return whether a dump of another tool shows that the rank has left a collective, if only by a later one in flight."""
     if instance.sender >= 0:
         return False
     track = view.tracks.get(instance.key)
