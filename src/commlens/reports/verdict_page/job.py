@@ -34,7 +34,7 @@ class Job:
 
     def __init__(self, examined: ExaminedJob) -> None:
         self.examined = examined
-        self.verdict, self.world, self.troubles, self.graph = examined
+        self.verdict, self.world, self.mismatches, self.graph = examined
         self.all_ranks = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *self.verdict.culprits})
         self.roles = _roles(self.verdict, self.world)
         self.classes, self.class_of = self._fold()

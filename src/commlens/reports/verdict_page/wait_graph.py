@@ -69,15 +69,15 @@ class _Fold:
     def _ends(self, target: Node, edge: Edge) -> list[int]:
         """Return the nodes at the end of a wait."""
         job = self.job
-        if target.kind == "trouble":
-            trouble = job.troubles[target.detail]
-            culprits = [rank for rank in trouble.culprits if rank != edge.rank and rank in job.class_of]
-            if edge.rank not in trouble.culprits and not trouble.tie and culprits:
+        if target.kind == "mismatch":
+            mismatch = job.mismatches[target.detail]
+            culprits = [rank for rank in mismatch.culprits if rank != edge.rank and rank in job.class_of]
+            if edge.rank not in mismatch.culprits and not mismatch.tie and culprits:
                 return sorted({self._of_rank(rank) for rank in culprits})
-            title = "These ranks disagree" if trouble.answer is not None else "These ranks are out of step"
-            text = trouble.answer.detail if trouble.answer is not None else ""
-            lines = [line for line in (phrase(next(iter(trouble.ops.values()))), text) if line]
-            return [self._put("trouble", target.detail, GraphNode(title=title, lines=lines, root=True))]
+            title = "These ranks disagree" if mismatch.answer is not None else "These ranks are out of step"
+            text = mismatch.answer.detail if mismatch.answer is not None else ""
+            lines = [line for line in (phrase(next(iter(mismatch.ops.values()))), text) if line]
+            return [self._put("mismatch", target.detail, GraphNode(title=title, lines=lines, root=True))]
         if target.kind == "stuck":
             members = edge.instance.key[2]
             title = f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
