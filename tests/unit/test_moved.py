@@ -13,14 +13,14 @@ from builders import Job, Stay
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.diagnosis.dump_diff import compare_standings, standing_of
+from commlens.diagnosis.dump_diff import compare_positions, position_of
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.movement import Moved, Movement, Place
 from commlens.model.ranklog import RankLog
 
 
 def moved(before: list[RankLog], after: list[RankLog]) -> Movement:
-    return compare_standings([standing_of(columns_from_log(log)) for log in before], [standing_of(columns_from_log(log)) for log in after])
+    return compare_positions([position_of(columns_from_log(log)) for log in before], [position_of(columns_from_log(log)) for log in after])
 
 
 def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:
@@ -42,7 +42,7 @@ def test_all_moved() -> None:
     assert movement.answer.startswith("All 4 ranks moved")
     assert movement.ranks[0].sentence == (
         "ranks 0-1,3 moved on from all_reduce #7 of the default group [0-3] to all_reduce #11 of the default group [0-3] "
-        "(train.py:20 step): issued 4 operations more."
+        "(train.py:20 step): issued 4 more operations."
     )
 
 

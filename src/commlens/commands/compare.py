@@ -79,13 +79,13 @@ def _holds_dumps(path: str) -> bool:
 def _compare_dumps(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from commlens.diagnosis.dump_diff import compare_standings, standing_of
+    from commlens.diagnosis.dump_diff import compare_positions, position_of
     from commlens.dumps.discover import discover
     from commlens.dumps.parallel import read_ranks
 
     problems: list[str] = []
-    before, after = ([standing_of(rows) for rows in read_ranks(discover([path]), problems)] for path in (arguments.before, arguments.after))
-    movement = compare_standings(before, after)
+    before, after = ([position_of(rows) for rows in read_ranks(discover([path]), problems)] for path in (arguments.before, arguments.after))
+    movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(movement), indent=2).decode())

@@ -1,123 +1,112 @@
-"""Two dumps of one job, taken one after the other: which ranks went on, and which stand where they stood."""
+"""Compare two dumps of one job, taken one after the other: find the ranks that made progress and those in the same place."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from commlens.model.collective import user_frame
 from commlens.model.movement import Moved, Movement, MovementKind, Place
-from commlens.text import capital, count, duration, group_phrase, ranks_phrase, verb
+from commlens.text import capital, count, duration, frame_phrase, group_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
 
-__all__ = ["Standing", "compare_standings", "standing_of"]
+__all__ = ["Position", "compare_positions", "position_of"]
 
 _ORDER = ("still", "moved", "finished", "again", "only-before", "only-after")
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """Where a rank stands, from its dump."""
+class Position(msgspec.Struct, frozen=True):
+    """A rank's position in one dump."""
 
     rank: int
     place: Place
-    identity: tuple[str, int, str] = ("", -1, "")  # group, number and op of what is in flight
-    newest_ns: int = 0
+    identity: tuple[str, int, str] = ("", -1, "")  # group, sequence number and op of the oldest operation in flight
+    newest_ns: int = 0  # the rank's last sign of life
     job: str = ""
 
 
-def standing_of(rows: RankColumns) -> Standing:
-    """Of one rank's operations, the oldest that has not ended."""
+class _Change(NamedTuple):
+    """The change of a rank's position, and its sentence without the subject: for one rank, and for several."""
+
+    kind: MovementKind
+    singular: str
+    plural: str
+
+
+def position_of(rows: RankColumns) -> Position:
+    """Return the position of a rank: its oldest operation in flight."""
     import numpy as np
 
     newest = max(int(rows.created_ns.max(initial=0)), int(rows.completed_ns.max(initial=0)), rows.captured_ns)
-    flying = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
-    if not len(flying):
-        return Standing(rows.rank, Place(rows.issued), newest_ns=newest, job=rows.job)
-    at = int(flying[0])
-    asked, channel = rows.args[int(rows.args_index[at])], rows.channels[int(rows.channel[at])]
-    sequence, peer = int(rows.sequence[at]), int(rows.peer[at])
-    towards = "" if peer < 0 else f" to rank {peer}" if asked.op == "send" else f" from rank {peer}"
-    frame = user_frame(rows.stacks[int(rows.stack[at])]) if rows.stack[at] >= 0 else None
-    place = Place(
-        rows.issued,
-        f"{asked.op} #{sequence}{towards} of {group_phrase(channel.group)}",
-        f"{frame.where} {frame.function}" if frame is not None else "",
-    )
-    return Standing(rows.rank, place, (channel.group.name, sequence, asked.op), newest, rows.job)
+    in_flight = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
+    if not len(in_flight):
+        return Position(rows.rank, Place(rows.issued), newest_ns=newest, job=rows.job)
+    row = int(in_flight[0])
+    op, group = rows.args[int(rows.args_index[row])].op, rows.channels[int(rows.channel[row])].group
+    number, peer = int(rows.sequence[row]), int(rows.peer[row])
+    towards = "" if peer < 0 else f" to rank {peer}" if op == "send" else f" from rank {peer}"
+    frame = user_frame(rows.stacks[int(rows.stack[row])]) if rows.stack[row] >= 0 else None
+    place = Place(rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame))
+    return Position(rows.rank, place, (group.name, number, op), newest, rows.job)
 
 
-def compare_standings(before: Iterable[Standing], after: Iterable[Standing]) -> Movement:
-    """Say what moved from one dump to the other. Ranks of which the same is to be said are said together."""
+def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> Movement:
+    """Return the ranks' progress from one dump to the other. Ranks with the same change share a sentence."""
     first, second = {one.rank: one for one in before}, {one.rank: one for one in after}
-    found: dict[tuple[str, str], Moved] = {}
-
-    def say(rank: int, kind: MovementKind, key: str, sentence: Callable[[list[int]], str]) -> None:
-        moved = found.setdefault((kind, key), Moved([], kind, ""))
-        moved.ranks.append(rank)
-        moved.sentence = sentence(moved.ranks)
-        if len(moved.ranks) == 1:
-            moved.before = first[rank].place if rank in first else None
-            moved.after = second[rank].place if rank in second else None
-
+    ranks_by_change: dict[_Change, list[int]] = defaultdict(list)
     for rank in sorted(first.keys() | second.keys()):
-        if rank not in second:
-            say(rank, "only-before", "", lambda ranks: f"{ranks_phrase(ranks)}: a dump only in the first set.")
-        elif rank not in first:
-            say(rank, "only-after", "", lambda ranks: f"{ranks_phrase(ranks)}: a dump only in the second set.")
-        else:
-            _compare(first[rank], second[rank], say)
-    movement = Movement(ranks=sorted(found.values(), key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks)))
-    movement.apart_s = _apart(first, second)
-    both = sorted(first.keys() & second.keys())
-    movement.answer = _answer(movement, both)
+        ranks_by_change[_change(first.get(rank), second.get(rank))].append(rank)
+    moved = []
+    for change, ranks in ranks_by_change.items():
+        old, new = first.get(ranks[0]), second.get(ranks[0])
+        sentence = ranks_and_verb(ranks, change.singular, change.plural)
+        moved.append(Moved(ranks, change.kind, sentence, old.place if old is not None else None, new.place if new is not None else None))
+    movement = Movement(ranks=sorted(moved, key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks)))
+    movement.apart_s = _seconds_apart(first, second)
+    movement.answer = _answer(movement, sorted(first.keys() & second.keys()))
     jobs = {one.job for one in [*first.values(), *second.values()] if one.job}
     if len(jobs) > 1:
         movement.notes.append(f"These are dumps of different jobs: {', '.join(sorted(jobs)[:4])}.")
     return movement
 
 
-Say = Callable[[int, MovementKind, str, Callable[[list[int]], str]], None]
+def _change(old: Position | None, new: Position | None) -> _Change:
+    if new is None:
+        return _Change("only-before", "has a dump only in the first set.", "have a dump only in the first set.")
+    if old is None:
+        return _Change("only-after", "has a dump only in the second set.", "have a dump only in the second set.")
+    before, now = old.place, new.place
+    issued = now.issued - before.issued
+    line = f" ({now.line})" if now.line else ""
+    if issued < 0:
+        return _same("again", "issued fewer operations than before: restarted, or of another job.")
+    if not issued and old.identity == new.identity:
+        if not now.in_flight:
+            return _Change("still", "issued nothing, and has nothing in flight.", "issued nothing, and have nothing in flight.")
+        return _Change("still", f"is still in {now.in_flight}{line}.", f"are still in {now.in_flight}{line}.")
+    more = f"issued {count(issued, 'more operation')}" if issued else "issued nothing more"
+    if not now.in_flight:
+        if not issued:
+            return _same("finished", f"{more}, and {before.in_flight} has ended.")
+        return _same("moved", f"{more}, and {'it has ended' if issued == 1 else 'all have ended'}.")
+    if old.identity == new.identity:
+        behind, place = f"{more} behind it", f"still in {now.in_flight}{line}."
+        return _Change("moved", f"{behind}, but is {place}", f"{behind}, but are {place}")
+    return _same("moved", f"moved on from {before.in_flight or 'between operations'} to {now.in_flight}{line}: {more}.")
 
 
-def _compare(old: Standing, new: Standing, say: Say) -> None:
-    a, b = old.place, new.place
-    more = b.issued - a.issued
-    line = f" ({b.line})" if b.line else ""
-    if more < 0:
-        say(
-            new.rank, "again", "", lambda ranks: f"{ranks_phrase(ranks)} issued fewer operations than before: restarted, or of another job."
-        )
-    elif not more and old.identity == new.identity:
-        if not b.in_flight:
-            say(
-                new.rank,
-                "still",
-                "",
-                lambda ranks: f"{ranks_phrase(ranks)} issued nothing, and {verb(ranks, 'has', 'have')} nothing in flight.",
-            )
-        else:
-            text = f"still in {b.in_flight}{line}."
-            say(new.rank, "still", text, lambda ranks: f"{ranks_phrase(ranks)} {verb(ranks, 'is', 'are')} {text}")
-    else:
-        went = f"issued {count(more, 'operation')} more" if more else "issued nothing more"
-        if not b.in_flight:
-            text = f"{went}, and {'it has ended' if more == 1 else 'all have ended'}" if more else f"{went}, and {a.in_flight} has ended"
-            say(new.rank, "finished" if not more else "moved", text, lambda ranks: f"{ranks_phrase(ranks)} {text}.")
-        elif old.identity == new.identity:
-            text = f"{went} behind it, but {{}} still in {b.in_flight}{line}."
-            say(new.rank, "moved", text, lambda ranks: f"{ranks_phrase(ranks)} {text.format(verb(ranks, 'is', 'are'))}")
-        else:
-            text = f"moved on from {a.in_flight or 'between operations'} to {b.in_flight}{line}: {went}."
-            say(new.rank, "moved", text, lambda ranks: f"{ranks_phrase(ranks)} {text}")
+def _same(kind: MovementKind, predicate: str) -> _Change:
+    """Return a change whose sentence is the same for one rank and for several."""
+    return _Change(kind, predicate, predicate)
 
 
-def _apart(first: Mapping[int, Standing], second: Mapping[int, Standing]) -> float:
-    old, new = max((one.newest_ns for one in first.values()), default=0), max((one.newest_ns for one in second.values()), default=0)
+def _seconds_apart(first: Mapping[int, Position], second: Mapping[int, Position]) -> float:
+    old, new = (max((one.newest_ns for one in positions.values()), default=0) for positions in (first, second))
     return (new - old) / 1e9 if old and new > old else 0.0
 
 

@@ -1,4 +1,4 @@
-"""What the records alone say while a job runs: ranks that disagree, or are out of step. Nothing here is about waiting."""
+"""Compare the records of a running job: find the ranks that disagree or are out of step. Nothing here is about waiting."""
 
 from __future__ import annotations
 
@@ -19,45 +19,44 @@ from commlens.text import capital, frame_phrase, group_phrase, ranks_phrase
 _NOTHING_STALLS_S = 1e6
 
 
-def disagreements(logs: Sequence[RankLog]) -> list[Finding]:
-    """The ranks that met for different things, in the words of a diagnosis; the first cause first.
+def find_disagreements(logs: Sequence[RankLog]) -> list[Finding]:
+    """Return the collectives and messages that ranks disagree on, the first cause first.
 
     Args:
         logs: the boxes of a running job, as of now.
     """
-    world = _world(logs)
-    return [finding for finding, mismatch in _found(world) if mismatch.answer is not None] if world is not None else []
+    world = _index(logs)
+    return [finding for finding, mismatch in _mismatches(world) if mismatch.answer is not None] if world is not None else []
 
 
-def out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
-    """Ranks that are out of step, or had another order, where ops and shapes agree: told by the lines and steps alone.
+def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
+    """Return the ranks out of step, or else with a swapped order, where ops and shapes agree: only lines and steps show it.
 
     Args:
-        logs: the same.
-        at_least: collectives that must fit a shift.
+        logs: the boxes of a running job, as of now.
+        at_least: later collectives that must match a shift.
     """
-    world = _world(logs)
+    world = _index(logs)
     if world is None:
         return []
     shifts = [
         finding
-        for finding, mismatch in _found(world)
+        for finding, mismatch in _mismatches(world)
         if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches >= at_least
     ]
     return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swapped_orders(world, key)]
 
 
 def _swapped(world: World, key: ChannelKey, swap: SwappedOrder) -> Finding:
-    """Another order, in words."""
+    """Make a finding of a swapped order."""
     first, theirs = swap.own[0], swap.others[0]
     last = swap.number + len(swap.own) - 1
-    group = first.channel.group
     others = [rank for rank in sorted(world.users[key]) if rank != swap.rank]
-    where = f"{first.op} #{swap.number} to #{last} of {group_phrase(group)}"
+    where = f"{first.op} #{swap.number} to #{last} of {group_phrase(first.channel.group)}"
     finding = Finding(
         kind="mismatch/op", why="in-collective", root_cause=True, culprits=[swap.rank], victims=others, confidence="medium",
-        summary=f"rank {swap.rank} issued {where} in another order than the others: its collective of {frame_phrase(first.source)} "
-        f"met the others' collective of {frame_phrase(theirs.source)}",
+        summary=f"rank {swap.rank} issued {where} in another order than the others: its collective at {frame_phrase(first.source)} "
+        f"met the others' collective at {frame_phrase(theirs.source)}",
         explanation=f"Rank {swap.rank}: {', '.join(frame_phrase(op.source) for op in swap.own[:4])}. "
         f"{capital(ranks_phrase(others))}: {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. "
         "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
@@ -66,13 +65,14 @@ def _swapped(world: World, key: ChannelKey, swap: SwappedOrder) -> Finding:
     return locate(finding, first, first.source)
 
 
-def _world(logs: Sequence[RankLog]) -> World | None:
-    chosen, _ = select_job(logs)
-    return index_logs(chosen, _NOTHING_STALLS_S) if len(chosen) > 1 else None
+def _index(logs: Sequence[RankLog]) -> World | None:
+    selected, _ = select_job(logs)
+    return index_logs(selected, _NOTHING_STALLS_S) if len(selected) > 1 else None
 
 
-def _found(world: World) -> list[tuple[Finding, Mismatch]]:
-    mismatches = [mismatch for mismatch in align_records(world) if not mismatch.uncertain and not _held_back(mismatch)]
+def _mismatches(world: World) -> list[tuple[Finding, Mismatch]]:
+    """Return the mismatches whose order is certain, with their findings, the first cause first."""
+    mismatches = [mismatch for mismatch in align_records(world) if not mismatch.uncertain and not _is_with_verifier(mismatch)]
     if not mismatches:
         return []
     context = Context(world, mismatches, build_wait_graph(world, mismatches))
@@ -81,6 +81,6 @@ def _found(world: World) -> list[tuple[Finding, Mismatch]]:
     return [(case.finding, mismatch) for case, mismatch in found]
 
 
-def _held_back(mismatch: Mismatch) -> bool:
-    """Whether the strict verifier has it: it holds these back, or has refused them on every rank."""
+def _is_with_verifier(mismatch: Mismatch) -> bool:
+    """Return whether strict verification still holds these collectives back, or has refused them on the ranks that met."""
     return mismatch.refused or any(op.state is State.ANNOUNCED for op in mismatch.ops.values())

@@ -152,10 +152,10 @@ class MismatchReporter:
             return []
         self._examined += 1
         logs = self._read(NEWEST_RECORDS)
-        findings = live.disagreements(logs)
+        findings = live.find_disagreements(logs)
         if not findings or any(finding.confidence != "high" for finding in findings):
             logs = self._read(None)  # a longer history may show which rank is the odd one
-            findings = live.disagreements(logs)
+            findings = live.find_disagreements(logs)
         verdicts: list[Verdict] = []
         for finding in findings:
             discrepancy = next((each for each in disagreements if _is_about(finding, each)), None)
@@ -183,7 +183,7 @@ class MismatchReporter:
     def _examine_shifts(self, shifts: list[Discrepancy], now: float) -> list[Verdict]:
         """Check whether source lines or steps met that had never met before because a rank is out of step."""
         logs = self._read(None)
-        findings = [each for each in live.out_of_step(logs, at_least=SHIFT_MATCHES) if _key(each) not in self._reported]
+        findings = [each for each in live.find_out_of_step(logs, at_least=SHIFT_MATCHES) if _key(each) not in self._reported]
         confirmed = self._out_of_step.confirm(findings, now)
         if confirmed is None:
             return []
