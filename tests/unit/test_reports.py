@@ -21,7 +21,7 @@ def finding(**more: object) -> Finding:
         "group dp [0-3], completed. Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM.",
         next_step="look at load_batch (train.py:57) on rank 2", group=GroupRef("1", "dp", [0, 1, 2, 3]),
         collective=CollectiveRef("all_reduce", 41), source="train.py:57", source_file="/home/me/train.py:57", function="load_batch",
-        evidence=["rank 2: its stack does not move, it uses no CPU."],
+        evidence=["rank 2: its stack does not move and it uses no CPU."],
     )  # fmt: skip
     return Finding(**(about | more))  # type: ignore[arg-type]
 
@@ -40,7 +40,7 @@ WHY      rank 2 (host n03, pid 4121) has been in train.py:57 load_batch for 31
 NEXT     look at load_batch (train.py:57) on rank 2.
 
 Evidence
-  - rank 2: its stack does not move, it uses no CPU.
+  - rank 2: its stack does not move and it uses no CPU.
 
 Looked at 4 ranks, 160 records on 1 channel.
 """

@@ -35,17 +35,24 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     if op is None:
         op = next(context.graph.blocks[node].op for node in waits if node.rank == first)
     lines = [f" ({edge.op.source.where})" if edge.op.source is not None else "" for _, _, edge in path]
-    steps = [f"rank {a.rank} waits in {op_phrase(edge.op)}{line} for rank {b.rank}" for (a, b, edge), line in zip(path, lines, strict=True)]
+    steps = [
+        f"rank {a.rank} waits in {op_phrase(edge.op)}{line}" + ("" if edge.op.peer == b.rank else f" for rank {b.rank}")
+        for (a, b, edge), line in zip(path, lines, strict=True)
+    ]
     blocked = context.blocked_by(waits)
     waited = context.longest_wait(ranks)
     finding = Finding(
         kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=sorted({*blocked, *ranks} - set(culprits)),
         confidence="high" if how == "history" else "medium", summary=_summary(path, ranks, culprits, op, usual),
-        explanation=prose("; ".join(steps) + (f", for {duration(waited)}." if waited else "."), context.waiting_behind(ranks, blocked)),
+        explanation=prose(
+            f"{'; '.join(steps)}.",
+            f"The longest wait is {duration(waited)}." if waited else "",
+            context.waiting_behind(ranks, blocked),
+        ),
         next_step=cycle_step(culprits, op, usual), evidence=[_how_decided(how, culprits), *(f"{step}." for step in steps)],
         would_raise_confidence=None
         if how == "history"
-        else "A run with some successful steps before the fault would show which rank leaves its routine.",
+        else "A run with some successful steps before the fault would show which rank departs from its routine.",
     )  # fmt: skip
     context.add(finding, op, op.source, blocked=len({*blocked, *ranks}))
 
@@ -63,10 +70,12 @@ def _summary(path: Path, ranks: list[int], culprits: list[int], op: Collective, 
 def _how_decided(how: How, culprits: list[int]) -> str:
     subject = ranks_phrase(culprits)
     if how == "history":
-        return f"{capital(subject)} {verb(culprits, 'leaves its', 'leave their')} own routine here; the others keep to theirs."
+        return (
+            f"{capital(subject)} {verb(culprits, 'departs from its', 'depart from their')} usual routine here; the others keep to theirs."
+        )
     if how == "order":
         return f"The order of {subject} differs from that of the others."
-    return "No rank leaves its own routine, and no order has a majority, so the rank at fault cannot be determined."
+    return "No rank departs from its usual routine, and no order has a majority, so the rank at fault cannot be determined."
 
 
 def _without_number(op: Collective) -> str:

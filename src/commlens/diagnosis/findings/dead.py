@@ -67,7 +67,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     last_seen = ""
     if frame is not None and end.source is None:
         issued = view.last_op is not None and frame == view.last_op.source
-        last_seen = f"{', issued' if issued else '; it was last seen'} at {frame_phrase(frame)}"
+        last_seen = f"; it was {'issued' if issued else 'last seen'} at {frame_phrase(frame)}"
     finding = Finding(
         kind="dead", why=end.why, root_cause=root_cause, culprits=ranks, victims=sorted({*blocked, *peers} - set(ranks)),
         confidence="medium" if unseen else "high", summary=summary,

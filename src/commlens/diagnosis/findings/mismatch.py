@@ -55,7 +55,7 @@ def _finding(context: Context, mismatch: Mismatch, op: Collective, name: str, bl
         sides = _sides(context, mismatch, culprits, members)
     consequence = ""
     if mismatch.silent:
-        consequence = "Nothing hung: the result is wrong."
+        consequence = "Nothing hung, but the result is wrong."
     elif held:
         consequence = f"{capital(ranks_and_verb(held, 'is', 'are'))} held up by it."
     kind: Kind = f"mismatch/{mismatch.answer.aspect}" if mismatch.answer is not None else "missing"  # type: ignore[assignment]
@@ -91,9 +91,11 @@ def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list
         evidence.append(f"{name}: {mismatch.answer.detail}.")
     evidence += skip
     if mismatch.tie:
-        evidence.append("No side has a majority, and no rank leaves its own routine, so the rank at fault cannot be determined.")
+        evidence.append("No side has a majority, and no rank departs from its usual routine, so the rank at fault cannot be determined.")
     elif mismatch.by_history:
-        evidence.append(f"No side has a majority, but {ranks_and_verb(culprits, 'leaves its', 'leave their')} own routine here.")
+        evidence.append(
+            f"No side has a majority, but {ranks_and_verb(culprits, 'departs from its', 'depart from their')} usual routine here."
+        )
     if mismatch.again:
         evidence.append(f"The same happened {count(mismatch.again, 'more time')} later.")
     return evidence
@@ -148,5 +150,7 @@ def _skip_evidence(mismatch: Mismatch, culprits: list[int]) -> list[str]:
         match = f"#{number} matches their #{number + shift.by}"
         return [f"From #{number} on, the collectives of {subject} match earlier ones of the others: {match}."]
     if mismatch.habit:
-        return [f"Until now, {subject} issued this right after the collective that the others wait in; this time, that one is missing."]
+        return [
+            f"Until now, {subject} issued this right after the collective in which the others wait; this time, {verb(culprits, 'it', 'they')} skipped that one."
+        ]
     return []

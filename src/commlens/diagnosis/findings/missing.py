@@ -14,7 +14,7 @@ from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State
 from commlens.model.verdict import Finding
-from commlens.text import capital, count, duration, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import count, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
 """Reasons that need no observation over time."""
@@ -77,7 +77,7 @@ def _missing(context: Context, absence: Absence) -> None:
     frame = op.source if alone else doing.frame
     if frame is None and finished and view.last_op is not None:
         frame = view.last_op.source
-    lead = f"{capital(ranks_phrase(ranks))}: " if len(ranks) > 1 and not alone else ""
+    lead = f"Like all of {ranks_phrase(ranks)}, " if len(ranks) > 1 and not alone else ""
     evidence = _signs(absence)
     if not finished and context.world.knows.stacks:
         evidence += _stack_evidence(view)
@@ -141,11 +141,11 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
 
 
 def _signs(absence: Absence) -> list[str]:
-    """``"rank 2: its stack does not move, it uses no CPU."``; ranks with the same signs share a sentence."""
+    """``"rank 2: its stack does not move and it uses no CPU."``; ranks with the same signs share a sentence."""
     same: dict[str, list[int]] = defaultdict(list)
     for rank, doing in zip(absence.ranks, absence.activities, strict=True):
         if doing.signs:
-            same[", ".join(doing.signs)].append(rank)
+            same[joined(doing.signs)].append(rank)
     return [f"{ranks_phrase(ranks)}: {text}." for text, ranks in same.items()][:4]
 
 

@@ -16,7 +16,7 @@ def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
     subject = ranks_phrase(ranks)
     where = f"{doing.frame.function} ({doing.frame.where})" if doing.frame is not None else "the running code"
     steps = {
-        "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers do not deliver",
+        "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers deliver no data",
         "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
         "stopped": f"resume {subject} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
         "holding-gil": f"look at {where} on {subject}: the C code called there should release the GIL",
@@ -47,7 +47,7 @@ def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | Non
     theirs = frame_phrase(usual.source) or usual.op
     if theirs == mine and usual.source is not None:
         op_differs = mismatch.answer is None or mismatch.answer.aspect == "op"
-        differs = "issues another collective" if op_differs else "passes other arguments"
+        differs = "issues a different collective" if op_differs else "passes different arguments"
         return f"find out why {mine} {differs} on {culprits} than on the others"
     return f"compare {mine} on {culprits} with {theirs} on the others"
 
