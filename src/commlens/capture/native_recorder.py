@@ -59,7 +59,7 @@ class NativeBoxWriter(BoxWriter):
 
 
 class NativeGroups(Groups):
-    """The groups, of which C++ has its own copy."""
+    """The groups. C++ keeps its own copy of them."""
 
     def __init__(self, engine: Any) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from typing import Any, Final
 from commlens.model.collective import FrameKind
 
 KindPrefixes = list[tuple[str, FrameKind]]
-"""Path prefixes and the kind that each stands for; the first match counts."""
+"""Path prefixes and the kind of frame that each indicates; the first match counts."""
 
 _MOST_FOLDERS: Final = 32
 _STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")

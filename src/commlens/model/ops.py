@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 COALESCED: Final = "coalesced"
-"""Wire op of a record that closes a coalesced group, or that stands for a group of different ops."""
+"""Wire op of a record that closes a coalesced group, or represents a group of different ops."""
 
 POINT_TO_POINT: Final = frozenset({"send", "recv"})
 """Wire ops between two ranks: matched by pair, never by the group's sequence number."""

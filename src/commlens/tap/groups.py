@@ -146,7 +146,7 @@ class Groups:
 
     def find(self, process_group: Any) -> Group:
         """Return the group of a ProcessGroup object."""
-        # The id may be a former group's. The weak reference tells whether the object is still the same.
+        # The id may be a former group's. The weak reference shows whether the object is still the same.
         group = self._by_id.get(id(process_group))
         if group is not None and group.ref() is process_group:
             return group

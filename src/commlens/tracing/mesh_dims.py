@@ -24,7 +24,7 @@ def name_mesh_dims(groups: Groups) -> None:
             with contextlib.suppress(Exception):
                 group_name = str(mesh.get_group(dim).group_name)
                 if group_name in nameless and _uses(mesh, groups.by_name[group_name]):
-                    nameless.discard(group_name)  # where meshes cannot be told apart, the newest wins
+                    nameless.discard(group_name)  # if meshes cannot be distinguished, the newest wins
                     groups.name_mesh_dim(group_name, str(name))
 
 

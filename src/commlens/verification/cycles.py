@@ -53,7 +53,7 @@ class Cycles:
     def _canonical(self, cycle: list[Step]) -> list[Step]:
         """Return the cycle in the form that every rank in it finds.
 
-        Of the ranks that wait in the same collective, the lowest stands for all; the lowest rank of the cycle comes first.
+        Of the ranks that wait in the same collective, the lowest represents all; the lowest rank of the cycle comes first.
         """
         steps = []
         for at, (rank, key, number) in enumerate(cycle):

@@ -1,4 +1,4 @@
-"""Notices ranks that died, and tells a death from a job that was stopped as a whole."""
+"""Detection of ranks that died, as opposed to a job that was stopped as a whole."""
 
 from __future__ import annotations
 

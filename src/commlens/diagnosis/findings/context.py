@@ -125,7 +125,7 @@ def first_line(error: str) -> str:
 
 
 def most_waited(edges: Sequence[Edge]) -> Edge:
-    """Return the edge that stands for all: of the instance in which most ranks wait, the one announced first."""
+    """Return the representative edge: of the instance in which most ranks wait, the one announced first."""
     ranks: Counter[Instance] = Counter(edge.instance for edge in edges)
     return min(edges, key=lambda edge: (-ranks[edge.instance], edge.op.announced_ns, edge.instance, edge.rank))
 

@@ -150,7 +150,8 @@ def _skip_evidence(mismatch: Mismatch, culprits: list[int]) -> list[str]:
         match = f"#{number} matches their #{number + shift.by}"
         return [f"From #{number} on, the collectives of {subject} match earlier ones of the others: {match}."]
     if mismatch.habit:
+        they = verb(culprits, "it", "they")
         return [
-            f"Until now, {subject} issued this right after the collective in which the others wait; this time, {verb(culprits, 'it', 'they')} skipped that one."
+            f"Until now, {subject} issued this right after the collective in which the others wait; this time, {they} skipped that one."
         ]
     return []

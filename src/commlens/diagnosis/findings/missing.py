@@ -32,7 +32,7 @@ class Absence(NamedTuple):
 
     ranks: list[int]
     activities: list[Activity]  # one for each rank
-    edge: Edge  # stands for all waits: of the first rank in the collective in which most ranks wait
+    edge: Edge  # the representative wait: of the first rank in the collective in which most ranks wait
     edges: list[Edge]  # all waits in that collective
     waiting: list[int]  # ranks of these edges
     blocked: list[int]  # also the ranks that wait behind them

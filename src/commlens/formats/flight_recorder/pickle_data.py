@@ -1,6 +1,6 @@
 """Read a pickle that holds only data: an interpreter for the closed set of opcodes that plain data needs.
 
-Torch's pickler writes protocol 2; Python's writes any protocol if somebody loads a dump and saves it again. Opcodes that import,
+Torch's pickler writes protocol 2; Python's writes any protocol if a script loads a dump and saves it again. Opcodes that import,
 call or build objects do not exist here, so a pickle cannot run code. Memory is bounded by the file's size, and a truncated file
 yields everything before the cut. Python's ``pickle.Unpickler`` can do neither: one memo index makes it allocate 64 GB, and a
 truncated file yields nothing.

@@ -24,7 +24,7 @@ _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.Ca
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
-"""Ops of which a line has neither the peer nor the counter of the sequence number."""
+"""Ops whose log lines contain neither the peer nor the counter of the sequence number."""
 
 
 @dataclass(slots=True)

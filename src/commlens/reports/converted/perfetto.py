@@ -46,7 +46,7 @@ def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
             continue
         state, number = int(rows.state[at]), int(rows.channel[at])
         if rows.coalesced[at] and not rows.closes[at] and state not in (COMPLETED, RETIRED):
-            continue  # the entry that closes the group stands for it
+            continue  # the entry that closes the group represents it
         began = started if started >= created and rows.origin != "commlens" else max(created, previous.get(number, 0))
         if state == COMPLETED and ended:
             began = min(began, ended)

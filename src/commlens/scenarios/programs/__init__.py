@@ -1,1 +1,1 @@
-"""The programs: ordinary training scripts, in each of which one scenario's fault is marked ``# fault: NAME``."""
+"""The programs: ordinary training scripts. Each marks the scenario's fault with ``# fault: NAME``."""
