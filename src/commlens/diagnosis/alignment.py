@@ -9,7 +9,7 @@ from itertools import takewhile
 
 import msgspec
 
-from commlens.diagnosis.index import Track, View, World, find_counterpart, is_queued
+from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Shift, find_shifts, skips_by_habit
 from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, position_in, token
 from commlens.matching.answer import Answer, Disagree, Severity
@@ -50,7 +50,7 @@ class Mismatch:
         """Return whether later faults on the channel may follow from this one."""
         return self.refused or self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
 
-    def explains(self, world: World, number: int, absent: Sequence[int]) -> bool:
+    def explains(self, job: JobIndex, number: int, absent: Sequence[int]) -> bool:
         """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent`` are missing, because of this mismatch."""
         if not self.absorbs or number < self.number:
             return False
@@ -59,21 +59,21 @@ class Mismatch:
         return any(op.state is not State.COMPLETED for op in self.ops.values())
 
 
-def align_records(world: World) -> list[Mismatch]:
+def align_records(job: JobIndex) -> list[Mismatch]:
     """Return the mismatches of all channels and pairs of ranks. Their order does not depend on the order of the logs."""
-    mismatches = [mismatch for key in sorted(world.users) for mismatch in _align_channel(world, key)]
-    mismatches += _pairs(world) if world.knows.completed_ops else _open_pairs(world)
+    mismatches = [mismatch for key in sorted(job.users) for mismatch in _align_channel(job, key)]
+    mismatches += _pairs(job) if job.knows.completed_ops else _open_pairs(job)
     for mismatch in mismatches:
         mismatch.refused = any(op.state is State.FAILED and is_refusal(op.error) for op in mismatch.ops.values())
-    return [mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(world, mismatch))]
+    return [mismatch for mismatch in mismatches if not (mismatch.refused and _was_caught(job, mismatch))]
 
 
-def _was_caught(world: World, mismatch: Mismatch) -> bool:
+def _was_caught(job: JobIndex, mismatch: Mismatch) -> bool:
     """Return whether the program caught the refusal on all ranks and continued: then it did no harm."""
-    return all(_continued(world.views[rank], op) for rank, op in mismatch.ops.items())
+    return all(_continued(job.views[rank], op) for rank, op in mismatch.ops.items())
 
 
-def _continued(view: View, op: Collective) -> bool:
+def _continued(view: RankView, op: Collective) -> bool:
     if view.exit.kind == "clean":
         return True
     is_last = view.last_op is not None and view.last_op.index == op.index
@@ -83,31 +83,31 @@ def _continued(view: View, op: Collective) -> bool:
 # --- collectives -------------------------------------------------------------------------------------------------
 
 
-def _align_channel(world: World, key: ChannelKey) -> list[Mismatch]:
+def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
     """Return the channel's mismatches by sequence number, up to the first rank out of step."""
-    users = world.users[key]
+    users = job.users[key]
     if len(users) < 2:
         return []
-    tracks = {rank: world.views[rank].tracks[key] for rank in users}
-    shifts = find_shifts(world, key)
-    mismatches = _disagreements(world, key, tracks, shifts)
+    tracks = {rank: job.views[rank].tracks[key] for rank in users}
+    shifts = find_shifts(job, key)
+    mismatches = _disagreements(job, key, tracks, shifts)
     first = min(shifts, key=lambda shift: (shift.number, shift.rank), default=None)
     if first is None or any(mismatch.shift is first for mismatch in mismatches):
         return mismatches
     earlier = [mismatch for mismatch in mismatches if mismatch.number < first.number]
-    return [*earlier, _out_of_step(world, key, tracks, shifts, first)]
+    return [*earlier, _out_of_step(job, key, tracks, shifts, first)]
 
 
-def _disagreements(world: World, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[Mismatch]:
+def _disagreements(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[Mismatch]:
     """Return the collectives that the ranks disagree on, up to the first disagreement that hangs them."""
-    comparison = _Comparison(tracks, key[2], splits_known=world.knows.splits)
+    comparison = _Comparison(tracks, key[2], splits_known=job.knows.splits)
     mismatches: list[Mismatch] = []
-    for number in _numbers_to_compare(world, tracks, shifts):
+    for number in _numbers_to_compare(job, tracks, shifts):
         met = _ops_at(tracks, number)
         answer = comparison.compare(number, met) if len(met) > 1 else None
         if not isinstance(answer, Disagree):
             continue
-        mismatch = _disagreement(world, key, number, met, answer, shifts)
+        mismatch = _disagreement(job, key, number, met, answer, shifts)
         if not _count_as_repeat(mismatches, mismatch):
             mismatches.append(mismatch)
         if mismatch.absorbs and not mismatch.silent:
@@ -119,9 +119,9 @@ def _ops_at(tracks: Mapping[int, Track], number: int) -> dict[int, Collective]:
     return {rank: track.ops[number] for rank, track in tracks.items() if number in track.ops}
 
 
-def _numbers_to_compare(world: World, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[int]:
+def _numbers_to_compare(job: JobIndex, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[int]:
     """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair up wrongly."""
-    if world.knows.columns:
+    if job.knows.columns:
         from commlens.diagnosis.column_differences import differing_numbers
 
         numbers = differing_numbers(tracks)
@@ -171,45 +171,45 @@ def _without_splits(args: CollectiveArgs) -> CollectiveArgs:
 
 
 def _disagreement(
-    world: World, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree, shifts: Sequence[Shift]
+    job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree, shifts: Sequence[Shift]
 ) -> Mismatch:
     """Make a mismatch of a disagreement: blame the ranks out of step, else the minority, else the ranks that leave their routine."""
     here = [shift for shift in shifts if shift.number == number]
-    mismatch = Mismatch(key, world.channels[key], number, dict(met), answer, answer.minority, answer.tie)
+    mismatch = Mismatch(key, job.channels[key], number, dict(met), answer, answer.minority, answer.tie)
     mismatch.shift = here[0] if here else None
     if here and {shift.rank for shift in here} <= set(met):
         mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
     elif answer.tie:
         comparable = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}
-        odd = _ranks_off_routine(world, comparable)
+        odd = _ranks_off_routine(job, comparable)
         mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
     mismatch.uncertain = any(op.concurrent for op in met.values())
-    mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(world, key, number)
-    mismatch.habit = _is_skip_by_habit(world, mismatch, answer)
+    mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
+    mismatch.habit = _is_skip_by_habit(job, mismatch, answer)
     return mismatch
 
 
-def _is_skip_by_habit(world: World, mismatch: Mismatch, answer: Disagree) -> bool:
+def _is_skip_by_habit(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> bool:
     """Return whether all culprits issued what they usually issue after the collective of the others."""
     culprits, met = mismatch.culprits, mismatch.ops
     if mismatch.tie or mismatch.shift is not None or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
         return False
     usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-    return all(skips_by_habit(world, rank, met[rank], usual) for rank in culprits if rank in met)
+    return all(skips_by_habit(job, rank, met[rank], usual) for rank in culprits if rank in met)
 
 
-def _out_of_step(world: World, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
+def _out_of_step(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
     """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those of the others there."""
     culprits = tuple(sorted(shift.rank for shift in shifts if shift.number == first.number))
-    mismatch = Mismatch(key, world.channels[key], first.number, _ops_at(tracks, first.number), None, culprits, False, shift=first)
+    mismatch = Mismatch(key, job.channels[key], first.number, _ops_at(tracks, first.number), None, culprits, False, shift=first)
     mismatch.silent = not any(track.open for track in tracks.values())
     return mismatch
 
 
-def _is_stuck_after(world: World, key: ChannelKey, number: int) -> bool:
+def _is_stuck_after(job: JobIndex, key: ChannelKey, number: int) -> bool:
     """Return whether a rank is stuck on this channel, from this number on."""
-    for rank in world.users[key]:
-        view = world.views[rank]
+    for rank in job.users[key]:
+        view = job.views[rank]
         if any(open_number >= number for open_number in view.tracks[key].open):
             return True
         if any(block.op.channel.key == key for block in view.blocks.values()):
@@ -245,7 +245,7 @@ def _loose_tokens(ops: Sequence[Collective]) -> list[Hashable]:
     return [loose_token(op) for op in ops]
 
 
-def _ranks_off_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int, ...]:
+def _ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[int, ...]:
     """Return the ranks that do here what they never did before in this place; none if all of them do.
 
     First check each rank's op and those that it issued since the previous op of the channel: a rank that skips a collective
@@ -254,13 +254,13 @@ def _ranks_off_routine(world: World, ops: Mapping[int, Collective]) -> tuple[int
     """
     for since_previous in (True, False):
         for tokens_of in (_tokens, exact_tokens, _loose_tokens):
-            odd = [rank for rank, op in sorted(ops.items()) if _leaves_routine(world.views[rank], op, tokens_of, since_previous)]
+            odd = [rank for rank, op in sorted(ops.items()) if _leaves_routine(job.views[rank], op, tokens_of, since_previous)]
             if odd and len(odd) < len(ops):
                 return tuple(odd)
     return ()
 
 
-def _leaves_routine(view: View, op: Collective, tokens_of: _TokensOf, since_previous: bool) -> bool:
+def _leaves_routine(view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool) -> bool:
     """Return whether the rank's history led one to expect another op, here or shortly before."""
     history = view.history
     position = position_in(history, op)
@@ -278,12 +278,12 @@ def _leaves_routine(view: View, op: Collective, tokens_of: _TokensOf, since_prev
 # --- point to point ----------------------------------------------------------------------------------------------
 
 
-def _pairs(world: World) -> list[Mismatch]:
+def _pairs(job: JobIndex) -> list[Mismatch]:
     """Return the first message of each pair of ranks whose send and receive disagree."""
     mismatches: list[Mismatch] = []
-    for rank, view in sorted(world.views.items()):
+    for rank, view in sorted(job.views.items()):
         for key, peer, direction in sorted(view.pairs):
-            other = world.views.get(peer)
+            other = job.views.get(peer)
             # After a receive from any rank, the records do not show which message met which receive.
             if direction != "send" or other is None or (key, -1, "recv") in other.pairs:
                 continue
@@ -294,17 +294,17 @@ def _pairs(world: World) -> list[Mismatch]:
                     continue
                 answer = compare_pair(rank, send.args, peer, recv.args)
                 if isinstance(answer, Disagree):
-                    mismatches.append(_pair_mismatch(world, key, rank, peer, send, recv, answer))
+                    mismatches.append(_pair_mismatch(job, key, rank, peer, send, recv, answer))
                     break
     return mismatches
 
 
-def _open_pairs(world: World) -> list[Mismatch]:
+def _open_pairs(job: JobIndex) -> list[Mismatch]:
     """Return the mismatched messages of other tools' dumps: they stay in flight on both ranks."""
     mismatches: list[Mismatch] = []
-    for rank, view in sorted(world.views.items()):
+    for rank, view in sorted(job.views.items()):
         for (key, peer, direction), sends in sorted(view.pairs.items(), key=lambda item: item[1][0].index):
-            other = world.views.get(peer)
+            other = job.views.get(peer)
             if direction != "send" or other is None:
                 continue
             send = sends[0]
@@ -313,18 +313,18 @@ def _open_pairs(world: World) -> list[Mismatch]:
                 continue
             answer = compare_pair(rank, send.args, peer, recv.args)
             if isinstance(answer, Disagree):
-                mismatches.append(_pair_mismatch(world, key, rank, peer, send, recv, answer))
+                mismatches.append(_pair_mismatch(job, key, rank, peer, send, recv, answer))
     return mismatches
 
 
 def _pair_mismatch(
-    world: World, key: ChannelKey, sender: int, receiver: int, send: Collective, recv: Collective, answer: Disagree
+    job: JobIndex, key: ChannelKey, sender: int, receiver: int, send: Collective, recv: Collective, answer: Disagree
 ) -> Mismatch:
     ops = {sender: send, receiver: recv}
-    odd = _ranks_off_routine(world, ops)
+    odd = _ranks_off_routine(job, ops)
     mismatch = Mismatch(
-        key, world.channels[key], send.sequence_number, ops, answer,
+        key, job.channels[key], send.sequence_number, ops, answer,
         culprits=odd or tuple(sorted(ops)), tie=not odd, by_history=bool(odd), pair=(send, recv),
     )  # fmt: skip
-    mismatch.silent = not any(block.op.index in (send.index, recv.index) for rank in ops for block in world.views[rank].blocks.values())
+    mismatch.silent = not any(block.op.index in (send.index, recv.index) for rank in ops for block in job.views[rank].blocks.values())
     return mismatch

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from commlens.diagnosis.columns import DONE, RUNNING, ColumnHistory, ColumnOps, Integers, RankDump, RankOps, SharedIds, is_message
-from commlens.diagnosis.index import FOREIGN_DUMPS, Block, PairKey, Track, View, World
+from commlens.diagnosis.index import FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
 from commlens.model.collective import Channel, ChannelKey
@@ -53,7 +53,7 @@ def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
     )
 
 
-def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> World:
+def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     """Index the dumps of one job, in time linear in their records.
 
     Args:
@@ -67,14 +67,14 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> World:
     fullest = max((dump.unbroken for dump in dumps), default=0)
     recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
     exits: dict[int, ProcessExit] = {}
-    views: dict[int, View] = {}
+    views: dict[int, RankView] = {}
     channels: dict[ChannelKey, Channel] = {}
     users: dict[ChannelKey, list[int]] = defaultdict(list)
     for dump in sorted(dumps, key=lambda one: one.rank):
         columns = RankOps(dump, [unified[_name(channel)] for channel in dump.channels], ids)
         log = _log(dump, columns, recent)
         exits[dump.rank] = process_exit_of(log)
-        view = View(dump.rank, log, exits[dump.rank], dump.captured_ns or latest, main_thread=0)
+        view = RankView(dump.rank, log, exits[dump.rank], dump.captured_ns or latest, main_thread=0)
         view.columns = columns
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
@@ -90,27 +90,27 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> World:
     logs = [view.log for view in views.values()]
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)
-    world = World(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS)
-    world.moving = _is_moving(world)
-    if world.moving:
+    job = JobIndex(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS)
+    job.moving = _is_moving(job)
+    if job.moving:
         for view in views.values():
             for block in view.blocks.values():
                 block.stuck = False
-    return world
+    return job
 
 
-def _is_moving(world: World) -> bool:
+def _is_moving(job: JobIndex) -> bool:
     """Return whether the job was still running while it was dumped.
 
     Then most ranks have collectives in flight that others have completed. In a job that hangs, only a rank whose own device makes
     no progress has.
     """
-    completed = {key: max(world.views[rank].tracks[key].completed for rank in users) for key, users in world.users.items()}
+    completed = {key: max(job.views[rank].tracks[key].completed for rank in users) for key, users in job.users.items()}
     late = 0
-    for view in world.views.values():
+    for view in job.views.values():
         running = [(key, track) for key, track in view.tracks.items() if track.open and track.ops[track.open[0]].op not in ROOTED]
         late += any(track.open[0] <= completed[key] for key, track in running)
-    return late > 1 and late * 2 > len(world.views)
+    return late > 1 and late * 2 > len(job.views)
 
 
 def _may_be_buffer_size(records: int) -> bool:
@@ -156,7 +156,7 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
     return found
 
 
-def _index(view: View, columns: RankOps, limit: int) -> dict[ChannelKey, Channel]:
+def _index(view: RankView, columns: RankOps, limit: int) -> dict[ChannelKey, Channel]:
     """Fill in the rank's tracks, messages and head, and return its channels by key."""
     dump = columns.dump
     known: dict[ChannelKey, Channel] = {}
@@ -174,7 +174,7 @@ def _index(view: View, columns: RankOps, limit: int) -> dict[ChannelKey, Channel
     return known
 
 
-def _find_heads(view: View, columns: RankOps, message: Integers, limit: int) -> None:
+def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int) -> None:
     """Find the operation that blocks the rank, and the first in flight of each other channel and pair."""
     dump = columns.dump
     open_rows = np.flatnonzero(dump.state != DONE).tolist()
@@ -210,7 +210,7 @@ def _track(ops: ColumnOps) -> Track:
     )
 
 
-def _index_messages(view: View, columns: RankOps, message: Integers) -> None:
+def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:
     """Keep the messages in flight by channel, peer and direction, and count the completed ones."""
     if not message.any():
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.index import World, index_logs
+from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.wait_graph import Graph
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
@@ -26,13 +26,13 @@ class ExaminedJob(NamedTuple):
     """A verdict, and the indexed ranks, mismatches and wait-for graph behind it. Reports draw it and diagnose nothing."""
 
     verdict: Verdict
-    world: World
+    job: JobIndex
     mismatches: list[Mismatch]
     graph: Graph
 
     def mismatch_at(self, key: ChannelKey, number: int) -> Disagree | None:
         """Return how the ranks disagree under one number of a channel; None if they agree or it cannot be determined."""
-        tracks = {rank: self.world.views[rank].tracks.get(key) for rank in key[2] if rank in self.world.views}
+        tracks = {rank: self.job.views[rank].tracks.get(key) for rank in key[2] if rank in self.job.views}
         args = {rank: track.args_of(number) for rank, track in tracks.items() if track is not None and number in track.ops}
         answer = compare_coalesced(args, key[2]) if len(args) > 1 else None
         return answer if isinstance(answer, Disagree) else None
@@ -85,23 +85,23 @@ def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), st
     return examined._replace(verdict=verdict)
 
 
-def _examine(world: World, missing: list[str]) -> ExaminedJob:
+def _examine(job: JobIndex, missing: list[str]) -> ExaminedJob:
     """Find the mismatches, build the wait-for graph and make the findings.
 
     Args:
-        world: the indexed ranks of one job.
+        job: the indexed ranks of one job.
         missing: sentences about the missing evidence found so far; more are added.
     """
-    mismatches = align_records(world)
-    graph = build_wait_graph(world, mismatches)
-    findings = find_all(world, mismatches, graph)
-    missing += _missing_evidence(world)
-    looked_at = _looked_at(world)
+    mismatches = align_records(job)
+    graph = build_wait_graph(job, mismatches)
+    findings = find_all(job, mismatches, graph)
+    missing += _missing_evidence(job)
+    looked_at = _looked_at(job)
     if findings:
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
     else:
-        verdict = _healthy(world, missing, looked_at)
-    return ExaminedJob(verdict, world, mismatches, graph)
+        verdict = _healthy(job, missing, looked_at)
+    return ExaminedJob(verdict, job, mismatches, graph)
 
 
 def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
@@ -110,13 +110,13 @@ def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
 
 
-def _healthy(world: World, missing: list[str], looked_at: str) -> Verdict:
-    complete = len(world.views) == world.size
-    known = "all collectives agree and no rank waits" if any(v.history for v in world.views.values()) else "no collective was recorded"
-    summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(world.views)} recorded"
-    if world.moving:
+def _healthy(job: JobIndex, missing: list[str], looked_at: str) -> Verdict:
+    complete = len(job.views) == job.size
+    known = "all collectives agree and no rank waits" if any(v.history for v in job.views.values()) else "no collective was recorded"
+    summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
+    if job.moving:
         summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
-    ended = [rank for rank, view in world.views.items() if view.exit.kind == "clean"] if world.knows.process_exit else []
+    ended = [rank for rank, view in job.views.items() if view.exit.kind == "clean"] if job.knows.process_exit else []
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
         kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],
@@ -144,29 +144,29 @@ def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
     )
 
 
-def _looked_at(world: World) -> str:
-    total = sum(len(view.history) for view in world.views.values())
-    ranks = count(len(world.views), "rank")
-    of = f" of {world.size}" if world.size != len(world.views) else ""
-    unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in world.views.values() for text in view.log.coverage})
+def _looked_at(job: JobIndex) -> str:
+    total = sum(len(view.history) for view in job.views.values())
+    ranks = count(len(job.views), "rank")
+    of = f" of {job.size}" if job.size != len(job.views) else ""
+    unseen = sorted({text.rstrip(".").removesuffix(" are not seen") for view in job.views.values() for text in view.log.coverage})
     without = f"; not recorded: {'; '.join(unseen)}" if unseen else ""
-    return f"{ranks}{of}, {count(total, 'record')} on {count(len(world.channels), 'channel')}{without}"
+    return f"{ranks}{of}, {count(total, 'record')} on {count(len(job.channels), 'channel')}{without}"
 
 
-def _missing_evidence(world: World) -> list[str]:
+def _missing_evidence(job: JobIndex) -> list[str]:
     """Return sentences about ranks without records, unreadable records and overwritten ones."""
     notes: list[str] = []
-    if world.no_record:
-        notes.append(f"{capital(ranks_phrase(world.no_record))} of {world.size} left no record.")
-    if world.elsewhere:
-        hosts = sorted({view.log.host for view in world.views.values() if view.log.host})
+    if job.no_record:
+        notes.append(f"{capital(ranks_phrase(job.no_record))} of {job.size} left no record.")
+    if job.elsewhere:
+        hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
         of = f" of {', '.join(hosts[:4])}" if hosts else ""
         notes.append(
-            f"There are no records of {ranks_phrase(world.elsewhere)} of {world.size}, which probably run on another node: "
+            f"There are no records of {ranks_phrase(job.elsewhere)} of {job.size}, which probably run on another node: "
             f"only those{of} are here."
         )
     by_text: dict[str, list[int]] = {}
-    for rank, view in world.views.items():
+    for rank, view in job.views.items():
         log = view.log
         for text in log.problems:
             by_text.setdefault(text.rstrip("."), []).append(rank)

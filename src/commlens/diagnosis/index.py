@@ -53,7 +53,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class View:
+class RankView:
     """One rank's records, indexed."""
 
     rank: int
@@ -111,10 +111,10 @@ FOREIGN_DUMPS = Capabilities(
 
 
 @dataclass
-class World:
+class JobIndex:
     """All ranks of a job, indexed."""
 
-    views: dict[int, View]
+    views: dict[int, RankView]
     channels: dict[ChannelKey, Channel]
     size: int
     no_record: list[int]  # ranks that left none on the hosts seen
@@ -130,34 +130,34 @@ class World:
         return frozenset(self.no_record)
 
 
-def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> World:
+def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records."""
     limit = int(stalled_after_s * 1e9)
     exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)
-    world = World({}, {}, size, no_record, elsewhere, limit)
+    job = JobIndex({}, {}, size, no_record, elsewhere, limit)
     for log in logs:
-        view = _view(log, exits[log.rank], world)
-        world.views[log.rank] = view
+        view = _view(log, exits[log.rank], job)
+        job.views[log.rank] = view
         for key in view.tracks:
-            world.users.setdefault(key, []).append(log.rank)
-    _mark_waits_for_dead_ranks(world)
-    return world
+            job.users.setdefault(key, []).append(log.rank)
+    _mark_waits_for_dead_ranks(job)
+    return job
 
 
-def _mark_waits_for_dead_ranks(world: World) -> None:
+def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
     """Mark threads that wait for a dead rank as stuck, however short their wait: it never ends."""
-    dead = [view for view in world.views.values() if view.died]
+    dead = [view for view in job.views.values() if view.died]
     if not dead:
         return
-    for view in world.views.values():
+    for view in job.views.values():
         for block in view.blocks.values():
             if not block.stuck and block.how != "assumed":
                 block.stuck = any(_never_issued(other, part) for other in dead for part in block.parts)
 
 
-def _never_issued(dead: View, op: Collective) -> bool:
+def _never_issued(dead: RankView, op: Collective) -> bool:
     """Return whether a rank died before it issued its side of a collective."""
     if op.is_point_to_point or dead.wrapped or dead.rank not in op.channel.group.ranks:
         return False
@@ -165,10 +165,12 @@ def _never_issued(dead: View, op: Collective) -> bool:
     return track is None or track.last < op.sequence_number
 
 
-def _view(log: RankLog, end: ProcessExit, world: World) -> View:
+def _view(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
     now = log.captured_ns or last_moment(log)
     main = log.main_stack
-    view = View(log.rank, log, end, now, main_thread=main.thread if main is not None and main.thread else log.pid, history=log.collectives)
+    view = RankView(
+        log.rank, log, end, now, main_thread=main.thread if main is not None and main.thread else log.pid, history=log.collectives
+    )
     view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
@@ -185,7 +187,7 @@ def _view(log: RankLog, end: ProcessExit, world: World) -> View:
         key = keys.get(id(op.channel))
         if key is None:
             key = keys[id(op.channel)] = op.channel.key
-            world.channels.setdefault(key, op.channel)
+            job.channels.setdefault(key, op.channel)
         closer = closers.get(op.coalescing_id) if op.coalescing_id else None
         if op.is_point_to_point:
             peer = -1 if op.peer is None else op.peer
@@ -202,7 +204,7 @@ def _view(log: RankLog, end: ProcessExit, world: World) -> View:
         # If no thread waits for an op, a later completed op of its channel implies its completion: gloo's reduce_scatter
         # never reports its own.
         track.open = sorted(n for n in track.open if n > track.completed or track.ops[n].waited_for or not track.ops[n].returned_ns)
-    _find_blocks(view, open_ops, failed, groups, world.stalled_after_ns)
+    _find_blocks(view, open_ops, failed, groups, job.stalled_after_ns)
     return view
 
 
@@ -223,7 +225,9 @@ def _put(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> N
 # --- blocked threads ---------------------------------------------------------------------------------------------
 
 
-def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective], groups: dict[int, list[Collective]], limit: int) -> None:
+def _find_blocks(
+    view: RankView, open_ops: list[Collective], failed: list[Collective], groups: dict[int, list[Collective]], limit: int
+) -> None:
     loose: list[Collective] = []
     for op in open_ops:
         if op.waited_for:
@@ -241,7 +245,7 @@ def _find_blocks(view: View, open_ops: list[Collective], failed: list[Collective
 
 
 def _block(
-    view: View, op: Collective, thread: int, since: int, how: Literal["wait", "issue", "assumed", "failed"],
+    view: RankView, op: Collective, thread: int, since: int, how: Literal["wait", "issue", "assumed", "failed"],
     groups: dict[int, list[Collective]], limit: int,
 ) -> None:  # fmt: skip
     known = view.blocks.get(thread)
@@ -256,7 +260,7 @@ def _block(
     view.blocks[thread] = Block(op, parts, thread, since, how, stuck, age)
 
 
-def _may_be_pending(view: View, op: Collective) -> bool:
+def _may_be_pending(view: RankView, op: Collective) -> bool:
     """Return whether an op that returned, and for which no thread is known to wait, may block its rank."""
     key = op.channel.key
     if op.is_point_to_point:
@@ -266,7 +270,7 @@ def _may_be_pending(view: View, op: Collective) -> bool:
     return track is None or op.sequence_number in track.open or not op.sequence_number
 
 
-def _main_may_wait_in_cpp(view: View, oldest: Collective) -> bool:
+def _main_may_wait_in_cpp(view: RankView, oldest: Collective) -> bool:
     """Return whether the main thread may wait in C++, which is not recorded: DDP's reducer and functional collectives do."""
     if view.main_thread in view.blocks or any(block.how in ("wait", "issue") for block in view.blocks.values()):
         return False
@@ -282,7 +286,7 @@ def _main_may_wait_in_cpp(view: View, oldest: Collective) -> bool:
     return oldest.channel.device != "cpu" or activity.torch_is_innermost(stack.frames)
 
 
-def _is_last_of_thread(view: View, failed: Collective) -> bool:
+def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
     """Return whether a failed op is the last one of its thread."""
     for op in reversed(view.log.collectives):
         if op is failed:
@@ -295,7 +299,7 @@ def _is_last_of_thread(view: View, failed: Collective) -> bool:
 # --- progress of a rank ------------------------------------------------------------------------------------------
 
 
-def has_issued(view: View, key: ChannelKey, number: int, since_ns: int) -> bool | None:
+def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> bool | None:
     """Return whether a rank without a record of a collective has issued it; None if the records do not show it.
 
     Args:
@@ -314,7 +318,7 @@ def has_issued(view: View, key: ChannelKey, number: int, since_ns: int) -> bool 
     return None if track is None and view.first_ns > since_ns else False
 
 
-def is_queued(view: View, op: Collective) -> bool:
+def is_queued(view: RankView, op: Collective) -> bool:
     """Return whether an op in flight is only enqueued behind the op that blocks its rank. Always False for black boxes."""
     head = view.blocks.get(0) if view.columns is not None else None
     if head is None or not op.in_flight or op.index in view.running:
@@ -322,7 +326,7 @@ def is_queued(view: View, op: Collective) -> bool:
     return head.op.index < op.index and all(part is not op for part in head.parts)
 
 
-def find_counterpart(view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
+def find_counterpart(view: RankView, other: RankView, key: ChannelKey, op: Collective) -> Collective | None:
     """Return the other side of a message in flight, for dumps of other tools.
 
     Both sides are counted from the last completed message, since older records may be overwritten; if nothing was overwritten,

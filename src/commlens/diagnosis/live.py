@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.findings.context import Context, locate
 from commlens.diagnosis.findings.mismatch import find_mismatches
-from commlens.diagnosis.index import World, index_logs
+from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.swapped_order import SwappedOrder, find_swapped_orders
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
@@ -25,8 +25,8 @@ def find_disagreements(logs: Sequence[RankLog]) -> list[Finding]:
     Args:
         logs: the boxes of a running job, as of now.
     """
-    world = _index(logs)
-    return [finding for finding, mismatch in _mismatches(world) if mismatch.answer is not None] if world is not None else []
+    job = _index(logs)
+    return [finding for finding, mismatch in _mismatches(job) if mismatch.answer is not None] if job is not None else []
 
 
 def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:
@@ -36,22 +36,22 @@ def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]
         logs: the boxes of a running job, as of now.
         at_least: later collectives that must match a shift.
     """
-    world = _index(logs)
-    if world is None:
+    job = _index(logs)
+    if job is None:
         return []
     shifts = [
         finding
-        for finding, mismatch in _mismatches(world)
+        for finding, mismatch in _mismatches(job)
         if mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches >= at_least
     ]
-    return shifts or [_swapped(world, key, swap) for key in sorted(world.users) for swap in find_swapped_orders(world, key)]
+    return shifts or [_swapped(job, key, swap) for key in sorted(job.users) for swap in find_swapped_orders(job, key)]
 
 
-def _swapped(world: World, key: ChannelKey, swap: SwappedOrder) -> Finding:
+def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Finding:
     """Make a finding of a swapped order."""
     first, theirs = swap.own[0], swap.others[0]
     last = swap.number + len(swap.own) - 1
-    others = [rank for rank in sorted(world.users[key]) if rank != swap.rank]
+    others = [rank for rank in sorted(job.users[key]) if rank != swap.rank]
     where = f"{first.op} #{swap.number} to #{last} of {group_phrase(first.channel.group)}"
     finding = Finding(
         kind="mismatch/op", why="in-collective", root_cause=True, culprits=[swap.rank], victims=others, confidence="medium",
@@ -65,17 +65,17 @@ def _swapped(world: World, key: ChannelKey, swap: SwappedOrder) -> Finding:
     return locate(finding, first, first.source)
 
 
-def _index(logs: Sequence[RankLog]) -> World | None:
+def _index(logs: Sequence[RankLog]) -> JobIndex | None:
     selected, _ = select_job(logs)
     return index_logs(selected, _NOTHING_STALLS_S) if len(selected) > 1 else None
 
 
-def _mismatches(world: World) -> list[tuple[Finding, Mismatch]]:
+def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
     """Return the mismatches whose order is certain, with their findings, the first cause first."""
-    mismatches = [mismatch for mismatch in align_records(world) if not mismatch.uncertain and not _is_with_verifier(mismatch)]
+    mismatches = [mismatch for mismatch in align_records(job) if not mismatch.uncertain and not _is_with_verifier(mismatch)]
     if not mismatches:
         return []
-    context = Context(world, mismatches, build_wait_graph(world, mismatches))
+    context = Context(job, mismatches, build_wait_graph(job, mismatches))
     find_mismatches(context, {})
     found = sorted(zip(context.cases, mismatches, strict=True), key=lambda pair: pair[0].order)
     return [(case.finding, mismatch) for case, mismatch in found]

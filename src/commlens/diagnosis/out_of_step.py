@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping, Sequence
 
 import msgspec
 
-from commlens.diagnosis.index import Track, World
+from commlens.diagnosis.index import JobIndex, Track
 from commlens.diagnosis.routine import expected_token, position_in, token
 from commlens.model.collective import ChannelKey, Collective
 
@@ -31,10 +31,10 @@ class Shift(msgspec.Struct):
     matches: int  # later collectives that agree with the shift
 
 
-def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
+def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     """Return the shifts of a channel, by rank."""
-    tracks = {rank: world.views[rank].tracks[key] for rank in world.users.get(key, ())}
-    if world.knows.columns:
+    tracks = {rank: job.views[rank].tracks[key] for rank in job.users.get(key, ())}
+    if job.knows.columns:
         from commlens.diagnosis.column_differences import representatives
 
         tracks = representatives(tracks)
@@ -45,7 +45,7 @@ def find_shifts(world: World, key: ChannelKey) -> list[Shift]:
     if not suspects:
         return []
     if len(tracks) == 2:
-        return _shift_of_two(world, tracks)
+        return _shift_of_two(job, tracks)
     trusted = tracks.keys() - suspects if len(suspects) * 2 <= len(tracks) else tracks.keys()
     shifts = []
     for rank in sorted(suspects):
@@ -63,19 +63,19 @@ def line_of(op: Collective) -> Hashable:
     return (source.file, source.line) if source is not None else None
 
 
-def keeps_routine(world: World, rank: int, op: Collective) -> bool | None:
+def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
     """Return whether a rank's history led one to expect this op; None without such a history."""
-    history = world.views[rank].history
+    history = job.views[rank].history
     position = position_in(history, op)
     return None if position is None else expected_token([token(each) for each in history[: position + 1]], position)
 
 
-def skips_by_habit(world: World, rank: int, own: Collective, expected: Collective) -> bool:
+def skips_by_habit(job: JobIndex, rank: int, own: Collective, expected: Collective) -> bool:
     """Return whether the rank skipped ``expected``: it usually issues ``own`` some time after it, but not this time.
 
     This shows a shift if the others still wait in ``expected``, so that their next collective is unknown.
     """
-    history = [op for op in world.views[rank].history if op.index < own.index][-_HABIT:]
+    history = [op for op in job.views[rank].history if op.index < own.index][-_HABIT:]
     same = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
     if not same:
         return False
@@ -204,12 +204,12 @@ def _count_matches(track: Track, usual: Mapping[int, Collective], start: int, by
     return matches, len(places)
 
 
-def _shift_of_two(world: World, tracks: Mapping[int, Track]) -> list[Shift]:
+def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
     """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to the other."""
     first, second = sorted(tracks)
     pairs = ((first, second), (second, first))
     shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops)) is not None]
-    odd = [shift for shift in shifts if keeps_routine(world, shift.rank, shift.own) is False]
+    odd = [shift for shift in shifts if keeps_routine(job, shift.rank, shift.own) is False]
     if len(odd) == 1:
         return odd
     # Programs skip a collective more often than they issue one too many.

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Mapping
 
 import msgspec
 
-from commlens.diagnosis.index import Track, World
+from commlens.diagnosis.index import JobIndex, Track
 from commlens.diagnosis.out_of_step import keeps_routine, line_of
 from commlens.model.collective import ChannelKey, Collective
 
@@ -29,9 +29,9 @@ class SwappedOrder(msgspec.Struct):
     others: list[Collective]
 
 
-def find_swapped_orders(world: World, key: ChannelKey) -> list[SwappedOrder]:
+def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     """Return the swapped orders of a channel, by rank."""
-    tracks = {rank: world.views[rank].tracks[key] for rank in world.users.get(key, ())}
+    tracks = {rank: job.views[rank].tracks[key] for rank in job.users.get(key, ())}
     if len(tracks) < 2:
         return []
     # Compare all ranks with the first. If most differ from it in the same place, the first rank is the odd one.
@@ -42,7 +42,7 @@ def find_swapped_orders(world: World, key: ChannelKey) -> list[SwappedOrder]:
     first = swaps[0]
     of_base = SwappedOrder(base, first.number, first.others, first.own)
     if len(tracks) == 2:
-        odd = [swap for swap in (first, of_base) if keeps_routine(world, swap.rank, swap.own[0]) is False]
+        odd = [swap for swap in (first, of_base) if keeps_routine(job, swap.rank, swap.own[0]) is False]
         return odd if len(odd) == 1 else []
     if len(swaps) * 2 < len(tracks):
         return swaps

@@ -6,16 +6,16 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import Block, View, World, find_counterpart, has_issued, is_queued
+from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.matching.point_to_point import pair_messages
 from commlens.model.collective import ChannelKey, Collective, Frame, State
 
 
-def build_wait_graph(world: World, mismatches: list[Mismatch]) -> Graph:
+def build_wait_graph(job: JobIndex, mismatches: list[Mismatch]) -> Graph:
     """Return the wait-for graph of all stuck threads. The details of its "mismatch" nodes are indices into ``mismatches``."""
-    return _Builder(world, mismatches).build()
+    return _Builder(job, mismatches).build()
 
 
 @dataclass
@@ -32,8 +32,8 @@ class _Arrivals:
 
 
 class _Builder:
-    def __init__(self, world: World, mismatches: list[Mismatch]) -> None:
-        self.world = world
+    def __init__(self, job: JobIndex, mismatches: list[Mismatch]) -> None:
+        self.job = job
         self.graph = Graph()
         self.mismatches = mismatches
         self._mismatches_by_channel: dict[ChannelKey, list[int]] = {}
@@ -46,19 +46,19 @@ class _Builder:
                 self._mismatches_by_channel.setdefault(mismatch.key, []).append(i)
         self._instance_indices: dict[tuple[str, Instance], int] = {}
         self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
-        self._todo: list[tuple[View, Block]] = []
+        self._todo: list[tuple[RankView, Block]] = []
 
     def build(self) -> Graph:
         """Follow every stuck thread of the processes that have not died."""
-        for rank in sorted(self.world.views):
-            view = self.world.views[rank]
+        for rank in sorted(self.job.views):
+            view = self.job.views[rank]
             for thread in sorted(view.blocks):
                 block = view.blocks[thread]
                 if block.stuck and not view.died:
                     self._todo.append((view, block))
         self._follow_all()
         self.graph.deadlocks = self.graph.find_cycles()
-        if not self.world.knows.threads:
+        if not self.job.knows.threads:
             self._confirm_cycles()
         return self.graph
 
@@ -80,14 +80,14 @@ class _Builder:
                 break
             for node in more:
                 expanded.add(node)
-                view = self.world.views[node.rank]
+                view = self.job.views[node.rank]
                 for op in view.heads:
                     self._follow_op(view, node, op)
             self._follow_all()
         closed = {node for cycle in cycles for node in cycle}
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
-    def _follow(self, view: View, block: Block) -> None:
+    def _follow(self, view: RankView, block: Block) -> None:
         node = Node("wait", view.rank, block.thread)
         if node in self.graph.blocks or self._caused_refusals(view, block.op):
             return
@@ -101,13 +101,13 @@ class _Builder:
             for target in [target for target in targets if target.kind == "stuck"]:
                 self.graph.drop(node, target)  # a batch completes as a whole, so it waits for its other messages
 
-    def _follow_op(self, view: View, node: Node, op: Collective) -> None:
+    def _follow_op(self, view: RankView, node: Node, op: Collective) -> None:
         if op.is_point_to_point:
             self._follow_message(view, node, op)
         elif op.sequence_number > 0:
             self._follow_collective(view, node, op)
 
-    def _caused_refusals(self, view: View, op: Collective) -> bool:
+    def _caused_refusals(self, view: RankView, op: Collective) -> bool:
         """Return whether the rank's absence got its peers refused before it arrived, so that it is not a victim."""
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
@@ -116,7 +116,7 @@ class _Builder:
 
     # --- collectives
 
-    def _follow_collective(self, view: View, node: Node, op: Collective) -> None:
+    def _follow_collective(self, view: RankView, node: Node, op: Collective) -> None:
         key = op.channel.key
         track = view.tracks.get(key)
         numbers = [n for n in (track.open if track else []) if n < op.sequence_number]
@@ -125,7 +125,7 @@ class _Builder:
             if self._add_collective(view, node, key, number, last=number == op.sequence_number):
                 return
 
-    def _add_collective(self, view: View, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
+    def _add_collective(self, view: RankView, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
         """Add the edges of one collective. Return False if it is complete on all ranks, unless it is the last candidate."""
         op = view.tracks[key].ops[number]
         edge = Edge(op, Instance(key, number), view.rank)
@@ -154,9 +154,9 @@ class _Builder:
             return self._instance_node("stuck", edge.instance)
         at = self._instance_node("at", edge.instance)
         for member in arrivals.absent:
-            self._wait_for_rank(at, self.world.views[member], key, edge)
+            self._wait_for_rank(at, self.job.views[member], key, edge)
         for member in arrivals.behind:
-            self._wait_for_thread(at, self.world.views[member], key, edge)
+            self._wait_for_thread(at, self.job.views[member], key, edge)
         if arrivals.absent or arrivals.behind:
             return at
         for member in arrivals.dead:
@@ -167,7 +167,7 @@ class _Builder:
         return at
 
     def _unrecorded_node(self, rank: int) -> Node:
-        return Node("no-record" if rank in self.world.unrecorded else "elsewhere", rank)
+        return Node("no-record" if rank in self.job.unrecorded else "elsewhere", rank)
 
     def _instance_node(self, kind: str, instance: Instance) -> Node:
         index = self._instance_indices.setdefault((kind, instance), len(self.graph.instances))
@@ -182,7 +182,7 @@ class _Builder:
             return arrivals
         arrivals = self._arrivals_of[(key, number)] = _Arrivals()
         for member in key[2]:
-            other = self.world.views.get(member)
+            other = self.job.views.get(member)
             if other is None:
                 arrivals.no_record.append(member)
                 continue
@@ -209,13 +209,13 @@ class _Builder:
 
     def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
         for i in self._mismatches_by_channel.get(key, ()):
-            if self.mismatches[i].explains(self.world, number, absent):
+            if self.mismatches[i].explains(self.job, number, absent):
                 return i
         return None
 
     # --- point to point
 
-    def _follow_message(self, view: View, node: Node, op: Collective) -> None:
+    def _follow_message(self, view: RankView, node: Node, op: Collective) -> None:
         key = op.channel.key
         if op.peer is None:
             self._follow_any_source(view, node, op)
@@ -226,11 +226,11 @@ class _Builder:
         if mismatch is not None:
             self.graph.add(node, Node("mismatch", -1, mismatch), edge)
             return
-        other = self.world.views.get(op.peer)
+        other = self.job.views.get(op.peer)
         if other is None:
             self.graph.add(node, self._unrecorded_node(op.peer), edge)
             return
-        if self.world.knows.completed_ops:
+        if self.job.knows.completed_ops:
             match = self._find_match(view, other, key, op)
         else:
             match = find_counterpart(view, other, key, op)
@@ -247,7 +247,7 @@ class _Builder:
         elif not is_queued(view, op) and not _waits_for_more(view, other.rank):
             self.graph.add(node, self._instance_node("stuck", edge.instance), edge)
 
-    def _find_match(self, view: View, other: View, key: ChannelKey, op: Collective) -> Collective | None:
+    def _find_match(self, view: RankView, other: RankView, key: ChannelKey, op: Collective) -> Collective | None:
         mine = view.pairs.get((key, other.rank, op.op), [])
         theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
         complete = not (view.wrapped or other.wrapped)
@@ -259,24 +259,24 @@ class _Builder:
         pairs = pair_messages(theirs, mine, complete=complete)
         return next((send for send, recv in pairs if recv is op), None)
 
-    def _follow_any_source(self, view: View, node: Node, op: Collective) -> None:
+    def _follow_any_source(self, view: RankView, node: Node, op: Collective) -> None:
         """Follow a receive from any source: it waits for all other ranks of its group, though one would do."""
         key = op.channel.key
         for member in key[2]:
-            other = self.world.views.get(member)
+            other = self.job.views.get(member)
             if member != view.rank and other is not None:
                 edge = Edge(op, Instance(key, op.sequence_number, member, view.rank), view.rank)
                 self._wait_for_rank(node, other, key, edge)
 
     # --- absent ranks
 
-    def _wait_for_rank(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
+    def _wait_for_rank(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
         if other.died:
             self.graph.add(node, Node("dead", other.rank), edge)
         else:
             self._wait_for_thread(node, other, key, edge)
 
-    def _wait_for_thread(self, node: Node, other: View, key: ChannelKey, edge: Edge) -> None:
+    def _wait_for_thread(self, node: Node, other: RankView, key: ChannelKey, edge: Edge) -> None:
         """Add an edge to the thread that should issue the op; to the rank if that thread is not blocked."""
         block = self._block_of(other, key)
         if block is None:
@@ -286,7 +286,7 @@ class _Builder:
         self.graph.add(node, target, edge)
         self._todo.append((other, block))
 
-    def _block_of(self, other: View, key: ChannelKey) -> Block | None:
+    def _block_of(self, other: RankView, key: ChannelKey) -> Block | None:
         """Return the block of the thread that issues on this channel; of the main thread if none has yet."""
         stuck = {thread: block for thread, block in other.blocks.items() if block.stuck}
         if not stuck:
@@ -303,12 +303,12 @@ class _Builder:
             return next(iter(stuck.values()))
         return None
 
-    def _pair_thread(self, other: View, key: ChannelKey) -> int:
+    def _pair_thread(self, other: RankView, key: ChannelKey) -> int:
         last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
         return last.issue_thread if last is not None else 0
 
 
-def _waits_for_more(view: View, peer: int) -> bool:
+def _waits_for_more(view: RankView, peer: int) -> bool:
     """Return whether a rank is stuck in a batch that has messages with other peers, too. Always False for black boxes."""
     head = view.blocks.get(0) if view.columns is not None else None
     return head is not None and any(part.peer != peer for part in head.parts)

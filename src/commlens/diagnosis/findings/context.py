@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import Block, View, World
+from commlens.diagnosis.index import Block, JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
@@ -28,8 +28,8 @@ class Case:
 class Context:
     """The indexed ranks, their disagreements and their wait-for graph, and the findings made from them so far."""
 
-    def __init__(self, world: World, mismatches: list[Mismatch], graph: Graph) -> None:
-        self.world = world
+    def __init__(self, job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> None:
+        self.job = job
         self.mismatches = mismatches
         self.graph = graph
         self.cases: list[Case] = []
@@ -54,21 +54,21 @@ class Context:
 
     def name(self, rank: int) -> str:
         """``"rank 2 (host n03, pid 4121)"``."""
-        log = self.world.views[rank].log
+        log = self.job.views[rank].log
         about = [f"host {log.host}"] if log.host else []
         about += [f"pid {log.pid}"] if log.pid else []
         return f"rank {rank}" + (f" ({', '.join(about)})" if about else "")
 
-    def doing(self, view: View) -> Activity:
+    def doing(self, view: RankView) -> Activity:
         """Classify the activity of a rank that has not arrived. Without the dump's time, its quiet time is unknown."""
-        quiet = activity.quiet_ns(view.log) if view.log.captured_ns or self.world.knows.capture_time else 0
-        return activity.activity_of(view.log, view.exit, quiet_ns=quiet, stalled_after_ns=self.world.stalled_after_ns)
+        quiet = activity.quiet_ns(view.log) if view.log.captured_ns or self.job.knows.capture_time else 0
+        return activity.activity_of(view.log, view.exit, quiet_ns=quiet, stalled_after_ns=self.job.stalled_after_ns)
 
     def last(self, rank: int) -> str:
         """``"its last collective, all_reduce #40 of group dp [0-3], completed"``."""
-        op = self.world.views[rank].last_op
+        op = self.job.views[rank].last_op
         if op is None:
-            return "it never issued a collective" if self.world.knows.completed_ops else "it has nothing in flight"
+            return "it never issued a collective" if self.job.knows.completed_ops else "it has nothing in flight"
         states = {State.COMPLETED: "completed", State.FAILED: "failed", State.UNKNOWN: "was issued"}
         return f"its last collective, {op_phrase(op)}, {states.get(op.state, 'is in flight')}"
 
@@ -80,7 +80,7 @@ class Context:
         parts = []
         for line, ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
             waited = self.longest_wait(ranks)
-            length = f" for {duration(waited)}" if waited >= self.world.stalled_after_ns else ""
+            length = f" for {duration(waited)}" if waited >= self.job.stalled_after_ns else ""
             parts.append(f"{ranks_and_verb(ranks, 'has', 'have')} been waiting{length}" + (f" at {line}" if line else ""))
         args = args_phrase(edges[0].op)
         return capital("; ".join(parts)) + (f", {args}." if args else ".")
@@ -99,7 +99,7 @@ class Context:
         return {block.how for block in self._blocks(ranks)} == {"assumed"}
 
     def _blocks(self, ranks: Iterable[int]) -> list[Block]:
-        return [block for rank in ranks if rank in self.world.views for block in self.world.views[rank].blocks.values()]
+        return [block for rank in ranks if rank in self.job.views for block in self.job.views[rank].blocks.values()]
 
 
 def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Finding:
@@ -130,7 +130,7 @@ def most_waited(edges: Sequence[Edge]) -> Edge:
     return min(edges, key=lambda edge: (-ranks[edge.instance], edge.op.announced_ns, edge.instance, edge.rank))
 
 
-def op_at(view: View, instance: Instance) -> Collective | None:
+def op_at(view: RankView, instance: Instance) -> Collective | None:
     """Return a rank's own record of an instance."""
     if instance.sender < 0:
         track = view.tracks.get(instance.key)

@@ -89,7 +89,7 @@ def _odd_ones(context: Context, waits: list[Node], ranks: list[int], on_path: li
     """Return the ranks that left their routine; else those whose place differs from the majority's; else all."""
     departures: Departures = {}
     for rank in ranks:
-        view = context.world.views[rank]
+        view = context.job.views[rank]
         departure = leaves_routine_at(view.history, view.routine_since)
         if departure is not None:
             departures[rank] = departure

@@ -7,7 +7,7 @@ from collections import defaultdict
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import death_step
-from commlens.diagnosis.index import View
+from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Node
 from commlens.model.collective import Frame, user_frame
 from commlens.model.verdict import Finding
@@ -18,7 +18,7 @@ _SAME_MOMENT_NS = 1_000_000_000
 
 def is_absorbed(context: Context, rank: int) -> bool:
     """Return whether a death follows from a mismatch: gloo aborts the process whose tensor has the wrong size."""
-    if not context.world.views[rank].exit.suggests_mismatch:
+    if not context.job.views[rank].exit.suggests_mismatch:
         return False
     return any(mismatch.absorbs and rank in mismatch.key[2] and _reached(context, rank, mismatch) for mismatch in context.mismatches)
 
@@ -26,7 +26,7 @@ def is_absorbed(context: Context, rank: int) -> bool:
 def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
     if mismatch.pair is not None:
         return rank in mismatch.ops
-    track = context.world.views[rank].tracks.get(mismatch.key)
+    track = context.job.views[rank].tracks.get(mismatch.key)
     return track is not None and track.last >= mismatch.number and not (mismatch.silent and track.completed >= mismatch.number)
 
 
@@ -36,11 +36,11 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
     A rank that ended later, and not with an exception, may have ended because of the first one.
     """
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
-    for rank, view in sorted(context.world.views.items()):
+    for rank, view in sorted(context.job.views.items()):
         end = view.exit
         if end.kind in ("own", "gone") and not is_absorbed(context, rank):
             groups[(end.why, end.text, end.source.where if end.source else "")].append(rank)
-    moments = {key: min(context.world.views[rank].exit.at_ns for rank in ranks) for key, ranks in groups.items()}
+    moments = {key: min(context.job.views[rank].exit.at_ns for rank in ranks) for key, ranks in groups.items()}
     first = min((moment for moment in moments.values() if moment), default=0)
     for key, ranks in sorted(groups.items(), key=lambda item: (moments[item[0]] or 1 << 62, item[1])):
         # An exception in user code is a cause of its own; a later signal or exit may follow from the first end.
@@ -49,7 +49,7 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
 
 
 def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *, root_cause: bool) -> None:
-    views = context.world.views
+    views = context.job.views
     view = views[ranks[0]]
     end = view.exit
     edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
@@ -86,7 +86,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     context.add(finding, op, frame, blocked=len(blocked), order=(moment,))
 
 
-def _last_line(view: View) -> Frame | None:
+def _last_line(view: RankView) -> Frame | None:
     """Return the line where a rank was last seen: in its stack if that is newer than its last collective, else the collective's."""
     op, stack = view.last_op, view.log.main_stack
     latest = max(op.announced_ns, op.done_ns, op.wait_ended_ns) if op is not None else 0

@@ -10,15 +10,15 @@ from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
 from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_starting
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
-from commlens.diagnosis.index import World
+from commlens.diagnosis.index import JobIndex
 from commlens.diagnosis.wait_graph import Graph
 from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 
 
-def find_all(world: World, mismatches: list[Mismatch], graph: Graph) -> list[Finding]:
+def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Finding]:
     """Return all findings, root causes first, sorted by the number of ranks that they block."""
-    context = Context(world, mismatches, graph)
+    context = Context(job, mismatches, graph)
     sinks = graph.sinks()
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
@@ -26,8 +26,8 @@ def find_all(world: World, mismatches: list[Mismatch], graph: Graph) -> list[Fin
     find_missing(context, [node for node in sinks if node.kind == "absent"])
     stuck = [node for node in sinks if node.kind == "stuck"]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
-        stuck = [node for node in stuck if not all(world.views[edge.rank].head_lost for edge in graph.edges_into(node))]
-    for node in find_left_behind(context, stuck) if world.knows.completion_times else stuck:
+        stuck = [node for node in stuck if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))]
+    for node in find_left_behind(context, stuck) if job.knows.completion_times else stuck:
         find_stuck_inside(context, node)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
     find_fewer(context)
@@ -35,7 +35,7 @@ def find_all(world: World, mismatches: list[Mismatch], graph: Graph) -> list[Fin
         find_starting(context)
     if not any(case.finding.root_cause for case in context.cases):
         find_ended(context)
-    if world.knows.completion_times and not context.cases:
+    if job.knows.completion_times and not context.cases:
         from commlens.diagnosis.findings.straggler import find_stragglers
 
         find_stragglers(context)
@@ -52,7 +52,7 @@ def _weight(case: Case) -> tuple[bool, bool, int, tuple[int, ...], list[int]]:
 
 def _add_refusals(context: Context) -> None:
     """If strict verification raised, add to the first root cause that nothing was sent."""
-    refused = [rank for rank, view in sorted(context.world.views.items()) if view.exit.refused]
+    refused = [rank for rank, view in sorted(context.job.views.items()) if view.exit.refused]
     cause = next((case.finding for case in context.cases if case.finding.root_cause), None)
     if not refused or cause is None:
         return

@@ -41,7 +41,7 @@ def _name(mismatch: Mismatch, op: Collective) -> str:
 
 
 def _finding(context: Context, mismatch: Mismatch, op: Collective, name: str, blocked: Sequence[int]) -> Finding:
-    views = context.world.views
+    views = context.job.views
     culprits = sorted(mismatch.culprits)
     members = [rank for rank in mismatch.ops if rank not in culprits]
     usual = mismatch.ops[min(members)] if members else None

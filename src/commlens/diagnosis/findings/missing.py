@@ -9,7 +9,7 @@ from typing import NamedTuple
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
-from commlens.diagnosis.index import View
+from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State
@@ -47,7 +47,7 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
     """Make one finding for all ranks that do the same thing while the same collective waits for them."""
     groups: dict[tuple[object, ...], list[tuple[Node, Activity]]] = defaultdict(list)
     for node in nodes:
-        doing = context.doing(context.world.views[node.rank])
+        doing = context.doing(context.job.views[node.rank])
         first = most_waited(context.graph.edges_into(node))
         # After strict verification has given up waiting, a rank that works is too late.
         in_time = doing.works and not is_refusal(first.op.error)
@@ -69,7 +69,7 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
 
 def _missing(context: Context, absence: Absence) -> None:
     ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
-    view = context.world.views[ranks[0]]
+    view = context.job.views[ranks[0]]
     finished = doing.why == "finished"
     # If most members have finished, those that go on are the odd ones.
     alone = finished and not op.is_point_to_point and len(waiting) < len(ranks)
@@ -79,12 +79,12 @@ def _missing(context: Context, absence: Absence) -> None:
         frame = view.last_op.source
     lead = f"Like all of {ranks_phrase(ranks)}, " if len(ranks) > 1 and not alone else ""
     evidence = _signs(absence)
-    if not finished and context.world.knows.stacks:
+    if not finished and context.job.knows.stacks:
         evidence += _stack_evidence(view)
     evidence += _failure_evidence(view)
     sure = doing.observed or doing.why in _SURE
     more = None
-    if not sure and not context.world.knows.stacks:
+    if not sure and not context.job.knows.stacks:
         more = (
             f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
         )
@@ -112,7 +112,7 @@ def _summary(context: Context, absence: Absence, alone: bool) -> str:
     if op.is_point_to_point:
         did = f"sent message #{op.sequence_number} to" if op.op == "recv" else f"received message #{op.sequence_number} from"
         return f"{ranks_phrase(ranks)} never {did} rank {absence.edge.rank}, which waits for it"
-    if absence.doing.why != "finished" and all(op_at(context.world.views[rank], absence.edge.instance) is not None for rank in ranks):
+    if absence.doing.why != "finished" and all(op_at(context.job.views[rank], absence.edge.instance) is not None for rank in ranks):
         return f"{ranks_phrase(ranks)} reached {name} after {ranks_phrase(waiting)} had given up waiting for {them}"
     did = "finished without" if absence.doing.why == "finished" else "never reached"
     return f"{ranks_phrase(ranks)} {did} {name}; {ranks_and_verb(waiting, 'waits', 'wait')} for {them}"
@@ -121,7 +121,7 @@ def _summary(context: Context, absence: Absence, alone: bool) -> str:
 def _waiting(context: Context, absence: Absence, blocked: int) -> None:
     ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
     held = sorted(set(absence.blocked) - set(ranks))
-    expecting = context.world.views[ranks[0]].log.expecting
+    expecting = context.job.views[ranks[0]].log.expecting
     subject, waits = ranks_phrase(ranks), ranks_and_verb(waiting, "waits", "wait")
     work = f"in a block marked as slow ({expecting})" if expecting is not None else _WORK.get(doing.why, "working")
     waited = context.longest_wait(waiting)
@@ -149,7 +149,7 @@ def _signs(absence: Absence) -> list[str]:
     return [f"{ranks_phrase(ranks)}: {text}." for text, ranks in same.items()][:4]
 
 
-def _stack_evidence(view: View) -> list[str]:
+def _stack_evidence(view: RankView) -> list[str]:
     stack = view.log.main_stack
     if stack is None:
         note = view.log.observation.stacks_note
@@ -158,7 +158,7 @@ def _stack_evidence(view: View) -> list[str]:
     return [f"rank {view.rank} was in " + ", called by ".join(frames) + "."] if len(frames) > 1 else []
 
 
-def _failure_evidence(view: View) -> list[str]:
+def _failure_evidence(view: RankView) -> list[str]:
     failed = next((op for op in view.log.collectives[-1:] if op.state is State.FAILED), None)
     if failed is None or not failed.error:
         return []
@@ -193,10 +193,10 @@ def _unrecorded(
         step = f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps together"
     culprits = ranks if dead or len(ranks) == 1 else []
     finding = Finding(
-        kind="dead" if dead else "missing", why="unknown", root_cause=(dead and context.world.knows.every_process) or not others,
+        kind="dead" if dead else "missing", why="unknown", root_cause=(dead and context.job.knows.every_process) or not others,
         culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
         explanation=prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), next_step=step,
-        evidence=[f"There are records of {len(context.world.views)} of {count(context.world.size, 'rank')}."],
+        evidence=[f"There are records of {len(context.job.views)} of {count(context.job.size, 'rank')}."],
         would_raise_confidence=f"The records of {subject} would show what happened there.",
     )  # fmt: skip
     context.add(finding, op, None, blocked=len(blocked))

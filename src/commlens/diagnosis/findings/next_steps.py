@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import View
+from commlens.diagnosis.index import RankView
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, ranks_phrase, verb
 
@@ -64,7 +64,7 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
     return f"make all ranks use these groups in the same order: look at {ranks_phrase(culprits)}{where}"
 
 
-def death_step(view: View, frame: Frame | None) -> str:
+def death_step(view: RankView, frame: Frame | None) -> str:
     """Recommend a step for a process that died."""
     end, rank, line = view.exit, f"rank {view.rank}", frame_phrase(frame)
     after = f", after {line}" if line else ""

@@ -6,7 +6,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context
 from commlens.diagnosis.findings.next_steps import missing_step
-from commlens.diagnosis.index import View
+from commlens.diagnosis.index import RankView
 from commlens.model.verdict import Finding
 from commlens.text import capital, count, group_phrase, ranks_and_verb, ranks_phrase
 
@@ -14,8 +14,8 @@ from commlens.text import capital, count, group_phrase, ranks_and_verb, ranks_ph
 def find_fewer(context: Context) -> None:
     """Find ranks that issued fewer collectives than the others in a job that ended well: a root does not wait, so nothing hung."""
     mismatched = {mismatch.key for mismatch in context.mismatches}
-    for key in sorted(context.world.users):
-        views = [context.world.views[rank] for rank in context.world.users[key]]
+    for key in sorted(context.job.users):
+        views = [context.job.views[rank] for rank in context.job.users[key]]
         complete = len(views) == len(key[2]) and all(view.exit.kind == "clean" and not view.wrapped for view in views)
         last = {view.rank: view.tracks[key].last for view in views}
         if not complete or key in mismatched or len(set(last.values())) != 2:
@@ -25,9 +25,9 @@ def find_fewer(context: Context) -> None:
         others = [rank for rank in last if rank not in ranks]
         if len(ranks) > len(others):
             continue
-        op = context.world.views[others[0]].tracks[key].ops[least + 1]
-        own = context.world.views[ranks[0]].tracks[key].ops.get(least)
-        subject, group = ranks_phrase(ranks), group_phrase(context.world.channels[key].group)
+        op = context.job.views[others[0]].tracks[key].ops[least + 1]
+        own = context.job.views[ranks[0]].tracks[key].ops.get(least)
+        subject, group = ranks_phrase(ranks), group_phrase(context.job.channels[key].group)
         finding = Finding(
             kind="missing", why="skipped", root_cause=True, culprits=ranks, victims=others,
             confidence="low" if len(ranks) == len(others) else "medium",
@@ -42,17 +42,17 @@ def find_fewer(context: Context) -> None:
 
 def find_starting(context: Context) -> None:
     """Find ranks that are stuck in init_process_group while no rank is in a collective: the store keeps no records."""
-    running = [view for view in context.world.views.values() if not view.exit.ended]
+    running = [view for view in context.job.views.values() if not view.exit.ended]
     inside = [view for view in running if _is_initialising(view)]
     outside = [view for view in running if not view.log.initialised and view not in inside]
-    if not inside or (not outside and not context.world.no_record):
+    if not inside or (not outside and not context.job.no_record):
         return
     if all(view.log.observation.stack_moved is True for view in inside):
         return
     ranks = sorted(view.rank for view in inside)
-    activities = {view.rank: activity.activity_of(view.log, view.exit, stalled_after_ns=context.world.stalled_after_ns) for view in outside}
+    activities = {view.rank: activity.activity_of(view.log, view.exit, stalled_after_ns=context.job.stalled_after_ns) for view in outside}
     idle = sorted(rank for rank, doing in activities.items() if doing.observed and not doing.works)
-    absent = idle or sorted(activities) or context.world.no_record
+    absent = idle or sorted(activities) or context.job.no_record
     doing = activities.get(absent[0]) or Activity("unknown", False, "left no record")
     explanation = f"{capital(ranks_phrase(absent))} {doing.phrase}."
     if idle or not outside:
@@ -74,7 +74,7 @@ def find_starting(context: Context) -> None:
 
 def find_ended(context: Context) -> None:
     """Report processes that failed without a known cause."""
-    views = context.world.views
+    views = context.job.views
     failed = sorted(rank for rank, view in views.items() if view.exit.failed)
     if not failed or any(case.finding.kind == "dead" for case in context.cases):
         return
@@ -103,7 +103,7 @@ def find_ended(context: Context) -> None:
     context.add(finding, views[first].last_op, None)
 
 
-def _is_initialising(view: View) -> bool:
+def _is_initialising(view: RankView) -> bool:
     if view.log.initialised or view.log.collectives:
         return False
     stack = view.log.main_stack

@@ -13,7 +13,7 @@ import numpy as np
 
 from commlens.diagnosis.columns import ColumnOps, Integers
 from commlens.diagnosis.findings.context import Context
-from commlens.diagnosis.index import World
+from commlens.diagnosis.index import JobIndex
 from commlens.model.collective import ChannelKey
 from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
@@ -37,11 +37,11 @@ class Lateness(NamedTuple):
     worst: int  # number of the collective to which it came latest
 
 
-def lateness(world: World) -> list[Lateness]:
+def lateness(job: JobIndex) -> list[Lateness]:
     """Return the ranks of every group that came last and late, sorted by the time lost."""
     found: list[Lateness] = []
-    for key in sorted(world.users):
-        tracks = {rank: world.views[rank].tracks[key].ops for rank in world.users[key]}
+    for key in sorted(job.users):
+        tracks = {rank: job.views[rank].tracks[key].ops for rank in job.users[key]}
         columns = {rank: ops for rank, ops in tracks.items() if isinstance(ops, ColumnOps)}
         if len(columns) == len(key[2]) > 1:
             found += _of_group(key, columns)
@@ -96,16 +96,16 @@ def _corrected(arrived: Integers, gone: Integers) -> Integers:
 
 def find_stragglers(context: Context) -> None:
     """Make one finding if one rank makes the others wait for a good part of the time."""
-    world = context.world
+    job = context.job
     lost: dict[int, Lateness] = {}
-    for one in lateness(world):
+    for one in lateness(job):
         lost.setdefault(one.rank, one)
     ranked = sorted(lost.values(), key=lambda one: -one.lost_ns)
     if not ranked:
         return
     worst = ranked[0]
     spans: dict[int, int] = defaultdict(int)
-    for rank, view in world.views.items():
+    for rank, view in job.views.items():
         if view.columns is not None and len(view.columns.dump):
             created = view.columns.dump.created_ns
             spans[rank] = int(created.max() - created[created > 0].min()) if (created > 0).any() else 0
@@ -113,10 +113,10 @@ def find_stragglers(context: Context) -> None:
     second = ranked[1].lost_ns if len(ranked) > 1 else 0
     if worst.times < _MIN_TIMES or worst.lost_ns < _MIN_SHARE * span or worst.lost_ns < _MIN_RATIO * second:
         return
-    op = world.views[worst.rank].tracks[worst.key].ops[worst.worst]
+    op = job.views[worst.rank].tracks[worst.key].ops[worst.worst]
     if op.op in ROOTED:
         return
-    group = group_phrase(world.channels[worst.key].group)
+    group = group_phrase(job.channels[worst.key].group)
     before = f" before {frame_phrase(op.source)}" if op.source is not None else ""
     finding = Finding(
         kind="straggler", why="user-code", root_cause=True, culprits=[worst.rank], victims=sorted(set(worst.key[2]) - {worst.rank}),

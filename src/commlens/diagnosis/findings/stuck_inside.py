@@ -10,7 +10,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, first_line, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
-from commlens.diagnosis.index import View
+from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
@@ -26,7 +26,7 @@ class Meeting(NamedTuple):
 
     instance: Instance
     op: Collective
-    views: list[View]  # of its ranks that have a record
+    views: list[RankView]  # of its ranks that have a record
     edges: Sequence[Edge]  # the waits in it
     waiting: list[int]  # ranks of these edges
     blocked: list[int]  # also the ranks that wait behind them
@@ -42,10 +42,10 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     """Blame a rank that is stopped or starved inside; else report that data still moves, or suspect the network."""
     instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
     members = instance.key[2] if instance.sender < 0 else (instance.sender, instance.receiver)
-    views = [context.world.views[rank] for rank in members if rank in context.world.views]
+    views = [context.job.views[rank] for rank in members if rank in context.job.views]
     meeting = Meeting(instance, edges[0].op, views, edges, sorted({edge.rank for edge in edges}), context.blocked_by([node]))
     failed = _failed(context, meeting.waiting)
-    if not failed and context.world.knows.capture_time and _since_last_arrival(meeting) < context.world.stalled_after_ns:
+    if not failed and context.job.knows.capture_time and _since_last_arrival(meeting) < context.job.stalled_after_ns:
         return
     activities = {view.rank: context.doing(view) for view in views}
     culprits = [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
@@ -86,7 +86,7 @@ def _no_progress(context: Context, meeting: Meeting) -> Finding:
         rest = f"{' and agree on it' if len(inside) > 1 else ''}, but no rank has completed it"
     errors = _errors(meeting)
     more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
-    if not context.world.knows.capture_time and not errors and not any(view.log.captured_ns for view in meeting.views):
+    if not context.job.knows.capture_time and not errors and not any(view.log.captured_ns for view in meeting.views):
         more += " If the job may still be running, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
     return Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
@@ -118,8 +118,8 @@ def find_left_behind(context: Context, nodes: list[Node]) -> list[Node]:
     for node in nodes:
         instance = context.graph.instances[node.detail]
         op = context.graph.edges_into(node)[0].op
-        members = [rank for rank in instance.key[2] if rank in context.world.views] if instance.sender < 0 else []
-        stuck = [rank for rank in members if not _has_ended(context.world.views[rank], instance)]
+        members = [rank for rank in instance.key[2] if rank in context.job.views] if instance.sender < 0 else []
+        stuck = [rank for rank in members if not _has_ended(context.job.views[rank], instance)]
         if op.op in ROOTED or not stuck or len(stuck) == len(members):
             others.append(node)
         else:
@@ -150,11 +150,11 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
 
 
 def _failed(context: Context, ranks: list[int]) -> bool:
-    views = [context.world.views[rank] for rank in ranks]
+    views = [context.job.views[rank] for rank in ranks]
     return any(view.exit.failed or any(block.how == "failed" for block in view.blocks.values()) for view in views)
 
 
-def _has_ended(view: View, instance: Instance) -> bool:
+def _has_ended(view: RankView, instance: Instance) -> bool:
     """Return whether a dump of another tool shows that the rank has left a collective, if only by a later one in flight."""
     if instance.sender >= 0:
         return False
@@ -162,7 +162,7 @@ def _has_ended(view: View, instance: Instance) -> bool:
     return track is not None and instance.number <= track.last and instance.number not in track.open
 
 
-def _has_completed(view: View, instance: Instance) -> bool:
+def _has_completed(view: RankView, instance: Instance) -> bool:
     op = op_at(view, instance)
     return op is not None and op.state is State.COMPLETED
 
@@ -172,6 +172,6 @@ def _since_last_arrival(meeting: Meeting) -> int:
     return min(ages, default=1 << 62)
 
 
-def _burns_cpu(view: View) -> bool:
+def _burns_cpu(view: RankView) -> bool:
     seen = view.log.observation
     return bool(seen.cpu_s is not None and seen.window_s > 0.4 and seen.cpu_s / seen.window_s >= activity.CPU_WORKING)

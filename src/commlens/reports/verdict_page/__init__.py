@@ -53,11 +53,11 @@ def _ticket(job: Job) -> str:
 
 
 def _facts(job: Job) -> list[tuple[str, str]]:
-    logs = [view.log for view in job.world.views.values()]
+    logs = [view.log for view in job.index.views.values()]
     if not logs:
         return []
     hosts = sorted({log.host for log in logs if log.host})
-    captured = max(view.now_ns for view in job.world.views.values())
+    captured = max(view.now_ns for view in job.index.views.values())
     versions = dict(pair for log in logs[:1] for pair in log.versions.items())
     sources = sorted({log.source for log in logs if log.source})
     folders = {source.rpartition("/")[0] for source in sources}
@@ -65,7 +65,7 @@ def _facts(job: Job) -> list[tuple[str, str]]:
     found = [
         ("Job", logs[0].job),
         ("Script", next((log.script for log in logs if log.script), "")),
-        ("Ranks", f"{len(logs)} of {job.world.size}"),
+        ("Ranks", f"{len(logs)} of {job.index.size}"),
         ("Hosts", ", ".join(hosts) if len(hosts) <= 4 else f"{len(hosts)}: {hosts[0]} ... {hosts[-1]}"),
         ("Recorded until", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(captured / 1e9)) if captured else ""),
         ("Versions", ", ".join(f"{name} {value}" for name, value in sorted(versions.items()))),
@@ -83,7 +83,7 @@ def _ranks(job: Job, stack_of: dict[int, int]) -> Ranks:
     texts = Index[str]()
     made = Ranks()
     for rank in job.all_ranks:
-        view = job.world.views.get(rank)
+        view = job.index.views.get(rank)
         log = view.log if view is not None else None
         made.rank.append(rank)
         made.role.append(job.role(rank))

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob
-from commlens.diagnosis.index import Block, ChannelKey, View, World
+from commlens.diagnosis.index import Block, ChannelKey, JobIndex, RankView
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.data import ROLES, RankClass, Role
@@ -34,9 +34,9 @@ class Job:
 
     def __init__(self, examined: ExaminedJob) -> None:
         self.examined = examined
-        self.verdict, self.world, self.mismatches, self.graph = examined
-        self.all_ranks = sorted({*self.world.views, *self.world.no_record, *self.world.elsewhere, *self.verdict.culprits})
-        self.roles = _roles(self.verdict, self.world)
+        self.verdict, self.index, self.mismatches, self.graph = examined
+        self.all_ranks = sorted({*self.index.views, *self.index.no_record, *self.index.elsewhere, *self.verdict.culprits})
+        self.roles = _roles(self.verdict, self.index)
         self.classes, self.class_of = self._fold()
         self.focus = self._focus()
 
@@ -52,10 +52,10 @@ class Job:
             if group is None or op is None or op.peer is not None:
                 continue
             members = tuple(group.ranks)
-            keys = [key for key in self.world.channels if key[1] == group.name and key[2] == members]
+            keys = [key for key in self.index.channels if key[1] == group.name and key[2] == members]
             # A group has a channel for each device type: prefer the one with that collective.
             keys.sort(
-                key=lambda key: not any(op.sequence_number in v.tracks[key].ops for v in self.world.views.values() if key in v.tracks)
+                key=lambda key: not any(op.sequence_number in v.tracks[key].ops for v in self.index.views.values() if key in v.tracks)
             )
             if keys and all(known[:2] != (keys[0], op.sequence_number) for known in found):
                 found.append((keys[0], op.sequence_number, finding))
@@ -104,9 +104,9 @@ class Job:
         if role in ("culprit", "awaited"):
             detail = _DETAILS
         placed = detail > 1
-        view = self.world.views.get(rank)
+        view = self.index.views.get(rank)
         if view is None:
-            return Doing(role, "left no record" if rank in self.world.no_record else "have no records here", "")
+            return Doing(role, "left no record" if rank in self.index.no_record else "have no records here", "")
         block = self.block_of(rank)
         if view.exit.kind == "clean":
             return Doing(role, "finished", "")
@@ -125,14 +125,14 @@ class Job:
 
     def block_of(self, rank: int) -> Block | None:
         """Return what blocks a rank: the block of its main thread, else the oldest one."""
-        view = self.world.views.get(rank)
+        view = self.index.views.get(rank)
         if view is None or not view.blocks:
             return None
         stuck = {thread: block for thread, block in view.blocks.items() if block.stuck} or view.blocks
         return stuck.get(view.main_thread) or min(stuck.values(), key=lambda block: (block.since_ns, block.thread))
 
 
-def _main_line(view: View) -> str:
+def _main_line(view: RankView) -> str:
     return frame_phrase(view.log.main_stack.source) if view.log.main_stack is not None else ""
 
 
@@ -163,8 +163,8 @@ def _singular(words: str) -> str:
     return words
 
 
-def _roles(verdict: Verdict, world: World) -> dict[int, Role]:
-    roles: dict[int, Role] = dict.fromkeys([*world.no_record, *world.elsewhere], "unknown")
+def _roles(verdict: Verdict, index: JobIndex) -> dict[int, Role]:
+    roles: dict[int, Role] = dict.fromkeys([*index.no_record, *index.elsewhere], "unknown")
     findings = verdict.findings
     for finding in findings:
         if not finding.root_cause:

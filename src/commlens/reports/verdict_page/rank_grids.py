@@ -15,7 +15,7 @@ def rank_grids(job: Job) -> list[Layout]:
     """Return one grid for each group label, and one by host."""
     by_label: dict[str, dict[tuple[int, ...], bool]] = defaultdict(dict)
     faults = {(key[1], key[2]) for key, _, finding in job.focus if finding.root_cause or len(job.focus) == 1}
-    for channel in job.world.channels.values():
+    for channel in job.index.channels.values():
         group = channel.group
         if not group.ranks:
             continue
@@ -26,10 +26,10 @@ def rank_grids(job: Job) -> list[Layout]:
     # Labels with several groups first, the one with the fault before the others, then the finest; one group of all ranks shows little.
     found.sort(key=lambda layout: (len(layout.rows) == 1, not any(row.fault for row in layout.rows), -len(layout.rows), layout.name))
     hosts: dict[str, list[int]] = defaultdict(list)
-    for rank, view in job.world.views.items():
+    for rank, view in job.index.views.items():
         hosts[view.log.host or "an unnamed host"].append(rank)
     rows = [LayoutRow(host, sorted(ranks)) for host, ranks in sorted(hosts.items(), key=lambda item: min(item[1]))]
-    missing = [rank for rank in job.all_ranks if rank not in job.world.views]
+    missing = [rank for rank in job.all_ranks if rank not in job.index.views]
     if missing:
         rows.append(LayoutRow("no records", missing))
     if rows:

@@ -18,7 +18,7 @@ _OTHER_THREADS_OF = 4  # culprits whose other threads are shown
 def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
     """Return the classes, those of the culprits first, and the class of each rank's main thread."""
     found: dict[tuple[Role, str, str, Stack], list[int]] = defaultdict(list)
-    for rank, view in job.world.views.items():
+    for rank, view in job.index.views.items():
         role = job.role(rank)
         main = view.log.main_stack
         if main is not None and main.frames:
@@ -28,7 +28,7 @@ def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
         op = block.op if block is not None else view.last_op
         if op is not None and op.stack:
             found[role, "the thread that issued it", f"{phrase(op)} was issued here; there is no later stack.", op.stack].append(rank)
-    for rank in [rank for rank in job.world.views if job.role(rank) in ("culprit", "awaited")][:_OTHER_THREADS_OF]:
+    for rank in [rank for rank in job.index.views if job.role(rank) in ("culprit", "awaited")][:_OTHER_THREADS_OF]:
         for other in _others(job, rank):
             found[job.role(rank), f"thread {other.name or other.thread}", "", other.frames].append(rank)
     mains = ("main thread", "the thread that issued it")
@@ -44,6 +44,6 @@ def stacks(job: Job) -> tuple[list[StackClass], dict[int, int]]:
 
 
 def _others(job: Job, rank: int) -> list[ThreadStack]:
-    log = job.world.views[rank].log
+    log = job.index.views[rank].log
     threads = {stack.thread: stack for stack in [*log.stacks, *log.observation.stacks] if not stack.is_main and stack.frames}
     return [threads[number] for number in sorted(threads)][:16]

@@ -37,14 +37,14 @@ def tables(job: Job) -> list[Table]:
     shown: Counter[str] = Counter()
     blamed = {rank for rank, role in job.roles.items() if role in ("culprit", "awaited")}
     for key, numbers in sorted(waits.items(), key=lambda item: (blamed.isdisjoint(item[0][2]), -len(item[1]), item[0])):
-        label = job.world.channels[key].group.label
+        label = job.index.channels[key].group.label
         shown[label] += 1
         if shown[label] <= _TABLES_OF_A_LABEL:
             centres.setdefault(key, min(numbers))
     made = [_aligned(job, key, number) for key, number in list(centres.items())[:_TABLES_MAX]]
     if len(centres) > _TABLES_MAX:
         made[-1].left_out += f" {len(centres) - _TABLES_MAX} more groups in which ranks wait have no table."
-    if any(view.history for view in job.world.views.values()):
+    if any(view.history for view in job.index.views.values()):
         made.append(_in_order(job))
     return made
 
@@ -68,7 +68,7 @@ class _Columns:
 
 
 def _aligned(job: Job, key: ChannelKey, centre: int) -> Table:
-    views, group = job.world.views, job.world.channels[key].group
+    views, group = job.index.views, job.index.channels[key].group
     tracks = {rank: views[rank].tracks.get(key) for rank in key[2] if rank in views}
     newest = max((track.last for track in tracks.values() if track is not None), default=centre)
     numbers = [n for n in range(centre - _BEFORE, min(centre + _AFTER, max(newest, centre)) + 1) if n > 0]
@@ -135,7 +135,7 @@ def _in_order(job: Job) -> Table:
     """Return the last collectives on all groups, which shows ranks that use another order."""
     cells = {
         rank: [_filled(op, phrase(op)) for op in view.history[-_LAST_MAX:] if not (op.coalescing_id and not op.coalesced_members)]
-        for rank, view in sorted(job.world.views.items())
+        for rank, view in sorted(job.index.views.items())
     }
     columns = _Columns(job, cells)
     rows = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from commlens.diagnosis.index import ChannelKey, View
+from commlens.diagnosis.index import ChannelKey, RankView
 from commlens.model.collective import Channel, Collective, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
 from commlens.reports.verdict_page.job import Job, phrase
@@ -41,15 +41,15 @@ def timeline(job: Job) -> Timeline:
     """Return the most relevant lanes, the last collectives of each, and the arrivals at the collectives that the findings name."""
     ranks = _lane_ranks(job)
     most = min(_OPS_OF_A_LANE, _OPS_MAX // max(1, len(ranks)))
-    chosen = {rank: _last(job.world.views[rank].history, most) for rank in ranks}
+    chosen = {rank: _last(job.index.views[rank].history, most) for rank in ranks}
     times = [op.announced_ns for ops in chosen.values() for op in ops if op.announced_ns]
-    made = Timeline(left_out=len(job.world.views) - len(ranks))
+    made = Timeline(left_out=len(job.index.views) - len(ranks))
     if not times:
         if any(chosen.values()):
             made.notes.append("The records hold no times, so there is no timeline; the order is in the table.")
         return made
     zero = made.zero_ns = _moment_of_the_fault(job) or max(times)
-    made.captured = max(_us(max(view.now_ns for view in job.world.views.values()), zero), _us(max(times), zero))
+    made.captured = max(_us(max(view.now_ns for view in job.index.views.values()), zero), _us(max(times), zero))
     texts, channels = Index[str](), Index[ChannelKey]()
     arrivals = [_arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]]
     made.arrivals = [found for found in arrivals if found is not None]
@@ -67,11 +67,11 @@ def timeline(job: Job) -> Timeline:
             columns.place.append(texts(frame_phrase(op.source)))
             columns.state.append(_STATES[op.state])
         made.lanes.append(Lane(rank, job.role(rank), job.class_of.get(rank, -1), columns))
-    made.channels, made.texts = [_channel_ref(job.world.channels[key]) for key in channels.values], texts.values
+    made.channels, made.texts = [_channel_ref(job.index.channels[key]) for key in channels.values], texts.values
     made.window = _window(made, chosen.values(), zero)
     if len(made.lanes) > _SEEN_AT_ONCE:
         made.lanes.sort(key=lambda lane: lane.role not in ("culprit", "awaited"))
-    hosts = {job.world.views[rank].log.host for rank in ranks}
+    hosts = {job.index.views[rank].log.host for rank in ranks}
     if len(hosts) > 1:
         made.notes.append(
             f"The ranks ran on {len(hosts)} hosts, and times are those of each host's own clock: small differences mean nothing."
@@ -81,7 +81,7 @@ def timeline(job: Job) -> Timeline:
 
 def _lane_ranks(job: Job) -> list[int]:
     """Return all ranks if they fit; else the culprits, and the first and last rank of each class."""
-    ranks = sorted(job.world.views)
+    ranks = sorted(job.index.views)
     if len(ranks) <= LANES_MAX:
         return ranks
     members: dict[int, list[int]] = {}
@@ -89,7 +89,7 @@ def _lane_ranks(job: Job) -> list[int]:
         members.setdefault(job.class_of[rank], []).append(rank)
     blamed = [rank for rank in ranks if job.role(rank) in ("culprit", "awaited")]
     wanted = [*blamed[: LANES_MAX // 2], *(rank for one in sorted(members) for rank in (members[one][0], members[one][-1]))]
-    focused = [rank for key, _, _ in job.focus[:1] for rank in key[2] if rank in job.world.views]
+    focused = [rank for key, _, _ in job.focus[:1] for rank in key[2] if rank in job.index.views]
     return sorted(list(dict.fromkeys([*wanted, *focused, *ranks]))[:LANES_MAX])
 
 
@@ -126,13 +126,13 @@ def _us(moment: int, zero: int) -> int:
 
 def _moment_of_the_fault(job: Job) -> int:
     for key, number, _ in job.focus:
-        at = [op.announced_ns for view in job.world.views.values() if (op := _op(view, key, number)) is not None and op.announced_ns]
+        at = [op.announced_ns for view in job.index.views.values() if (op := _op(view, key, number)) is not None and op.announced_ns]
         if at:
             return min(at)
     return min((block.since_ns for block in job.graph.blocks.values() if block.since_ns), default=0)
 
 
-def _op(view: View, key: ChannelKey, number: int) -> Collective | None:
+def _op(view: RankView, key: ChannelKey, number: int) -> Collective | None:
     track = view.tracks.get(key)
     return track.ops.get(number) if track is not None else None
 
@@ -142,7 +142,7 @@ def _arrivals(job: Job, key: ChannelKey, number: int, zero: int, channels: Index
     absent: list[int] = []
     first: Collective | None = None
     for rank in key[2]:
-        view = job.world.views.get(rank)
+        view = job.index.views.get(rank)
         op = _op(view, key, number) if view is not None else None
         if op is not None and op.announced_ns:
             met.append((_us(op.announced_ns, zero), rank))
