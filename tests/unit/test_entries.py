@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.entries import Wanted, entries_of, lay_out, wanted_by
+from commlens.diagnosis.entries import EntrySelection, collect_entries, lay_out, select_entries
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.entries import EntryTable
@@ -18,9 +18,9 @@ from commlens.reports.entries_terminal import print_entries, room
 Program = Callable[[Job, int], Iterator[object]]
 
 
-def table_of(logs: Sequence[RankLog], wanted: Wanted | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
-    chosen = wanted or wanted_by(diagnose_logs(logs))
-    return lay_out([found for log in logs if (found := entries_of(columns_from_log(log), chosen))], chosen, rows=rows, columns=columns)
+def table_of(logs: Sequence[RankLog], selection: EntrySelection | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
+    chosen = selection or select_entries(diagnose_logs(logs))
+    return lay_out([found for log in logs if (found := collect_entries(columns_from_log(log), chosen))], chosen, rows=rows, columns=columns)
 
 
 def printed(table: EntryTable, *, stacks: bool = False, width: int = 100) -> list[str]:
@@ -59,16 +59,16 @@ def test_stacks_are_shown_once() -> None:
 def test_many_ranks_fit_on_one_screen() -> None:
     rows, columns, width = room(100, 24)
     logs = stuck(8, 2)
-    like = [found for log in logs if (found := entries_of(columns_from_log(log), wanted_by(diagnose_logs(logs))))]
+    like = [found for log in logs if (found := collect_entries(columns_from_log(log), select_entries(diagnose_logs(logs))))]
     several = []
     for rank in range(4096):
         one = like[2 if rank == 1234 else 0]
-        copy = type(one)(rank, one.group, dict(one.cells), one.first, one.newest, one.elsewhere)
+        copy = type(one)(rank, one.group, dict(one.cells), one.first, one.elsewhere)
         if rank % 600 == 7:  # seven that lag behind, each at another place
             copy.cells = {number: cell for number, cell in copy.cells.items() if number < 11 - rank // 600}
         several.append(copy)
-    wanted = Wanted("0", tuple(range(4096)), 11, culprits=(1234,), kind="missing")
-    lines = printed(lay_out(several, wanted, rows=rows, columns=columns), width=width)
+    selection = EntrySelection("0", tuple(range(4096)), 11, culprits=(1234,), kind="missing")
+    lines = printed(lay_out(several, selection, rows=rows, columns=columns), width=width)
     assert len(lines) <= 24
     assert "rank 1234" in lines[2]
     assert "more kinds of ranks are not shown" in lines[-1]
@@ -76,7 +76,7 @@ def test_many_ranks_fit_on_one_screen() -> None:
 
 def test_a_window_around_a_fault_in_the_middle() -> None:
     logs = Job(4).run(training(lambda *_: None, steps=30)).logs()
-    table = table_of(logs, Wanted("0", (0, 1, 2, 3), 20), rows=9)
+    table = table_of(logs, EntrySelection("0", (0, 1, 2, 3), 20), rows=9)
     assert (table.numbers, table.fault) == ([15, 16, 17, 18, 19, 20, 21, 22, 23], 20)
 
 
@@ -109,9 +109,9 @@ def test_messages_stand_in_each_ranks_own_order() -> None:
 def test_ranks_and_groups_can_be_chosen() -> None:
     logs = stuck(4, 2)
     verdict = diagnose_logs(logs)
-    assert [column.ranks for column in table_of(logs, wanted_by(verdict, only={0, 2})).columns] == [[2], [0]]
-    assert table_of(logs, wanted_by(verdict, groups=["default_pg"])).fault == 11
-    assert printed(table_of(logs, wanted_by(verdict, groups=["other"]))) == ["There are no entries to show."]
+    assert [column.ranks for column in table_of(logs, select_entries(verdict, only={0, 2})).columns] == [[2], [0]]
+    assert table_of(logs, select_entries(verdict, groups=["default_pg"])).fault == 11
+    assert printed(table_of(logs, select_entries(verdict, groups=["other"]))) == ["There are no entries to show."]
 
 
 def test_where_a_rank_is_otherwise() -> None:
@@ -124,5 +124,5 @@ def test_where_a_rank_is_otherwise() -> None:
             yield Step()
 
     logs = Job(4).run(program).logs()
-    wanted = Wanted("0", (0, 1, 2, 3), 4, culprits=(1,), kind="missing")
-    assert any(line == "Elsewhere, rank 0: all_reduce #3 of group tp [0-1], in flight" for line in printed(table_of(logs, wanted)))
+    selection = EntrySelection("0", (0, 1, 2, 3), 4, culprits=(1,), kind="missing")
+    assert any(line == "Elsewhere, rank 0: all_reduce #3 of group tp [0-1], in flight" for line in printed(table_of(logs, selection)))

@@ -97,12 +97,12 @@ def _add_entries(group: argparse._ArgumentGroup) -> None:
 
 
 def _print_entries(arguments: argparse.Namespace, paths: Paths, verdict: Verdict) -> None:
-    from commlens.diagnosis.entries import entries_in, lay_out, wanted_by
+    from commlens.diagnosis.entries import lay_out, read_entries, select_entries
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()
-    wanted = wanted_by(verdict, arguments.group, arguments.ranks)
-    table = lay_out(entries_in(paths, wanted, prefix=arguments.prefix), wanted, rows=arguments.entries or rows, columns=columns)
+    selection = select_entries(verdict, arguments.group, arguments.ranks)
+    table = lay_out(read_entries(paths, selection, prefix=arguments.prefix), selection, rows=arguments.entries or rows, columns=columns)
     print()
     print_entries(table, stacks=arguments.stacks)
 

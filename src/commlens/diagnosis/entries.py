@@ -1,7 +1,7 @@
-"""The entries around a fault, side by side: one column for all ranks that did the same.
+"""Lay out the entries around a fault side by side, with one column for all ranks that did the same.
 
-Collectives of one process group are aligned by their numbers. Messages have no number that ranks share, so they stand in the order
-in which each rank issued them. A rank's file is read, reduced to a :class:`RankEntries`, and forgotten.
+Collectives of a process group are aligned by sequence number. Ranks share no numbers for messages, so each rank's messages are
+listed in the order in which it issued them. Each rank's file is read, reduced to :class:`RankEntries`, and dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
-from concurrent.futures import Executor
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,240 +21,232 @@ from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.verdict import Verdict
-from commlens.text import group_phrase, tensors_phrase
+from commlens.text import frame_phrase, group_phrase, tensors_phrase
 
 if TYPE_CHECKING:
-    from commlens.formats.columns import Integers, RankColumns
+    from commlens.formats.columns import RankColumns
 
-__all__ = ["RankEntries", "Wanted", "entries_in", "entries_of", "lay_out", "wanted_by"]
+__all__ = ["EntrySelection", "RankEntries", "collect_entries", "lay_out", "read_entries", "select_entries"]
 
-_BESIDE = 200  # numbers kept on both sides of the fault, and at the end where there is none
-_ENDS = ("in flight", "started", "done", "retired")
+_BESIDE = 200  # sequence numbers kept on each side of the fault, or of the newest entry
+_ENDS = ("in flight", "started", "done", "retired")  # by state
+_OPEN = ("in flight", "started")
 
 
-class Wanted(msgspec.Struct, frozen=True):
-    """Which entries to show."""
+class EntrySelection(msgspec.Struct, frozen=True):
+    """Selects the entries to show."""
 
-    group: str = ""  # name, description or mesh dimension; "" the group that is used most
+    group: str = ""  # name, description or mesh dimension; "": the group with the most traffic
     ranks: tuple[int, ...] = ()  # of that group, where names are not unique
-    sequence: int = 0  # the fault; 0 the newest entries
-    messages: bool = False
+    sequence: int = 0  # sequence number of the fault; 0: the newest entries
+    messages: bool = False  # show sends and receives, not collectives
     only: frozenset[int] | None = None  # ranks to show
     culprits: tuple[int, ...] = ()
     kind: str = ""  # of the finding
 
 
 class RankEntries(msgspec.Struct):
-    """One rank's entries on the group, and where it is otherwise."""
+    """One rank's entries on the group, and its op in flight elsewhere."""
 
     rank: int
     group: str = ""  # "group dp [0-3]"
-    cells: dict[int, Cell] = {}
-    first: int = 0  # the oldest number that the rank's ring still holds
-    newest: int = 0
-    elsewhere: str = ""  # what it has in flight on other groups, first of all
+    cells: dict[int, Cell] = {}  # by sequence number
+    first: int = 0  # the oldest sequence number that the rank's ring buffer still holds
+    elsewhere: str = ""  # the oldest op in flight that the table does not show
 
 
-def wanted_by(verdict: Verdict, groups: Sequence[str] = (), only: Collection[int] | None = None) -> Wanted:
-    """What the verdict speaks of; another group or other ranks where these are asked for."""
+def select_entries(verdict: Verdict, groups: Sequence[str] = (), only: Collection[int] | None = None) -> EntrySelection:
+    """Select the group and the collective of the verdict, or the requested group and ranks."""
     group, collective = verdict.group, verdict.collective
     chosen = frozenset(only) if only is not None else None
+    selection = EntrySelection(only=chosen, culprits=tuple(verdict.culprits), kind=verdict.kind)
     named = {group.name, group.description} if group is not None else set()
     if groups and not named & set(groups):
-        return Wanted(groups[0], only=chosen, culprits=tuple(verdict.culprits), kind=verdict.kind)
+        return msgspec.structs.replace(selection, group=groups[0])
     messages = collective is not None and collective.op in POINT_TO_POINT
-    return Wanted(
+    return msgspec.structs.replace(
+        selection,
         group=group.name if group is not None else "",
         ranks=tuple(group.ranks) if group is not None else (),
         sequence=collective.sequence_number if collective is not None and not messages else 0,
         messages=messages,
-        only=chosen,
-        culprits=tuple(verdict.culprits),
-        kind=verdict.kind,
     )
 
 
-def entries_of(rows: RankColumns, wanted: Wanted) -> RankEntries | None:
-    """A rank's entries on the group; None when it has none there and is no member of it."""
-    import numpy as np
-
-    if wanted.only is not None and rows.rank not in wanted.only:
-        return None
-    number = _channel(rows, wanted)
-    if number is None:
-        member = rows.rank in wanted.ranks
-        return RankEntries(rows.rank, elsewhere=_elsewhere(rows, -1)) if member or (not wanted.group and not len(rows)) else None
-    on_group = rows.channel == number
-    found = RankEntries(rows.rank, group_phrase(rows.channels[number].group), elsewhere=_elsewhere(rows, number, wanted.messages))
-    if wanted.messages:
-        chosen = np.flatnonzero(on_group & rows.p2p & ~rows.closes)[-_BESIDE:]
-        for place, at in enumerate(chosen.tolist(), start=1 - len(chosen)):
-            found.cells[place] = _cell(rows, [at])
-        return found
-    mine = np.flatnonzero(on_group & ~rows.p2p)
-    if not len(mine):
-        return found
-    numbers = rows.sequence[mine]
-    found.first, found.newest = int(numbers.min()), int(numbers.max())
-    middle = wanted.sequence or found.newest
-    near: dict[int, list[int]] = defaultdict(list)
-    for at in mine[abs(numbers - middle) <= _BESIDE].tolist():
-        near[int(rows.sequence[at])].append(at)
-    found.cells = {sequence: _cell(rows, ats) for sequence, ats in near.items()}
-    return found
+# --- one rank's entries ------------------------------------------------------------------------------------------
 
 
-def entries_in(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
-    wanted: Wanted,
-    *,
-    prefix: str = "",
-    executor: Executor | None = None,
+def read_entries(
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, selection: EntrySelection, *, prefix: str = ""
 ) -> list[RankEntries]:
-    """Of every rank whose dump lies there. What cannot be read is passed over: the verdict has said so."""
+    """Read the dumps in ``paths`` and return each rank's entries. Skips unreadable files, which the verdict has reported."""
     files = discover(paths, prefix=prefix)
-    ranks = wanted.only if wanted.only is not None else (frozenset(wanted.ranks) or None)
+    ranks = selection.only if selection.only is not None else (frozenset(selection.ranks) or None)
     if files.own:
-        return reduce_entries(read_ranks(files, [], ranks=ranks), wanted)
+        return _collect_all(read_ranks(files, [], ranks=ranks), selection)
     found: dict[int, RankEntries] = {}
-    for one in reduce_foreign(files, partial(reduce_entries, wanted=wanted), [], executor=executor, ranks=ranks):
+    for one in reduce_foreign(files, partial(_collect_all, selection=selection), [], ranks=ranks):
         known = found.get(one.rank)
         if known is None or len(known.cells) < len(one.cells):
             found[one.rank] = one
     return list(found.values())
 
 
-def reduce_entries(several: Iterable[RankColumns], wanted: Wanted) -> list[RankEntries]:
-    """What :func:`entries_of` makes of each."""
-    return [found for rows in several if (found := entries_of(rows, wanted)) is not None]
+def _collect_all(dumps: Iterable[RankColumns], selection: EntrySelection) -> list[RankEntries]:
+    return [entries for rows in dumps if (entries := collect_entries(rows, selection)) is not None]
 
 
-def lay_out(several: Iterable[RankEntries], wanted: Wanted, *, rows: int, columns: int) -> EntryTable:
-    """Put the ranks that did the same into one column, and choose the numbers around the fault.
+def collect_entries(rows: RankColumns, selection: EntrySelection) -> RankEntries | None:
+    """Return a rank's entries on the selected group; None if it has none and is no member of the group."""
+    import numpy as np
+
+    if selection.only is not None and rows.rank not in selection.only:
+        return None
+    channel = _select_channel(rows, selection)
+    if channel is None:
+        is_member = rows.rank in selection.ranks or (not selection.group and not len(rows))
+        return RankEntries(rows.rank, elsewhere=_in_flight_elsewhere(rows, -1)) if is_member else None
+    on_group = rows.channel == channel
+    elsewhere = _in_flight_elsewhere(rows, channel, selection.messages)
+    entries = RankEntries(rows.rank, group_phrase(rows.channels[channel].group), elsewhere=elsewhere)
+    if selection.messages:
+        newest = np.flatnonzero(on_group & rows.p2p & ~rows.closes)[-_BESIDE:]
+        entries.cells = {place: _cell(rows, [row]) for place, row in enumerate(newest.tolist(), start=1 - len(newest))}
+        return entries
+    own = np.flatnonzero(on_group & ~rows.p2p)
+    if not len(own):
+        return entries
+    numbers = rows.sequence[own]
+    entries.first = int(numbers.min())
+    middle = selection.sequence or int(numbers.max())
+    near: dict[int, list[int]] = defaultdict(list)
+    for row in own[abs(numbers - middle) <= _BESIDE].tolist():
+        near[int(rows.sequence[row])].append(row)
+    entries.cells = {number: _cell(rows, several) for number, several in near.items()}
+    return entries
+
+
+def _select_channel(rows: RankColumns, selection: EntrySelection) -> int | None:
+    """Return the index of the selected group among the rank's channels: of several incarnations, the last that has entries."""
+    import numpy as np
+
+    if not len(rows):
+        return None
+    if not selection.group:
+        traffic = np.bincount(rows.channel[~rows.p2p], minlength=len(rows.channels)) * [len(one.group.ranks) or 1 for one in rows.channels]
+        return int(traffic.argmax()) if len(traffic) else None
+    matching = [index for index, channel in enumerate(rows.channels) if _is_selected(channel, selection)]
+    return max(matching, key=lambda index: (bool((rows.channel == index).any()), index), default=None)
+
+
+def _is_selected(channel: Channel, selection: EntrySelection) -> bool:
+    group = channel.group
+    named = selection.group in (group.name, group.name.split("@")[0], group.description, group.label)
+    return named and (not selection.ranks or not group.ranks or set(group.ranks) == set(selection.ranks))
+
+
+def _cell(rows: RankColumns, several: Sequence[int]) -> Cell:
+    """Return the cell of one collective, or of a coalesced group's members."""
+    members = [row for row in several if not rows.closes[row]] or several
+    args = [rows.args[int(rows.args_index[row])] for row in members]
+    ops = Counter(_op(each, int(rows.peer[row])) for each, row in zip(args, members, strict=True))
+    op = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in ops.items())
+    last = several[-1]
+    stack: Stack = rows.stacks[int(rows.stack[last])] if rows.stack[last] >= 0 else ()
+    return Cell(op, " ".join(dict.fromkeys(map(_tensors, args))), _ENDS[int(rows.state[last])], frame_phrase(user_frame(stack)), stack)
+
+
+def _op(args: CollectiveArgs, peer: int) -> str:
+    return args.op + ("" if peer < 0 else f" to {peer}" if args.op == "send" else f" from {peer}")
+
+
+def _tensors(args: CollectiveArgs) -> str:
+    specs = args.payload
+    if not specs or args.op in BARRIERS:
+        return ""
+    if args.op == "all_to_all":  # its sizes may differ between ranks
+        return " ".join(dict.fromkeys(f"{one.dtype}[...]" for one in specs))
+    return tensors_phrase(specs) + (f" {args.reduce_op}" if args.reduce_op else "")
+
+
+def _in_flight_elsewhere(rows: RankColumns, channel: int, messages: bool = False) -> str:
+    """Return the oldest operation in flight that the table does not show; empty if there is none."""
+    import numpy as np
+
+    shown = (rows.channel == channel) & (rows.p2p == messages)
+    in_flight = np.flatnonzero((rows.state < 2) & ~shown & ~((rows.coalesced > 0) & ~rows.closes))
+    if not len(in_flight):
+        return ""
+    row = int(in_flight[0])
+    op, group = rows.args[int(rows.args_index[row])].op, rows.channels[int(rows.channel[row])].group
+    return f"{op} #{int(rows.sequence[row])} of {group_phrase(group)}"
+
+
+# --- the table of all ranks --------------------------------------------------------------------------------------
+
+
+def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: int, columns: int) -> EntryTable:
+    """Put the ranks that did the same into one column, and choose the sequence numbers around the fault.
 
     Args:
-        several: of each rank.
-        wanted: what they were made for.
-        rows: at most so many numbers.
-        columns: at most so many columns; those of most ranks are kept, and those to blame.
+        entries: of each rank.
+        selection: the selection that the entries were collected for.
+        rows: maximum number of sequence numbers.
+        columns: maximum number of columns: culprits first, then ranks with an op in flight, then the most common kinds.
     """
-    ranks = sorted(several, key=lambda one: one.rank)
+    ranks = sorted(entries, key=lambda one: one.rank)
     group = Counter(one.group for one in ranks if one.group).most_common(1)
-    fault = wanted.sequence if any(wanted.sequence in one.cells for one in ranks) else 0
+    fault = selection.sequence if any(selection.sequence in one.cells for one in ranks) else 0
     numbers = _numbers(ranks, fault, rows)
     kinds: dict[tuple[object, ...], list[RankEntries]] = defaultdict(list)
     for one in ranks:
-        blamed = one.rank in wanted.culprits
-        key = tuple((cell.what, cell.end) if (cell := one.cells.get(number)) else number < one.first for number in numbers)
-        kinds[(blamed, *key)].append(one)
-    ordered = sorted(kinds.items(), key=lambda item: (not item[0][0], not _flying(item[1][0]), -len(item[1]), item[1][0].rank))
-    kept, dropped = ordered[:columns], ordered[columns:]
+        did = tuple((cell.what, cell.end) if (cell := one.cells.get(number)) else number < one.first for number in numbers)
+        kinds[(one.rank not in selection.culprits, *did)].append(one)
+    ordered = sorted(kinds.items(), key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank))
+    kept, dropped = [kind for _, kind in ordered[:columns]], [kind for _, kind in ordered[columns:]]
     elsewhere: dict[str, list[int]] = defaultdict(list)
     for one in ranks:
         if one.elsewhere:
             elsewhere[one.elsewhere].append(one.rank)
-    by_weight = sorted(elsewhere.items(), key=lambda item: (not set(item[1]) & set(wanted.culprits), -len(item[1]), item[1]))
+    culprits_first = sorted(elsewhere.items(), key=lambda item: (not set(item[1]) & set(selection.culprits), -len(item[1]), item[1]))
     return EntryTable(
         group=group[0][0] if group else "",
         numbers=numbers,
-        columns=[_column(members, numbers, bool(key[0]), wanted, fault) for key, members in kept],
+        columns=[_column(kind, numbers, selection, fault) for kind in kept],
         fault=fault,
-        messages=wanted.messages,
-        elsewhere=[(members, text) for text, members in by_weight],
-        left_out=sorted(one.rank for _, members in dropped for one in members),
+        messages=selection.messages,
+        elsewhere=[(members, text) for text, members in culprits_first],
+        left_out=sorted(one.rank for kind in dropped for one in kind),
         kinds_left_out=len(dropped),
     )
 
 
 def _numbers(ranks: Sequence[RankEntries], fault: int, rows: int) -> list[int]:
-    there = sorted({number for one in ranks for number in one.cells})
-    if len(there) <= rows:
-        return there
+    """Choose the rows: the newest numbers, or the numbers around the fault, up to a third of them after it."""
+    numbers = sorted({number for one in ranks for number in one.cells})
+    if len(numbers) <= rows:
+        return numbers
     if not fault:
-        return there[-rows:]
-    after = min(rows // 3, sum(number > fault for number in there))
-    end = there.index(fault) + after + 1
-    return there[max(0, end - rows) : max(end, rows)]
+        return numbers[-rows:]
+    after = min(rows // 3, sum(number > fault for number in numbers))
+    end = numbers.index(fault) + after + 1
+    return numbers[max(0, end - rows) : max(end, rows)]
 
 
-def _flying(one: RankEntries) -> bool:
-    return any(cell.end in ("in flight", "started") for cell in one.cells.values())
+def _has_open(entries: RankEntries) -> bool:
+    return any(cell.end in _OPEN for cell in entries.cells.values())
 
 
-def _column(members: Sequence[RankEntries], numbers: Sequence[int], blamed: bool, wanted: Wanted, fault: int) -> Column:
-    first = members[0]
-    if blamed and wanted.kind != "healthy":
+def _column(kind: Sequence[RankEntries], numbers: Sequence[int], selection: EntrySelection, fault: int) -> Column:
+    first = kind[0]
+    if first.rank in selection.culprits and selection.kind != "healthy":
         role = "to blame"
     else:
         cell = first.cells.get(fault) if fault else None
-        role = "waiting" if cell is not None and cell.end in ("in flight", "started") else ""
+        role = "waiting" if cell is not None and cell.end in _OPEN else ""
     return Column(
-        ranks=[one.rank for one in members],
+        ranks=[one.rank for one in kind],
         cells=[first.cells.get(number) for number in numbers],
         forgotten=[number < first.first for number in numbers],
         role=role,
     )
-
-
-def _channel(rows: RankColumns, wanted: Wanted) -> int | None:
-    """The place of the wanted group among the rank's channels: of several incarnations the last."""
-    import numpy as np
-
-    if not len(rows):
-        return None
-    if not wanted.group:
-        counts = np.bincount(rows.channel[~rows.p2p], minlength=len(rows.channels)) * [len(one.group.ranks) or 1 for one in rows.channels]
-        return int(counts.argmax()) if len(counts) else None
-    fitting = [place for place, one in enumerate(rows.channels) if _fits(one, wanted)]
-    return max(fitting, key=lambda place: (one_count(rows.channel, place) > 0, place), default=None)
-
-
-def one_count(channel: Integers, place: int) -> int:
-    """How many operations a rank issued on a channel."""
-    return int((channel == place).sum())
-
-
-def _fits(channel: Channel, wanted: Wanted) -> bool:
-    group = channel.group
-    called = wanted.group in (group.name, group.name.split("@")[0], group.description, group.label)
-    return called and (not wanted.ranks or not group.ranks or set(group.ranks) == set(wanted.ranks))
-
-
-def _cell(rows: RankColumns, ats: Sequence[int]) -> Cell:
-    """One collective, or the members of a coalesced group as one."""
-    members = [at for at in ats if not rows.closes[at]] or list(ats)
-    ops = Counter(_op(rows.args[int(rows.args_index[at])], int(rows.peer[at])) for at in members)
-    op = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in ops.items())
-    tensors = " ".join(dict.fromkeys(_tensors(rows.args[int(rows.args_index[at])]) for at in members))
-    last = ats[-1]
-    stack: Stack = rows.stacks[int(rows.stack[last])] if rows.stack[last] >= 0 else ()
-    frame = user_frame(stack)
-    return Cell(op, tensors, _ENDS[int(rows.state[last])], f"{frame.where} {frame.function}" if frame is not None else "", stack)
-
-
-def _op(asked: CollectiveArgs, peer: int) -> str:
-    return asked.op + ("" if peer < 0 else f" to {peer}" if asked.op == "send" else f" from {peer}")
-
-
-def _tensors(asked: CollectiveArgs) -> str:
-    specs = asked.payload
-    if not specs or asked.op in BARRIERS:
-        return ""
-    if asked.op == "all_to_all":  # its sizes differ from rank to rank, as they may
-        return " ".join(dict.fromkeys(f"{one.dtype}[...]" for one in specs))
-    return tensors_phrase(specs) + (f" {asked.reduce_op}" if asked.reduce_op else "")
-
-
-def _elsewhere(rows: RankColumns, number: int, messages: bool = False) -> str:
-    """The first operation in flight that is not among those shown."""
-    import numpy as np
-
-    flying = np.flatnonzero(
-        (rows.state < 2) & ~((rows.channel == number) & (rows.p2p == messages)) & ~((rows.coalesced > 0) & ~rows.closes)
-    )
-    if not len(flying):
-        return ""
-    at = int(flying[0])
-    asked = rows.args[int(rows.args_index[at])]
-    group = rows.channels[int(rows.channel[at])].group
-    return f"{asked.op} #{int(rows.sequence[at])} of {group_phrase(group)}"
