@@ -9,7 +9,7 @@ How it works, in the order of the modules:
    skipped a collective, ``out_of_step`` and ``routine`` determine which one.
 5. ``wait_graph_builder`` starts at each blocked thread and adds an edge to each rank or thread that it waits for.
 6. The sinks of this graph (an absent or dead rank, a mismatch, a collective that all ranks have reached) and its cycles are the
-   root causes. All ranks that lead to one are its victims.
+   root causes. The ranks with a path to one are its victims.
 7. ``findings`` makes one finding of each root cause; ``activity`` and ``process_exit`` explain the culprit's state.
 8. ``examine`` orders the findings and adds the missing evidence: the verdict.
 """

@@ -117,7 +117,7 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
         active_ns_ago: when the rank was last active, if that was recently; else 0.
     """
     seen, where = log.observation, frame_phrase(frame)
-    why, named = _by_frames(log, frames)
+    why, named = classify_frames(log, frames)
     otherwise: Why = "user-code" if frame is not None else "unknown"
     signs, moves, watched = _movement(seen)
     phrase = _phrase(why, where, since)
@@ -157,7 +157,7 @@ def torch_is_innermost(stack: Stack) -> bool:
     return innermost is None or innermost.kind is FrameKind.TORCH
 
 
-def _by_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
+def classify_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
     """Return the class of the innermost frame that has one, and a sentence that names the frame."""
     for frame in frames:
         file = frame.file.replace("\\", "/")

@@ -90,7 +90,7 @@ def _examine_foreign_files(
     others = {dump.rank for dump in dumps} - boxed
     if boxed and len(others) < len(boxed):
         if dumps:
-            problems.append("There are black boxes and other tools' dumps; the verdict is made from the black boxes, which tell more.")
+            problems.append("There are black boxes and other tools' dumps; the verdict is made from the black boxes, which record more.")
         return None
     if not dumps:
         return None

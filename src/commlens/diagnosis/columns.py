@@ -27,6 +27,10 @@ IN_FLIGHT, RUNNING, DONE = 0, 1, 2
 """``RankDump.state``: enqueued; known to run on the device; completed, or no longer tracked by its recorder."""
 
 _LINES = 4  # of the user's code kept of each stack
+_COPIED = (
+    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "problems", "channels", "groups", "troubles",
+    "exception", "exception_stack", "observation",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -115,26 +119,12 @@ def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
     args, args_index, keep = _merge_coalesced(rows)
     sites, site = _user_sites(rows, keep)
     dump = RankDump(
-        rank=rows.rank,
-        world_size=rows.world_size,
-        host=rows.host,
-        job=rows.job,
-        source=rows.source,
-        origin=rows.origin,
-        version=rows.version,
-        captured_ns=rows.captured_ns,
+        **{name: getattr(rows, name) for name in _COPIED},
         possible_ranks=rows.possible_ranks if rows.rank < 0 else (),
-        problems=list(rows.problems),
         issued=rows.issued - (len(rows) - len(keep)),
         timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any()),
         only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
         unbroken=len(rows) if len(rows) and int(rows.record_id[-1] - rows.record_id[0]) + 1 == len(rows) else 0,
-        channels=list(rows.channels),
-        groups=list(rows.groups),
-        troubles=list(rows.troubles),
-        exception=rows.exception,
-        exception_stack=rows.exception_stack,
-        observation=rows.observation,
         status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
         args=interner.args(args),
         sites=interner.sites(sites),

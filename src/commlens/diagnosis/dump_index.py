@@ -14,7 +14,7 @@ import numpy as np
 
 from commlens.diagnosis.columns import DONE, RUNNING, ColumnHistory, ColumnOps, Integers, RankDump, RankOps, SharedIds, is_message
 from commlens.diagnosis.index import FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track
-from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
+from commlens.diagnosis.process_exit import attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
 from commlens.model.collective import Channel, ChannelKey
 from commlens.model.ops import ROOTED
@@ -66,15 +66,13 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     limit = int(stalled_after_s * 1e9)
     fullest = max((dump.unbroken for dump in dumps), default=0)
     recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
-    exits: dict[int, ProcessExit] = {}
     views: dict[int, RankView] = {}
     channels: dict[ChannelKey, Channel] = {}
     users: dict[ChannelKey, list[int]] = defaultdict(list)
     for dump in sorted(dumps, key=lambda one: one.rank):
         columns = RankOps(dump, [unified[_name(channel)] for channel in dump.channels], ids)
         log = _log(dump, columns, recent)
-        exits[dump.rank] = process_exit_of(log)
-        view = RankView(dump.rank, log, exits[dump.rank], dump.captured_ns or latest, main_thread=0)
+        view = RankView(dump.rank, log, process_exit_of(log), dump.captured_ns or latest)
         view.columns = columns
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
@@ -85,7 +83,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
             if key in view.tracks:
                 users[key].append(dump.rank)
         views[dump.rank] = view
-    for rank, end in attribute_exits(exits).items():
+    for rank, end in attribute_exits({rank: view.exit for rank, view in views.items()}).items():
         views[rank].exit = end
     logs = [view.log for view in views.values()]
     size = world_size(logs)
@@ -102,8 +100,8 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
 def _is_moving(job: JobIndex) -> bool:
     """Return whether the job was still running while it was dumped.
 
-    Then most ranks have collectives in flight that others have completed. In a job that hangs, only a rank whose own device makes
-    no progress has.
+    If so, most ranks have collectives in flight that others have completed. In a hung job, only a rank whose own device makes no
+    progress does.
     """
     completed = {key: max(job.views[rank].tracks[key].completed for rank in users) for key, users in job.users.items()}
     late = 0
@@ -135,8 +133,7 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
     for dump in dumps:
         for channel in [*dump.channels, *dump.groups]:
             name = _name(channel)
-            if name not in found:
-                found[name] = channel
+            found.setdefault(name, channel)
             if name[2]:
                 recorded[name[:2]].add(name[2])
             else:

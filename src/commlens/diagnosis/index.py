@@ -47,7 +47,7 @@ class Block:
     parts: list[Collective]  # the members of a coalesced point-to-point batch, else the op itself
     thread: int
     since_ns: int
-    how: Literal["wait", "issue", "assumed", "failed", "enqueued"]
+    how: Literal["wait", "issue", "assumed", "failed", "enqueued"]  # its wait, its call, an inference, a failed wait, a dump's head
     stuck: bool  # longer than the limit, or until its process ended
     age_ns: int
 
@@ -95,9 +95,9 @@ class Capabilities:
     threads: bool = True  # the threads that issue and wait; else a rank is blocked in its first op in flight
     stacks: bool = True  # the current stacks of a rank's threads
     process_exit: bool = True  # whether and how a process ended
-    capture_time: bool = True
+    capture_time: bool = True  # the time of the dump
     every_process: bool = True  # a process on a known host without records has died; else its dump may only be missing here
-    completed_ops: bool = True  # ops and messages that are no longer in flight; else only their number
+    completed_ops: bool = True  # all completed ops and messages; else only those in flight may be recorded
     splits: bool = True  # of all_to_all
     completion_times: bool = False  # on the device; black boxes record when the process noticed the completion
     columns: bool = False  # ops are columns, so that ranks are compared as arrays
@@ -138,7 +138,7 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     no_record, elsewhere = absent_ranks(logs, size)
     job = JobIndex({}, {}, size, no_record, elsewhere, limit)
     for log in logs:
-        view = _view(log, exits[log.rank], job)
+        view = _index_log(log, exits[log.rank], job)
         job.views[log.rank] = view
         for key in view.tracks:
             job.users.setdefault(key, []).append(log.rank)
@@ -165,12 +165,11 @@ def _never_issued(dead: RankView, op: Collective) -> bool:
     return track is None or track.last < op.sequence_number
 
 
-def _view(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
+def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
+    """Index the records of one rank, and add its channels to the job."""
     now = log.captured_ns or last_moment(log)
     main = log.main_stack
-    view = RankView(
-        log.rank, log, end, now, main_thread=main.thread if main is not None and main.thread else log.pid, history=log.collectives
-    )
+    view = RankView(log.rank, log, end, now, main_thread=(main.thread if main is not None else 0) or log.pid, history=log.collectives)
     view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
@@ -195,7 +194,7 @@ def _view(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
             if op.in_flight or (closer is not None and closer.in_flight):
                 view.open_pairs.add(op.index)
         elif op.sequence_number > 0 and not (op.coalescing_id and closer is not None and op is not closer):
-            _put(view.tracks.setdefault(key, Track()), op, groups)
+            _add_to_track(view.tracks.setdefault(key, Track()), op, groups)
         if op.in_flight and (closer is None or op is closer):
             open_ops.append(op)
         elif op.state is State.FAILED:
@@ -208,7 +207,7 @@ def _view(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
     return view
 
 
-def _put(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> None:
+def _add_to_track(track: Track, op: Collective, groups: dict[int, list[Collective]]) -> None:
     number = op.sequence_number
     track.ops[number] = op  # type: ignore[index]
     if op.coalescing_id:
@@ -231,20 +230,20 @@ def _find_blocks(
     loose: list[Collective] = []
     for op in open_ops:
         if op.waited_for:
-            _block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns, "wait", groups, limit)
+            _add_block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns, "wait", groups, limit)
         elif not op.returned_ns:
-            _block(view, op, op.issue_thread, op.entered_ns or op.announced_ns, "issue", groups, limit)
+            _add_block(view, op, op.issue_thread, op.entered_ns or op.announced_ns, "issue", groups, limit)
         elif _may_be_pending(view, op):
             loose.append(op)
     for op in failed:
         was_blocked = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind != "clean")
         if was_blocked and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
-            _block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
+            _add_block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
     if loose and _main_may_wait_in_cpp(view, loose[0]):
-        _block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)
+        _add_block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)
 
 
-def _block(
+def _add_block(
     view: RankView, op: Collective, thread: int, since: int, how: Literal["wait", "issue", "assumed", "failed"],
     groups: dict[int, list[Collective]], limit: int,
 ) -> None:  # fmt: skip
@@ -279,7 +278,7 @@ def _main_may_wait_in_cpp(view: RankView, oldest: Collective) -> bool:
     stack = view.log.main_stack
     if stack is None or not stack.frames or (stack.taken_ns and stack.taken_ns < oldest.announced_ns):
         return True
-    state, _ = activity._by_frames(view.log, stack.frames)
+    state, _ = activity.classify_frames(view.log, stack.frames)
     if state is not None:
         return False
     # On an accelerator the thread may wait in any call that reads a result, such as .item().

@@ -14,6 +14,7 @@ from commlens.diagnosis.columns import RankDump
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase
 
+_LISTS = ("channels", "groups", "args", "sites", "problems")
 _ROW_COLUMNS = ("number", "state", "record", "peer", "batch", "created_ns", "completed_ns")
 _INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("site", "sites"))  # a column, and the table that it indexes
 
@@ -131,16 +132,12 @@ def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
     shift = max(int(dump.batch.max(initial=0)) for dump in dumps) + 1
     batches = [np.where(dump.batch > 0, dump.batch + shift * place, 0) for place, dump in enumerate(dumps)]
     values["batch"] = np.concatenate(batches)[order].astype("int32")
+    values |= {name: [one for dump in dumps for one in getattr(dump, name)] for name in _LISTS}
     values["record"] = np.arange(len(order), dtype="int64")  # each ring buffer counts from 0
     return dataclasses.replace(
         first,
         **values,
-        channels=[channel for dump in dumps for channel in dump.channels],
-        groups=[group for dump in dumps for group in dump.groups],
-        args=[args for dump in dumps for args in dump.args],
-        sites=[site for dump in dumps for site in dump.sites],
         status={name: status for dump in dumps for name, status in dump.status.items()},
-        problems=[text for dump in dumps for text in dump.problems],
         world_size=max(dump.world_size for dump in dumps),
         captured_ns=max(dump.captured_ns for dump in dumps),
         issued=sum(dump.issued for dump in dumps),

@@ -126,7 +126,7 @@ class _Builder:
                 return
 
     def _add_collective(self, view: RankView, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
-        """Add the edges of one collective. Return False if it is complete on all ranks, unless it is the last candidate."""
+        """Add the edge to one collective. Return False if no rank holds it up and it is not the last candidate."""
         op = view.tracks[key].ops[number]
         edge = Edge(op, Instance(key, number), view.rank)
         arrivals = self._arrivals(key, number, op.announced_ns)
@@ -208,10 +208,8 @@ class _Builder:
         return arrivals
 
     def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
-        for i in self._mismatches_by_channel.get(key, ()):
-            if self.mismatches[i].explains(self.job, number, absent):
-                return i
-        return None
+        known = self._mismatches_by_channel.get(key, ())
+        return next((i for i in known if self.mismatches[i].explains(self.job, number, absent)), None)
 
     # --- point to point
 
@@ -282,8 +280,7 @@ class _Builder:
         if block is None:
             self.graph.add(node, Node("absent", other.rank), edge)
             return
-        target = Node("wait", other.rank, block.thread)
-        self.graph.add(node, target, edge)
+        self.graph.add(node, Node("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))
 
     def _block_of(self, other: RankView, key: ChannelKey) -> Block | None:
