@@ -223,26 +223,23 @@ class SharedIds:
     """Integer ids of signatures and call sites, the same on all ranks, so that arrays of them can be compared."""
 
     def __init__(self) -> None:
-        self._signature_ids: dict[Hashable, int] = {}
-        self._site_ids: dict[Hashable, int] = {}
+        self._ids: dict[Hashable, int] = {}
         # By the id() of a table, which is kept, so that no other table gets the same id().
-        self._of_args: dict[int, tuple[Sequence[CollectiveArgs], Integers]] = {}
-        self._of_sites: dict[int, tuple[object, Integers]] = {}
+        self._of_tables: dict[int, tuple[object, Integers]] = {}
 
     def signatures(self, table: Sequence[CollectiveArgs]) -> Integers:
         """Return the id of each entry's signature."""
-        known = self._of_args.get(id(table))
-        if known is None:
-            ids = [self._signature_ids.setdefault(_signature(args), len(self._signature_ids)) for args in table]
-            known = self._of_args[id(table)] = (table, np.array(ids or [0], "int64"))
-        return known[1]
+        return self._ids_of(table, map(_signature, table))
 
-    def sites(self, table: Sequence[Sequence[object]]) -> Integers:
-        """Return the id of each entry's innermost line, and at the end 0, which index -1 (no stack) reads."""
-        known = self._of_sites.get(id(table))
+    def sites(self, table: Sequence[Stack]) -> Integers:
+        """Return the id of each entry's innermost line, and at the end -1, which index -1 (no stack) reads."""
+        return self._ids_of(table, (lines[0] if lines else None for lines in table))
+
+    def _ids_of(self, table: object, values: Iterable[Hashable]) -> Integers:
+        known = self._of_tables.get(id(table))
         if known is None:
-            ids = [self._site_ids.setdefault(lines[0] if lines else None, len(self._site_ids) + 1) for lines in table]
-            known = self._of_sites[id(table)] = (table, np.array([*ids, 0], "int64"))
+            ids = [self._ids.setdefault(value, len(self._ids)) for value in values]
+            known = self._of_tables[id(table)] = (table, np.array([*ids, -1], "int64"))
         return known[1]
 
 

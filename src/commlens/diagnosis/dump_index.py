@@ -198,13 +198,8 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
 def _track(ops: ColumnOps) -> Track:
     done = ops.columns.dump.state[ops.rows] == DONE
     completed = ops.numbers[done]
-    return Track(
-        ops=ops,
-        first=int(ops.numbers[0]),
-        last=int(ops.numbers[-1]),
-        completed=int(completed[-1]) if len(completed) else 0,
-        open=ops.numbers[~done].tolist(),
-    )
+    newest = int(completed[-1]) if len(completed) else 0
+    return Track(ops, first=int(ops.numbers[0]), last=int(ops.numbers[-1]), completed=newest, open=ops.numbers[~done].tolist())
 
 
 def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None:

@@ -130,18 +130,13 @@ def _healthy(job: JobIndex, missing: list[str], looked_at: str) -> Verdict:
 def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
     """Report a hang from text logs that do not name its process group: that it happened, with no culprit."""
     return Finding(
-        kind="missing",
-        why="unknown",
-        root_cause=True,
-        culprits=[],
-        victims=waiting,
-        confidence="low",
+        kind="missing", why="unknown", root_cause=True, culprits=[], victims=waiting, confidence="low",
         summary=f"{timeouts[0]}; the ranks that it waited for are unknown",
         next_step="diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
         "/tmp/nccl_trace_rank_*)",
         evidence=[f"{text}." for text in timeouts[1:]],
         would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
-    )
+    )  # fmt: skip
 
 
 def _looked_at(job: JobIndex) -> str:
