@@ -10,7 +10,7 @@ from itertools import takewhile
 import msgspec
 
 from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
-from commlens.diagnosis.out_of_step import Shift, find_shifts, skips_by_habit
+from commlens.diagnosis.out_of_step import Shift, find_shifts, looks_skipped
 from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, position_in, token
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
@@ -38,8 +38,8 @@ class Mismatch:
     tie: bool  # no side has the majority, and no rank leaves its routine
     by_history: bool = False  # no side has the majority, but the culprits leave their own routine
     shift: Shift | None = None
-    habit: bool = False  # the culprit usually issues this right after the collective that the others wait in
-    again: int = 0  # later mismatches that are the same
+    looks_skipped: bool = False  # the culprit usually issues this right after the collective that the others wait in
+    repeats: int = 0  # later mismatches that are the same
     silent: bool = False  # no rank hangs because of it
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
@@ -185,17 +185,17 @@ def _disagreement(
         mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
     mismatch.uncertain = any(op.concurrent for op in met.values())
     mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
-    mismatch.habit = _is_skip_by_habit(job, mismatch, answer)
+    mismatch.looks_skipped = _looks_skipped(job, mismatch, answer)
     return mismatch
 
 
-def _is_skip_by_habit(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> bool:
+def _looks_skipped(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> bool:
     """Return whether all culprits issued what they usually issue after the collective of the others."""
     culprits, met = mismatch.culprits, mismatch.ops
     if mismatch.tie or mismatch.shift is not None or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
         return False
     usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-    return all(skips_by_habit(job, rank, met[rank], usual) for rank in culprits if rank in met)
+    return all(looks_skipped(job, rank, met[rank], usual) for rank in culprits if rank in met)
 
 
 def _out_of_step(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
@@ -221,7 +221,7 @@ def _count_as_repeat(mismatches: Sequence[Mismatch], later: Mismatch) -> bool:
     """Count the mismatch in an earlier one that is the same: a wrong reduce op in every step is one finding."""
     for earlier in mismatches:
         if _is_repeat(earlier, later):
-            earlier.again += 1
+            earlier.repeats += 1
             return True
     return False
 

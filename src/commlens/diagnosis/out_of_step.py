@@ -17,7 +17,7 @@ from commlens.diagnosis.routine import expected_token, position_in, token
 from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # the longest shift that is found, in collectives
-_HABIT = 512  # records of a rank that are its habit
+_RECENT = 512  # records of a rank in which its habit is looked for
 
 
 class Shift(msgspec.Struct):
@@ -70,12 +70,12 @@ def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
     return None if position is None else expected_token([token(each) for each in history[: position + 1]], position)
 
 
-def skips_by_habit(job: JobIndex, rank: int, own: Collective, expected: Collective) -> bool:
+def looks_skipped(job: JobIndex, rank: int, own: Collective, expected: Collective) -> bool:
     """Return whether the rank skipped ``expected``: it usually issues ``own`` some time after it, but not this time.
 
-    This shows a shift if the others still wait in ``expected``, so that their next collective is unknown.
+    Unlike a shift, this can be seen while the others still wait in ``expected``, and their next collective is unknown.
     """
-    history = [op for op in job.views[rank].history if op.index < own.index][-_HABIT:]
+    history = [op for op in job.views[rank].history if op.index < own.index][-_RECENT:]
     same = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
     if not same:
         return False

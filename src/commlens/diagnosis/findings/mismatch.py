@@ -61,8 +61,8 @@ def _finding(context: Context, mismatch: Mismatch, op: Collective, name: str, bl
     kind: Kind = f"mismatch/{mismatch.answer.aspect}" if mismatch.answer is not None else "missing"  # type: ignore[assignment]
     confidence, more = _confidence(mismatch)
     return Finding(
-        kind=kind, why="skipped" if mismatch.shift is not None or mismatch.habit else "in-collective", root_cause=True, culprits=culprits,
-        victims=sorted({*held, *members, *failed} - set(culprits)), confidence=confidence,
+        kind=kind, why="skipped" if mismatch.shift is not None or mismatch.looks_skipped else "in-collective", root_cause=True,
+        culprits=culprits, victims=sorted({*held, *members, *failed} - set(culprits)), confidence=confidence,
         summary=_summary(mismatch, name, culprits, op, usual),
         explanation=prose(
             *sides,
@@ -96,8 +96,8 @@ def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list
         evidence.append(
             f"No side has a majority, but {ranks_and_verb(culprits, 'departs from its', 'depart from their')} usual routine here."
         )
-    if mismatch.again:
-        evidence.append(f"The same happened {count(mismatch.again, 'more time')} later.")
+    if mismatch.repeats:
+        evidence.append(f"The same happened {count(mismatch.repeats, 'more time')} later.")
     return evidence
 
 
@@ -122,7 +122,7 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     if mismatch.tie or usual is None:
         sides = " against ".join(f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3])
         return f"ranks disagree in {name}: {sides}"
-    skip = "; it looks like a skipped collective" if shift is not None or mismatch.habit else ""
+    skip = "; it looks like a skipped collective" if shift is not None or mismatch.looks_skipped else ""
     if answer.aspect == "op":
         group = group_phrase(mismatch.channel.group)
         return f"{subject} issued {op.op} where the others issued {usual.op} (#{mismatch.number} of {group}){skip}"
@@ -149,7 +149,7 @@ def _skip_evidence(mismatch: Mismatch, culprits: list[int]) -> list[str]:
     if shift is not None:
         match = f"#{number} matches their #{number + shift.by}"
         return [f"From #{number} on, the collectives of {subject} match earlier ones of the others: {match}."]
-    if mismatch.habit:
+    if mismatch.looks_skipped:
         they = verb(culprits, "it", "they")
         return [
             f"Until now, {subject} issued this right after the collective in which the others wait; this time, {they} skipped that one."

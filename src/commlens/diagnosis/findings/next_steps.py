@@ -36,7 +36,7 @@ def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
 def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None) -> str:
     """Recommend a step for ranks that disagree."""
     culprits = ranks_phrase(mismatch.culprits)
-    if mismatch.shift is not None or mismatch.habit:
+    if mismatch.shift is not None or mismatch.looks_skipped:
         op = mismatch.shift.skipped if mismatch.shift is not None else usual
         did = "issued an extra" if mismatch.shift is not None and mismatch.shift.by < 0 else "skipped"
         where = f" at {frame_phrase(op.source)}" if op is not None and op.source is not None else ""
