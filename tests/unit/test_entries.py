@@ -35,7 +35,7 @@ def stuck(ranks: int, culprit: int) -> list[RankLog]:
     return Job(ranks).run(training(at(culprit, 5, Stay(57, "load_batch")))).logs()
 
 
-def test_the_one_to_blame_stands_beside_those_who_wait() -> None:
+def test_the_culprit_is_next_to_the_waiting_ranks() -> None:
     lines = printed(table_of(stuck(4, 2)))
     assert lines[0] == "Entries of the default group [0-3], by number: 4 ranks, of 2 kinds"
     assert lines[2].split() == ["rank", "2", "ranks", "0-1,3"]
@@ -44,7 +44,7 @@ def test_the_one_to_blame_stands_beside_those_who_wait() -> None:
     assert lines[-1].split() == ["train.py:20", "step"]
 
 
-def test_what_differs_is_shown_and_what_is_the_same_is_not() -> None:
+def test_only_differing_tensors_and_lines_are_repeated() -> None:
     lines = printed(table_of(Job(4).run(training(at(2, 5, lambda job: all_reduce(job.world, 50, line=21)))).logs()))
     assert "float32[50] SUM, in flight" in lines[-2]
     assert "train.py:21 step" in lines[-1]
@@ -64,7 +64,7 @@ def test_many_ranks_fit_on_one_screen() -> None:
     for rank in range(4096):
         one = like[2 if rank == 1234 else 0]
         copy = type(one)(rank, one.group, dict(one.cells), one.first, one.elsewhere)
-        if rank % 600 == 7:  # seven that lag behind, each at another place
+        if rank % 600 == 7:  # seven stragglers, each in another place
             copy.cells = {number: cell for number, cell in copy.cells.items() if number < 11 - rank // 600}
         several.append(copy)
     selection = EntrySelection("0", tuple(range(4096)), 11, culprits=(1234,), kind="missing")
@@ -80,13 +80,13 @@ def test_a_window_around_a_fault_in_the_middle() -> None:
     assert (table.numbers, table.fault) == ([15, 16, 17, 18, 19, 20, 21, 22, 23], 20)
 
 
-def test_a_healthy_job_shows_its_newest() -> None:
+def test_a_healthy_job_shows_its_newest_entries() -> None:
     table = table_of(Job(4).run(training(lambda *_: None)).logs(), rows=3)
     assert (table.numbers, table.fault, len(table.columns)) == ([14, 15, 16], 0, 1)
     assert "4 ranks, which all did the same" in printed(table)[0]
 
 
-def test_what_a_ring_has_overwritten_was_not_missed() -> None:
+def test_an_overwritten_entry_is_not_reported_as_not_issued() -> None:
     logs = stuck(4, 2)
     logs[1].collectives = logs[1].collectives[5:]
     text = "\n".join(printed(table_of(logs)))
@@ -94,7 +94,7 @@ def test_what_a_ring_has_overwritten_was_not_missed() -> None:
     assert text.count("not issued") == 1
 
 
-def test_messages_stand_in_each_ranks_own_order() -> None:
+def test_messages_are_in_each_ranks_own_order() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         for i in range(4):
             yield send(job.world, (rank + 1) % 4, 10, line=5)
@@ -114,7 +114,7 @@ def test_ranks_and_groups_can_be_chosen() -> None:
     assert printed(table_of(logs, select_entries(verdict, groups=["other"]))) == ["There are no entries to show."]
 
 
-def test_where_a_rank_is_otherwise() -> None:
+def test_ops_in_flight_on_other_groups() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         pair = job.group("3", (0, 1), "tp")
         for i in range(3):

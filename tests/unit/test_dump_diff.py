@@ -1,4 +1,4 @@
-"""Two dumps of one job: who moved, who did not."""
+"""Two dumps of one job: which ranks made progress, and which are in the same place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from commlens.model.movement import Moved, Movement, Place
 from commlens.model.ranklog import RankLog
 
 
-def moved(before: list[RankLog], after: list[RankLog]) -> Movement:
+def progress(before: list[RankLog], after: list[RankLog]) -> Movement:
     return compare_positions([position_of(columns_from_log(log)) for log in before], [position_of(columns_from_log(log)) for log in after])
 
 
@@ -28,7 +28,7 @@ def stuck(rank: int = 2, step: int = 5, after_s: float = 30.0) -> list[RankLog]:
 
 
 def test_nothing_moved() -> None:
-    movement = moved(stuck(after_s=5), stuck(after_s=47))
+    movement = progress(stuck(after_s=5), stuck(after_s=47))
     assert not movement
     assert movement.answer == "No rank moved in 42 s: 4 ranks are in the same place."
     assert [one.sentence for one in movement.ranks] == [
@@ -38,7 +38,7 @@ def test_nothing_moved() -> None:
 
 
 def test_all_moved() -> None:
-    movement = moved(stuck(step=3), stuck(step=5))
+    movement = progress(stuck(step=3), stuck(step=5))
     assert movement.answer.startswith("All 4 ranks moved")
     assert movement.ranks[0].sentence == (
         "ranks 0-1,3 moved on from all_reduce #7 of the default group [0-3] to all_reduce #11 of the default group [0-3] "
@@ -50,18 +50,18 @@ def test_some_moved() -> None:
     before, after = stuck(), stuck()
     after[2].collectives = after[0].collectives
     after[2].issued = after[0].issued
-    movement = moved(before, after)
+    movement = progress(before, after)
     assert movement.answer == "Rank 2 moved, ranks 0-1,3 did not."
 
 
-def test_dumps_that_are_missing_and_jobs_that_are_not_the_same() -> None:
+def test_missing_dumps_and_different_jobs() -> None:
     before, after = stuck(), stuck(step=3)
     for log in after:
         log.job = "another"
-    movement = moved(before[:3], after[1:])
+    movement = progress(before[:3], after[1:])
     assert {one.kind for one in movement.ranks} == {"again", "only-before", "only-after"}
     assert "different jobs" in movement.notes[0]
-    assert moved(before[:1], after[1:]).answer == "No rank has a dump in both sets: nothing was compared."
+    assert progress(before[:1], after[1:]).answer == "No rank has a dump in both sets: nothing was compared."
 
 
 class TestCommand:
@@ -72,7 +72,7 @@ class TestCommand:
                 busy_box(rank, records=records if rank else 10).write(tmp_path / name)
         return str(tmp_path / "first"), str(tmp_path / "second")
 
-    def test_dumps_are_told_from_traces_by_their_content(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    def test_dumps_are_distinguished_from_traces_by_their_content(self, two: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
         assert commands.main(["compare", two[0], two[0]]) == 0
         assert "No rank moved" in capsys.readouterr().out
         assert commands.main(["compare", *two]) == 1
