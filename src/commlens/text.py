@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # the commands' help needs no msgspec
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
+_FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
 def duration(ns: float) -> str:
@@ -55,6 +56,11 @@ def count(value: float, singular: str, plural: str | None = None) -> str:
 def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
     """The verb form for one rank or for several: ``verb([2], "waits", "wait")`` is ``"waits"``."""
     return singular if len(set(ranks)) == 1 else plural
+
+
+def csv_cell(text: str) -> str:
+    """The text as a cell of CSV. An apostrophe keeps spreadsheets from running a text that begins like a formula."""
+    return f"'{text}" if text.startswith(_FORMULA) else text
 
 
 def capital(text: str) -> str:

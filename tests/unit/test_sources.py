@@ -266,7 +266,7 @@ class TestArchives:
         assert "is a truncated or damaged zip file" in problems[0]
 
     def test_a_zip_bomb_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(archives, "UNSUSPICIOUS_BYTES", 1 << 20)
+        monkeypatch.setattr(compression, "UNSUSPICIOUS_BYTES", 1 << 20)
         with zipfile.ZipFile(tmp_path / "dumps.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             for number in range(4):
                 archive.writestr(f"rank_{number}", bytes(10 << 20))
@@ -292,7 +292,7 @@ class TestArchives:
         image[at : at + len(noise)] = noise
         problems: list[str] = []
         source = Source("x", source_module.Held(bytes(image)))
-        for member in archives.members(source, problems) or ():
+        for member in archives.members(source, problems, archives.Allowance(len(image))) or ():
             member.read()
 
 

@@ -124,7 +124,7 @@ def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
         issued=rows.issued - (len(rows) - len(keep)),
         timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any()),
         only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
-        unbroken=len(rows) if len(rows) and int(rows.record_id[-1] - rows.record_id[0]) + 1 == len(rows) else 0,
+        unbroken=len(rows) if len(rows) and int(rows.record_id[-1]) - int(rows.record_id[0]) + 1 == len(rows) else 0,
         status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
         args=interner.args(args),
         sites=interner.sites(sites),
@@ -294,7 +294,7 @@ class ColumnOps(Mapping[int, Collective]):
     def __init__(self, columns: RankOps, rows: Integers) -> None:
         self.columns = columns
         numbers = columns.dump.number[rows]
-        if len(numbers) > 1 and not (np.diff(numbers) > 0).all():
+        if len(numbers) > 1 and not (numbers[1:] > numbers[:-1]).all():
             numbers, first = np.unique(numbers[::-1], return_index=True)  # the last of those that share a number
             rows = rows[::-1][first]
         self.rows = rows

@@ -6,6 +6,7 @@ Lists have one item per line, so that line-based tools such as diff can compare 
 from __future__ import annotations
 
 import gzip
+import io
 import stat
 import zlib
 from pathlib import Path
@@ -17,6 +18,10 @@ from commlens.atomic_write import write_whole
 from commlens.errors import FormatError
 from commlens.model.trace import SCHEMA, TraceData
 
+UNPACKED_MAX: Final = 1 << 30
+"""Most bytes that a compressed trace is unpacked to."""
+
+_PIECE: Final = 1 << 20
 _GZIP: Final = b"\x1f\x8b"
 _LISTS: Final = ("groups", "modules", "events", "ops")
 
@@ -108,12 +113,12 @@ def _content(path: Path) -> bytes:
         kind = path.stat().st_mode
         if stat.S_ISDIR(kind):
             raise FormatError(f"{path} is a folder, not a trace file.")
-        content = path.read_bytes() if stat.S_ISREG(kind) or stat.S_ISFIFO(kind) else b""
+        if not stat.S_ISREG(kind):  # opening a named pipe would block until another process writes to it
+            raise FormatError(f"{path} is not a trace: it is no regular file. Save its content to a file, and give that.")
+        content = path.read_bytes()
         if not content:
-            raise FormatError(
-                f"{path} is not a trace: it is {'empty' if stat.S_ISREG(kind) or stat.S_ISFIFO(kind) else 'no regular file'}."
-            )
-        return gzip.decompress(content) if content.startswith(_GZIP) else content
+            raise FormatError(f"{path} is not a trace: it is empty.")
+        return _decompressed(content, path) if content.startswith(_GZIP) else content
     except FileNotFoundError:
         raise FormatError(f"There is no file {path}.") from None
     except (OSError, ValueError, MemoryError) as error:
@@ -122,6 +127,18 @@ def _content(path: Path) -> bytes:
         raise FormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
     except (EOFError, zlib.error):
         raise FormatError(f"{path} is not a whole trace: its compressed content is cut off or damaged.") from None
+
+
+def _decompressed(content: bytes, path: Path) -> bytes:
+    whole = io.BytesIO()
+    with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+        while piece := file.read(_PIECE):
+            whole.write(piece)
+            if whole.tell() > UNPACKED_MAX:
+                raise FormatError(
+                    f"{path} unpacks to more than {UNPACKED_MAX >> 20} MiB, the most that is read of a compressed trace. Unpack it first."
+                )
+    return whole.getvalue()
 
 
 def _describe(content: bytes, error: Exception) -> str:

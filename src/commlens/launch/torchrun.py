@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,7 +26,7 @@ from commlens.launch.options import add_settings, settings_from
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
 
-_ALL_STEPS = "--trace= all "
+_STEPS = re.compile(r"all|\d+(:\d*)?|:\d+")
 FINISH_S = 10.0
 """How long the end of the job may wait for the watcher's final report."""
 
@@ -46,8 +47,8 @@ def torchrun_parser() -> argparse.ArgumentParser:
     add_settings(parser)
     group = parser.add_argument_group("tracing")
     group.add_argument(
-        "--trace", dest="commlens_trace", metavar="[=FIRST:LAST]",
-        help="trace every worker's collectives, in all optimizer steps or in these (2:4 is steps 2 and 3)",
+        "--trace", dest="commlens_trace", metavar="[all|FIRST:LAST]",
+        help="trace every worker's collectives, in all optimizer steps (the default) or in these (2:4 is steps 2 and 3)",
     )  # fmt: skip
     group.add_argument("--trace-dir", dest="commlens_trace_dir", metavar="DIR", help="save the traces here (default commlens-trace)")
     return parser
@@ -59,9 +60,8 @@ def launch(argv: Sequence[str]) -> int:
     Returns:
         torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without the frames of commlens.
     """
-    # "--trace" takes a value only after "=", so that a script's name may follow it.
-    arguments = torchrun_parser().parse_args([_ALL_STEPS if argument == "--trace" else argument for argument in argv])
-    arguments.training_script_args = ["--trace" if argument == _ALL_STEPS else argument for argument in arguments.training_script_args]
+    arguments = torchrun_parser().parse_args(_join_trace(argv))
+    arguments.training_script_args = _split_trace(arguments.training_script_args)
     resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
     for warning in resolved.warnings:
         print(f"commlens: {warning}", file=sys.stderr)
@@ -100,6 +100,35 @@ def launch(argv: Sequence[str]) -> int:
         if tracing:
             trace_summary.print_trace_summary(settings.trace_dir, since=started)
     return 0
+
+
+def _join_trace(argv: Sequence[str]) -> list[str]:
+    """Write ``--trace`` and its value, if it has one, as one argument, since a script's name may follow ``--trace``, too.
+
+    Spaces mark what was written otherwise: ``"--trace=all "`` were two arguments, ``"--trace= all "`` had no value.
+    """
+    joined: list[str] = []
+    arguments = list(argv)
+    for at, argument in enumerate(arguments):
+        if at and arguments[at - 1] == "--trace" and _STEPS.fullmatch(argument):
+            joined[-1] = f"--trace={argument} "
+        else:
+            joined.append("--trace= all " if argument == "--trace" else argument)
+    return joined
+
+
+def _split_trace(argv: Sequence[str]) -> list[str]:
+    """Undo :func:`_join_trace` in the arguments of the script."""
+    split: list[str] = []
+    for argument in argv:
+        value = argument.removeprefix("--trace=")
+        if argument == "--trace= all ":
+            split.append("--trace")
+        elif value != argument and value.endswith(" ") and _STEPS.fullmatch(value[:-1]):
+            split += ["--trace", value[:-1]]
+        else:
+            split.append(argument)
+    return split
 
 
 def job_name(arguments: argparse.Namespace) -> str:

@@ -3,20 +3,42 @@
 from __future__ import annotations
 
 import io
+import lzma
+import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, BinaryIO, Final
 
-from commlens.dumps.sources.compression import MAGIC_BYTES, RATIO_MAX, UNSUSPICIOUS_BYTES
-from commlens.dumps.sources.source import READ_MAX, FilePart, Held, Source, printable, read_up_to
+from commlens.dumps.sources.compression import MAGIC_BYTES, UNPACKED_MAX, amount, unpacking_limit
+from commlens.dumps.sources.source import HELD_MAX, READ_MAX, FilePart, Held, Source, printable, read_up_to
 
 MEMBERS_MAX: Final = 1_000_000
 _NAMED_MAX: Final = 10
 _ENDINGS: Final = (".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tzst", ".zip")
-_TAR_ERRORS: Final = (tarfile.TarError, OSError, ValueError, EOFError, OverflowError)
-_ZIP_ERRORS: Final = (zipfile.BadZipFile, OSError, ValueError, EOFError, RuntimeError, NotImplementedError, zipfile.zlib.error)  # type: ignore[attr-defined]
+_EXTENSION_MAX: Final = 1 << 20
+"""Largest extension header of a tar file, in bytes. It holds names and times, and tarfile reads it in one piece."""
+_EXTENSIONS_MAX: Final = 100
+"""Most extension headers of one member. tarfile reads each by a call within the call for the one before."""
+_EXTENSIONS: Final = (*tarfile.GNU_TYPES[:2], tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE)
+_ERRORS: Final = (
+    tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, ValueError, EOFError, OverflowError, MemoryError,
+    RuntimeError, struct.error, LookupError,
+)  # fmt: skip
+"""What damaged archives raise in Python's readers; RuntimeError includes RecursionError and NotImplementedError."""
+
+
+class Allowance:
+    """The number of bytes that a file's members may still unpack to, with those of archives in it.
+
+    Args:
+        stored: the file's size in bytes; -1 if unknown.
+    """
+
+    def __init__(self, stored: int) -> None:
+        self.limit = self.left = unpacking_limit(stored) if stored >= 0 else UNPACKED_MAX
 
 
 def named_like_archive(name: str) -> bool:
@@ -31,10 +53,15 @@ def archive_kind(head: bytes) -> str | None:
     return "zip" if head.startswith((b"PK\x03\x04", b"PK\x05\x06")) else None
 
 
-def members(source: Source, problems: list[str]) -> Iterator[Source] | None:
+def members(source: Source, problems: list[str], allowance: Allowance) -> Iterator[Source] | None:
     """Return the members of an archive, or None if the source is not one.
 
     A member of an uncompressed tar file is a reference; any other member holds its bytes, so release each before the next.
+
+    Args:
+        source: the file.
+        problems: is extended by a sentence per member that cannot be read.
+        allowance: of the outermost file; the members' bytes are taken from it.
 
     Raises:
         FormatError: the file cannot be opened.
@@ -52,17 +79,17 @@ def members(source: Source, problems: list[str]) -> Iterator[Source] | None:
         stream.close()
         source.problems.clear()  # reading the source reports them again
         return None
-    return _tar(source, stream, problems) if kind == "tar" else _zip(source, stream, problems)
+    return (_tar if kind == "tar" else _zip)(source, stream, problems, allowance)
 
 
-def _tar(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Source]:
+def _tar(source: Source, stream: BinaryIO, problems: list[str], allowance: Allowance) -> Iterator[Source]:
     path = source.path
     with stream:
         plain = path is not None and isinstance(getattr(stream, "raw", None), io.FileIO)
         skipped: list[str] = []
         count = 0
         try:
-            with tarfile.open(fileobj=stream, mode="r:" if plain else "r|") as archive:
+            with tarfile.open(fileobj=stream, mode="r:" if plain else "r|", tarinfo=_TarInfo) as archive:
                 for member in archive:
                     archive.members = []  # type: ignore[attr-defined] # tarfile would keep them all
                     count += 1
@@ -80,25 +107,29 @@ def _tar(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Sour
                     if plain and not member.issparse():
                         yield Source(name, FilePart(str(path), member.offset_data, member.size), member.size, modified_ns)
                         continue
-                    content = _content(archive.extractfile(member), member.size, name, problems)
+                    if allowance.left <= 0:
+                        problems.append(_over(source, name, allowance))
+                        break
+                    content = _content(archive.extractfile(member), member.size, name, problems, allowance)
                     if content:
                         yield Source(name, Held(content), len(content), modified_ns)
-        except _TAR_ERRORS as error:
+                        del content
+        except _ERRORS as error:
             if not source.problems:
-                problems.append(f"{source.name} is cut off or damaged: its first {count} members could be read ({error}).")
+                problems.append(f"{source.name} is cut off or damaged: its first {count} members could be read ({_reason(error)}).")
         problems += [*source.problems, *_first_few(skipped, source.name)]
 
 
-def _zip(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Source]:
+def _zip(source: Source, stream: BinaryIO, problems: list[str], allowance: Allowance) -> Iterator[Source]:
     with stream:
         plain = source.path is not None and isinstance(getattr(stream, "raw", None), io.FileIO)
         try:
             # A zip file's list of members is at its end.
-            file = stream if plain else io.BytesIO(read_up_to(stream, READ_MAX))
+            file = stream if plain else io.BytesIO(read_up_to(stream, min(READ_MAX, max(allowance.left, 1))))
             archive = zipfile.ZipFile(file)
             listed = archive.infolist()
-        except _ZIP_ERRORS as error:
-            problems.append(f"{source.name} is a truncated or damaged zip file ({error}) and is left out.")
+        except _ERRORS as error:
+            problems.append(f"{source.name} is a truncated or damaged zip file ({_reason(error)}) and is left out.")
             return
         with archive:
             if any(info.filename.endswith("/data.pkl") for info in listed):
@@ -106,42 +137,73 @@ def _zip(source: Source, stream: BinaryIO, problems: list[str]) -> Iterator[Sour
                 return
             if len(listed) > MEMBERS_MAX:
                 problems.append(f"{source.name} has more than {MEMBERS_MAX} members: the others were left out.")
-            allowed = max(UNSUSPICIOUS_BYTES, RATIO_MAX * source.size)  # in a zip bomb, many members share their bytes
             for info in listed[:MEMBERS_MAX]:
                 if info.is_dir() or not info.file_size:
                     continue
                 name = f"{source.name}!{printable(info.filename)}"
-                if allowed <= 0:
-                    problems.append(f"{source.name} unpacks to far more than dumps hold: {name} and all members after it were left out.")
+                if allowance.left <= 0:  # in a zip bomb, many members share their bytes
+                    problems.append(_over(source, name, allowance))
                     break
                 try:
-                    content = _content(archive.open(info), info.file_size, name, problems, allowed)
-                except _ZIP_ERRORS as error:
-                    problems.append(f"{name} could not be read ({error}).")
+                    content = _content(archive.open(info), info.file_size, name, problems, allowance)
+                except _ERRORS as error:
+                    problems.append(f"{name} could not be read ({_reason(error)}).")
                     continue
-                allowed -= len(content)
                 if content:
                     yield Source(name, Held(content), info.compress_size, _zip_time(info))
+                    del content
         problems += source.problems
 
 
-def _content(stream: Any, size: int, name: str, problems: list[str], limit: int = READ_MAX) -> bytes:
-    """Return the bytes of a member, as many as can be read."""
-    limit = min(limit, READ_MAX)
-    pieces: list[bytes] = []
-    count = 0
+class _TarInfo(tarfile.TarInfo):
+    """A member whose extension headers are bounded: tarfile reads each at once, whatever size it claims, and recurses for the next."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> Any:
+        if self.size < 0:
+            raise tarfile.ReadError(f"a header claims {self.size} bytes")
+        if self.type not in _EXTENSIONS:
+            archive.commlens_extensions = 0  # type: ignore[attr-defined]
+            return super()._proc_member(archive)  # type: ignore[misc]
+        before = getattr(archive, "commlens_extensions", 0)
+        archive.commlens_extensions = before + 1  # type: ignore[attr-defined]
+        if self.size > _EXTENSION_MAX:
+            raise tarfile.ReadError(f"an extension header claims {self.size} bytes; at most {_EXTENSION_MAX} are read")
+        if before >= _EXTENSIONS_MAX:
+            raise tarfile.ReadError(f"a member has more than {_EXTENSIONS_MAX} extension headers")
+        return super()._proc_member(archive)  # type: ignore[misc]
+
+
+def _content(stream: Any, size: int, name: str, problems: list[str], allowance: Allowance) -> bytes:
+    """Return the bytes of a member, as many as can be read, and take them from the allowance."""
+    limit = min(allowance.left, HELD_MAX)
+    held = io.BytesIO()
     with stream:
         try:
-            while count <= limit and (piece := stream.read1(16 << 10)):  # an error loses the piece it is in
-                pieces.append(piece)
-                count += len(piece)
-        except _TAR_ERRORS + _ZIP_ERRORS:
+            while held.tell() <= limit and (piece := stream.read1(16 << 10)):  # an error loses the piece it is in
+                held.write(piece)
+        except _ERRORS:
             pass  # reported below: the member is too short
+    count = held.tell()
+    allowance.left -= count
     if count > limit:
-        problems.append(f"{name} is too large: only its first {limit >> 20} MiB were read.")
+        problems.append(f"{name} is too large: only its first {amount(limit)} were read. To read all of it, unpack the archive first.")
     elif count < size:
         problems.append(f"{name} is cut off or damaged: {count} of {size} bytes could be read.")
-    return b"".join(pieces)[:limit]
+    held.truncate(limit)
+    return held.getvalue()
+
+
+def _over(source: Source, name: str, allowance: Allowance) -> str:
+    return (
+        f"{source.name} unpacks to far more than dumps hold: {name} and all members after it were left out (limit: "
+        f"{amount(allowance.limit)}, from the file's size). To read all of them, unpack the archive first."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return "it claims more memory than there is"
+    return "it is nested too deeply" if isinstance(error, RecursionError) else printable(str(error)) or type(error).__name__
 
 
 def _first_few(sentences: list[str], name: str) -> list[str]:

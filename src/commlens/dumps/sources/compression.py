@@ -20,6 +20,8 @@ UNSUSPICIOUS_BYTES: Final = 256 << 20
 """Content of up to this size may have any compression ratio."""
 RATIO_MAX: Final = 500
 """Highest ratio of larger content. Text logs reach 30, repetitive dumps 150; gzip's maximum is 1032."""
+UNPACKED_MAX: Final = 16 << 30
+"""Most bytes that one file is unpacked to; an archive's members are counted together, with those of archives in it."""
 _NESTING_MAX: Final = 3  # compression inside compression
 _PIECE: Final = 64 << 10
 _CONTENT_MAX: Final = 1 << 20  # bytes of content between two checks of the ratio
@@ -102,9 +104,16 @@ _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
 }
 
 
-def is_bomb(content: int, stored: int) -> bool:
-    """Return whether this much content from so few stored bytes must be a decompression bomb."""
-    return content > UNSUSPICIOUS_BYTES and content > RATIO_MAX * stored
+def unpacking_limit(stored: int) -> int:
+    """Return how many bytes so many stored bytes may unpack to; more must be a decompression bomb."""
+    return min(UNPACKED_MAX, max(UNSUSPICIOUS_BYTES, RATIO_MAX * stored))
+
+
+def amount(count: int) -> str:
+    """``"nothing"``, ``"512 bytes"``, ``"256 MiB"``."""
+    if count >= 1 << 20:
+        return f"{count / (1 << 20):.0f} MiB"
+    return "nothing" if not count else f"{count} bytes"
 
 
 def decompressor_for(head: bytes) -> Callable[[], _Decompressor] | None:
@@ -153,16 +162,17 @@ class _Content(io.RawIOBase):
                 fresh = self._packed.read(_PIECE)
                 self._stored += len(fresh)
                 if not fresh:
-                    return self._end(f"{self._name} is cut off: {_amount(self._given)} of its content could be read.")
+                    return self._end(f"{self._name} is cut off: {amount(self._given)} of its content could be read.")
             content = frame.decompress(fresh, min(max(wanted, 1), _CONTENT_MAX))
         except MissingDependency:
             raise
         except Exception as error:  # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: one per library
-            return self._end(f"{self._name} is damaged ({_reason(error)}): {_amount(self._given)} of its content could be read.")
+            return self._end(f"{self._name} is damaged ({_reason(error)}): {amount(self._given)} of its content could be read.")
         self._given += len(content)
-        if is_bomb(self._given, self._stored):
+        if self._given > unpacking_limit(self._stored):
             self._problems.append(
-                f"{self._name} unpacks to far more than a dump holds: only the first {_amount(self._given)} of its content were read."
+                f"{self._name} unpacks to far more than a dump holds: only the first {amount(self._given)} of its content were read "
+                f"(limit: {RATIO_MAX} times the file's size, and {amount(UNPACKED_MAX)}). To read all of it, unpack it first."
             )
             self._frame = None
         return content
@@ -209,12 +219,6 @@ def unpacked(stream: BinaryIO, name: str, problems: list[str]) -> io.BufferedRea
 def buffered(stream: BinaryIO) -> io.BufferedReader:
     """Return the stream with a ``peek`` method."""
     return stream if isinstance(stream, io.BufferedReader) else io.BufferedReader(stream, 256 << 10)  # type: ignore[arg-type]
-
-
-def _amount(count: int) -> str:
-    if count >= 1 << 20:
-        return f"{count / (1 << 20):.0f} MiB"
-    return "nothing" if not count else f"{count} bytes"
 
 
 def _reason(error: Exception) -> str:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from commlens.blackbox.reader import open_regular, reason
-from commlens.dumps.sources.compression import decompressor_for, unpacked
+from commlens.dumps.sources.compression import amount, decompressor_for, unpacked
 from commlens.errors import FormatError
 
 READ_MAX: Final = 1 << 30
 """Most bytes that :meth:`Source.read` returns; a ring buffer of 2000 entries takes 0.3 to 1 million."""
+
+HELD_MAX: Final = 256 << 20
+"""Most bytes of one member of a compressed archive, which is held in memory."""
 
 _FIRST: Final = 4096  # bytes of the first read: enough to detect the kind of most files
 
@@ -138,7 +141,7 @@ class Source:
                 except OSError as error:
                     raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
         if len(content) > limit:
-            self.problems.append(f"{self.name} is too large: only its first {limit >> 20} MiB were read.")
+            self.problems.append(f"{self.name} is too large: only its first {amount(limit)} were read.")
             return content[:limit]
         return content
 

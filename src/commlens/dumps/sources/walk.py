@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from commlens.blackbox.reader import reason
-from commlens.dumps.sources.archives import members, named_like_archive
+from commlens.dumps.sources.archives import Allowance, members, named_like_archive
 from commlens.dumps.sources.remote import is_url, remote_sources
 from commlens.dumps.sources.source import FilePart, Held, Source, printable
 from commlens.errors import CommandError, FormatError, MissingDependency
 
 FILES_MAX: Final = 1_000_000
 _DEPTH_MAX: Final = 12  # folders within folders
+_NESTING_MAX: Final = 3  # archives within archives
 _LIST_MAX: Final = 256 << 20  # bytes of a list on standard input
 _NAMED_MAX: Final = 10  # files per folder that are named in a problem; the rest is counted
 _NOT_FILES: Final = frozenset({"/proc", "/sys"})  # kernel interfaces, not dumps
@@ -139,10 +140,11 @@ class _Walk:
             return
         yield from self._unpack(Source(printable(path), FilePart(path), status.st_size, status.st_mtime_ns))
 
-    def _unpack(self, source: Source, depth: int = 0) -> Iterator[Source]:
+    def _unpack(self, source: Source, depth: int = 0, allowance: Allowance | None = None) -> Iterator[Source]:
         """Yield the source or, for an archive, its members, with nested archives unpacked too."""
+        allowance = allowance or Allowance(source.size)
         try:
-            inner = members(source, self.problems) if depth < 3 else None
+            inner = members(source, self.problems, allowance) if depth < _NESTING_MAX else None
         except (FormatError, MissingDependency) as error:
             self.problems.append(str(error))
             return
@@ -152,7 +154,7 @@ class _Walk:
         for member in inner:
             name = member.name.rsplit("!", 1)[-1].rsplit("/", 1)[-1]
             if not name.startswith("."):
-                for found in self._unpack(member, depth + 1):
+                for found in self._unpack(member, depth + 1, allowance):
                     if name.startswith(self.prefix) or found is not member:
                         yield found
 

@@ -83,11 +83,14 @@ class _Builder:
             created = micros * 1000  # torch 2.2
         sequence = get("collective_seq_id", get("seq_id"))
         frames = get("frames")
+        # All that may be malformed comes first: the tables hold nothing of entries that are skipped.
+        group, signature = self._group(get("process_group"), get("pg_id")), self._signature(get)
+        stack = self._stack(frames) if frames else -1
         return (
-            _index(self.groups, self._group(get("process_group"), get("pg_id"))),
+            _index(self.groups, group),
             _index(self.names, name),
-            _index(self.signatures, self._signature(get)),
-            self._stack(frames) if frames else -1,
+            _index(self.signatures, signature),
+            stack,
             known or 0,
             get("retired") is True,
             get("is_p2p") is True,

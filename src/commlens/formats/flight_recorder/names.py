@@ -20,6 +20,7 @@ _DEVICES: Final = {
     "hccl": "hpu",
     "mccl": "musa",
 }
+_RANK_MAX: Final = 1 << 31
 _P2P: Final = re.compile(r"(send|recv|recvAnySource) ?(\d{1,9})(?:->|<-)(\d{1,9}|\?|-1)")
 
 _DTYPES: Final = {
@@ -75,4 +76,4 @@ def parse_ranks(text: str) -> tuple[int, ...]:
         ranks = tuple(int(part) for part in inside[1:-1].split(",") if len(part) < 12) if inside[1:-1].strip() else ()
     except ValueError:
         return ()
-    return ranks if all(rank >= 0 for rank in ranks) else ()
+    return ranks if all(0 <= rank < _RANK_MAX for rank in ranks) else ()

@@ -9,13 +9,14 @@ import numpy as np
 
 from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, StackTable, Status
 from commlens.formats.flight_recorder.names import ProfilingName, dtype_of, parse_ranks, read_name
-from commlens.formats.flight_recorder.table import INT64_MAX, Signature, Table
+from commlens.formats.flight_recorder.table import Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 
 __all__ = ["KNOWN_VERSIONS", "columns_from_table"]
 
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
 _DEFAULT_GROUP: Final = "default_pg"
+_INTEGER_MAX: Final = 1 << 62
 
 
 def columns_from_table(table: Table, source: str) -> RankColumns:
@@ -74,9 +75,12 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
 
 
 def _ints(column: Any, dtype: str, length: int) -> Integers:
-    if isinstance(column, (bytes, bytearray, memoryview)):
-        return np.frombuffer(column, dtype, length)
-    return np.asarray(column, dtype)
+    """Return a column as an array. 64-bit integers that no recorder writes become -1, so that differences do not overflow."""
+    packed = isinstance(column, (bytes, bytearray, memoryview))
+    values: Integers = np.frombuffer(column, dtype, length) if packed else np.asarray(column, dtype)
+    if dtype == "int64" and len(values) and (values.min() < -1 or values.max() > _INTEGER_MAX):
+        values = np.where((values < -1) | (values > _INTEGER_MAX), -1, values)
+    return values
 
 
 def _text(value: Any) -> str:
@@ -173,7 +177,7 @@ def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: 
 
 def _peers(channel: Integers, name: Integers, names: list[ProfilingName], channels: list[Channel]) -> Integers:
     """Return the peers' global ranks; the names of sends and receives hold group ranks."""
-    if not any(one.peer is not None for one in names):
+    if not len(name) or not any(one.peer is not None for one in names):
         return np.full(len(name), -1, "int32")
     codes, index = _distinct(channel.astype("int64") * len(names) + name)
     peers = []
@@ -236,9 +240,9 @@ def _status(value: Any) -> dict[str, Status]:
 
 def _number(value: Any) -> int:
     """Return an integer, which is a string in JSON; -1 for anything else."""
-    if isinstance(value, str) and len(value) < 20 and value.lstrip("-").isdecimal():
+    if isinstance(value, str) and len(value) < 20 and value.removeprefix("-").isdecimal():
         value = int(value)
-    return value if type(value) is int and -1 <= value <= INT64_MAX else -1
+    return value if type(value) is int and -1 <= value <= _INTEGER_MAX else -1
 
 
 def _status_groups(columns: RankColumns, pg_id: Integers, channel: Integers) -> dict[str, str]:
@@ -253,7 +257,7 @@ def _status_groups(columns: RankColumns, pg_id: Integers, channel: Integers) -> 
         for code in codes.tolist():
             known.setdefault(str(code // len(columns.channels)), columns.channels[code % len(columns.channels)].group.name)
     names = [one.group.name for one in columns.groups]
-    if len(columns.status) == len(names) and all(text.isdecimal() for text in [*columns.status, *names]):
+    if len(columns.status) == len(names) and all(text.isdecimal() and len(text) < 20 for text in [*columns.status, *names]):
         in_order = dict(zip(sorted(columns.status, key=int), sorted(names, key=int), strict=True))
         if all(in_order.get(key) == name for key, name in known.items()):
             return in_order
@@ -268,9 +272,10 @@ def _infer_rank(columns: RankColumns, channel: Integers, name: Integers, names: 
             members = set(group.group.ranks) if members is None else members & set(group.group.ranks)
         if group.group.description == _DEFAULT_GROUP:
             columns.world_size = max(columns.world_size, len(group.group.ranks))
-    for index, one in enumerate(names):
+    used, first = np.unique(name, return_index=True)
+    for index, at in zip(used.tolist(), first.tolist(), strict=True):
+        one = names[index]
         if one.own_rank is not None:
-            at = int(np.argmax(name == index))
             ranks = columns.channels[int(channel[at])].group.ranks
             if one.own_rank < len(ranks):
                 members = {ranks[one.own_rank]} & (members if members is not None else {ranks[one.own_rank]})

@@ -227,7 +227,7 @@ class LogParser:
             values = {
                 "channel": columns.channels.index(channel), "args_index": len(columns.args) - 1, "stack": -1, "sequence": number,
                 "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1, "timeout_ms": timeout.timeout_ms,
-                "created_ns": time_ns - timeout.ran_ms * 1_000_000 if time_ns and timeout.ran_ms >= 0 else 0,
+                "created_ns": max(0, time_ns - timeout.ran_ms * 1_000_000) if time_ns and timeout.ran_ms >= 0 else 0,
                 "state": STARTED if progress is not None and progress.started >= number else 0,
             }  # fmt: skip
             for column, content in lists.items():

@@ -13,7 +13,7 @@ import numpy as np
 from commlens.errors import MissingDependency
 from commlens.formats.columns import RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, Stack, TensorSpec, user_frame
-from commlens.text import format_ranks
+from commlens.text import csv_cell, format_ranks
 
 STATES: Final = ("scheduled", "started", "completed", "retired")
 """By the number in ``RankColumns.state``."""
@@ -123,6 +123,7 @@ def _texts(rows: RankColumns, name: str) -> list[str]:
         values, empty = _numbers(rows, name)
         return ["" if nothing else str(value) for value, nothing in zip(values.tolist(), empty.tolist(), strict=True)]
     codes, table = _coded(rows, name)
+    table = [csv_cell(text) for text in table]
     return [table[code] if code >= 0 else "" for code in codes.tolist()]
 
 
