@@ -104,12 +104,12 @@ class TestEntries:
         commands.main(["diagnose", str(boxes), "--entries", "3", "--stacks"])
         text = capsys.readouterr().out
         assert text.startswith("VERDICT  ")
-        assert "Entries of the default group [0-3], by number: 4 ranks, of 2 kinds" in text
+        assert "Entries of the default group [0-3], by number: 4 ranks in 2 columns" in text
         assert "    /home/me/train.py:81 step" in text
 
     def test_ranks_can_be_chosen(self, boxes: Path, capsys: pytest.CaptureFixture[str]) -> None:
         commands.main(["diagnose", str(boxes), "--entries", "--ranks", "1-2", "--group", "default_pg"])
-        assert ": 2 ranks, of 2 kinds" in capsys.readouterr().out
+        assert ": 2 ranks in 2 columns" in capsys.readouterr().out
 
     @pytest.mark.parametrize("options", [["--entries", "--json"], ["--stacks", "--json"], ["--ranks", "1"], ["--group", "dp"]])
     def test_what_does_not_go_together(self, boxes: Path, options: list[str]) -> None:

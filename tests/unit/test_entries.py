@@ -37,7 +37,7 @@ def stuck(ranks: int, culprit: int) -> list[RankLog]:
 
 def test_the_culprit_is_next_to_the_waiting_ranks() -> None:
     lines = printed(table_of(stuck(4, 2)))
-    assert lines[0] == "Entries of the default group [0-3], by number: 4 ranks, of 2 kinds"
+    assert lines[0] == "Entries of the default group [0-3], by number: 4 ranks in 2 columns"
     assert lines[2].split() == ["rank", "2", "ranks", "0-1,3"]
     assert lines[3].split() == ["to", "blame", "waiting"]
     assert lines[-2].split() == [">", "11", "all_reduce", "float32[100]", "SUM", "not", "issued", "in", "flight"]
@@ -71,7 +71,7 @@ def test_many_ranks_fit_on_one_screen() -> None:
     lines = printed(lay_out(several, selection, rows=rows, columns=columns), width=width)
     assert len(lines) <= 24
     assert "rank 1234" in lines[2]
-    assert "more kinds of ranks are not shown" in lines[-1]
+    assert "more columns are not shown" in lines[-1]
 
 
 def test_a_window_around_a_fault_in_the_middle() -> None:

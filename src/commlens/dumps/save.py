@@ -94,9 +94,9 @@ def save_dump(
     if not boxes and not observations:
         raise DumpError(f"There are no black boxes in {job_dir} to save.")
     name = target.name
-    with _folder_to_fill(target) as (folder, created, own):
+    with _folder_to_fill(target) as (folder, created, may_mark):
         try:
-            if own:
+            if may_mark:
                 _write(folder, name := MARKER, _json({"schema": DUMP_SCHEMA, "job": target.name, "saved_ns": time.time_ns()}))
             for path in boxes:
                 name = path.name
@@ -120,7 +120,9 @@ def save_dump(
             name = f"observed-{job_dirs.safe_name(host)}.json"
             pids, saved_ns = _saved_before(folder, name)
             pids |= {rank: status.pid for rank, status in newest.items()}
-            ranks = {str(rank): {"pid": pids.get(rank, 0), **_known(observation)} for rank, observation in sorted(observations.items())}
+            ranks = {
+                str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())
+            }
             about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": saved_ns | saved}
             _write(folder, name, _json({**about, "problems": notes, "ranks": ranks}))
         except OSError as error:
@@ -191,7 +193,7 @@ def _saved_before(folder: int, name: str) -> tuple[dict[int, int], dict[str, int
     return pids, {name: at_ns for name, at_ns in before.saved.items() if name in present}
 
 
-def _known(observation: Observation) -> dict[str, Any]:
+def _known_fields(observation: Observation) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(observation)
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -202,7 +204,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 @contextlib.contextmanager
 def _folder_to_fill(target: Path) -> Iterator[tuple[int, bool, bool]]:
-    """Open the folder: its descriptor, whether it was just created, and whether commlens may mark it.
+    """Yield the folder's descriptor, whether it was just created, and whether commlens may mark it.
 
     A folder with other programs' files takes the dump but is never marked, so it is never pruned.
     """

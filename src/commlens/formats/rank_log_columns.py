@@ -39,30 +39,30 @@ def columns_from_log(log: RankLog) -> RankColumns:
         problems=list(log.problems),
     )
     lists: dict[str, list[int]] = {name: [] for name in DTYPES}
-    point_to_point = {one.coalescing_id for one in log.collectives if one.coalescing_id and one.is_point_to_point}
-    for one in log.collectives:
-        key = (*one.channel.key, one.channel.group.description)
+    point_to_point = {op.coalescing_id for op in log.collectives if op.coalescing_id and op.is_point_to_point}
+    for op in log.collectives:
+        key = (*op.channel.key, op.channel.group.description)
         if key not in channels:
             channels[key] = len(channels)
-            columns.channels.append(_unique_name(one.channel))
+            columns.channels.append(_unique_name(op.channel))
         values = (
             channels[key],
-            args.setdefault(one.args, len(args)),
-            stacks.setdefault(one.stack, len(stacks)) if one.stack else -1,
-            one.sequence_number,
-            one.index - 1,
-            one.index,
-            _STATES[one.state],
-            one.state in (State.COMPLETED, State.FAILED, State.UNKNOWN),
-            one.is_point_to_point or one.coalescing_id in point_to_point,
-            -1 if one.peer is None else one.peer,
-            one.announced_ns,
-            one.entered_ns,
-            one.done_ns,
-            -1 if one.duration_ns is None else one.duration_ns,
+            args.setdefault(op.args, len(args)),
+            stacks.setdefault(op.stack, len(stacks)) if op.stack else -1,
+            op.sequence_number,
+            op.index - 1,
+            op.index,
+            _STATES[op.state],
+            op.state in (State.COMPLETED, State.FAILED, State.UNKNOWN),
+            op.is_point_to_point or op.coalescing_id in point_to_point,
+            -1 if op.peer is None else op.peer,
+            op.announced_ns,
+            op.entered_ns,
+            op.done_ns,
+            -1 if op.duration_ns is None else op.duration_ns,
             int(log.timeout_s * 1000),
-            one.coalescing_id,
-            one.coalesced_members > 0,
+            op.coalescing_id,
+            op.coalesced_members > 0,
         )
         for name, value in zip(DTYPES, values, strict=True):
             lists[name].append(value)

@@ -134,8 +134,8 @@ def _split_trace(argv: Sequence[str]) -> list[str]:
 def job_name(arguments: argparse.Namespace) -> str:
     """Return a name for the job, which is also that of its dump folder.
 
-    On one node it is made of the program, the time and this pid. On several nodes the launchers must agree on it, so it is made of the
-    rendezvous, which they have in common.
+    On one node, it combines the program, the time and this pid. On several nodes the launchers must agree on it, so it combines the
+    program and the rendezvous, which they share.
     """
     nodes = str(getattr(arguments, "nnodes", "1")).split(":")[-1]
     program = job_dirs.safe_name(Path(str(arguments.training_script)).stem, 40)
@@ -185,7 +185,7 @@ def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> It
     folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
     watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=_end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
-    # The watcher learns of this process's signals too, by a byte for each. torchrun's handlers stay as they are.
+    # The watcher is also notified of this process's signals, one byte each. torchrun's handlers stay installed.
     previous: Any = None
     with contextlib.suppress(ValueError):  # not in the main thread
         previous = signal.set_wakeup_fd(watcher.wake_fileno, warn_on_full_buffer=False)

@@ -32,7 +32,7 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
     if op in BARRIERS:
         return Agree()
     unknown: list[str] = []
-    later: Disagree | None = None
+    suspicious: Disagree | None = None
     for aspect, compare in _ASPECTS:
         found = compare(op, by_rank, group_ranks)
         if isinstance(found, Unknown):
@@ -40,9 +40,9 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
         elif isinstance(found, Disagree):
             if found.severity is Severity.ILLEGAL:
                 return found
-            later = later or found
-    if later is not None:
-        return later
+            suspicious = suspicious or found
+    if suspicious is not None:
+        return suspicious
     return Unknown(tuple(unknown)) if unknown else Agree()
 
 
@@ -124,11 +124,11 @@ def _sparsity(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) 
 
 
 def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    """Compare shapes: the same number of elements in another shape runs but mixes up elements. Flat views and dimensions of 1 are fine."""
+    """Compare shapes: the same number of elements in a different shape runs but scrambles them. Flat views and dimensions of 1 are fine."""
     sizes = {rank: _sizes(a) for rank, a in by_rank.items()}
     counts = {len(each) for each in sizes.values()}
     if op != "all_to_all" and len(counts) == 1 and counts.pop() > 1 and len(set(sizes.values())) > 1:
-        # The same number of tensors and of elements in all, but other sizes: coalesced tensors in another order.
+        # Equal numbers of tensors and of elements in all, but different sizes: coalesced tensors in a different order.
         return _vote("shape", by_rank, _sizes, lambda a: tensors_phrase(a.payload), Severity.SUSPICIOUS)
     if op not in ("all_reduce", "broadcast", "reduce"):
         return None
@@ -140,7 +140,7 @@ def _shape(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> 
 
 
 def _memory_order(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    """Compare memory order: the wire carries raw memory, so equal shapes with another order of dimensions are silently mixed up."""
+    """Compare memory order: the wire carries raw memory, so tensors of equal shape but different memory order are silently scrambled."""
 
     def order(a: CollectiveArgs) -> Hashable | None:
         specs = a.payload

@@ -27,7 +27,7 @@ def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *
         complete: whether both ranks still have all their records.
 
     Returns:
-        All pairs, with those of one side only; none if they cannot be determined.
+        All pairs, including those with only one side; none if the pairing cannot be determined.
     """
     tags = {op.tag for op in (*sends, *receives)}
     if len(tags) < 2 or not matches_by_tag((*sends, *receives)[0].channel.group.backend):

@@ -1,4 +1,4 @@
-"""Semantics of collectives: their names in the dispatcher, recorders and logs, and which ranks they involve how.
+"""Semantics of collectives: their names in the dispatcher, recorders and logs, and how they involve the ranks of a group.
 
 Ranks that call different forms of one collective (``all_gather`` into a list on one rank, into a tensor on another) meet on the
 wire. So records are compared by their *wire op*, the canonical name used here.

@@ -1,4 +1,7 @@
-"""Entries side by side on a terminal: what most ranks issued under each number, and how it ended on each kind of ranks."""
+"""Entries side by side on a terminal: what most ranks issued under each number, and how it ended on each rank.
+
+Ranks that did the same share a column.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from commlens.model.entries import Cell, Column, EntryTable
 from commlens.reports.console import print_parts
 from commlens.text import count, ranks_phrase
 
-_NARROWEST, _WIDEST = 12, 40  # characters of one kind of ranks
+_NARROWEST, _WIDEST = 12, 40  # characters per column of ranks
 _GAP = 2  # characters between columns
 _OTHER_LINES = 10  # lines beside the rows of the table
 _STACK_FRAMES = 12
-_MOST_ELSEWHERE = 2
+_MAX_ELSEWHERE = 2
 
 
 def room(width: int | None = None, height: int | None = None) -> tuple[int, int, int]:
@@ -51,7 +54,7 @@ def _parts(table: EntryTable, width: int, stacks: bool) -> list[RenderableType]:
         parts += ["", *map(_line, _elsewhere(table))]
     if table.left_out:
         be = "is" if table.kinds_left_out == 1 else "are"
-        more = f"{count(table.kinds_left_out, 'more kind')} of ranks {be} not shown: {ranks_phrase(table.left_out)}"
+        more = f"{count(table.kinds_left_out, 'more column')} {be} not shown: {ranks_phrase(table.left_out)}"
         parts += ["", Text(f"{more}. --ranks selects others.")]
     for stack, name in names.items():
         frames = [f"    {frame.file}:{frame.line} {frame.function}" for frame in stack[:_STACK_FRAMES]]
@@ -68,7 +71,7 @@ def _line(text: str) -> Text:
 def _title(table: EntryTable) -> str:
     ranks = sum(len(column.ranks) for column in table.columns) + len(table.left_out)
     kinds = len(table.columns) + table.kinds_left_out
-    alike = f", of {kinds} kinds" if kinds > 1 else ", which all did the same" if ranks > 1 else ""
+    alike = f" in {kinds} columns" if kinds > 1 else ", which all did the same" if ranks > 1 else ""
     what, order = ("Messages on", "as each rank issued them, newest last") if table.messages else ("Entries of", "by number")
     return f"{what} {table.group or 'the job'}, {order}: {count(ranks, 'rank')}{alike}"
 
@@ -79,7 +82,7 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
     Args:
         table: what to print.
         width: of the screen.
-        names: takes the stacks and their names; None shows no stacks.
+        names: filled with the stacks and their names; None shows no stacks.
     """
     usual = [None if table.messages else _usual(table.columns, row) for row in range(len(table.numbers))]
     marks = [_mark(table, number) for number in table.numbers]
@@ -101,7 +104,7 @@ def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Tabl
     if any(column.role for column in table.columns):
         add("", "", [column.role for column in table.columns])
     for row, (number, most) in enumerate(zip(table.numbers, usual, strict=True)):
-        add(marks[row], most.what if most else "", [_shown(column, row, most, names) for column in table.columns])
+        add(marks[row], most.what if most else "", [_cell_text(column, row, most, names) for column in table.columns])
         if number == table.fault != 0 and most and most.line:
             cells = [column.cells[row] for column in table.columns]
             add("", f"  {most.line}", [cell.line if cell and cell.line != most.line else "" for cell in cells])
@@ -126,7 +129,7 @@ def _usual(columns: list[Column], row: int) -> Cell | None:
     return first[ranks.most_common(1)[0][0]] if ranks else None
 
 
-def _shown(column: Column, row: int, usual: Cell | None, names: dict[Stack, str] | None) -> str:
+def _cell_text(column: Column, row: int, usual: Cell | None, names: dict[Stack, str] | None) -> str:
     """Return how the entry ended, with its arguments where they differ from the usual ones."""
     cell = column.cells[row]
     if cell is None:
@@ -140,8 +143,8 @@ def _shown(column: Column, row: int, usual: Cell | None, names: dict[Stack, str]
 
 
 def _elsewhere(table: EntryTable) -> list[str]:
-    lines = [f"Elsewhere, {ranks_phrase(ranks)}: {text}, in flight" for ranks, text in table.elsewhere[:_MOST_ELSEWHERE]]
-    others = {rank for ranks, _ in table.elsewhere[_MOST_ELSEWHERE:] for rank in ranks}
+    lines = [f"Elsewhere, {ranks_phrase(ranks)}: {text}, in flight" for ranks, text in table.elsewhere[:_MAX_ELSEWHERE]]
+    others = {rank for ranks, _ in table.elsewhere[_MAX_ELSEWHERE:] for rank in ranks}
     if others:
         lines[-1] += f"; {count(len(others), 'more rank')} in others"
     return lines

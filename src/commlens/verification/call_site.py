@@ -14,7 +14,7 @@ from typing import NamedTuple
 from commlens.model.collective import FrameKind
 from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
 
-_DEEPEST = 400  # frames; of a deeper stack, only the innermost are read
+_MAX_FRAMES = 400  # of a deeper stack, only the innermost frames are read
 _WRAPPERS = frozenset(
     {"wrapper", "wrapped", "inner", "_fn", "<lambda>", "decorate_context", "__call__", "_wrapped_call_impl", "_call_impl",
      "_no_grad_wrapper", "__enter__", "__exit__", "compile_wrapper", "apply"}
@@ -50,7 +50,7 @@ def call_site(frame: FrameType | None, op: str) -> tuple[str, str]:
         # A C++ thread (autograd's, on an accelerator): DDP's reducer issues it.
         return "torch.nn.parallel.DistributedDataParallel (backward)", ""
     steps: list[_Step] = []
-    for _ in range(_DEEPEST):
+    for _ in range(_MAX_FRAMES):
         if frame is None:
             break
         file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -117,7 +117,7 @@ def _dtensor(steps: list[_Step]) -> str:
 
 
 def _library(steps: list[_Step]) -> str:
-    """Return the outermost function of the package closest to torch: of Accelerate, under a trainer that uses it."""
+    """Return the outermost function of the package closest to torch: Accelerate's, not that of a trainer built on it."""
     nearest = next((step for step in steps if step.kind is FrameKind.LIBRARY), None)
     if nearest is None:
         return ""

@@ -14,10 +14,10 @@ from commlens.watch.roster import Member
 
 SAMPLE_S: Final = 0.1  # between samples of the processes while a stall is suspected
 SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
-CONFIRM_S: Final = 0.25  # a verdict on a stall must come out twice, this far apart: boxes are read one after the other
+CONFIRM_S: Final = 0.25  # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same moment
 RECHECK_MAX_S: Final = 20.0
-FINISHED_SETTLE_S: Final = 1.0  # after one rank has finished, for the others to finish
-LITERAL_BELOW_S: Final = 30.0
+FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank has
+LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
 
@@ -39,7 +39,7 @@ def timeout_lead_s(timeout_s: float) -> float:
 
 
 class Wait(NamedTuple):
-    """The oldest thing that a rank has not finished."""
+    """The oldest operation that a rank has not finished."""
 
     since_ns: int  # CLOCK_MONOTONIC
     pid: int
@@ -75,7 +75,7 @@ def waited_for(verdict: Verdict) -> list[int]:
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:
-    """Return what makes a verdict a different one, so that it is printed again."""
+    """Return a verdict's identity. The verdict is printed again only when this changes."""
     collective = verdict.collective
     group = verdict.group
     return (
@@ -93,7 +93,7 @@ class Stall:
     since_ns: int
     reported: list[tuple[object, ...]] = field(default_factory=list)  # keys of the verdicts that were printed
     verdict: Verdict | None = None  # the last one printed
-    pending: tuple[object, ...] | None = None  # came out once, to be confirmed
+    pending: tuple[object, ...] | None = None  # key of a verdict that was reached once and awaits confirmation
     next_check: float = 0.0
     interval_s: float = 1.0
     dumps: int = 0
@@ -105,7 +105,7 @@ class Check(NamedTuple):
     now: float
     age_s: float  # of the oldest wait
     patience_s: float
-    timeout_s: float  # of a process group whose timeout is about to expire, so that no confirmation is waited for; else 0
+    timeout_s: float  # of a process group that is about to time out, so there is no time to confirm; else 0
     rank_finished: bool  # a rank has finished and others still wait: patience would not help
 
     @property
@@ -115,13 +115,13 @@ class Check(NamedTuple):
 
 
 class StallDetector:
-    """Follows the ranks' waits. It reads nothing and prints nothing: times and members are given to it."""
+    """Follows the ranks' waits. It does no I/O: the caller passes times and members."""
 
     def __init__(self, settings: Settings) -> None:
         self.stall: Stall | None = None
         self._settings = settings
         self._finished_due: float | None = None
-        self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives that were dumped for their timeout
+        self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives whose timeout has already caused a dump
 
     def add_finished_rank(self, now: float) -> None:
         """Note that a rank has finished: ranks that still wait may wait for it."""
@@ -141,7 +141,7 @@ class StallDetector:
         return stall
 
     def update(self, members: Sequence[Member], waiting: Sequence[Wait], now_ns: int) -> Check | None:
-        """Begin, follow or drop the suspicion of a stall, and return the check that is due."""
+        """Start, keep or drop the suspicion of a stall; return the check that is due, if any."""
         now = now_ns / 1e9
         steps = max((member.status.steps for member in members if member.status is not None), default=0)
         patience = patience_s(self._settings.stall_timeout, steps)
@@ -166,7 +166,7 @@ class StallDetector:
             if wait.kind != "collective" or wait.timeout_s <= 0 or (wait.pid, wait.number) in self._expiring:
                 continue
             if (now_ns - wait.since_ns) / 1e9 >= wait.timeout_s - timeout_lead_s(wait.timeout_s):
-                self._expiring.update((each.pid, each.number) for each in waiting)  # one dump does for all that expire together
+                self._expiring.update((each.pid, each.number) for each in waiting)  # one dump is enough for all that expire together
                 return wait.timeout_s
         return 0.0
 

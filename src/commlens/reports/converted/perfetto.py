@@ -17,8 +17,8 @@ from commlens.model.collective import CollectiveArgs, user_frame
 from commlens.reports.converted.table import STATES
 from commlens.text import format_ranks, tensor_phrase
 
-_LANES: Final = 100
-"""Distance of the groups' track numbers. Overlapping operations of one group need several tracks."""
+_TRACKS: Final = 100
+"""Track numbers reserved for each group. Overlapping operations of one group need several tracks."""
 
 
 def to_perfetto(several: Iterable[RankColumns]) -> Iterator[bytes]:
@@ -38,32 +38,32 @@ def _events(rows: RankColumns) -> Iterator[dict[str, Any]]:
     rank = rows.rank
     yield {"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}{host}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
-    lanes: dict[int, list[int]] = {}  # by channel: when each of its tracks is free again; -1 after an open slice
+    tracks: dict[int, list[int]] = {}  # by channel: when each of its tracks is free again; -1 after an open slice
     previous: dict[int, int] = {}  # by channel: when the last operation ended
     for at in range(len(rows)):
         created, started, ended = int(rows.created_ns[at]), int(rows.started_ns[at]), int(rows.completed_ns[at])
         if not created:
             continue
-        state, number = int(rows.state[at]), int(rows.channel[at])
+        state, channel = int(rows.state[at]), int(rows.channel[at])
         if rows.coalesced[at] and not rows.closes[at] and state not in (COMPLETED, RETIRED):
             continue  # the entry that closes the group represents it
-        began = started if started >= created and rows.origin != "commlens" else max(created, previous.get(number, 0))
+        began = started if started >= created and rows.origin != "commlens" else max(created, previous.get(channel, 0))
         if state == COMPLETED and ended:
             began = min(began, ended)
             end = max(ended, began)
-            previous[number] = max(previous.get(number, 0), end)
+            previous[channel] = max(previous.get(channel, 0), end)
         else:
             end = began if state in (COMPLETED, RETIRED) else -1
-        track = _track(lanes.setdefault(number, []), began, end)
-        yield from _named(rows, number, track) if track[1] else ()
-        asked = rows.args[int(rows.args_index[at])]
+        track = _track(tracks.setdefault(channel, []), began, end)
+        yield from _track_name(rows, channel, track) if track[1] else ()
+        args = rows.args[int(rows.args_index[at])]
         event = {
-            "name": f"{asked.op} #{int(rows.sequence[at])}" + (" never ended" if end < 0 else ""),
+            "name": f"{args.op} #{int(rows.sequence[at])}" + (" never ended" if end < 0 else ""),
             "cat": "in flight" if end < 0 else "p2p" if rows.p2p[at] else "collective",
             "pid": rank,
-            "tid": 1 + number * _LANES + track[0],
+            "tid": 1 + channel * _TRACKS + track[0],
             "ts": began / 1000,
-            "args": _about(rows, at, asked),
+            "args": _details(rows, at, args),
         }
         yield {"ph": "B", **event} if end < 0 else {"ph": "X", "dur": (end - began) / 1000, **event}
 
@@ -74,41 +74,40 @@ def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
         if (until >= 0 and until <= began) or (until < 0 and end < 0):
             free[number] = end
             return number, False
-    if len(free) >= _LANES:
-        return _LANES - 1, False
+    if len(free) >= _TRACKS:
+        return _TRACKS - 1, False
     free.append(end)
     return len(free) - 1, True
 
 
-def _named(rows: RankColumns, number: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
-    channel = rows.channels[number]
-    group = channel.group
+def _track_name(rows: RankColumns, index: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
+    group = rows.channels[index].group
     name = f"{group.label or 'group'} [{format_ranks(group.ranks)}] {group.backend}" + (f" ({track[0] + 1})" if track[0] else "")
-    tid = 1 + number * _LANES + track[0]
+    tid = 1 + index * _TRACKS + track[0]
     yield {"ph": "M", "name": "thread_name", "pid": rows.rank, "tid": tid, "args": {"name": name}}
     yield {"ph": "M", "name": "thread_sort_index", "pid": rows.rank, "tid": tid, "args": {"sort_index": tid}}
 
 
-def _about(rows: RankColumns, at: int, asked: CollectiveArgs) -> dict[str, Any]:
-    tensors = asked.inputs or asked.outputs
+def _details(rows: RankColumns, at: int, args: CollectiveArgs) -> dict[str, Any]:
+    tensors = args.inputs or args.outputs
     frame = user_frame(rows.stacks[int(rows.stack[at])]) if rows.stack[at] >= 0 else None
     state = int(rows.state[at])
-    about: dict[str, Any] = {
+    details: dict[str, Any] = {
         "group": rows.channels[int(rows.channel[at])].group.name,
         "sequence": int(rows.sequence[at]),
         "state": STATES[state],
         "tensors": ", ".join(map(tensor_phrase, tensors[:4])) + (", ..." if len(tensors) > 4 else ""),
-        "recorded as": asked.dispatcher_op,
+        "recorded as": args.dispatcher_op,
         "issued": int(rows.created_ns[at]),
     }
     if rows.peer[at] >= 0:
-        about["peer"] = int(rows.peer[at])
-    if asked.reduce_op:
-        about["reduce op"] = asked.reduce_op
+        details["peer"] = int(rows.peer[at])
+    if args.reduce_op:
+        details["reduce op"] = args.reduce_op
     if frame is not None:
-        about["line"] = f"{frame.file}:{frame.line} {frame.function}"
+        details["line"] = f"{frame.file}:{frame.line} {frame.function}"
     if rows.duration_ns[at] >= 0:
-        about["duration on the device, ns"] = int(rows.duration_ns[at])
+        details["duration on the device, ns"] = int(rows.duration_ns[at])
     if state not in (STARTED, COMPLETED, RETIRED) and rows.origin == "flight-recorder":
-        about["note"] = "whether it had started is not recorded"
-    return about
+        details["note"] = "whether it had started is not recorded"
+    return details

@@ -1,1 +1,1 @@
-"""The programs: ordinary training scripts. Each marks the scenario's fault with ``# fault: NAME``."""
+"""The programs: ordinary training scripts. The lines of each fault are marked ``# fault: NAME``."""

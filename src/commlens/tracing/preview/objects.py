@@ -22,7 +22,7 @@ from commlens.tap import tap
 from commlens.tracing.patches import Patches
 
 Key = tuple[str, int, int | None, tuple[int, ...], int]
-"""Function, global rank of the source, of the destination if any, ranks of the group, and the count of such calls."""
+"""Identifies a message: function, global source rank, destination rank if any, the group's ranks, and the number of the call, from 1."""
 
 Message = list[bytes]
 """Pickled objects."""
@@ -37,7 +37,7 @@ class Unknown(BaseException):
 
 
 class Learned(BaseException):
-    """The run has reached the wanted send."""
+    """The run has reached the send given as ``until``."""
 
 
 class Objects:
@@ -46,11 +46,11 @@ class Objects:
     sees_fake_tensors = False
 
     def __init__(self, rank: int, known: dict[Key, Message | None], until: Key | None) -> None:
-        """Prepare.
+        """Play a rank that knows some of the messages from others.
 
         Args:
             rank: the rank that this process plays.
-            known: messages from other ranks; None for those that could not be learned.
+            known: messages from other ranks, learned in earlier runs; None for those that could not be learned.
             until: raise ``Learned`` when this message is sent, and keep it in ``known``.
         """
         self.rank = rank
@@ -158,7 +158,7 @@ class Objects:
                     known = self._message(self._key("scatter", source, self.rank, ranks))
                     mine = known[0] if known else _pickled([None], kwargs)[0]
                     largest = len(known[1]) if known else len(mine)
-                with self.delivering(_number(largest), mine.ljust(largest, b"\0"), _number(len(mine))):
+                with self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine))):
                     return original(scatter_object_output_list, scatter_object_input_list, **given)
 
         return scatter_object_list
@@ -275,7 +275,7 @@ def _sizes(message: Message) -> torch.Tensor:
     return torch.tensor([len(each) for each in message], dtype=torch.long)
 
 
-def _number(value: int) -> torch.Tensor:
+def _as_tensor(value: int) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.long)
 
 
