@@ -21,7 +21,7 @@ class StatusCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("job", nargs="?", metavar="JOB|PID", help="a job's name or its beginning, or a rank's pid (default: all jobs)")
+        parser.add_argument("job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs)")
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print a table for each job, with a row for each rank."""

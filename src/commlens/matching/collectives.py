@@ -68,7 +68,7 @@ def compare_coalesced(members: Mapping[int, Sequence[CollectiveArgs]], group_ran
 def _root(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
     if op not in ROOTED:
         return None
-    return _vote("root", by_rank, lambda a: a.root, lambda a: f"{op} with root {a.root}")
+    return _vote("root", by_rank, lambda a: a.root, lambda a: f"root {a.root}")
 
 
 def _reduce_op(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:

@@ -22,7 +22,7 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     """Return the folders of jobs with black boxes on this node, oldest first.
 
     Args:
-        wanted: a job's name or its beginning, the pid of one of its ranks, or its folder; None: all jobs.
+        wanted: a job's name or a prefix of it, the pid of one of its ranks, or its folder; None: all jobs.
         box_dir: the setting.
 
     Raises:
