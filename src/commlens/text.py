@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from commlens.model.ops import BARRIERS
 
@@ -11,6 +11,8 @@ if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
 
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
+TEXT_MAX: Final = 4096
+"""Longest text of a foreign file that is kept, in characters. A path has at most so many bytes."""
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
@@ -61,6 +63,30 @@ def verb(ranks: Iterable[int], singular: str, plural: str) -> str:
 def csv_cell(text: str) -> str:
     """The text as a cell of CSV. An apostrophe keeps spreadsheets from running a text that begins like a formula."""
     return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def printable(name: str) -> str:
+    """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any bytes."""
+    text = name.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def clean(text: str) -> str:
+    """A text from a foreign file, so that every output can hold it: lone surrogates are escaped, and long texts are cut."""
+    if len(text) > TEXT_MAX:
+        text = f"{text[:TEXT_MAX]}... (cut: {len(text)} characters)"
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def clean_all(value: Any) -> Any:
+    """The data of a JSON file with all texts clean."""
+    if isinstance(value, str):
+        return clean(value)
+    if isinstance(value, list):
+        return [clean_all(one) for one in value]
+    if isinstance(value, dict):
+        return {clean_all(key): clean_all(one) for key, one in value.items()}
+    return value
 
 
 def capital(text: str) -> str:

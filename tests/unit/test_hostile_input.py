@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import json
 import os
 import pickle
 import tarfile
@@ -20,6 +22,7 @@ from commlens.formats import trace_json
 from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
+from commlens.formats.trace_json import read_trace
 from commlens.launch.torchrun import _join_trace, _split_trace
 from commlens.reports.converted import table
 from commlens.reports.trace_csv import to_csv
@@ -194,3 +197,85 @@ class TestTraceOption:
     def test_takes_a_value_or_none(self, given: list[str], passed: list[str]) -> None:
         assert _join_trace(given) == passed
         assert _split_trace(passed) == given  # the script's own arguments are as they were
+
+
+COMMANDS = [
+    ["diagnose"],
+    ["diagnose", "--json"],
+    ["diagnose", "--entries", "--stacks"],
+    ["diagnose", "--html", "OUT"],
+    ["convert", "--to", "csv", "-o", "OUT"],
+    ["convert", "--to", "perfetto", "-o", "OUT"],
+    ["convert", "--to", "fr-json", "-o", "OUT"],
+    ["convert", "--to", "fr-pickle", "-o", "OUT"],
+]
+
+
+def run(command: list[str], tmp_path: Path, *paths: Path) -> int:
+    """Run a command with its output encoded strictly, as into a pipe or a file."""
+    out = str(tmp_path / "out")
+    printed = io.TextIOWrapper(io.BytesIO(), "utf-8", errors="strict")
+    with contextlib.redirect_stdout(printed):
+        status = main([command[0], *map(str, paths), *(out if argument == "OUT" else argument for argument in command[1:])])
+        printed.flush()
+    written = [Path(out)] if Path(out).is_file() else list(Path(out).glob("*"))
+    assert sum(path.stat().st_size for path in written) + len(printed.buffer.getvalue()) < 1 << 20  # type: ignore[attr-defined]
+    return status
+
+
+SURROGATE = "a\ud800b"
+HUGE = "x" * 300_000
+
+
+class TestTexts:
+    @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+    @pytest.mark.parametrize("text", [SURROGATE, HUGE], ids=["surrogate", "huge"])
+    @pytest.mark.parametrize("form", ["pickle", "json"])
+    def test_of_dumps(self, tmp_path: Path, command: list[str], text: str, form: str) -> None:
+        folder = tmp_path / ("dumps" if text is HUGE else "dumps\udcff")
+        folder.mkdir()
+        for rank in (0, 1):
+            entries = [
+                entry(
+                    number,
+                    f"nccl:{text if number else 'all_reduce'}",
+                    process_group=(text, text),
+                    input_dtypes=[text],
+                    state="scheduled" if number == 2 and not rank else "completed",
+                    frames=[{"name": text, "filename": f"/work/{text}.py", "line": 3}],
+                )
+                for number in range(3 - rank)
+            ]
+            status = {text: {"last_enqueued_collective": 3 - rank, "last_started_collective": -1, "last_completed_collective": 2}}
+            whole = dump(entries, pg_config={text: {"name": text, "desc": text, "ranks": "[0, 1]"}}, pg_status=status)
+            protocol = 0 if text is SURROGATE else 2  # a pickle can hold surrogates only in protocol 0
+            content = json.dumps(whole).encode() if form == "json" else pickle.dumps(whole, protocol=protocol)
+            (folder / f"rank_{rank}").write_bytes(content)
+        assert run(command, tmp_path, folder) in (0, 1)
+
+    def test_is_cut_with_one_note(self) -> None:
+        rows = columns(entry(0, process_group=(HUGE, HUGE), frames=[{"name": HUGE, "filename": HUGE, "line": 3}]))
+        assert rows.problems == ["texts of up to 300000 characters were cut to 4096"]
+        assert len(rows.channels[0].group.name) < 4200
+
+    def test_of_traces(self, tmp_path: Path) -> None:
+        trace = {"schema": "commlens.trace/1", "commlens_version": HUGE, "groups": [], "events": []}
+        paths = [tmp_path / name for name in ("a\udcff.json", "b\udcff.json")]
+        for path in paths:
+            path.write_text(json.dumps(trace))
+        assert read_trace(paths[0]).coverage.blind == ["Texts of more than 4096 characters were cut."]
+        for command in (["view"], ["view", "--json"], ["view", "-o", "OUT"]):
+            assert run(command, tmp_path, paths[0]) == 0
+        for command in (["compare"], ["compare", "--json"], ["compare", "--html", "OUT", "--force"]):
+            assert run(command, tmp_path, *paths) == 0
+
+    def test_of_logs(self, tmp_path: Path) -> None:
+        line = f"[rank0]: [PG ID 0 PG GUID {'x' * 50_000}(default_pg) Rank 0] watchdog: last enqueued work: 3, last completed work: 2"
+        (tmp_path / "job.log").write_text(f"{line}\n{line.replace('Rank 0', 'Rank ' + '9' * 5000)}\n")
+        assert run(["diagnose", "--json"], tmp_path, tmp_path / "job.log") in (0, 1)
+
+    def test_of_observations(self, tmp_path: Path) -> None:
+        ranks = {"0": {"pid": 5, "end": "killed", "signal": HUGE, "seen_ns": 5}}
+        content = {"schema": "commlens.observed/1", "host": HUGE, "job": HUGE, "ranks": ranks, "problems": [HUGE] * 3}
+        (tmp_path / "observed\udcff.json").write_text(json.dumps(content))
+        assert run(["diagnose", "--json"], tmp_path, tmp_path / "observed\udcff.json") in (0, 1)

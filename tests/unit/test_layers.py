@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "text": {"model"},
     "matching": {"model", "text"},
     "blackbox": {"errors", "model", "text"},
-    "formats": {"atomic_write", "errors", "model"},
+    "formats": {"atomic_write", "errors", "model", "text"},
     "dumps": {"blackbox", "errors", "formats", "model", "text"},
     "diagnosis": {"dumps", "errors", "formats", "matching", "model", "text"},
     "traces": {"atomic_write", "errors", "formats", "model", "reports", "text"},

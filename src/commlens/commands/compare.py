@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from commlens.errors import CommandError
+from commlens.text import printable
 
 EXIT_SAME = 0
 EXIT_CHANGED = 1
@@ -52,7 +53,7 @@ class CompareCommand:
         if arguments.html:
             from commlens.atomic_write import write_whole
 
-            page = compare_page(before.ranks, after.ranks, comparison, names=(arguments.before, arguments.after))
+            page = compare_page(before.ranks, after.ranks, comparison, names=(printable(arguments.before), printable(arguments.after)))
             write_whole(Path(arguments.html), page, overwrite=arguments.force)
         if arguments.json:
             import msgspec

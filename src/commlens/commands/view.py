@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlens.errors import CommandError
-from commlens.text import ranks_phrase, size
+from commlens.text import printable, ranks_phrase, size
 
 if TYPE_CHECKING:
     from commlens.traces.ranks import RankTraces
@@ -135,7 +135,7 @@ class ViewCommand:
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:
     from commlens.atomic_write import write_whole
 
-    name = Path(arguments.paths[0]).name or arguments.paths[0]
+    name = printable(Path(arguments.paths[0]).name or arguments.paths[0])
     names = [name] if len(ranks) == 1 else [f"{name}, rank {rank}" for rank in ranks.ranks]
     page = ranks.to_html(name=name, names=names, notes=notes, network=arguments.network)
     write_whole(Path(arguments.html), page, overwrite=arguments.force)

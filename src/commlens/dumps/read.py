@@ -21,7 +21,7 @@ from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
 from commlens.errors import FormatError
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.text import ranks_phrase
+from commlens.text import clean_all, printable, ranks_phrase
 
 _FIELDS: Final = {info.name: info.type for info in msgspec.structs.fields(Observation)}
 
@@ -142,7 +142,7 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
     if len(content) > OBSERVED_MAX:
         raise FormatError(f"{source.name} is larger than {OBSERVED_MAX >> 20} MiB and is left out.")
     try:
-        whole = msgspec.json.decode(content)
+        whole = clean_all(msgspec.json.decode(content))
     except (ValueError, RecursionError):
         raise FormatError(f"{source.name} is damaged: it is not valid JSON.") from None
     schema = whole.get("schema") if isinstance(whole, dict) else None
@@ -224,7 +224,7 @@ def _one_per_rank(boxes: list[_Box], problems: list[str]) -> list[_Box]:
             if other is not best:
                 same = other.process == best.process
                 relation = "another copy of the black box" if same else f"from another process (pid {other.log.pid}) of rank {rank} than"
-                problems.append(f"{other.path} is left out: it is {relation} {best.path}.")
+                problems.append(f"{printable(str(other.path))} is left out: it is {relation} {printable(str(best.path))}.")
     return kept
 
 
@@ -269,7 +269,7 @@ def _logs_without_box(boxes: list[_Box], observed: list[_Observed], job: str, pr
                     pid=pid,
                     captured_ns=observation.seen_ns or observation.ended_ns,
                     observation=observation,
-                    source=str(one.path),
+                    source=printable(str(one.path)),
                     problems=["it left no black box"],
                 )
     if logs:
@@ -300,5 +300,5 @@ def _left_out(paths: list[Path], owner: str) -> str:
 
 
 def _first_few(paths: Iterable[Path]) -> str:
-    shown = sorted(str(path) for path in paths)
+    shown = sorted(printable(str(path)) for path in paths)
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

@@ -17,11 +17,13 @@ import msgspec
 from commlens.atomic_write import write_whole
 from commlens.errors import FormatError
 from commlens.model.trace import SCHEMA, TraceData
+from commlens.text import TEXT_MAX, clean_all
 
 UNPACKED_MAX: Final = 1 << 30
 """Most bytes that a compressed trace is unpacked to."""
 
 _PIECE: Final = 1 << 20
+_TEXT_BYTES: Final = 32 << 10
 _GZIP: Final = b"\x1f\x8b"
 _LISTS: Final = ("groups", "modules", "events", "ops")
 
@@ -85,7 +87,7 @@ def read_trace(path: Path) -> TraceData:
     Raises:
         FormatError: the file is neither, or is damaged. The message says what the file is.
     """
-    content = _content(path)
+    content, cut = _cut_texts(_content(path))
     try:
         head = msgspec.json.decode(content, type=_Head)
     except msgspec.ValidationError:
@@ -95,7 +97,9 @@ def read_trace(path: Path) -> TraceData:
     if head.schema is None and isinstance(head.fqn, str) and isinstance(head.children, list):
         from commlens.formats.comm_debug_json import convert
 
-        return convert(content, path)
+        data = convert(content, path)
+        data.coverage.blind += cut
+        return data
     if head.schema != SCHEMA:
         raise FormatError(f"{path} is not a trace that can be read: {_other_schema(head.schema)}")
     try:
@@ -105,7 +109,20 @@ def read_trace(path: Path) -> TraceData:
     contradiction = _contradiction(data)
     if contradiction:
         raise FormatError(f"{path} claims to be a trace ({SCHEMA}) but is damaged: {contradiction}.")
+    data.coverage.blind += cut
     return data
+
+
+def _cut_texts(content: bytes) -> tuple[bytes, list[str]]:
+    """Cut texts of many kilobytes. Return the JSON and, if texts were cut, a sentence about them."""
+    if all(content.find(b'"', at, at + _TEXT_BYTES) >= 0 for at in range(0, len(content) - _TEXT_BYTES, _TEXT_BYTES)):
+        return content, []  # between two quotation marks are never so many bytes
+    try:
+        whole = msgspec.json.decode(content)
+        cut = msgspec.json.encode(clean_all(whole))
+    except (ValueError, RecursionError, OverflowError):
+        return content, []  # its reader says what is wrong
+    return cut, [f"Texts of more than {TEXT_MAX} characters were cut."] if len(cut) < len(content) - _TEXT_BYTES // 2 else []
 
 
 def _content(path: Path) -> bytes:

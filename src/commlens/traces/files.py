@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlens.errors import CommandError, FormatError
+from commlens.text import printable
 from commlens.traces.ranks import RankTraces
 from commlens.traces.trace import Trace
 
@@ -43,7 +44,7 @@ def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
             except FormatError as error:
                 if not path.is_dir():
                     raise
-                notes.append(str(error))
+                notes.append(printable(str(error)))
                 continue
             found += 1
             rank = trace.data.rank

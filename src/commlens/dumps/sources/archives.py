@@ -13,7 +13,8 @@ from datetime import datetime
 from typing import Any, BinaryIO, Final
 
 from commlens.dumps.sources.compression import MAGIC_BYTES, UNPACKED_MAX, amount, unpacking_limit
-from commlens.dumps.sources.source import HELD_MAX, READ_MAX, FilePart, Held, Source, printable, read_up_to
+from commlens.dumps.sources.source import HELD_MAX, READ_MAX, FilePart, Held, Source, read_up_to
+from commlens.text import printable
 
 MEMBERS_MAX: Final = 1_000_000
 _NAMED_MAX: Final = 10

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, BinaryIO, Final
 
-from commlens.dumps.sources.source import READ_MAX, Held, Source, printable, read_up_to
+from commlens.dumps.sources.source import READ_MAX, Held, Source, read_up_to
 from commlens.errors import CommandError, FormatError, MissingDependency
+from commlens.text import printable
 
 _URL: Final = re.compile(r"[a-z][a-z0-9+.-]*(::|://)", re.IGNORECASE)
 _IN_PROCESS: Final = ("memory",)  # stores that another process cannot reach

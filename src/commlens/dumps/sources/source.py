@@ -222,9 +222,3 @@ class _Part(io.RawIOBase):
         if not self.closed:
             self._file.close()
         super().close()
-
-
-def printable(name: str) -> str:
-    """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any bytes."""
-    text = name.encode("utf-8", "backslashreplace").decode("utf-8")
-    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

@@ -13,8 +13,9 @@ from typing import Final
 from commlens.blackbox.reader import reason
 from commlens.dumps.sources.archives import Allowance, members, named_like_archive
 from commlens.dumps.sources.remote import is_url, remote_sources
-from commlens.dumps.sources.source import FilePart, Held, Source, printable
+from commlens.dumps.sources.source import FilePart, Held, Source
 from commlens.errors import CommandError, FormatError, MissingDependency
+from commlens.text import printable
 
 FILES_MAX: Final = 1_000_000
 _DEPTH_MAX: Final = 12  # folders within folders

@@ -11,18 +11,20 @@ from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, 
 from commlens.formats.flight_recorder.names import ProfilingName, dtype_of, parse_ranks, read_name
 from commlens.formats.flight_recorder.table import Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.text import TEXT_MAX, clean
 
 __all__ = ["KNOWN_VERSIONS", "columns_from_table"]
 
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
 _DEFAULT_GROUP: Final = "default_pg"
 _INTEGER_MAX: Final = 1 << 62
+_DIMENSIONS_MAX: Final = 64  # of a tensor in torch
 
 
 def columns_from_table(table: Table, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
     columns = RankColumns(source=source, version=_text(table.about.get("version")))
-    columns.problems += _problems(table, columns.version)
+    columns.problems += [*_problems(table, columns.version), *_clean_texts(table)]
     config = _config(table.about.get("pg_config"))
     names = [read_name(name) for name in table.names]
     length = len(table)
@@ -84,7 +86,22 @@ def _ints(column: Any, dtype: str, length: int) -> Integers:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) and len(value) < 64 else ""
+    return clean(value) if isinstance(value, str) and len(value) < 64 else ""
+
+
+def _clean_texts(table: Table) -> list[str]:
+    """Replace the texts that not every output can hold. Return a problem if texts were cut."""
+    longest = 0
+
+    def cleaned(text: str) -> str:
+        nonlocal longest
+        longest = max(longest, len(text))
+        return clean(text)
+
+    table.names = [cleaned(name) for name in table.names]
+    table.groups = [(cleaned(name), cleaned(description)) for name, description in table.groups]
+    table.frames = [(cleaned(file), line, cleaned(function)) for file, line, function in table.frames]
+    return [f"texts of up to {longest} characters were cut to {TEXT_MAX}"] if longest > TEXT_MAX else []
 
 
 def _problems(table: Table, version: str) -> list[str]:
@@ -112,13 +129,13 @@ def _config(value: Any) -> dict[_Key, tuple[int, ...]]:
         for key, about in value.items():
             if isinstance(key, str) and isinstance(about, dict):
                 ranks = about.get("ranks")
-                found[(key, _description(about.get("desc")))] = parse_ranks(ranks) if isinstance(ranks, str) else ()
+                found[(clean(key), _description(about.get("desc")))] = parse_ranks(ranks) if isinstance(ranks, str) else ()
     return found
 
 
 def _description(value: Any) -> str:
     """Return a group's description; torch writes "undefined" for none."""
-    return value if isinstance(value, str) and value != "undefined" else ""
+    return clean(value) if isinstance(value, str) and value != "undefined" else ""
 
 
 @lru_cache(maxsize=65536)
@@ -171,7 +188,8 @@ def _interned_args(op: str, raw: str, device: str, signature: Signature) -> Coll
 
 
 def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: str) -> tuple[TensorSpec, ...]:
-    names = [dtype_of(dtype) for dtype in dtypes] + ["unknown"] * (len(sizes) - len(dtypes))
+    sizes = tuple(shape[:_DIMENSIONS_MAX] for shape in sizes)
+    names = [dtype_of(clean(dtype)) for dtype in dtypes] + ["unknown"] * (len(sizes) - len(dtypes))
     return tuple(TensorSpec(shape, dtype, device or "unknown") for shape, dtype in zip(sizes, names, strict=False))
 
 
@@ -234,7 +252,7 @@ def _status(value: Any) -> dict[str, Status]:
         for key, status in value.items():
             if isinstance(key, str) and isinstance(status, dict):
                 last = [_number(status.get(f"last_{what}_collective")) for what in ("enqueued", "started", "completed")]
-                found[key] = (last[0], last[1], last[2])
+                found[clean(key)] = (last[0], last[1], last[2])
     return found
 
 

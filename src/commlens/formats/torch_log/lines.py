@@ -10,6 +10,8 @@ import re
 import time
 from typing import Final, NamedTuple
 
+from commlens.text import clean
+
 INTERESTING: Final = re.compile(
     rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|CUDA out of memory|Fatal Python error|Stack trace of the failed"
@@ -23,7 +25,7 @@ _LABEL: Final = re.compile(r"\s{0,6}(\d{1,7}): ")  # srun --label, mpirun --tag-
 
 _GROUP: Final = re.compile(
     r"\[PG (?:(?:ID (?P<id>\d+) PG )?GUID (?P<guid>[^\s(\]]+) ?(?:\((?P<desc>[^)]*)\))?|(?P<number>\d+) ?(?:\((?P<about>[^)]*)\))?)"
-    r" Rank (?P<rank>\d+)\]"
+    r" Rank (?P<rank>\d{1,7})\]"
 )
 _BARE_RANK: Final = re.compile(r"\[Rank (\d{1,7})\]")
 _TIMEOUT: Final = re.compile(
@@ -116,7 +118,7 @@ def parse_group(text: str) -> Group | None:
         return None
     description = (found["desc"] or found["about"] or "").strip()
     description = "" if description == "undefined" else description
-    return Group(found["guid"] or "", found["id"] or found["number"] or "", description, int(found["rank"]))
+    return Group(clean(found["guid"] or ""), clean(found["id"] or found["number"] or ""), clean(description), int(found["rank"]))
 
 
 def parse_timeout(text: str) -> Timeout | None:
