@@ -129,3 +129,12 @@ def test_a_closed_pipe_is_quiet():
     command = f"{sys.executable} -m commlens config show | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SOURCE)})
     assert done.stderr == ""
+
+
+def test_status_of_a_job_without_a_readable_box_is_an_empty_table(tmp_path, monkeypatch, capsys):
+    folder = tmp_path / f"commlens-{os.getuid()}" / "emptyjob"
+    folder.mkdir(parents=True)
+    (folder / "rank0.123.box").write_bytes(os.urandom(100))
+    monkeypatch.setenv("COMMLENS_BOX_DIR", str(tmp_path))
+    assert main(["status"]) == 0
+    assert "emptyjob: 0 ranks" in capsys.readouterr().out

@@ -18,7 +18,7 @@ def print_table(rows: Sequence[Sequence[str]], *, headings: Sequence[str] = (), 
     if not console.is_terminal:
         console.width = _NO_TERMINAL_WIDTH
     table = Table(box=None, show_header=bool(headings), pad_edge=False, header_style="bold")
-    for column in range(len(rows[0])):
+    for column in range(len(headings or (rows[0] if rows else ()))):
         table.add_column(headings[column] if headings else "", overflow="fold", no_wrap=not console.is_terminal)
     for row in rows:
         table.add_row(*row)
