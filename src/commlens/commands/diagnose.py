@@ -12,6 +12,7 @@ from commlens.commands.selecting import add_selection
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
+    from commlens.diagnosis.examine import ExaminedJob
     from commlens.dumps.sources import Paths
     from commlens.model.verdict import Verdict
 
@@ -72,7 +73,7 @@ class DiagnoseCommand:
 
             print_verdict(verdict)
             if side_by_side:
-                _print_entries(arguments, paths, verdict)
+                _print_entries(arguments, paths, examined)
         if arguments.html is not None:
             from commlens.atomic_write import write_whole
             from commlens.reports.verdict_page import verdict_html
@@ -96,13 +97,14 @@ def _add_entries(group: argparse._ArgumentGroup) -> None:
     add_selection(group)
 
 
-def _print_entries(arguments: argparse.Namespace, paths: Paths, verdict: Verdict) -> None:
+def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: ExaminedJob) -> None:
     from commlens.diagnosis.entries import lay_out, read_entries, select_entries
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()
-    selection = select_entries(verdict, arguments.group, arguments.ranks)
-    table = lay_out(read_entries(paths, selection, prefix=arguments.prefix), selection, rows=arguments.entries or rows, columns=columns)
+    selection = select_entries(examined.verdict, arguments.group, arguments.ranks)
+    entries = read_entries(examined.job, paths, selection, prefix=arguments.prefix)
+    table = lay_out(entries, selection, rows=arguments.entries or rows, columns=columns)
     print()
     print_entries(table, stacks=arguments.stacks)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from commlens.diagnosis.index import JobIndex
 from commlens.dumps.discover import discover
 from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths
@@ -77,9 +78,17 @@ def select_entries(verdict: Verdict, groups: Sequence[str] = (), only: Collectio
 
 
 def read_entries(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, selection: EntrySelection, *, prefix: str = ""
+    job: JobIndex, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, selection: EntrySelection, *, prefix: str = ""
 ) -> list[RankEntries]:
-    """Read the dumps in ``paths`` and return each rank's entries. Skips unreadable files, which the verdict has reported."""
+    """Return each rank's entries.
+
+    Black boxes are in the job's index. Other tools' dumps are read again, the selected ranks only: diagnosis does not keep all of
+    their entries and stacks. Skips unreadable files, which the verdict has reported.
+    """
+    if not job.knows.columns:
+        from commlens.formats.rank_log_columns import columns_from_log
+
+        return _collect_all((columns_from_log(view.log) for view in job.views.values() if view.log.issued), selection)
     files = discover(paths, prefix=prefix)
     ranks = selection.only if selection.only is not None else (frozenset(selection.ranks) or None)
     if files.own:
