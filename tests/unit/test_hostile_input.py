@@ -17,13 +17,16 @@ import pytest
 from flight_recorder_dumps import dump, entry
 
 from commlens.commands import main
+from commlens.diagnosis import wait_graph_builder
 from commlens.dumps.sources import archives, compression, open_sources
 from commlens.formats import trace_json
 from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
+from commlens.formats.torch_log import read_torch_log
 from commlens.formats.trace_json import read_trace
 from commlens.launch.torchrun import _join_trace, _split_trace
+from commlens.model.collective import Channel
 from commlens.reports.converted import table
 from commlens.reports.trace_csv import to_csv
 
@@ -279,3 +282,39 @@ class TestTexts:
         content = {"schema": "commlens.observed/1", "host": HUGE, "job": HUGE, "ranks": ranks, "problems": [HUGE] * 3}
         (tmp_path / "observed\udcff.json").write_text(json.dumps(content))
         assert run(["diagnose", "--json"], tmp_path, tmp_path / "observed\udcff.json") in (0, 1)
+
+
+class TestManyOfAKind:
+    def test_ranks_that_each_wait_in_another_collective(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(wait_graph_builder, "_EDGES_MAX", 500)
+        monkeypatch.setattr(wait_graph_builder, "_EDGES_PER_RANK", 1)
+        lines = [
+            f"[rank{rank}]:[E626 06:24:40.90 ProcessGroupNCCL.cpp:616] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Watchdog caught "
+            f"collective operation timeout: WorkNCCL(SeqNum={rank + 1}, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) "
+            f"ran for 600020 milliseconds before timing out."
+            for rank in range(50)
+        ]
+        (tmp_path / "job.log").write_text("\n".join(lines))
+        assert main(["diagnose", str(tmp_path / "job.log")]) == 1
+        printed = capsys.readouterr().out
+        assert "too many different collectives" in " ".join(printed.split())
+        assert "nothing is wrong" not in printed
+
+    def test_groups_in_a_log_take_linear_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        compared = 0
+
+        def count(one: Channel, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return isinstance(other, Channel) and one.group.name == other.group.name
+
+        monkeypatch.setattr(Channel, "__eq__", count)
+        line = (
+            "[rank0]: [PG ID {0} PG GUID g{0}(tp) Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, "
+            "OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) ran for 600020 milliseconds before timing out."
+        )
+        (rows,) = read_torch_log(io.BytesIO("\n".join(line.format(number) for number in range(200)).encode()), "job.log")
+        assert rows.channel.tolist() == list(range(200))
+        assert compared < 1000

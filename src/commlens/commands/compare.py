@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from commlens.errors import CommandError
 from commlens.text import printable
+
+if TYPE_CHECKING:
+    from commlens.dumps.discover import DumpFiles
 
 EXIT_SAME = 0
 EXIT_CHANGED = 1
@@ -36,11 +40,12 @@ class CompareCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Read, compare and print."""
-        are_dumps = [_holds_dumps(path) for path in (arguments.before, arguments.after)]
+        found = [_discover(path) for path in (arguments.before, arguments.after)]
+        are_dumps = [_holds_dumps(files) for files in found]
         if all(are_dumps):
             if arguments.html:
                 raise CommandError("--html is for traces; commlens diagnose --html writes a page for a dump.")
-            return _compare_dumps(arguments)
+            return _compare_dumps(found, json=arguments.json)
         if any(are_dumps):
             dump, trace = (arguments.before, arguments.after)[:: 1 if are_dumps[0] else -1]
             raise CommandError(f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces.")
@@ -68,27 +73,30 @@ class CompareCommand:
         return EXIT_CHANGED if comparison else EXIT_SAME
 
 
-def _holds_dumps(path: str) -> bool:
-    """Check the content for black boxes or another tool's dumps. Traces are neither."""
-    from commlens.dumps.detect import TEXT
+def _discover(path: str) -> DumpFiles:
     from commlens.dumps.discover import discover
 
-    found = discover([path])
+    return discover([path])
+
+
+def _holds_dumps(found: DumpFiles) -> bool:
+    """Check for black boxes or another tool's dumps. Traces are neither."""
+    from commlens.dumps.detect import TEXT
+
     return bool(found.own) or any(name != TEXT.name for name in found.kinds)
 
 
-def _compare_dumps(arguments: argparse.Namespace) -> int:
+def _compare_dumps(found: list[DumpFiles], *, json: bool) -> int:
     import msgspec
 
     from commlens.diagnosis.dump_diff import compare_positions, position_of
-    from commlens.dumps.discover import discover
     from commlens.dumps.parallel import read_ranks
 
-    problems: list[str] = []
-    before, after = ([position_of(rows) for rows in read_ranks(discover([path]), problems)] for path in (arguments.before, arguments.after))
+    problems = [text for files in found for text in files.problems]
+    before, after = ([position_of(rows) for rows in read_ranks(files, problems)] for files in found)
     movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
-    if arguments.json:
+    if json:
         print(msgspec.json.format(msgspec.json.encode(movement), indent=2).decode())
     else:
         from commlens.reports.trace_terminal import print_differences

@@ -16,7 +16,7 @@ from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding, Verdict
-from commlens.text import capital, count, ranks_phrase
+from commlens.text import capital, count, ranks_and_verb, ranks_phrase
 
 if TYPE_CHECKING:
     from commlens.diagnosis.columns import RankDump
@@ -97,8 +97,12 @@ def _examine(job: JobIndex, missing: list[str]) -> ExaminedJob:
     findings = find_all(job, mismatches, graph)
     missing += _missing_evidence(job)
     looked_at = _looked_at(job)
+    if graph.incomplete:
+        missing.append("The ranks wait in too many different collectives: only some of them were followed to their causes.")
     if findings:
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
+    elif graph.incomplete:
+        verdict = Verdict.from_findings([_unexplained(job)], missing_evidence=missing, looked_at=looked_at)
     else:
         verdict = _healthy(job, missing, looked_at)
     return ExaminedJob(verdict, job, mismatches, graph)
@@ -136,6 +140,16 @@ def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
         "/tmp/nccl_trace_rank_*)",
         evidence=[f"{text}." for text in timeouts[1:]],
         would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
+    )  # fmt: skip
+
+
+def _unexplained(job: JobIndex) -> Finding:
+    """Report ranks that wait in too many different collectives: they are stuck, with no culprit."""
+    stuck = [rank for rank, view in job.views.items() if not view.died and any(block.stuck for block in view.blocks.values())]
+    return Finding(
+        kind="missing", why="unknown", root_cause=True, culprits=[], victims=stuck, confidence="low",
+        summary=f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the cause",
+        next_step="check that these are dumps of one job, and of one moment",
     )  # fmt: skip
 
 

@@ -56,6 +56,7 @@ class Graph:
     blocks: dict[Node, Block] = field(default_factory=dict)
     waiters: dict[Node, set[Node]] = field(default_factory=dict)  # the edges reversed
     deadlocks: list[list[Node]] = field(default_factory=list)  # the cycles to report
+    incomplete: bool = False  # threads were left out, since there would be too many edges
 
     def add(self, source: Node, target: Node, edge: Edge) -> None:
         """Add an edge, unless there is one between the two nodes."""

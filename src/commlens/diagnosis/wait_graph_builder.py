@@ -12,6 +12,14 @@ from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.matching.point_to_point import pair_messages
 from commlens.model.collective import ChannelKey, Collective, Frame, State
 
+_EDGES_MAX = 1_000_000
+_EDGES_PER_RANK = 64
+"""Most ranks in all collectives that threads wait in: the first number, and the second for each rank.
+
+The product of ranks and different collectives is small in a real hang, since all ranks wait in a few. In damaged or mixed evidence,
+each rank may wait in one of its own.
+"""
+
 
 def build_wait_graph(job: JobIndex, mismatches: list[Mismatch]) -> Graph:
     """Return the wait-for graph of all stuck threads. The details of its "mismatch" nodes are indices into ``mismatches``."""
@@ -47,6 +55,8 @@ class _Builder:
         self._instance_indices: dict[tuple[str, Instance], int] = {}
         self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
         self._todo: list[tuple[RankView, Block]] = []
+        self._members = 0  # of all collectives in self._arrivals_of
+        self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
 
     def build(self) -> Graph:
         """Follow every stuck thread of the processes that have not died."""
@@ -63,8 +73,11 @@ class _Builder:
         return self.graph
 
     def _follow_all(self) -> None:
-        while self._todo:
+        while self._todo and self._members <= self._members_max:
             self._follow(*self._todo.pop())
+        if self._todo:
+            self.graph.incomplete = True
+            self._todo.clear()
 
     def _confirm_cycles(self) -> None:
         """Drop the cycles that other ops in flight of their ranks can break.
@@ -84,7 +97,7 @@ class _Builder:
                 for op in view.heads:
                     self._follow_op(view, node, op)
             self._follow_all()
-        closed = {node for cycle in cycles for node in cycle}
+        closed = {node for cycle in cycles for node in cycle} if not self.graph.incomplete else set()
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
     def _follow(self, view: RankView, block: Block) -> None:
@@ -181,6 +194,7 @@ class _Builder:
         if arrivals is not None:
             return arrivals
         arrivals = self._arrivals_of[(key, number)] = _Arrivals()
+        self._members += len(key[2])
         for member in key[2]:
             other = self.job.views.get(member)
             if other is None:

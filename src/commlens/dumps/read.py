@@ -23,6 +23,7 @@ from commlens.errors import FormatError
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.text import clean_all, printable, ranks_phrase
 
+_JOBS_NAMED: Final = 20
 _FIELDS: Final = {info.name: info.type for info in msgspec.structs.fields(Observation)}
 
 
@@ -106,19 +107,23 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
                 boxes.append(_read_box(source))
         except FormatError as error:
             problems.append(str(error))
-    names = sorted({box.log.job for box in boxes})
+    by_job: dict[str, list[_Box]] = defaultdict(list)
+    for box in boxes:
+        by_job[box.log.job].append(box)
+    names = sorted(by_job)
     chosen = job if job is not None else _choose_job(boxes) if boxes else max((one.job for one in observed), default="")
     if job is not None and job not in names:
         problems.append(f"There is no black box of job {job} here" + (f", only of {', '.join(names[:5])}." if names else "."))
-    for name in names:
-        if name != chosen:
-            others = [box.path for box in boxes if box.log.job == name]
-            problems.append(_left_out(others, f"another job ({name or 'without a name'}, not {chosen})"))
-    chosen_boxes = _one_per_rank([box for box in boxes if box.log.job == chosen], problems)
+    others = [name for name in names if name != chosen]
+    for name in others[:_JOBS_NAMED]:
+        problems.append(_left_out([box.path for box in by_job[name]], f"another job ({name or 'without a name'}, not {chosen})"))
+    if len(others) > _JOBS_NAMED:
+        problems.append(f"The black boxes of {len(others) - _JOBS_NAMED} more jobs are left out.")
+    chosen_boxes = _one_per_rank(by_job.get(chosen, []), problems)
     chosen_observed = [one for one in observed if one.job == chosen]
     _add_observations(chosen_boxes, chosen_observed)
     logs = [box.log for box in chosen_boxes] + _logs_without_box(chosen_boxes, chosen_observed, chosen, problems)
-    return Evidence(sorted(logs, key=lambda log: log.rank), problems, chosen, [name for name in names if name != chosen])
+    return Evidence(sorted(logs, key=lambda log: log.rank), problems, chosen, others)
 
 
 def _read_box(source: Source) -> _Box:

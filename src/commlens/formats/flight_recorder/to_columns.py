@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     )
     backends = {one.backend for one in names}
     columns.origin = "gloo-recorder" if backends and backends <= {"gloo"} else "flight-recorder"
-    columns.groups = [_channel(key, "", "", config) for key in config if key[0]]
+    columns.groups = [_channel(key, "", "", config) for key in config.ranks if key[0]]
     columns.status = _status(table.about.get("pg_status"))
     columns.status_groups = _status_groups(columns, _ints(table.pg_id, "int64", length), channel)
     _infer_rank(columns, channel, name, names)
@@ -122,15 +122,25 @@ def _problems(table: Table, version: str) -> list[str]:
 _Key = tuple[str, str]
 
 
-def _config(value: Any) -> dict[_Key, tuple[int, ...]]:
-    """Return global ranks by a group's name and description. Native gloo has one group without a name."""
-    found: dict[_Key, tuple[int, ...]] = {}
+class _Config(NamedTuple):
+    """The process groups in a dump."""
+
+    ranks: dict[_Key, tuple[int, ...]]  # global ranks by name and description
+    by_name: dict[str, list[tuple[str, tuple[int, ...]]]]  # descriptions and global ranks
+
+
+def _config(value: Any) -> _Config:
+    """Return the process groups. Native gloo has one group without a name."""
+    config = _Config({}, {})
     if isinstance(value, dict):
         for key, about in value.items():
             if isinstance(key, str) and isinstance(about, dict):
                 ranks = about.get("ranks")
-                found[(clean(key), _description(about.get("desc")))] = parse_ranks(ranks) if isinstance(ranks, str) else ()
-    return found
+                name, description = clean(key), _description(about.get("desc"))
+                config.ranks[name, description] = parse_ranks(ranks) if isinstance(ranks, str) else ()
+    for (name, description), members in config.ranks.items():
+        config.by_name.setdefault(name, []).append((description, members))
+    return config
 
 
 def _description(value: Any) -> str:
@@ -143,17 +153,15 @@ def _interned_channel(name: str, description: str, ranks: tuple[int, ...], backe
     return Channel(ProcessGroup(name=name, ranks=ranks, description=description, backend=backend), device)
 
 
-def _channel(key: _Key, backend: str, device: str, config: dict[_Key, tuple[int, ...]]) -> Channel:
-    ranks = config.get(key)
+def _channel(key: _Key, backend: str, device: str, config: _Config) -> Channel:
+    ranks = config.ranks.get(key)
     if ranks is None:  # one of the two places may lack the description
-        same = [found for (name, description), found in config.items() if name == key[0] and not (description and key[1])]
+        same = [found for description, found in config.by_name.get(key[0], ()) if not (description and key[1])]
         ranks = same[0] if len(same) == 1 else ()
     return _interned_channel(key[0], key[1], ranks, backend, device)
 
 
-def _channels(
-    table: Table, group: Integers, name: Integers, names: list[ProfilingName], config: dict[_Key, tuple[int, ...]]
-) -> tuple[Integers, list[Channel]]:
+def _channels(table: Table, group: Integers, name: Integers, names: list[ProfilingName], config: _Config) -> tuple[Integers, list[Channel]]:
     """Return a channel per group and backend, and each entry's index into them."""
     if not len(group):
         return np.zeros(0, "int32"), []

@@ -191,8 +191,10 @@ class LogParser:
         if self._only_local and rank >= 0:
             columns.problems.append("the log has only local ranks, which were used as ranks")
         lists: dict[str, list[Any]] = {name: [] for name in DTYPES}
+        places: dict[Channel, int] = {}
         for known in about.groups.values():
-            self._add_group(columns, lists, known, about)
+            self._add_group(columns, lists, known, about, places)
+        columns.channels = list(places)
         for (group_rank, _), timeout in about.unassigned.items():
             rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
             columns.troubles.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
@@ -203,7 +205,10 @@ class LogParser:
         columns.set_columns(lists)
         return columns
 
-    def _add_group(self, columns: RankColumns, lists: dict[str, list[Any]], known: _Group, about: _Rank) -> None:
+    def _add_group(
+        self, columns: RankColumns, lists: dict[str, list[Any]], known: _Group, about: _Rank, places: dict[Channel, int]
+    ) -> None:
+        """Add a group's collectives to the columns, and its channel to the indices of those in use."""
         group, progress = known.group, known.progress
         name = group.name or ("0" if group.is_default else "")
         timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
@@ -220,12 +225,10 @@ class LogParser:
         for number, timeout in timeouts.items():
             if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (progress is not None and number <= progress.completed):
                 continue
-            if channel not in columns.channels:
-                columns.channels.append(channel)
             columns.args.append(_args(timeout))
             time_ns = about.times.get(number, 0)
             values = {
-                "channel": columns.channels.index(channel), "args_index": len(columns.args) - 1, "stack": -1, "sequence": number,
+                "channel": places.setdefault(channel, len(places)), "args_index": len(columns.args) - 1, "stack": -1, "sequence": number,
                 "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1, "timeout_ms": timeout.timeout_ms,
                 "created_ns": max(0, time_ns - timeout.ran_ms * 1_000_000) if time_ns and timeout.ran_ms >= 0 else 0,
                 "state": STARTED if progress is not None and progress.started >= number else 0,
