@@ -67,6 +67,11 @@ class TestFlightRecorder:
     def test_groups_that_no_recorder_writes(self, changes: dict[str, object]) -> None:
         assert len(columns(entry(0), **changes)) == 1
 
+    def test_a_dump_of_no_rank_is_too_little_evidence(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "dump").write_bytes(pickle.dumps(dump([]), protocol=2))
+        assert main(["diagnose", str(tmp_path / "dump")]) == 3
+        assert "neither name nor content shows the rank" in capsys.readouterr().err
+
     def test_the_diagnosis_of_such_integers(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         numbers = iter([-(1 << 63) + 1, (1 << 63) - 1, -(1 << 62) - 5])
         folder = write_dumps(tmp_path / "dumps")

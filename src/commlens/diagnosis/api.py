@@ -59,6 +59,8 @@ def examine_paths(
     if files.kinds:
         examined = _examine_foreign_files(files, evidence, problems, stalled_after_s, executor, seen)
         if examined is not None:
+            if not examined.job.views and not examined.verdict.is_fault:
+                raise EvidenceError(_nothing_readable(examined.verdict.missing_evidence))
             return examined
     if not evidence.logs:
         raise EvidenceError(_nothing_readable(problems))
