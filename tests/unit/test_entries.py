@@ -39,7 +39,7 @@ def test_the_culprit_is_next_to_the_waiting_ranks() -> None:
     lines = printed(table_of(stuck(4, 2)))
     assert lines[0] == "Entries of the default group [0-3], by number: 4 ranks in 2 columns"
     assert lines[2].split() == ["rank", "2", "ranks", "0-1,3"]
-    assert lines[3].split() == ["to", "blame", "waiting"]
+    assert lines[3].split() == ["culprit", "waiting"]
     assert lines[-2].split() == [">", "11", "all_reduce", "float32[100]", "SUM", "not", "issued", "in", "flight"]
     assert lines[-1].split() == ["train.py:20", "step"]
 

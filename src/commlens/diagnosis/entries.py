@@ -249,7 +249,7 @@ def _has_open(entries: RankEntries) -> bool:
 def _column(kind: Sequence[RankEntries], numbers: Sequence[int], selection: EntrySelection, fault: int) -> Column:
     first = kind[0]
     if first.rank in selection.culprits and selection.kind != "healthy":
-        role = "to blame"
+        role = "culprit"
     else:
         cell = first.cells.get(fault) if fault else None
         role = "waiting" if cell is not None and cell.end in _OPEN else ""
