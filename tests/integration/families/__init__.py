@@ -99,6 +99,19 @@ def cases(backend: str, size: int) -> list[Family]:
     return [family for family in load() if size in family.world_sizes.get(backend, ())]
 
 
+TRACED_ON_FOUR: Final = frozenset(
+    {"plain_calls", "tp_mlp", "tp_transformer", "fsdp2", "hsdp", "fsdp2_tp", "ddp", "zero", "moe", "gpipe", "one_f_one_b", "ring_attention",
+     "ring_by_hand", "point_to_point", "receive_from_anyone", "objects", "coalescing", "other_threads"}
+)  # fmt: skip
+"""Traced on four gloo ranks, too: two-dimensional meshes, rings, pipelines, messages, and one of each other kind. A larger world changes
+nothing in the others, which are traced on two gloo ranks and in fake worlds."""
+
+
+def traced_cases(backend: str, size: int) -> list[Family]:
+    """Return the families whose traces are checked on a backend at a world size."""
+    return [family for family in cases(backend, size) if (backend, size) != (GLOO, 4) or family.name in TRACED_ON_FOUR]
+
+
 def training_step(model: torch.nn.Module, *inputs: Any) -> Callable[[], list[torch.Tensor]]:
     """A forward and a backward pass."""
 

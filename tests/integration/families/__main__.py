@@ -124,7 +124,7 @@ def run_rank(world: families.World, store: Any, only: list[str], out: Path) -> N
         # What a fake collective "receives" is whatever memory held: fill it, so that two runs can be compared.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = True
-    for family in families.cases(world.backend, world.size):
+    for family in families.traced_cases(world.backend, world.size):
         if only and family.name not in only:
             continue
         record = {"family": family.name, "backend": world.backend, "world_size": world.size, "rank": world.rank}
