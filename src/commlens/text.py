@@ -101,7 +101,7 @@ def sentence(text: str) -> str:
 
 
 def joined(parts: Iterable[str], last: str = "and") -> str:
-    """``"a, b and c"``."""
+    """Return the parts as a list in words: ``"a, b and c"``."""
     items = list(parts)
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} {last} {items[-1]}" if items else ""
 

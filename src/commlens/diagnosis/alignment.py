@@ -85,10 +85,9 @@ def _continued(view: RankView, op: Collective) -> bool:
 
 def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
     """Return the channel's mismatches by sequence number, up to the first rank out of step."""
-    users = job.users[key]
-    if len(users) < 2:
+    tracks = job.tracks_on(key)
+    if len(tracks) < 2:
         return []
-    tracks = {rank: job.views[rank].tracks[key] for rank in users}
     shifts = find_shifts(job, key)
     mismatches = _disagreements(job, key, tracks, shifts)
     first = min(shifts, key=lambda shift: (shift.number, shift.rank), default=None)

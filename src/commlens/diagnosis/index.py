@@ -129,6 +129,10 @@ class JobIndex:
         """``no_record`` as a set."""
         return frozenset(self.no_record)
 
+    def tracks_on(self, key: ChannelKey) -> dict[int, Track]:
+        """Return the tracks of the ranks that have records of a channel."""
+        return {rank: self.views[rank].tracks[key] for rank in self.users.get(key, ())}
+
 
 def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records."""

@@ -33,7 +33,7 @@ class Shift(msgspec.Struct):
 
 def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     """Return the shifts of a channel, by rank."""
-    tracks = {rank: job.views[rank].tracks[key] for rank in job.users.get(key, ())}
+    tracks = job.tracks_on(key)
     if job.knows.columns:
         from commlens.diagnosis.column_differences import representatives
 
