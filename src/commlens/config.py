@@ -13,6 +13,7 @@ import math
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -136,9 +137,18 @@ def settings_environment(settings: Settings) -> dict[str, str]:
         if value is None:
             continue
         if name in ("box_dir", "dump_dir", "dump_pipe", "trace_dir"):
-            value = os.path.abspath(value) + ("/" if value.endswith("/") else "")  # noqa: PTH100 - keeps the last slash of a prefix
+            value = absolute(value)
         variables[variable_of(name)] = {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
     return variables
+
+
+def absolute(path: str) -> str:
+    """Return an absolute path, with its last slash; below the folder for temporary files if the working directory is gone."""
+    try:
+        whole = os.path.abspath(path)  # noqa: PTH100 - does not follow links
+    except FileNotFoundError:
+        whole = os.path.join(tempfile.gettempdir(), path)  # noqa: PTH118
+    return whole + ("/" if path.endswith("/") and not whole.endswith("/") else "")
 
 
 def variable_of(name: str) -> str:

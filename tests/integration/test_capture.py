@@ -400,16 +400,26 @@ def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> 
         def work():
             init("gloo")
             dist.all_reduce(torch.ones(1))
-            dist.destroy_process_group()
+            if rank == 1:
+                raise ValueError("bad")
+            if rank == 2:
+                dist.destroy_process_group()
+                os._exit(0)
 
         worker = multiprocessing.get_context("fork").Process(target=work)
         worker.start()
         worker.join(40)
-        assert worker.exitcode == 0
+        assert worker.exitcode == (1 if rank == 1 else 0)
         """,
         tmp_path,
+        world_size=3,
     )
-    assert [(log.rank, log.issued, log.initialised) for log in logs(tmp_path)] == [(0, 1, True), (1, 1, True)]
+    found = logs(tmp_path)
+    assert [(log.rank, log.issued, log.initialised) for log in found] == [(0, 1, True), (1, 1, True), (2, 1, True)]
+    # multiprocessing leaves by os._exit, without exit handlers.
+    assert [(log.closed, log.left, log.exception) for log in found] == [
+        (True, False, None), (True, False, "ValueError: bad"), (False, True, None),
+    ]  # fmt: skip
 
 
 def test_every_default_group_is_an_incarnation_and_a_refused_call_is_none(ranks: Ranks, tmp_path: Path) -> None:

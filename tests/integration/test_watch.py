@@ -38,6 +38,9 @@ def gone(bench: Bench, timeout_s: float = 5.0) -> bool:
 
 
 def test_switched_on_by_the_environment(bench: Bench) -> None:
+    """Its working directory is removed before it initialises."""
+    leave = "def main():\n    name = f'gone{os.environ[\"RANK\"]}'; os.mkdir(name); os.chdir(name); os.rmdir(os.getcwd())"
+    bench.script.write_text(bench.script.read_text().replace("def main():", leave))
     program = bench.torchrun("train.py", "well", COMMLENS="1")
     program.until("training")
     assert len(watchers(bench)) == 1, "one for the node"

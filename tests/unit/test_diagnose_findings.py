@@ -256,6 +256,29 @@ def test_nobody_saw_how_it_ended() -> None:
     assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == ("dead", "unknown", [2], "medium")
 
 
+def test_an_unseen_end_that_nobody_waits_for_is_no_death() -> None:
+    logs = Job(4).run(training(at(-1, 0))).logs()
+    for log in logs:
+        log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
+    assert judge(logs).kind == "healthy"
+
+
+def test_of_ranks_that_all_ended_unseen_the_one_that_the_others_waited_for_died() -> None:
+    logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
+    for log in logs:
+        log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [2], [0, 1, 3])
+
+
+@pytest.mark.parametrize("end", [Observation(End.GONE), Observation(End.FAILED, 1)])
+def test_an_end_without_exit_handlers_after_the_last_group_is_a_clean_one(end: Observation) -> None:
+    logs = Job(2).run(training(at(-1, 0))).logs()
+    for log in logs:
+        log.observation, log.left, log.closed = end, True, False
+    assert judge(logs).kind == "healthy"
+
+
 def test_stuck_until_the_timeout_then_ended_by_the_launcher() -> None:
     """The one that the launcher stopped slept; those that failed first waited for it."""
     job = Job(4).run(training(at(2, 5, SLEEP)))

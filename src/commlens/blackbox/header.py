@@ -62,6 +62,11 @@ class BoxStatus(msgspec.Struct, frozen=True):
         return self.phase >= L.PHASE_INITIALISED
 
     @property
+    def left(self) -> bool:
+        """Whether the process has destroyed its last process group."""
+        return self.phase == L.PHASE_LEFT
+
+    @property
     def closed(self) -> bool:
         """Whether the process ran its atexit handlers."""
         return self.phase in (L.PHASE_CLOSED, L.PHASE_CLOSED_BY_EXCEPTION)

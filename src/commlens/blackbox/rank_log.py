@@ -171,7 +171,7 @@ class BoxReader:
             coverage = [coverage]
         if status.lost:
             self.problems.append(f"{status.lost} collectives were not recorded because of an error inside commlens")
-        if status.phase > L.PHASE_CLOSED_BY_EXCEPTION:
+        if status.phase > L.PHASE_LEFT:
             self.problems.append("the word with the phase of the process is damaged")
         if self.parts.size < self.identity.total_size:
             self.problems.insert(0, f"the file is cut off: {self.parts.size} of {self.identity.total_size} bytes are left")
@@ -192,6 +192,7 @@ class BoxReader:
             steps=status.steps,
             expecting=expecting,
             closed=status.closed,
+            left=status.left,
             exception=exception,
             exception_stack=exception_stack,
             initialised=status.initialised,

@@ -28,6 +28,9 @@ class InitListener(Protocol):
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Return what to call after it."""
 
+    def after_destroy(self) -> None:
+        """``destroy_process_group`` returned."""
+
 
 def safely(function: Callable[..., Any], *args: Any) -> Any:
     """Call a function of commlens and return its result; log its error, if it raises one, and return None."""
@@ -64,6 +67,8 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
         current = listener()
         after = safely(current.before_destroy) if current is not None else None
         result = original_destroy(*args, **kwargs)
+        if current is not None:
+            safely(current.after_destroy)
         if after is not None:
             after()
         return result

@@ -141,6 +141,7 @@ def start_watcher(settings: config.Settings, job_dir: Path) -> None:
     subprocess.run(
         ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "commlens.watch", str(job_dir)],
         env=environ,
+        cwd=_directory(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -148,6 +149,14 @@ def start_watcher(settings: config.Settings, job_dir: Path) -> None:
         timeout=10,
         check=True,
     )
+
+
+def _directory() -> str:
+    """Return the working directory; "/" if it has been removed, because Python does not start there."""
+    try:
+        return os.getcwd()  # noqa: PTH109
+    except OSError:
+        return "/"
 
 
 def _claim(path: Path) -> bool:

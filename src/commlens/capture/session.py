@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -86,6 +87,8 @@ class Session:
             os.register_at_fork(after_in_child=_after_fork_in_child)
             self._hook_excepthook()
             atexit.register(at_exit, self)
+            # A child of multiprocessing leaves by os._exit, without atexit handlers.
+            multiprocessing.util.Finalize(None, at_exit, args=(self,), exitpriority=-1000)
             if settings.dump_signal:
                 safely(_install_signal, settings.dump_signal)
             if not settings.watched:
@@ -142,6 +145,13 @@ class Session:
         time.sleep(0.2 if torch_patches.torch_version() < (2, 7) else 0.01)
         return verifier.before_end if verifier is not None else None
 
+    def after_destroy(self) -> None:
+        """``destroy_process_group`` returned: after the last group, nobody waits for this process."""
+        import torch.distributed as dist
+
+        if self.is_recording and not dist.is_initialized():
+            self.writer.word(L.PHASE, L.PHASE_LEFT)
+
     # --- verification
 
     def _verify(self, rank: int, depth: int) -> None:
@@ -187,15 +197,19 @@ class Session:
 
     # --- the end
 
-    def _hook_excepthook(self) -> None:
+    def record_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Write the exception that ends the process into the box."""
         from commlens.capture.uncaught import record_exception
 
+        self.exception_seen = True
+        record_exception(self.writer, kind, error, trace)
+
+    def _hook_excepthook(self) -> None:
         previous = sys.excepthook
 
         def commlens_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if self.is_recording:
-                self.exception_seen = True
-                safely(record_exception, self.writer, kind, error, trace)
+                safely(self.record_exception, kind, error, trace)
             previous(kind, error, trace)
 
         sys.excepthook = commlens_excepthook
@@ -313,8 +327,13 @@ def _after_fork_in_child() -> None:
 
 
 def at_exit(session: Session) -> None:
-    """Close the box at the end of the process."""
+    """Close the box at the end of the process. In a child of multiprocessing, the exception that ends it may be under way."""
     if session.pid == os.getpid():
+        kind, error, trace = sys.exc_info()
+        if isinstance(error, SystemExit) and not error.code:
+            error = None
+        if session.is_recording and kind is not None and error is not None:
+            safely(session.record_exception, kind, error, trace)
         safely(session.close, L.PHASE_CLOSED_BY_EXCEPTION if session.exception_seen else L.PHASE_CLOSED)
 
 

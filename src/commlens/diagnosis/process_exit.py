@@ -64,7 +64,7 @@ def process_exit_of(log: RankLog) -> ProcessExit:
     if end is End.GONE:
         if is_peer_error(failure):
             return ProcessExit("peer", "exception", at, f"ended after {_short(failure)}")
-        if log.closed:
+        if log.closed or log.left:
             return ProcessExit("clean", "finished", at, "finished")
         return ProcessExit("gone", "unknown", at, "is gone; how it ended was not observed")
     text = f"exited with status {seen.exit_code}" if seen.exit_code is not None else "failed"
@@ -74,6 +74,9 @@ def process_exit_of(log: RankLog) -> ProcessExit:
         return ProcessExit("terminated", "killed", at, text)
     if is_peer_error(failure):
         return ProcessExit("peer", "exception", at, f"{text} after {_short(failure)}")
+    if log.left and failure is None:
+        # Ray ends the workers of a job that succeeded with status 1, without their exit handlers.
+        return ProcessExit("clean", "finished", at, f"{text} after it had destroyed its last process group")
     return ProcessExit("own", "exit", at, text, suggests_mismatch=is_mismatch_error(failure))
 
 

@@ -60,11 +60,13 @@ class _Builder:
 
     def build(self) -> Graph:
         """Follow every stuck thread of the processes that have not died."""
+        all_ended = all(view.exit.ended for view in self.job.views.values())
         for rank in sorted(self.job.views):
             view = self.job.views[rank]
+            follow = not view.died or (all_ended and view.exit.kind == "gone")
             for thread in sorted(view.blocks):
                 block = view.blocks[thread]
-                if block.stuck and not view.died:
+                if block.stuck and follow:
                     self._todo.append((view, block))
         self._follow_all()
         self.graph.deadlocks = self.graph.find_cycles()

@@ -76,6 +76,7 @@ class RankLog(msgspec.Struct):
     steps: int = 0  # optimizer steps completed
     expecting: str | None = None  # label of an open `with commlens.expect_slow(...)`
     closed: bool = False  # the process ran its atexit handlers
+    left: bool = False  # the process has destroyed its last process group, and not ended yet or without atexit handlers
     exception: str | None = None  # the uncaught exception in one line, if any
     exception_stack: Stack = ()
     initialised: bool = False  # init_process_group has returned

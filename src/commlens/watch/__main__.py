@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from commlens.config import load_settings
+from commlens.config import absolute, load_settings
 from commlens.watch.watcher import Watcher
 
 
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     except OSError:
         return 0  # another watcher is running, or the job is over
     settings = load_settings(strict=False).settings
-    settings = dataclasses.replace(settings, dump_dir=os.path.abspath(settings.dump_dir))  # noqa: PTH100 - as settings_environment does
+    settings = dataclasses.replace(settings, dump_dir=absolute(settings.dump_dir))
     with contextlib.suppress(OSError):
         os.chdir("/")  # so that no file system is kept busy
     Watcher([folder], settings).run()

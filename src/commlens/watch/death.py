@@ -24,8 +24,8 @@ def was_stopped(member: Member) -> bool:
 
 
 def dead_ranks(members: Sequence[Member]) -> list[Member]:
-    """Return the members that ended with a failure, or in an unknown way."""
-    return [member for member in members if member.ending is not None and not member.ended_well]
+    """Return the members that ended with a failure. One that ended in an unknown way is dead only if others wait for it."""
+    return [member for member in members if member.ended_well is False]
 
 
 def job_was_stopped(members: Sequence[Member]) -> bool:
@@ -59,7 +59,7 @@ class DeathDetector:
         """
         known = self.first
         for member in ended:
-            if member.ended_well:
+            if member.ended_well is not False:
                 continue
             if self.first is None:
                 self.first = member

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox.layout import PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION
+from commlens.blackbox.layout import PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION, PHASE_LEFT
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
 from commlens.watch import process
@@ -63,19 +63,20 @@ class Member:
 
     @property
     def ended_well(self) -> bool | None:
-        """Whether it ended with exit status 0, or with a goodbye if the status is lost; None while it runs, or if that is unknown."""
+        """Whether it ended with status 0, or after its last group was destroyed; without a status, what its box says; None: unknown."""
         if self.ending is None:
             return None
         if self.ending.signal is not None:
             return False
-        if self.ending.exit_code is not None:
-            return self.ending.exit_code == 0
-        return self.said_goodbye
+        if self.ending.exit_code:
+            return self.status is not None and self.status.left
+        return self.said_goodbye if self.ending.exit_code is None else True
 
     @property
     def said_goodbye(self) -> bool | None:
-        """Whether its box holds a goodbye (True) or an uncaught exception (False); None if neither."""
-        return {PHASE_CLOSED: True, PHASE_CLOSED_BY_EXCEPTION: False}.get(self.status.phase) if self.status is not None else None
+        """Whether its box says that it closed or left its last group (True), or an uncaught exception (False); None if neither."""
+        phase = self.status.phase if self.status is not None else -1
+        return {PHASE_CLOSED: True, PHASE_LEFT: True, PHASE_CLOSED_BY_EXCEPTION: False}.get(phase)
 
 
 @dataclass

@@ -53,7 +53,7 @@ def waits(members: Sequence[Member]) -> list[Wait]:
     found: list[Wait] = []
     for member in members:
         status = member.status
-        if status is None or not member.alive or status.closed:
+        if status is None or not member.alive or status.closed or status.left:
             continue
         if status.oldest_index and status.oldest_mono_ns:
             found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, status.timeout_s))

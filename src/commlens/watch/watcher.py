@@ -27,7 +27,7 @@ from commlens.watch.jobs import discard_forgotten
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
-from commlens.watch.roster import Roster, Worker, Workers
+from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import add_new_members, sample
 from commlens.watch.stall import Check, Stall, StallDetector, waited_for, waits
 
@@ -181,7 +181,7 @@ class Watcher:
             self._observer.ended(member.pid, member.ending or process.Ending(), clean=member.said_goodbye, at_ns=member.ended_ns)
         members, now = self._roster.current(), time.monotonic()
         ended = [member for member in ended if member in members and not self._over]
-        if any(member.ended_well for member in ended):
+        if any(member.ended_well is not False for member in ended):
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now):
             self.reporter.evidence.freeze()
@@ -309,8 +309,8 @@ class Watcher:
         self._say_final_lines()
         if any(member.alive and member.here for member in members):
             return  # a rank that outlives its launcher keeps its box
-        if members and not self._over and all(member.ended_well for member in members):
-            self._look_back()
+        if members and not self._over:
+            self._look_back(members)
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 save.discard_job(folder)
@@ -333,9 +333,13 @@ class Watcher:
             self._observer.ended(pid, ending)
             self._deaths.first = self._deaths.first or member
 
-    def _look_back(self) -> None:
-        """Diagnose a job that ended well: ranks may have disagreed without any effect but wrong results (another reduce op)."""
+    def _look_back(self, members: list[Member]) -> None:
+        """Diagnose a job after its end.
+
+        Ranks may have disagreed without any effect but wrong results (another reduce op), and nobody may have seen how a rank ended.
+        """
         verdict = self.reporter.diagnose()
-        if verdict.kind.startswith("mismatch") and not self._mismatches.has_reported(verdict):
+        unseen = any(member.ended_well is None for member in members)
+        if (verdict.kind.startswith("mismatch") and not self._mismatches.has_reported(verdict)) or (verdict.kind == "dead" and unseen):
             self.reporter.report(verdict)
             self.reporter.save_dump()

@@ -9,7 +9,7 @@ from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import death_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Node
-from commlens.model.collective import Frame, user_frame
+from commlens.model.collective import Collective, Frame, user_frame
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
@@ -38,7 +38,7 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, view in sorted(context.job.views.items()):
         end = view.exit
-        if end.kind in ("own", "gone") and not is_absorbed(context, rank):
+        if (end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))) and not is_absorbed(context, rank):
             groups[(end.why, end.text, end.source.where if end.source else "")].append(rank)
     moments = {key: min(context.job.views[rank].exit.at_ns for rank in ranks) for key, ranks in groups.items()}
     first = min((moment for moment in moments.values() if moment), default=0)
@@ -46,6 +46,17 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
         # An exception in user code is a cause of its own; a later signal or exit may follow from the first end.
         follows = bool(first) and moments[key] > first + _SAME_MOMENT_NS and key[0] != "exception"
         _death(context, ranks, [sinks[rank] for rank in ranks if rank in sinks], moments[key], root_cause=not follows)
+
+
+def _is_missed(context: Context, node: Node | None) -> bool:
+    """Return whether others wait for a rank that is gone. Otherwise, it may have ended well: nobody saw how."""
+    views = context.job.views
+
+    def never_issued(op: Collective) -> bool:
+        track = views[node.rank].tracks.get(op.channel.key) if node is not None else None
+        return op.is_point_to_point or track is None or track.last < op.sequence_number
+
+    return node is not None and any(not views[edge.rank].exit.ended or never_issued(edge.op) for edge in context.graph.edges_into(node))
 
 
 def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *, root_cause: bool) -> None:

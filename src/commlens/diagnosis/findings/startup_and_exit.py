@@ -75,7 +75,7 @@ def find_starting(context: Context) -> None:
 def find_ended(context: Context) -> None:
     """Report processes that failed without a known cause."""
     views = context.job.views
-    failed = sorted(rank for rank, view in views.items() if view.exit.failed)
+    failed = sorted(rank for rank, view in views.items() if view.exit.failed and view.exit.kind != "gone")
     if not failed or any(case.finding.kind == "dead" for case in context.cases):
         return
     peers = [rank for rank in failed if views[rank].exit.kind == "peer"]
