@@ -251,7 +251,8 @@ class Job:
             return met[root].args.inputs == op.args.inputs  # type: ignore[index]
         if set(met) != set(op.channel.group.ranks):
             return False
-        sizes = {(o.op, o.args.root, tuple((s.numel, s.dtype) for s in o.args.inputs)) for o in met.values()}
+        tensors = {rank: o.args.outputs if o.op == "scatter" else o.args.inputs for rank, o in met.items()}  # only the root has inputs
+        sizes = {(o.op, o.args.root, tuple((s.numel, s.dtype) for s in tensors[rank])) for rank, o in met.items()}
         return len(sizes) == 1
 
     # --- what is recorded

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders import Job, Stay, Step, all_reduce, recv, send
+from builders import Job, Op, Stay, Step, all_reduce, recv, send, spec
 from test_diagnose_findings import at
 
 from commlens.formats.columns import RankColumns
 from commlens.formats.flight_recorder.reader import read_flight_recorder_pickle
 from commlens.formats.rank_log_columns import columns_from_log
+from commlens.model.collective import CollectiveArgs
 from commlens.reports.converted.flight_recorder import to_json, to_pickle
 
 
@@ -32,6 +33,25 @@ def mixed(fault: Callable[[Job, int, int], Iterator[object] | None]) -> Callable
             yield Step()
 
     return program
+
+
+def every_op(job: Job, rank: int) -> Iterator[object]:
+    """What only the root has, and a barrier, which has an input and no output."""
+    everything = [spec(10)] * 4
+    for i in range(3):
+        yield all_reduce(job.world, 100, line=20)
+        for op, dispatched, inputs, outputs in (
+            ("scatter", "scatter_", everything if rank == 0 else [], [spec(10)]),
+            ("barrier", "barrier", [spec(1, "uint8")], []),
+            ("gather", "gather_", [spec(10)], everything if rank == 0 else []),
+            ("monitored_barrier", "monitored_barrier_", [spec(1)], []),
+            ("all_gather", "allgather_", [spec(10)], everything),
+            ("all_to_all", "alltoall_", everything, everything),
+        ):
+            if op == "barrier" and (rank, i) == (3, 2):
+                yield Stay(57, "load_batch")
+            yield Op(job.world, CollectiveArgs(op, dispatched, tuple(inputs), tuple(outputs), root=0 if op in ("scatter", "gather") else None), 30)
+        yield Step()
 
 
 def written(folder: Path, job: Job, **options: float) -> list[RankColumns]:
@@ -71,6 +91,14 @@ def test_torchfrtrace_finds_the_rank_that_is_missing(tmp_path: Path) -> None:
     said = torchfrtrace(tmp_path)
     assert "Not all ranks joining collective" in said
     assert "missing ranks: {2}" in said
+
+
+@pytest.mark.launches
+def test_torchfrtrace_reads_ops_without_inputs_or_outputs(tmp_path: Path) -> None:
+    written(tmp_path, Job(4).run(every_op))
+    said = torchfrtrace(tmp_path)
+    assert said.count("Not all ranks joining collective") == 1, said
+    assert "collective: gloo:barrier" in said and "missing ranks: {3}" in said
 
 
 @pytest.mark.launches

@@ -14,7 +14,7 @@ import msgspec
 
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
-from commlens.model.ops import IN_PLACE, NCCL_NAMES, POINT_TO_POINT
+from commlens.model.ops import BARRIERS, IN_PLACE, NCCL_NAMES, POINT_TO_POINT
 from commlens.text import count
 
 VERSION: Final = "2.10"
@@ -164,6 +164,8 @@ Sizes = tuple[list[list[int]], list[str]]
 def _sizes(asked: CollectiveArgs) -> tuple[Sizes, Sizes]:
     """Return sizes and dtypes of inputs and outputs. A list of one tensor per rank is one tensor, since NCCL's group flattens it."""
     inputs, outputs = asked.inputs, asked.outputs
+    if asked.op in BARRIERS:
+        inputs = outputs = ()  # torchfrtrace fails if only one of them is empty
     if asked.op in IN_PLACE:
         inputs = outputs = inputs or outputs
     if asked.dispatcher_op == "allgather_":
