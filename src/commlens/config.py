@@ -8,7 +8,6 @@ Standard library only, because the training process imports it; PyYAML is import
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from commlens.blackbox.layout import CAPACITY_MAX
-from commlens.errors import ConfigError, MissingDependency
+from commlens.errors import ConfigError, MissingDependency, did_you_mean
 
 SWITCH: Final = "COMMLENS"
 """The variable that enables recording in a worker."""
@@ -309,11 +308,9 @@ def _shown(value: Any) -> str:
 
 
 def _unknown(name: str, origin: str, written: str | None) -> str:
-    close = difflib.get_close_matches(name, NAMES, n=1)
-    suggestion = (variable_of(close[0]) if written else close[0]) if close else None
-    known = ", ".join(variable_of(each) if written else each for each in NAMES if not ACCEPTED[each].internal)
+    known = [variable_of(each) if written else each for each in NAMES if not ACCEPTED[each].internal]
     subject = f"The variable {written} is" if written else f"{name!r} ({origin}) is"
-    return f"{subject} not a commlens setting." + (f" Did you mean {suggestion}?" if suggestion else f" The settings are {known}.")
+    return f"{subject} not a commlens setting." + (did_you_mean(written or name, known) or f" The settings are {', '.join(known)}.")
 
 
 # --- the file
@@ -325,6 +322,8 @@ def _apply_file(layers: _Layers, environ: Mapping[str, str], config_file: str | 
         return
     origin = f" ({named_by})" if named_by else ""
     try:
+        if path.is_fifo() or (path.is_char_device() and path != Path(os.devnull)):  # reading it may block forever
+            raise OSError(0, "it is not a regular file")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
         if named_by is None and isinstance(error, (FileNotFoundError, NotADirectoryError)):

@@ -17,6 +17,8 @@ Each class has a ``slug``, its heading in docs/errors.md.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class CommlensError(Exception):
     """Base class. The message is a full sentence: what happened, where, and what to do."""
@@ -99,3 +101,11 @@ class MissingDependency(CommlensError):
         """Return the error for a feature that needs torch; ``error`` is from the failed import, if there was one."""
         reason = "is not installed" if error is None else f"cannot be imported ({error})"
         return cls(f"{feature} needs torch, which {reason}: pip install 'commlens[torch]'")
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """``" Did you mean abort?"``; empty if none of the words is similar."""
+    import difflib
+
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f" Did you mean {close[0]}?" if close else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
@@ -17,11 +18,23 @@ from conftest import SOURCE, RunCommlens
 
 @pytest.mark.launches
 def test_help_names_every_verb(run_commlens: RunCommlens):
-    done = run_commlens("--help")
+    done = run_commlens("--help", environ={"COLUMNS": "200"})
     assert done.returncode == 0
     for entry in COMMANDS:
         assert f"  {entry.name:<13}{entry.help}\n" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["diagnose", "--help"], ["compare", "--help"]], ids=" ".join)
+def test_help_wraps_to_the_terminal(arguments, monkeypatch, capsys):
+    counts = []
+    for columns in (50, 100, 150):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        with contextlib.suppress(SystemExit):
+            main(arguments)
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns
+        counts.append(len(lines))
+    assert counts == sorted(counts, reverse=True) and counts[0] > counts[1]
 
 
 @pytest.mark.launches
@@ -76,6 +89,32 @@ def test_a_misspelt_command_gets_a_suggestion(capsys):
 def test_an_unknown_option_is_named(capsys):
     assert main(["--frobnicate"]) == 2
     assert "no option '--frobnicate'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["diagnose", "--jso", "x"], "commlens diagnose has no option '--jso'. Did you mean --json?"),
+        (["run", "--stal-timeout", "5", "t.py"], "commlens run has no option '--stal-timeout'. Did you mean --stall-timeout?"),
+        (["launch", "--stal-timeout=5", "t.py"], "commlens launch has no option '--stal-timeout'. Did you mean --stall-timeout?"),
+        (["trace", "--frobnicate", "t.py"], "commlens trace has no option '--frobnicate'. `commlens trace --help` shows how to call it."),
+        (
+            ["convert", "--to", "csvv", "-o", "x", "y"],
+            "--to does not accept 'csvv'. Did you mean csv? It takes fr-pickle, fr-json, perfetto, parquet, csv.",
+        ),
+        (["dump", "a", "b"], "commlens dump takes no argument 'b' there. `commlens dump --help` shows how to call it."),
+        (["compare"], "commlens compare needs BEFORE, AFTER. `commlens compare --help` shows how to call it."),
+        (["view", "--rank", "x", "y"], "--rank: 'x' is not a number. `commlens view --help` shows how to call it."),
+        (["demo", "stoped"], "There is no scenario 'stoped'. Did you mean stopped? `commlens demo --list` lists them."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_is_one_sentence_and_exit_status_2(arguments, message, capsys):
+    if arguments[0] == "launch":
+        pytest.importorskip("torch")
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", f"commlens: {message}\n")
 
 
 class Failing:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,10 @@ def test_a_named_file_must_exist_and_the_usual_one_need_not(tmp_path):
         load({"COMMLENS_CONFIG_FILE": missing})
     assert "COMMLENS_CONFIG_FILE" in load({"COMMLENS_CONFIG_FILE": missing}, strict=False).warnings[0]
     assert load({"XDG_CONFIG_HOME": str(tmp_path)}).warnings == []
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(ConfigError, match="pipe.yaml.*it is not a regular file"):
+        load(config_file=str(tmp_path / "pipe.yaml"))
+    assert load(config_file=os.devnull).warnings == []
     with pytest.raises(ConfigError, match="Is a directory"):
         load(config_file=tmp_path)
 

@@ -48,9 +48,14 @@ def every_op(job: Job, rank: int) -> Iterator[object]:
             ("all_gather", "allgather_", [spec(10)], everything),
             ("all_to_all", "alltoall_", everything, everything),
         ):
+            root = 0 if op in ("scatter", "gather") else None
             if op == "barrier" and (rank, i) == (3, 2):
                 yield Stay(57, "load_batch")
-            yield Op(job.world, CollectiveArgs(op, dispatched, tuple(inputs), tuple(outputs), root=0 if op in ("scatter", "gather") else None), 30)
+            yield Op(
+                job.world,
+                CollectiveArgs(op, dispatched, tuple(inputs), tuple(outputs), root=root),
+                30,
+            )
         yield Step()
 
 

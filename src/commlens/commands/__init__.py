@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn, Protocol
 
-from commlens.errors import CommandError, CommlensError
+from commlens.errors import CommandError, CommlensError, did_you_mean
 
 
 class Command(Protocol):
@@ -97,6 +98,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        from commlens.launch.options import usage_error
+
+        raise usage_error(self, message)
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    """Wraps each paragraph of a description to the terminal's width."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Paragraphs, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
 def _dispatch(arguments: list[str]) -> int:
     if not arguments:
         print(help_text(), file=sys.stderr)
@@ -111,12 +126,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"commlens {__version__}")
         return 0
     command = _entry(verb).load()
-    parser = argparse.ArgumentParser(
-        prog=f"commlens {verb}",
-        description=_documentation(type(command)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog=f"commlens {verb}", description=_documentation(type(command)), formatter_class=_Paragraphs, allow_abbrev=False)
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))
 
@@ -131,12 +141,8 @@ def _entry(verb: str) -> Entry:
     names = [entry.name for entry in COMMANDS]
     if verb in names:
         return COMMANDS[names.index(verb)]
-    import difflib
-
-    close = difflib.get_close_matches(verb, names, n=1)
     what = "has no option" if verb.startswith("-") else "has no command"
-    suggestion = f"Did you mean {close[0]}?" if close else f"The commands are {', '.join(names)}."
-    raise CommandError(f"commlens {what} {verb!r}. {suggestion}")
+    raise CommandError(f"commlens {what} {verb!r}." + (did_you_mean(verb, names) or f" The commands are {', '.join(names)}."))
 
 
 def _runs_user_code(arguments: list[str]) -> bool:
@@ -145,17 +151,21 @@ def _runs_user_code(arguments: list[str]) -> bool:
 
 def help_text() -> str:
     """Return the text of ``commlens --help``."""
+    width = max(40, shutil.get_terminal_size().columns - 2)
+
+    def rows(named: Iterable[tuple[str, str]], column: int) -> list[str]:
+        return [textwrap.fill(f"  {name:<{column}}{text}", width, subsequent_indent=" " * (column + 2)) for name, text in named]
+
     lines = [
         "usage: commlens COMMAND [options]",
         "",
-        "Find the rank, the collective and the line that stopped a distributed PyTorch job.",
+        textwrap.fill("Find the rank, the collective and the line that stopped a distributed PyTorch job.", width),
         "",
         "commands:",
-        *(f"  {entry.name:<13}{entry.help}" for entry in COMMANDS),
+        *rows([(entry.name, entry.help) for entry in COMMANDS], 13),
         "",
         "options:",
-        "  -h, --help     show this help; after a command, its help",
-        "  -V, --version  show the version",
+        *rows([("-h, --help", "show this help; after a command, its help"), ("-V, --version", "show the version")], 15),
         "",
         "Start with:  commlens demo",
     ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any, Final
 
 from commlens.config import ACCEPTED, Resolved, load_settings
+from commlens.errors import CommandError, did_you_mean
 
 OPTIONS: Final = {
     "stall_timeout": ("SECONDS", "print the verdict after a rank has waited this long in a collective (default 60)"),
@@ -53,3 +55,23 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
     overrides: dict[str, Any] = {name: getattr(arguments, f"commlens_{name}") for name in OPTIONS}
     overrides.update(more)
     return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)
+
+
+def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
+    """Return argparse's complaint as an error of ours: a sentence, with a suggestion for a misspelt option or choice."""
+    see = f" `{parser.prog} --help` shows how to call it."
+    kind, _, given = message.partition(": ")
+    if kind == "unrecognized arguments":
+        name = given.split()[0].partition("=")[0]
+        options = [option for action in parser._actions for option in action.option_strings]
+        if name.startswith("-"):
+            return CommandError(f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see))
+        return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
+    if kind == "the following arguments are required":
+        return CommandError(f"{parser.prog} needs {given}.{see}")
+    kind = max(kind.removeprefix("argument ").split("/"), key=lambda option: option.startswith("--"))  # "-o/--output"
+    if choice := re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", given):
+        choices = choice[2].replace("'", "")
+        return CommandError(f"{kind} does not accept {choice[1]!r}.{did_you_mean(choice[1], choices.split(', '))} It takes {choices}.")
+    given = re.sub(r"invalid (int|float) value: (.*)", r"\2 is not a number", given)
+    return CommandError(f"{kind}: {given}.{see}")

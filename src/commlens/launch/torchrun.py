@@ -16,13 +16,13 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import MissingDependency
 from commlens.launch import autoload, trace_summary
-from commlens.launch.options import add_settings, settings_from
+from commlens.launch.options import add_settings, settings_from, usage_error
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
 
@@ -43,6 +43,11 @@ def torchrun_parser() -> argparse.ArgumentParser:
         raise MissingDependency.torch("commlens launch", error) from None
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "commlens launch"
+
+    def refuse(message: str) -> NoReturn:
+        raise usage_error(parser, message)
+
+    parser.error = refuse  # type: ignore[method-assign]
     parser.description = "Run torchrun with commlens in every worker. All of torchrun's options are accepted and work as in torchrun."
     add_settings(parser)
     group = parser.add_argument_group("tracing")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from commlens.errors import CommandError
+from commlens.errors import CommandError, did_you_mean
 from commlens.scenarios import throttle
 from commlens.scenarios.truth import HEALTHY, Truth, culprit_rank, marked_lines
 
@@ -188,4 +188,5 @@ def find(name: str) -> Scenario:
     for scenario in SCENARIOS:
         if scenario.name == name:
             return scenario
-    raise CommandError(f"There is no scenario {name!r}. `commlens demo --list` lists them.")
+    close = did_you_mean(name, [scenario.name for scenario in SCENARIOS])
+    raise CommandError(f"There is no scenario {name!r}.{close} `commlens demo --list` lists them.")
