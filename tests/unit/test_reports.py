@@ -11,6 +11,8 @@ import pytest
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.reports.json_report import print_json, schema
 from commlens.reports.terminal import print_verdict, render
+from commlens.text import fill
+from commlens.watch.reporting import say_to_stderr
 
 
 def finding(**more: object) -> Finding:
@@ -33,8 +35,8 @@ def verdict(*findings: Finding, **more: object) -> Verdict:
 GOLDEN = """\
 VERDICT  rank 2 never reached all_reduce #41 of group dp [0-3]; ranks 0-1,3 wait
          for it.
-WHY      rank 2 (host n03, pid 4121) has been in train.py:57 load_batch for 31
-         s; its last collective, all_reduce #40 of group dp [0-3], completed.
+WHY      rank 2 (host n03, pid 4121) has been in train.py:57 load_batch for
+         31 s; its last collective, all_reduce #40 of group dp [0-3], completed.
          Ranks 0-1,3 have been waiting for 31 s at train.py:81 step,
          float32[1048576] SUM.
 NEXT     look at load_batch (train.py:57) on rank 2.
@@ -48,6 +50,29 @@ Looked at 4 ranks, 160 records on 1 channel.
 
 def test_the_answer_comes_first_and_fits_into_80_columns() -> None:
     assert render(verdict(finding())) == GOLDEN
+
+
+def test_print_shows_the_words() -> None:
+    assert f"{verdict(finding())}\n" == GOLDEN
+    others = str(verdict(finding(), finding(summary="rank 7 waits too"), missing_evidence=["Rank 5 left no record"]))
+    assert "\n\nAlso found\n  - rank 7 waits too (train.py:57).\n\nNot known\n  - Rank 5 left no record.\n" in others
+
+
+def test_a_notice_wraps_like_a_verdict(capsys) -> None:
+    say_to_stderr("ranks 0-1,3 have been waiting in all_reduce #40 of group dp [0-3] for as long as 31 s; rank 2 is in train.py:57")
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "commlens: ranks 0-1,3 have been waiting in all_reduce #40 of group dp [0-3] for"
+    assert second == "          as long as 31 s; rank 2 is in train.py:57"
+
+
+@pytest.mark.parametrize("width", range(30, 60))
+def test_numbers_stay_with_their_units_and_paths_whole(width: int) -> None:
+    path = "/data/a-long/path/train.py:57"
+    words = fill(f"rank 2 has been waiting for 31 s in all_reduce #40 of 16.8 MB at {path}", width, indent="  ")
+    rich = render(verdict(finding(summary="it has waited for as long as 31 s for 16.8 MB")), width)
+    assert path in words.split()
+    for lines in (words, rich):
+        assert "31 s" in lines and "16.8 MB" in lines and max(map(len, lines.splitlines())) <= max(width, 31)
 
 
 def test_no_escape_codes_without_colour_and_some_with() -> None:

@@ -21,6 +21,7 @@ from commlens.errors import CommandError, MissingDependency
 from commlens.model.verdict import Verdict
 from commlens.scenarios import DEFAULT, SCENARIOS, Ending, Scenario, Truth, find
 from commlens.text import ranks_phrase
+from commlens.watch.reporting import NOTICE_INDENT
 
 TIMEOUT_S = 180.0
 """More than any scenario takes."""
@@ -126,10 +127,11 @@ def show(lines: Iterable[str]) -> int:
     Returns:
         How many lines were left out.
     """
-    has_verdict = False
+    has_verdict = ours = False
     left_out = 0
     for line in lines:
-        if has_verdict and not line.startswith("commlens:"):
+        ours = line.startswith("commlens:") or (ours and line.startswith(NOTICE_INDENT))
+        if has_verdict and not ours:
             left_out += 1
             continue
         has_verdict = has_verdict or line.startswith(DUMPED)

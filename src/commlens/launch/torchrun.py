@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,6 +79,15 @@ def launch(argv: Sequence[str]) -> int:
     from torch.distributed.run import run
 
     failures: dict[int, tuple[int, int]] = {}
+    was_aborted = False
+
+    def end_job() -> None:
+        """End the workers, as torchrun does on SIGTERM. The verdict says why, so torchrun's own report is left out."""
+        nonlocal was_aborted
+        was_aborted = True
+        logging.disable(logging.WARNING)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     watching: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     tracing = settings.trace is not None and _trace_workers(arguments, settings)
     started = time.time()
@@ -86,7 +96,7 @@ def launch(argv: Sequence[str]) -> int:
             _record_workers(arguments)
         os.environ.update(settings_environment(settings))
         os.environ[SWITCH] = "1"
-        watching = _watching(settings, failures)
+        watching = _watching(settings, failures, end_job)
     try:
         with watching:
             try:
@@ -95,6 +105,8 @@ def launch(argv: Sequence[str]) -> int:
                 failures.update({rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()})
                 raise
     except Exception as error:
+        if was_aborted:
+            return 1
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
@@ -183,12 +195,12 @@ def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> Iterator[None]:
+def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[], None]) -> Iterator[None]:
     """Run a watcher in a thread while the job runs, and let it report before torchrun does."""
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
     roots = list(dict.fromkeys(root.resolve() for root in job_dirs.box_roots(settings.box_dir)))
     folders = [job_dirs.user_folder(root) / str(settings.job) for root in roots]
-    watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=_end_job)
+    watcher = Watcher(folders, settings, workers=children_workers(os.getpid()), end_job=end_job)
     thread = threading.Thread(target=watcher.run, name="commlens-watcher", daemon=True)
     # The watcher is also notified of this process's signals, one byte each. torchrun's handlers stay installed.
     previous: Any = None
@@ -203,8 +215,3 @@ def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]]) -> It
                 signal.set_wakeup_fd(previous)
         watcher.stop(failures)
         thread.join(FINISH_S)
-
-
-def _end_job() -> None:
-    """End the workers, as torchrun does on SIGTERM."""
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from commlens.model.verdict_html import verdict_html
+from commlens.model.verdict_html import verdict_html, verdict_text
 
 SCHEMA = "commlens.verdict/1"
 
@@ -123,6 +123,10 @@ class Verdict(msgspec.Struct, kw_only=True):
     def to_json(self) -> bytes:
         """Return the verdict as indented JSON that follows ``commlens.verdict/1``."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+    def __str__(self) -> str:
+        """Return the verdict in words, as ``print`` shows it."""
+        return verdict_text(self)
 
     def _repr_html_(self) -> str:
         """Return the HTML that a notebook shows."""

@@ -1,4 +1,4 @@
-"""Render a verdict as an HTML fragment for notebooks. All text is escaped, and there is no script.
+"""Render a verdict as text, for ``print``, and as an HTML fragment for notebooks. All of that is escaped, and there is no script.
 
 The argument is a :class:`commlens.model.verdict.Verdict`, untyped here so that the two modules do not import each other.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from html import escape
 from typing import Any
+
+from commlens.text import fill, sentence
 
 _COLOURS = {"healthy": "#1a7f37", "waiting": "#9a6700"}
 _MOST = 8  # sentences of each list
@@ -22,14 +24,31 @@ def verdict_html(verdict: Any) -> str:
         for label, text in rows
         if text
     )
-    first = verdict.findings[0] if verdict.findings else None
-    parts = [
-        _details("Evidence", first.evidence if first else []),
-        _details("Also found", [_with_ranks(finding) for finding in verdict.findings[1:]]),
-        _details("Not known", verdict.missing_evidence),
-    ]
+    parts = [_details(title, sentences) for title, sentences in _sections(verdict)]
     looked = f"<small>Looked at {escape(verdict.looked_at)}. Confidence: {escape(verdict.confidence)}.</small>" if verdict.looked_at else ""
     return f'<div style="border-left:4px solid {colour};padding-left:1em"><table>{cells}</table>{"".join(parts)}{looked}</div>'
+
+
+def verdict_text(verdict: Any) -> str:
+    """Return the same as lines of up to 80 characters."""
+    rows = [
+        ("VERDICT", sentence(verdict.summary)),
+        ("WHY", verdict.explanation),
+        ("NEXT", verdict.next_step and sentence(verdict.next_step)),
+    ]
+    lines = [fill(text, 80, first=f"{label:<9}", indent=" " * 9) for label, text in rows if text]
+    for title, sentences in _sections(verdict):
+        if sentences:
+            lines += ["", title, *(fill(sentence(text), 80, first="  - ", indent="    ") for text in sentences[:_MOST])]
+    return "\n".join([*lines, "", f"Looked at {verdict.looked_at}."] if verdict.looked_at else lines)
+
+
+def _sections(verdict: Any) -> list[tuple[str, list[str]]]:
+    return [
+        ("Evidence", verdict.findings[0].evidence if verdict.findings else []),
+        ("Also found", [_with_ranks(finding) for finding in verdict.findings[1:]]),
+        ("Not known", verdict.missing_evidence),
+    ]
 
 
 def _details(title: str, sentences: list[str]) -> str:

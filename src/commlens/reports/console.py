@@ -11,6 +11,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from commlens.text import rejoined, unbroken
+
 _WIDEST = 120  # longer lines are hard to read
 
 
@@ -35,7 +37,7 @@ def print_parts(parts: Iterable[RenderableType], file: IO[str] | None = None, wi
     with out.capture() as captured:
         for part in parts:
             out.print(part)
-    text = captured.get()
+    text = rejoined(captured.get())
     # Tables pad their columns with blanks, which only a terminal hides.
     out.file.write(text if out.is_terminal else "".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
@@ -45,5 +47,5 @@ def bullet(text: str) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row("-", Text(text))
+    table.add_row("-", Text(unbroken(text)))
     return Padding(table, (0, 0, 0, 2))

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.console import bullet, print_parts
-from commlens.text import ranks_phrase, sentence
+from commlens.text import ranks_phrase, sentence, unbroken
 
 _MOST_FINDINGS = 5
 _MOST_EVIDENCE = 6
@@ -25,10 +25,10 @@ def print_verdict(verdict: Verdict, file: IO[str] | None = None, width: int | No
     print_parts(_parts(verdict), file, width, colour)
 
 
-def render(verdict: Verdict, width: int = 80) -> str:
-    """Return the verdict as plain text, for logs and tests."""
+def render(verdict: Verdict, width: int = 80, *, colour: bool = False) -> str:
+    """Return the verdict as text."""
     out = io.StringIO()
-    print_verdict(verdict, out, width, colour=False)
+    print_verdict(verdict, out, width, colour=colour)
     return out.getvalue()
 
 
@@ -52,11 +52,11 @@ def _answer(verdict: Verdict) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    table.add_row(Text("VERDICT", style=_STYLES.get(verdict.kind, "bold red")), Text(sentence(verdict.summary)))
+    table.add_row(Text("VERDICT", style=_STYLES.get(verdict.kind, "bold red")), Text(unbroken(sentence(verdict.summary))))
     if verdict.explanation:
-        table.add_row(Text("WHY", style="bold"), Text(verdict.explanation))
+        table.add_row(Text("WHY", style="bold"), Text(unbroken(verdict.explanation)))
     if verdict.next_step:
-        table.add_row(Text("NEXT", style="bold"), Text(sentence(verdict.next_step)))
+        table.add_row(Text("NEXT", style="bold"), Text(unbroken(sentence(verdict.next_step))))
     return table
 
 

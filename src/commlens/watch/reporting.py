@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
@@ -16,7 +15,7 @@ from commlens.dumps import save
 from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
-from commlens.text import capital
+from commlens.text import capital, fill
 from commlens.watch.death import STOP_SIGNALS
 from commlens.watch.observer import Observer
 from commlens.watch.roster import Member, Roster
@@ -27,25 +26,26 @@ log = logging.getLogger("commlens")
 Say = Callable[[str | Verdict], None]
 Diagnose = Callable[..., Verdict]
 
+NOTICE_INDENT = " " * len("commlens: ")
+"""Begins the further lines of a notice."""
+
 _PY_SPY_WAIT_S = 0.8
 
 
 def say_to_stderr(message: str | Verdict) -> None:
-    """Print a line, beginning with ``commlens:``, or a verdict. It is a single write: ranks and torchrun share the terminal."""
-    sys.stderr.write(f"commlens: {message}\n" if isinstance(message, str) else _rendered(message))
-    sys.stderr.flush()
-
-
-def _rendered(verdict: Verdict) -> str:
-    from commlens.reports.terminal import print_verdict
-
+    """Print a notice, beginning with ``commlens:``, or a verdict. It is a single write: ranks and torchrun share the terminal."""
     width, colour = 80, False
     with contextlib.suppress(OSError, ValueError):
         width = min(120, os.get_terminal_size(sys.stderr.fileno()).columns)
         colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-    text = io.StringIO()
-    print_verdict(verdict, file=text, width=width, colour=colour)
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    if isinstance(message, str):
+        text = fill(f"commlens: {message}", width, indent=NOTICE_INDENT)
+    else:
+        from commlens.reports.terminal import render
+
+        text = render(message, width, colour=colour).rstrip("\n")
+    sys.stderr.write("".join(f"{line.rstrip()}\n" for line in text.split("\n")))
+    sys.stderr.flush()
 
 
 class Evidence:
