@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,8 +14,6 @@ _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 TEXT_MAX: Final = 4096
 """Longest text of a foreign file that is kept, in characters. A path has at most so many bytes."""
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
-_BEFORE_UNIT: Final = re.compile(r"(?<=\d) (?=(?:ms|s|min|h|B|[kMGTP]B)\b)")
-_NO_BREAK: Final = "\ue000"  # in place of a blank: rich wraps lines at no-break spaces, too
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -91,24 +87,6 @@ def clean_all(value: Any) -> Any:
     if isinstance(value, dict):
         return {clean_all(key): clean_all(one) for key, one in value.items()}
     return value
-
-
-def unbroken(text: str) -> str:
-    """The text to be wrapped: no line ends between a number and its unit. :func:`rejoined` follows."""
-    return _BEFORE_UNIT.sub(_NO_BREAK, text)
-
-
-def rejoined(text: str) -> str:
-    """The wrapped text with its blanks."""
-    return text.replace(_NO_BREAK, " ")
-
-
-def fill(text: str, width: int, *, first: str = "", indent: str = "") -> str:
-    """Wrap a text: ``first`` begins its first line, ``indent`` its further ones. Paths are not broken."""
-    lines = textwrap.wrap(
-        unbroken(text), width, initial_indent=first, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return rejoined("\n".join(lines))
 
 
 def capital(text: str) -> str:

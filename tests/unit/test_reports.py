@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.model.wrapping import fill
 from commlens.reports.json_report import print_json, schema
 from commlens.reports.terminal import print_verdict, render
-from commlens.text import fill
 from commlens.watch.reporting import say_to_stderr
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from commlens.text import fill, sentence
+from commlens.model.wrapping import fill
 
 _COLOURS = {"healthy": "#1a7f37", "waiting": "#9a6700"}
 _MOST = 8  # sentences of each list
@@ -32,14 +32,14 @@ def verdict_html(verdict: Any) -> str:
 def verdict_text(verdict: Any) -> str:
     """Return the same as lines of up to 80 characters."""
     rows = [
-        ("VERDICT", sentence(verdict.summary)),
+        ("VERDICT", _sentence(verdict.summary)),
         ("WHY", verdict.explanation),
-        ("NEXT", verdict.next_step and sentence(verdict.next_step)),
+        ("NEXT", verdict.next_step and _sentence(verdict.next_step)),
     ]
     lines = [fill(text, 80, first=f"{label:<9}", indent=" " * 9) for label, text in rows if text]
     for title, sentences in _sections(verdict):
         if sentences:
-            lines += ["", title, *(fill(sentence(text), 80, first="  - ", indent="    ") for text in sentences[:_MOST])]
+            lines += ["", title, *(fill(_sentence(text), 80, first="  - ", indent="    ") for text in sentences[:_MOST])]
     return "\n".join([*lines, "", f"Looked at {verdict.looked_at}."] if verdict.looked_at else lines)
 
 

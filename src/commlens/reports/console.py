@@ -11,7 +11,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from commlens.text import rejoined, unbroken
+from commlens.model.wrapping import rejoined, unbroken
 
 _WIDEST = 120  # longer lines are hard to read
 

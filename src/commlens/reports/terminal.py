@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from commlens.model.verdict import Finding, Verdict
+from commlens.model.wrapping import unbroken
 from commlens.reports.console import bullet, print_parts
-from commlens.text import ranks_phrase, sentence, unbroken
+from commlens.text import ranks_phrase, sentence
 
 _MOST_FINDINGS = 5
 _MOST_EVIDENCE = 6

@@ -15,7 +15,8 @@ from commlens.dumps import save
 from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
-from commlens.text import capital, fill
+from commlens.model.wrapping import fill
+from commlens.text import capital
 from commlens.watch.death import STOP_SIGNALS
 from commlens.watch.observer import Observer
 from commlens.watch.roster import Member, Roster
