@@ -42,13 +42,13 @@ def test_a_stall_is_confirmed_and_reported_once() -> None:
     assert update(detector, members, 103) is None and detector.stall is not None, "samples are taken from now on"
     check = update(detector, members, 109.9)
     assert check is not None and check.is_early
-    assert not detector.is_news(check, MISSING), "the stall timeout is not over"
+    assert not detector.add_verdict(check, MISSING), "the stall timeout is not over"
     check = update(detector, members, 110.1)
     assert check is not None and not check.is_early
-    assert detector.is_news(check, MISSING), "it came out twice"
+    assert detector.add_verdict(check, MISSING), "it came out twice"
     check = update(detector, members, 111.2)
     assert check is not None
-    assert not detector.is_news(check, MISSING), "it was reported before"
+    assert not detector.add_verdict(check, MISSING), "it was reported before"
 
 
 def test_another_verdict_is_another_report() -> None:
@@ -58,7 +58,7 @@ def test_another_verdict_is_another_report() -> None:
     for tenth in range(100, 200):
         check = update(detector, members, 100 + tenth / 10)
         verdict = MISSING if tenth < 150 else Verdict(kind="missing", culprits=[2], victims=[0])
-        if check is not None and detector.is_news(check, verdict):
+        if check is not None and detector.add_verdict(check, verdict):
             reported.append(verdict.culprits)
     assert reported == [[1], [2]]
 
@@ -69,7 +69,7 @@ def test_the_end_of_a_reported_wait_is_seen_once() -> None:
     for at_s in (101.0, 101.3):
         check = update(detector, members, at_s)
         assert check is not None
-        detector.is_news(check, MISSING)
+        detector.add_verdict(check, MISSING)
     assert detector.take_ended(waits(members), 102 * S) is None, "it still waits"
     stall = detector.take_ended([], 103 * S)
     assert stall is not None and stall.verdict is MISSING and stall.since_ns == 100 * S
@@ -82,7 +82,7 @@ def test_a_process_groups_timeout_is_checked_at_once_and_once() -> None:
     assert update(detector, members, 117) is None
     check = update(detector, members, 118.1)
     assert check is not None and check.timeout_s == 20.0
-    assert detector.is_news(check, MISSING), "without confirmation: the timeout ends the job"
+    assert detector.add_verdict(check, MISSING), "without confirmation: the timeout ends the job"
     assert update(detector, members, 118.6) is None, "one check does for the ranks that expire together"
     assert update(StallDetector(Settings(stall_timeout=60.0, dump_on_timeout=False)), members, 118.1) is None
 
@@ -96,9 +96,9 @@ def test_when_a_rank_has_finished_the_others_are_checked_soon(alive: bool) -> No
     check = update(detector, members, 101.1)
     assert (check is not None) is alive
     if check is not None:
-        assert check.rank_finished and not detector.is_news(check, MISSING)
+        assert check.rank_finished and not detector.add_verdict(check, MISSING)
         check = update(detector, members, 101.4)
-        assert check is not None and detector.is_news(check, MISSING)
+        assert check is not None and detector.add_verdict(check, MISSING)
 
 
 def test_waited_for() -> None:

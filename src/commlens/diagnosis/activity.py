@@ -18,8 +18,9 @@ from commlens.text import duration, frame_phrase, size
 
 CPU_WORKING = 0.10  # of one core over the window; a waiting rank uses below 0.02, watchdog thread included
 IO_WORKING = 64 * 1024  # bytes within the window
+NET_WORKING = 1024  # bytes per second: heartbeats of a store or a logger are fewer
+_RUNNABLE = 0.3  # of the samples: the process works or, on a busy machine, would if it got a core
 _WINDOW_S = 0.4  # shorter observations say nothing about movement
-_STILL_S = 5.0  # a checkpoint must stand still for this long before it is called stuck
 _THROTTLED = 0.5
 _STOPPED = 0.5
 _LEAVING_NS = 10_000_000_000  # an interpreter with torch in it may take seconds to shut down
@@ -64,6 +65,7 @@ class Activity(msgspec.Struct):
     frame: Frame | None = None  # the user's innermost line
     signs: list[str] = []  # the evidence, in sentences
     observed: bool = False  # the process was watched for movement
+    unclear: bool = False  # nothing shows that it works, but nothing shows a fault, either: it may wait for a disk or a server
 
 
 def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_after_ns: int = 1_000_000_000) -> Activity:
@@ -128,9 +130,6 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
         return Activity(why or otherwise, False, f"was {(where and f'in {where}') or 'elsewhere'}", frame, [end.text], watched)
     if moves:
         return Activity(why or otherwise, True, phrase, frame, signs, watched)
-    stood_still = watched and seen.window_s >= _STILL_S
-    if why in ("compilation", "initialising") or (why == "checkpoint-io" and not stood_still):
-        return Activity(why, True, phrase, frame, [*signs, named], watched)
     if active_ns_ago > 0:
         return Activity(why or "user-code", True, phrase, frame, [*signs, f"it was active {duration(active_ns_ago)} before"], watched)
     if seen.proc_state == "D":
@@ -139,6 +138,10 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
     if (seen.memory_pressure or 0.0) >= _PRESSURE:
         pressure = f"its cgroup waited for memory {seen.memory_pressure:.0f} % of the time"
         return Activity("memory-pressure", False, phrase, frame, [pressure, *signs], watched)
+    if seen.unsent_bytes:
+        signs.append(f"its TCP connections hold {size(seen.unsent_bytes)} that the other side does not take")
+    if seen.unsent_bytes or why in ("compilation", "initialising", "checkpoint-io"):
+        return Activity(why or otherwise, True, phrase, frame, [*signs, *filter(None, [named])], watched, unclear=watched)
     return Activity(why or otherwise, False, phrase, frame, signs, watched)
 
 
@@ -149,6 +152,15 @@ def quiet_ns(log: RankLog) -> int:
     for op in reversed(log.collectives[-8:]):
         latest = max(latest, op.announced_ns, op.returned_ns, op.wait_ended_ns, op.wait_began_ns)
     return max(0, now - latest) if latest else 0
+
+
+def longest_gap_ns(log: RankLog) -> int:
+    """Return the longest time that the rank spent between two collectives, as far as it is recorded."""
+    left = longest = 0
+    for op in log.collectives:
+        longest = max(longest, op.announced_ns - left if left else 0)
+        left = max(left, op.returned_ns, op.wait_ended_ns)
+    return longest
 
 
 def torch_is_innermost(stack: Stack) -> bool:
@@ -195,8 +207,16 @@ def _movement(seen: Observation) -> tuple[list[str], bool, bool]:
     if seen.cpu_s is not None and window >= _WINDOW_S:
         watched = True
         share = seen.cpu_s / window
-        works = works or share >= CPU_WORKING
-        signs.append(f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s" if share >= CPU_WORKING else "it uses no CPU")
+        runs = (seen.running_fraction or 0.0) >= _RUNNABLE
+        works = works or share >= CPU_WORKING or runs
+        used = f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s"
+        signs.append(used if share >= CPU_WORKING else "it waits for a core" if runs else "it uses no CPU")
+    if seen.children_cpu_s is not None and window >= _WINDOW_S and seen.children_cpu_s / window >= CPU_WORKING:
+        works = watched = True
+        signs.append(f"its child processes used {seen.children_cpu_s:.1f} s of CPU")
+    if seen.net_bytes is not None and window >= _WINDOW_S and seen.net_bytes >= NET_WORKING * window:
+        works = watched = True
+        signs.append(f"it sent or received {size(seen.net_bytes)} in {window:.0f} s")
     if seen.io_bytes is not None and window >= _WINDOW_S and seen.io_bytes >= IO_WORKING:
         works = watched = True
         signs.append(f"it read or wrote {size(seen.io_bytes)} in {window:.0f} s")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
@@ -17,6 +17,9 @@ from commlens.model.ranklog import RankLog
 
 if TYPE_CHECKING:
     from commlens.diagnosis.columns import RankOps
+
+STALL_TIMEOUT_S: Final = 60.0
+"""The default of the setting; a dump does not say what it was."""
 
 PairKey = tuple[ChannelKey, int, str]
 """Channel, peer (-1: any), and ``"send"`` or ``"recv"``."""
@@ -122,6 +125,7 @@ class JobIndex:
     stalled_after_ns: int
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks with records of the channel
     knows: Capabilities = BLACK_BOXES
+    stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
     moving: bool = False  # collectives still completed while the job was dumped
 
     @cached_property
@@ -134,13 +138,13 @@ class JobIndex:
         return {rank: self.views[rank].tracks[key] for rank in self.users.get(key, ())}
 
 
-def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
+def index_logs(logs: Sequence[RankLog], stalled_after_s: float, stall_timeout_s: float = STALL_TIMEOUT_S) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records."""
     limit = int(stalled_after_s * 1e9)
     exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)
-    job = JobIndex({}, {}, size, no_record, elsewhere, limit)
+    job = JobIndex({}, {}, size, no_record, elsewhere, limit, stall_timeout_ns=int(stall_timeout_s * 1e9))
     for log in logs:
         view = _index_log(log, exits[log.rank], job)
         job.views[log.rank] = view

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeVar
 
 from commlens.model.collective import FrameKind
 from commlens.model.ranklog import End, Observation
@@ -21,6 +22,9 @@ STACK_INTERVAL_S: Final = 1.0
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
 _IO_EVERY_S: Final = 0.4
+_OTHERS_EVERY_S: Final = 1.0
+
+_Counted = TypeVar("_Counted", bound="tuple[Any, ...]")  # CLOCK_MONOTONIC ns, and counters so far
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,15 @@ class _Sample:
     pulse: Pulse
 
 
+class _Others(NamedTuple):
+    """What works for a process outside its threads, so far."""
+
+    at_ns: int  # CLOCK_MONOTONIC
+    cpu_s: float  # of its child processes and theirs
+    io_bytes: int  # of the living ones; its own count holds those of the others
+    net_bytes: int
+
+
 @dataclass
 class _Subject:
     pid: int
@@ -48,6 +61,9 @@ class _Subject:
     classify: Classify
     samples: deque[_Sample] = field(default_factory=deque)
     io: deque[tuple[int, int]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, bytes so far)
+    others: deque[_Others] = field(default_factory=deque)
+    sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
+    unsent: int = 0
     throttled: deque[tuple[int, float]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, seconds so far)
     cgroup: Cgroup | None = None
     pressure: float | None = None
@@ -72,6 +88,9 @@ class Observer:
         self._window_ns = int(window_s * 1e9)
         self._use_py_spy = use_py_spy
         self._subjects: dict[int, _Subject] = {}  # by pid
+        self._tcp: dict[int, process.TcpSocket] = {}  # by inode
+        self._tcp_at = 0  # CLOCK_MONOTONIC ns
+        self._rank_ends: set[tuple[bytes, int]] = set()  # local addresses of the ranks' connections
 
     def add(self, pid: int, start_ticks: int, classify: Classify = lambda _: FrameKind.USER) -> None:
         """Observe a process. ``classify`` returns the kind of code in a file, for stacks that py-spy reads."""
@@ -96,7 +115,9 @@ class Observer:
             total = process.io_bytes(subject.pid)
             if total is not None:
                 subject.io.append((now, total))
-                _forget_pairs(subject.io, now - self._window_ns)
+                _forget(subject.io, now - self._window_ns)
+        if not subject.others or now - subject.others[-1].at_ns > min(_OTHERS_EVERY_S * 1e9, self._window_ns / 8):
+            self._sample_others(subject, seen.reaped_cpu_s, now)
         if subject.cgroup is not None and (not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9):
             # A process may move to another cgroup; the counters of two cgroups cannot be compared.
             cgroup = Cgroup.of(subject.pid)
@@ -106,15 +127,35 @@ class Observer:
             counters = cgroup.read()
             subject.pressure = counters.memory_pressure
             subject.throttled.append((now, counters.throttled_s if counters.throttled_s is not None else -1.0))
-            _forget_pairs(subject.throttled, now - self._window_ns)
+            _forget(subject.throttled, now - self._window_ns)
         if self._use_py_spy and self._watchdog_is_silent(subject):
             self._start_py_spy(subject)
+
+    def _sample_others(self, subject: _Subject, reaped_cpu_s: float, now: int) -> None:
+        """Sample the process's children and TCP connections. Those to another rank carry collectives, which are no work of its own."""
+        if now - self._tcp_at > _OTHERS_EVERY_S * 5e8:
+            self._tcp, self._tcp_at = process.tcp_sockets(), now
+            held = {inode for pid in self._subjects for inode in process.socket_inodes(pid)}
+            self._rank_ends = {self._tcp[inode].local for inode in held if inode in self._tcp}
+        children = process.descendants(subject.pid, {os.getpid(), *self._subjects})
+        stats = filter(None, map(process.read_stat, children))
+        cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
+        inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
+        tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp and self._tcp[inode].remote not in self._rank_ends}
+        moved = sum(max(0, one.moved - subject.sockets.get(inode, 0)) for inode, one in tcp.items()) if subject.others else 0
+        so_far = subject.others[-1].net_bytes if subject.others else 0
+        subject.sockets = {inode: one.moved for inode, one in tcp.items()}
+        subject.unsent = sum(one.unsent for one in tcp.values())
+        io_bytes = sum(process.io_bytes(pid) or 0 for pid in children)
+        subject.others.append(_Others(now, cpu_s, io_bytes, so_far + moved))
+        _forget(subject.others, now - self._window_ns)
 
     def forget_samples(self) -> None:
         """Drop all samples: they belong to a stall that is over."""
         for subject in self._subjects.values():
             subject.samples.clear()
             subject.io.clear()
+            subject.others.clear()
             subject.throttled.clear()
             subject.stacks = None
             subject.pending = None
@@ -180,8 +221,14 @@ class Observer:
         if span > 0:
             seen.cpu_s = round(max(0.0, last_sample.cpu_s - first.cpu_s), 3)
         seen.stopped_fraction = round(sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3)
+        seen.running_fraction = round(sum(s.state == "R" for s in subject.samples) / len(subject.samples), 3)
         if len(subject.io) > 1:
             seen.io_bytes = max(0, subject.io[-1][1] - subject.io[0][1])
+        if len(subject.others) > 1:
+            before, after = subject.others[0], subject.others[-1]
+            seen.children_cpu_s = round(max(0.0, after.cpu_s - before.cpu_s), 3)
+            seen.io_bytes = (seen.io_bytes or 0) + max(0, after.io_bytes - before.io_bytes)
+            seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
         throttled = _throttled_fraction(subject)
         # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
         seen.throttled_fraction = round(min(1.0, max(0.0, throttled)), 3) if throttled is not None else None
@@ -256,6 +303,6 @@ def _stack_moved(subject: _Subject, now: int) -> bool | None:
     return False
 
 
-def _forget_pairs(pairs: deque[tuple[int, int]] | deque[tuple[int, float]], before_ns: int) -> None:
-    while len(pairs) > 2 and pairs[1][0] < before_ns:
-        pairs.popleft()
+def _forget(samples: deque[_Counted], before_ns: int) -> None:
+    while len(samples) > 2 and samples[1][0] < before_ns:
+        samples.popleft()

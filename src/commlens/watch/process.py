@@ -5,14 +5,17 @@ Field numbers are those of proc(5). Reading the state takes about 20 us.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
 import signal
+import socket
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
@@ -20,6 +23,12 @@ _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 10
 _PIDFD_GET_INFO: Final = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO: Final = struct.Struct("<QQ11Ii")
 _PIDFD_INFO_EXIT: Final = 1 << 3
+
+_DESCENDANTS_MAX: Final = 256
+_NETLINK_SOCK_DIAG: Final = 4
+_SOCK_DIAG_BY_FAMILY: Final = 20
+_DIAG_HEADER: Final = struct.Struct("=IHHIIBBBBI")  # nlmsghdr; family, protocol, extensions, padding and states of inet_diag_req_v2
+_MAPPED: Final = bytes(10) + b"\xff\xff"  # an IPv4 address as an IPv6 one begins so
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,7 @@ class Stat:
     start_ticks: int  # clock ticks from boot to its start: pid and start together identify a process
     state: str  # "R", "S", "D", "T", "t", "Z", "X"
     cpu_s: float  # of all its threads, user and system
+    reaped_cpu_s: float = 0.0  # of its child processes that have ended
     exit_status: int | None = None  # wait status of a zombie; None while it runs, or if the kernel hides it
 
     @property
@@ -80,10 +90,11 @@ def read_stat(pid: int) -> Stat | None:
     try:
         state, start = fields[0], int(fields[19])
         cpu = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        reaped = (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
         status = int(fields[49]) if state in "ZX" else None
     except (IndexError, ValueError):
         return None
-    return Stat(start, state, cpu, status)
+    return Stat(start, state, cpu, reaped, status)
 
 
 def is_running(pid: int, start_ticks: int) -> bool:
@@ -125,6 +136,75 @@ def children(pid: int) -> list[int]:
         return found
     for thread in threads:
         found += [int(child) for child in (read_text(f"/proc/{pid}/task/{thread}/children") or "").split()]
+    return found
+
+
+def descendants(pid: int, besides: Collection[int]) -> list[int]:
+    """Return the child processes and theirs, without the subtrees of ``besides``."""
+    found: list[int] = []
+    parents = [pid]
+    while parents and len(found) < _DESCENDANTS_MAX:
+        new = [child for child in children(parents.pop()) if child not in besides]
+        found += new
+        parents += new
+    return found
+
+
+class TcpSocket(NamedTuple):
+    """A connection. Its addresses are (address, port)."""
+
+    local: tuple[bytes, int]
+    remote: tuple[bytes, int]
+    moved: int  # bytes that the other side has acknowledged, and bytes received
+    unsent: int  # bytes written that the other side has not acknowledged
+
+
+def tcp_sockets() -> dict[int, TcpSocket]:
+    """Return the established TCP connections of this network namespace by inode, from sock_diag(7); none if it is not available."""
+    found: dict[int, TcpSocket] = {}
+    try:
+        with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_SOCK_DIAG) as link:
+            link.settimeout(1.0)
+            for family in (socket.AF_INET, socket.AF_INET6):
+                link.send(_DIAG_HEADER.pack(72, _SOCK_DIAG_BY_FAMILY, 0x301, 1, 0, family, socket.IPPROTO_TCP, 2, 0, 2) + bytes(48))
+                while _add_sockets(link.recv(1 << 17), found):
+                    pass
+    except (OSError, struct.error):
+        pass
+    return found
+
+
+def _add_sockets(answer: bytes, found: dict[int, TcpSocket]) -> bool:
+    """Add the sockets in one answer. Returns whether more answers follow."""
+    at = 0
+    while at + 88 <= len(answer):
+        size, kind = struct.unpack_from("=IH", answer, at)
+        if kind != _SOCK_DIAG_BY_FAMILY:
+            return False
+        ports = struct.unpack_from(">HH", answer, at + 20)
+        width = 4 if answer[at + 16] == socket.AF_INET else 16
+        local, remote = (answer[begin : begin + width].removeprefix(_MAPPED) for begin in (at + 24, at + 40))
+        unsent, _, inode = struct.unpack_from("=III", answer, at + 76)
+        attribute, end = at + 88, at + size
+        while attribute + 4 <= end:
+            length, name = struct.unpack_from("=HH", answer, attribute)
+            if name == 2 and length >= 140:  # INET_DIAG_INFO: struct tcp_info
+                moved = sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120))
+                found[inode] = TcpSocket((local, ports[0]), (remote, ports[1]), moved, unsent)
+            attribute += max(4, (length + 3) & ~3)
+        at += max(16, (size + 3) & ~3)
+    return at > 0 and at >= len(answer)
+
+
+def socket_inodes(pid: int) -> set[int]:
+    """Return the inodes of the sockets that a process has open."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                target = os.readlink(entry.path)  # noqa: PTH115
+                if target.startswith("socket:["):
+                    found.add(int(target[8:-1]))
     return found
 
 

@@ -80,6 +80,7 @@ def _key(verdict: Verdict) -> tuple[object, ...]:
     group = verdict.group
     return (
         verdict.kind,
+        verdict.is_fault and verdict.confidence == "low",
         tuple(verdict.culprits or waited_for(verdict)),
         (collective.op, collective.sequence_number) if collective else None,
         (group.name, tuple(group.ranks)) if group else None,
@@ -121,6 +122,7 @@ class StallDetector:
         self.stall: Stall | None = None
         self._settings = settings
         self._finished_due: float | None = None
+        self._notices: dict[tuple[str, frozenset[int]], float] = {}  # of waits: why and for which ranks, and how long the longest was
         self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives whose timeout has already caused a dump
 
     def add_finished_rank(self, now: float) -> None:
@@ -170,16 +172,17 @@ class StallDetector:
                 return wait.timeout_s
         return 0.0
 
-    def is_news(self, check: Check, verdict: Verdict) -> bool:
-        """Return whether to report a verdict now: it is a fault or a long wait, is confirmed, and was not reported before."""
+    def add_verdict(self, check: Check, verdict: Verdict) -> bool:
+        """Add what a check found. Returns whether to report it: it is a fault or a long wait, is confirmed, and was not reported before."""
         stall = self.stall
         assert stall is not None
         key = _key(verdict)
-        if verdict.kind == "healthy" or key in stall.reported or (verdict.kind == "waiting" and check.is_early):
+        is_wait = verdict.kind == "waiting" and (check.is_early or self._is_known_wait(check, verdict))
+        if verdict.kind == "healthy" or key in stall.reported or is_wait:
             if not check.rank_finished and key == stall.pending:
                 stall.pending = None
             stall.next_check = check.now + stall.interval_s
-            stall.interval_s = min(stall.interval_s * 2, RECHECK_MAX_S)
+            stall.interval_s = min(stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_timeout / 2))
             if check.rank_finished:
                 self._finished_due = None
             return False
@@ -188,8 +191,15 @@ class StallDetector:
             stall.pending = key
             stall.next_check = check.now + (min(CONFIRM_S, max(0.02, check.patience_s - check.age_s)) if is_early else CONFIRM_S)
             return False
+        if verdict.kind == "waiting":
+            self._notices[(verdict.why, frozenset(waited_for(verdict)))] = check.age_s
         stall.reported.append(key)
         stall.verdict = verdict
         stall.next_check, stall.interval_s = check.now + 1.0, 2.0
         self._finished_due = None
         return True
+
+    def _is_known_wait(self, check: Check, verdict: Verdict) -> bool:
+        """Return whether a notice told of a wait for these ranks, for the same reason, that was at least half as long."""
+        ranks = set(waited_for(verdict))
+        return any(why == verdict.why and ranks <= told and check.age_s < 2 * age_s for (why, told), age_s in self._notices.items())

@@ -19,6 +19,7 @@ from typing import Final
 
 from commlens.config import Settings
 from commlens.dumps import save
+from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase, verb
 from commlens.watch import process
 from commlens.watch.death import DeathDetector, dead_ranks, job_was_stopped
@@ -222,8 +223,7 @@ class Watcher:
         for verdict, may_abort in verdicts:
             self.reporter.report(verdict)
             self.reporter.save_dump()
-            if may_abort and self.settings.on_mismatch == "abort" and self._aborting_since is None:
-                self._abort("on_mismatch")
+            if may_abort and self.settings.on_mismatch == "abort" and self._abort("on_mismatch", verdict):
                 return
 
     # --- stalls
@@ -249,7 +249,7 @@ class Watcher:
         """Diagnose a stall and report a verdict that is new."""
         reporter = self.reporter
         verdict = reporter.diagnose()
-        if self._stalls.is_news(check, verdict):
+        if self._stalls.add_verdict(check, verdict):
             held = verdict.victims or verdict.culprits
             line = f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the verdict above stands."
             reporter.report(verdict, line if self._mismatches.has_reported(verdict) else "")
@@ -257,8 +257,8 @@ class Watcher:
                 if stall.dumps < DUMPS_PER_STALL and not check.timeout_s:
                     stall.dumps += 1
                     reporter.save_dump()
-                if self.settings.on_stall == "abort" and self._aborting_since is None:
-                    self._abort("on_stall")
+                if self.settings.on_stall == "abort":
+                    self._abort("on_stall", verdict)
         if check.timeout_s:
             reporter.save_dump(f"the process group's timeout of {check.timeout_s:.0f} s is about to expire")
 
@@ -269,7 +269,18 @@ class Watcher:
 
     # --- the end
 
-    def _abort(self, setting: str) -> None:
+    def _abort(self, setting: str, verdict: Verdict) -> bool:
+        """End the job, if it is not being ended and the evidence is complete. Returns whether it is being ended."""
+        if self._aborting_since is not None:
+            return True
+        members = [member for member in self._roster.current() if member.here and member.box is not None and not member.unreadable]
+        size = max((member.world_size for member in members), default=0)
+        concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
+        unseen = sorted(set(concerned) - {member.rank for member in members})
+        if unseen or verdict.confidence == "low":
+            doubt = f"there is no record of {ranks_phrase(unseen)} here" if unseen else "the verdict's confidence is low"
+            self.reporter.say(f"the job goes on, although {setting} is set to abort: {doubt}.")
+            return False
         self.reporter.say(f"ending the job, because {setting} is set to abort.")
         self._over = True
         self._aborting_since = time.monotonic()
@@ -277,6 +288,7 @@ class Watcher:
             self._end_job()
         else:
             self._signal_ranks(signal.SIGTERM)
+        return True
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():

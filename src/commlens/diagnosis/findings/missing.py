@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.activity import Activity
+from commlens.diagnosis.activity import Activity, longest_gap_ns
 from commlens.diagnosis.findings.context import Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import RankView
@@ -25,6 +25,9 @@ _WORK = {
     "data-loading": "loading data",
     "finished": "shutting down",
 }
+_NO_WORK = {"checkpoint-io": "in a checkpoint", "compilation": "compiling", "initialising": "initialising"}
+TOO_LONG = 8  # stall timeouts
+LONGER_THAN_BEFORE = 3  # times the longest time between two collectives
 
 
 class Absence(NamedTuple):
@@ -50,7 +53,7 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
         doing = context.doing(context.job.views[node.rank])
         first = most_waited(context.graph.edges_into(node))
         # After strict verification has given up waiting, a rank that works is too late.
-        in_time = doing.works and not is_refusal(first.op.error)
+        in_time = doing.works and not is_refusal(first.op.error) and not _is_too_long(context, node, doing)
         groups[(first.instance, in_time, doing.why, doing.frame)].append((node, doing))
     for (_, works, _, _), members in sorted(groups.items(), key=lambda item: [m[0] for m in item[1]]):
         absent = [node for node, _ in members]
@@ -67,6 +70,18 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
             _missing(context, absence)
 
 
+def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
+    """Return whether a rank has worked for so long while others wait that it may never arrive: it may be in an endless loop.
+
+    Visible compilation, a checkpoint that is being written and a block marked as slow may take any time.
+    """
+    log = context.job.views[node.rank].log
+    if log.expecting is not None or (doing.why in ("compilation", "checkpoint-io") and not doing.unclear):
+        return False
+    waited = context.longest_wait(edge.rank for edge in context.graph.edges_into(node))
+    return waited >= max(TOO_LONG * context.job.stall_timeout_ns, LONGER_THAN_BEFORE * longest_gap_ns(log))
+
+
 def _missing(context: Context, absence: Absence) -> None:
     ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
     view = context.job.views[ranks[0]]
@@ -79,12 +94,18 @@ def _missing(context: Context, absence: Absence) -> None:
         frame = view.last_op.source
     lead = f"Like all of {ranks_phrase(ranks)}, " if len(ranks) > 1 and not alone else ""
     evidence = _signs(absence)
+    too_long = doing.works and not is_refusal(op.error)
+    gap = longest_gap_ns(view.log)
+    if too_long and gap:
+        evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")
     if not finished and context.job.knows.stacks:
         evidence += _stack_evidence(view)
     evidence += _failure_evidence(view)
     sure = doing.observed or doing.why in _SURE
     more = None
-    if not sure and not context.job.knows.stacks:
+    if too_long:
+        more = "Whether it makes progress does not show from outside; commlens.expect_slow marks code that may take this long."
+    elif not sure and not context.job.knows.stacks:
         more = (
             f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
         )
@@ -92,7 +113,7 @@ def _missing(context: Context, absence: Absence) -> None:
         more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
-        confidence="high" if sure and not alone and not context.assumed(waiting) else "medium",
+        confidence="low" if too_long else "high" if sure and not alone and not context.assumed(waiting) else "medium",
         summary=_summary(context, absence, alone),
         explanation=prose(
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
@@ -124,9 +145,13 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
     expecting = context.job.views[ranks[0]].log.expecting
     subject, waits = ranks_phrase(ranks), ranks_and_verb(waiting, "waits", "wait")
     work = f"in a block marked as slow ({expecting})" if expecting is not None else _WORK.get(doing.why, "working")
+    if doing.unclear:
+        where = _NO_WORK.get(doing.why, "sending data that nobody takes")
+        work = f"{where} and {verb(ranks, 'shows', 'show')} no work: the reason is unknown"
     waited = context.longest_wait(waiting)
     finding = Finding(
-        kind="waiting", why=doing.why, root_cause=False, culprits=[], victims=held, confidence="high" if doing.observed else "medium",
+        kind="waiting", why=doing.why, root_cause=False, culprits=[], victims=held,
+        confidence="low" if doing.unclear else "high" if doing.observed else "medium",
         summary=f"{waits} in {op_phrase(op)} for {subject}, which {verb(ranks, 'is', 'are')} {work}"
         + (f", {duration(waited)} so far" if waited else ""),
         explanation=prose(
