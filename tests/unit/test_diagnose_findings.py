@@ -181,6 +181,9 @@ def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
     [
         (Stay(70, "train", Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.0, stack_moved=False)), "user-code"),
         (Stay(70, "load_batch", Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=True)), "data-loading"),
+        (Stay(73, "upload", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000)), "user-code"),
+        (Stay(74, "pack", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, children_cpu_s=3.0)), "user-code"),
+        (Stay(75, "train", Observation(End.RUNNING, window_s=5, cpu_s=0.2, stack_moved=False, running_fraction=0.9)), "user-code"),
         (
             Stay(71, "save_checkpoint", Observation(End.RUNNING, window_s=5, proc_state="D", cpu_s=0.0, io_bytes=9_000_000)),
             "checkpoint-io",
@@ -198,6 +201,55 @@ def test_waiting_for_a_rank_that_works_is_no_fault(stay: Stay, why: str) -> None
     verdict = judge(Job(4).run(training(at(2, 5, stay))).logs())
     assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == ("waiting", why, [], False)
     assert verdict.victims == [0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("stay", "words"),
+    [
+        (Stay(71, "save_checkpoint"), "is in a checkpoint and shows no work"),
+        (Stay(73, "upload", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, unsent_bytes=9000)), "that nobody takes"),
+    ],
+)
+def test_a_wait_for_an_unknown_reason_is_no_fault(stay: Stay, words: str) -> None:
+    """Nothing shows that a rank that sleeps while it saves is wrong: it may wait for a disk or a server."""
+    verdict = judge(Job(4).run(training(at(0, 5, stay))).logs())
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("waiting", [], "low")
+    assert words in verdict.summary
+    assert "the reason is unknown" in verdict.summary
+
+
+ENDLESS = Stay(70, "retry", Observation(End.RUNNING, window_s=9, proc_state="R", cpu_s=9.0, stack_moved=False))
+
+
+def test_a_rank_that_works_for_too_long_may_be_in_an_endless_loop() -> None:
+    logs = Job(4).run(training(at(2, 5, ENDLESS))).logs(after_s=500)
+    verdict = judge(logs)
+    assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [2], "train.py:70", "low")
+    assert "has been in train.py:70 retry for 8 min 20 s" in verdict.explanation
+    assert any("Before, rank 2 spent at most" in text for text in verdict.findings[0].evidence)
+    assert judge(logs, stall_timeout_s=90.0).kind == "waiting"
+    logs[2].expecting = "a long search"
+    assert judge(logs).kind == "waiting"
+
+
+def test_a_rank_that_was_as_slow_before_is_not_in_an_endless_loop() -> None:
+    job = Job(4)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            if i == 3:
+                job.now += 200_000_000_000
+            if (rank, i) == (2, 5):
+                yield ENDLESS
+            yield all_reduce(job.world, 100, line=20)
+            yield Step()
+
+    assert judge(job.run(program).logs(after_s=500)).kind == "waiting"
+
+
+def test_a_compilation_may_take_any_time() -> None:
+    compiling = Stay(72, "step", ENDLESS.observation, (Frame("/x/torch/_dynamo/convert_frame.py", 1, "compile", FrameKind.TORCH),))
+    assert judge(Job(4).run(training(at(2, 5, compiling))).logs(after_s=5000)).kind == "waiting"
 
 
 def test_expect_slow_is_no_fault() -> None:

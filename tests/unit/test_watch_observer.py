@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -65,6 +67,40 @@ def test_sleeping_then_computing(child: subprocess.Popen[str]) -> None:
     worked = observer.observe(child.pid)
     assert worked.cpu_s is not None
     assert worked.cpu_s >= 0.05
+
+
+def test_work_outside_its_own_threads() -> None:
+    """A child process that computes, and a connection to a server that takes its data."""
+    code = (
+        "import socket, subprocess, sys\ns = socket.create_connection(('127.0.0.1', int(sys.argv[1])))\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "try:\n    while True: s.sendall(bytes(100_000))\nfinally: p.kill()"
+    )
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        started = stack.enter_context(
+            subprocess.Popen([sys.executable, "-c", code, str(server.getsockname()[1])], stderr=subprocess.DEVNULL)
+        )
+        taken = stack.enter_context(server.accept()[0])
+        stack.callback(started.terminate)
+        eventually(lambda: bool(process.children(started.pid)))
+        observer = Observer(use_py_spy=False)
+        observer.add(started.pid, job_dirs.start_ticks(started.pid))
+        observer.sample(started.pid, pulse())
+        end = time.monotonic() + 15
+        while time.monotonic() < end and (observer.observe(started.pid).children_cpu_s or 0) < 0.3:
+            taken.recv(1 << 16)
+            time.sleep(0.05)
+            observer.sample(started.pid, pulse())
+        seen = observer.observe(started.pid)
+        os.kill(process.children(started.pid)[0], signal.SIGKILL)
+    assert seen.children_cpu_s is not None
+    assert seen.children_cpu_s >= 0.3
+    if process.tcp_sockets():  # else the kernel does not tell
+        assert seen.net_bytes is not None
+        assert seen.net_bytes > 10_000
+        assert seen.unsent_bytes is not None
+        assert seen.unsent_bytes > 0
 
 
 def test_stopped_is_not_holding_the_gil(child: subprocess.Popen[str]) -> None:

@@ -63,6 +63,34 @@ def test_another_verdict_is_another_report() -> None:
     assert reported == [[1], [2]]
 
 
+def test_a_verdict_that_becomes_surer_is_another_report() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    reported = []
+    for tenth in range(100, 200):
+        check = update(detector, members, 100 + tenth / 10)
+        verdict = Verdict(kind="missing", culprits=[1], victims=[0], confidence="low" if tenth < 150 else "high")
+        if check is not None and detector.add_verdict(check, verdict):
+            reported.append(verdict.confidence)
+    assert reported == ["low", "high"]
+
+
+def test_a_notice_is_not_repeated_until_the_wait_is_twice_as_long() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    group = GroupRef("0", "default_pg", [0, 1])
+    told = []
+    for began, length in ((100.0, 15.0), (200.0, 15.0), (300.0, 40.0)):  # a checkpoint in every hundred seconds
+        members = [member(1, since_s=began), member(2)]
+        for tenth in range(int(length * 10)):
+            check = update(detector, members, began + tenth / 10)
+            if check is not None and detector.add_verdict(check, Verdict(kind="waiting", victims=[0], group=group)):
+                told.append(int(check.age_s))
+        detector.take_ended([], int((began + length) * S))
+        update(detector, [member(1), member(2)], began + length)
+    assert len(told) == 2
+    assert told[1] >= 2 * told[0]
+
+
 def test_the_end_of_a_reported_wait_is_seen_once() -> None:
     detector = StallDetector(Settings(stall_timeout=1.0))
     members = [member(1, since_s=100.0), member(2)]

@@ -14,8 +14,9 @@ import pytest
 from watch_ranks import Rank, eventually
 
 from commlens.config import Settings
+from commlens.diagnosis.activity import movement
 from commlens.model.ranklog import End, RankLog
-from commlens.model.verdict import CollectiveRef, Verdict
+from commlens.model.verdict import CollectiveRef, Confidence, Verdict
 from commlens.watch.roster import Worker
 from commlens.watch.watcher import Watcher
 
@@ -33,7 +34,7 @@ def diagnose(logs: Sequence[RankLog], **_: object) -> Verdict:
     absent = [log for log in logs if log.rank not in waiting]
     if not waiting or not absent:
         return Verdict()
-    works = any((log.observation.cpu_s or 0) > 0.3 for log in absent)
+    works = any(movement(log.observation)[1] for log in absent)
     newest = max(log.collectives[-1].sequence_number for log in logs if log.rank in waiting)
     return Verdict(
         kind="waiting" if works else "missing",
@@ -194,6 +195,19 @@ def test_abort_ends_the_ranks(job: Job) -> None:
     assert [rank.process.wait(5) for rank in job.ranks] == [-signal.SIGTERM, -signal.SIGTERM]
     assert job.saved == ["rank0", "rank1"]
     assert not job.heard("dead")
+
+
+@pytest.mark.parametrize(("seen", "confidence", "doubt"), [(2, "low", "confidence is low"), (1, "high", "no record of rank 1 here")])
+def test_abort_needs_complete_evidence(job: Job, seen: int, confidence: Confidence, doubt: str) -> None:
+    job.ranks = [Rank(job.folder, rank, 2) for rank in range(seen)]
+    job.watch(on_stall="abort")
+    assert job.watcher is not None
+    verdict = Verdict(kind="missing", culprits=[1], victims=[0], confidence=confidence)
+    job.watcher.reporter._diagnose = lambda logs, **_: verdict
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.heard("the job goes on, although on_stall is set to abort"))
+    assert job.heard(doubt)
+    assert all(rank.process.poll() is None for rank in job.ranks)
 
 
 def test_abort_kills_ranks_that_ignore_sigterm(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_af
     if end.kind == "clean":
         return Activity("finished", False, "has finished", None, ["its process announced its exit"], True)
     if end.kind == "leaving":
-        signs, moves, watched = _movement(log.observation)
+        signs, moves, watched = movement(log.observation)
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
         return Activity("finished", moves or recently, "has finished and is shutting down", None, signs, watched)
     if end.kind in ("own", "gone", "peer"):
@@ -121,7 +121,7 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
     seen, where = log.observation, frame_phrase(frame)
     why, named = classify_frames(log, frames)
     otherwise: Why = "user-code" if frame is not None else "unknown"
-    signs, moves, watched = _movement(seen)
+    signs, moves, watched = movement(seen)
     phrase = _phrase(why, where, since)
     if log.expecting is not None:
         return Activity(why or "user-code", True, f"is in a block marked as slow ({log.expecting})", frame, signs, watched)
@@ -195,7 +195,7 @@ def classify_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
     return None, ""
 
 
-def _movement(seen: Observation) -> tuple[list[str], bool, bool]:
+def movement(seen: Observation) -> tuple[list[str], bool, bool]:
     """Return the signs of movement in the window, whether the process works, and whether it was watched for long enough."""
     signs: list[str] = []
     works = watched = False
