@@ -54,6 +54,7 @@ class Op:
     thread: int = 0
     cpp: bool = False  # waited for in C++: no recorded wait
     handle: str = ""
+    callers: tuple[Frame, ...] = ()  # of the line's function, innermost first
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ def spec(shape: int | tuple[int, ...], dtype: str = "float32", **more: object) -
 def collective(
     op: str, group: ProcessGroup, shape: int | tuple[int, ...] = 8, *, line: int, function: str = "step", dtype: str = "float32",
     reduce_op: str | None = None, root: int | None = None, is_async: bool = False, cpp: bool = False, handle: str = "", thread: int = 0,
+    callers: tuple[Frame, ...] = (),
 ) -> Op:  # fmt: skip
     tensor = spec(shape, dtype)
     asked = CollectiveArgs(op, DISPATCHER.get(op, op), () if op == "barrier" else (tensor,), (), reduce_op, root, asynchronous=is_async)
-    return Op(group, asked, line, function, is_async=is_async or cpp, cpp=cpp, handle=handle, thread=thread)
+    return Op(group, asked, line, function, is_async=is_async or cpp, cpp=cpp, handle=handle, thread=thread, callers=callers)
 
 
 def all_reduce(group: ProcessGroup, shape: int | tuple[int, ...] = 8, *, line: int, reduce_op: str | None = "SUM", **more: object) -> Op:
@@ -204,7 +206,11 @@ class Job:
         log = one.log
         op = Collective(
             len(log.collectives) + 1, channel, one.numbers[pair], action.asked, State.ISSUED, self.now, self.now, self.now + 1000,
-            stack=(Frame("/site/torch/distributed/c10d.py", 99, "wrapper", FrameKind.TORCH), Frame(SCRIPT, action.line, action.function)),
+            stack=(
+                Frame("/site/torch/distributed/c10d.py", 99, "wrapper", FrameKind.TORCH),
+                Frame(SCRIPT, action.line, action.function),
+                *action.callers,
+            ),
             issue_thread=action.thread or log.pid, peer=action.peer, tag=action.tag, step=log.steps,
         )  # fmt: skip
         log.collectives.append(op)

@@ -10,7 +10,7 @@ from itertools import takewhile
 import msgspec
 
 from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
-from commlens.diagnosis.out_of_step import Shift, find_shifts, looks_skipped
+from commlens.diagnosis.out_of_step import Departure, Shift, departure_of, find_shifts
 from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, position_in, token
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
@@ -38,7 +38,7 @@ class Mismatch:
     tie: bool  # no side has the majority, and no rank leaves its routine
     by_history: bool = False  # no side has the majority, but the culprits leave their own routine
     shift: Shift | None = None
-    looks_skipped: bool = False  # the culprit usually issues this right after the collective that the others wait in
+    departure: Departure = ""  # whether the culprits skipped a collective or issued an extra one
     repeats: int = 0  # later mismatches that are the same
     silent: bool = False  # no rank hangs because of it
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
@@ -184,23 +184,25 @@ def _disagreement(
         mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
     mismatch.uncertain = any(op.concurrent for op in met.values())
     mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
-    mismatch.looks_skipped = _looks_skipped(job, mismatch, answer)
+    mismatch.departure = mismatch.shift.departure if mismatch.shift is not None else _departure(job, mismatch, answer)
     return mismatch
 
 
-def _looks_skipped(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> bool:
-    """Return whether all culprits issued what they usually issue after the collective of the others."""
+def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:
+    """Return whether all culprits skipped the collective of the others, or issued an extra one."""
     culprits, met = mismatch.culprits, mismatch.ops
-    if mismatch.tie or mismatch.shift is not None or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
-        return False
+    if mismatch.tie or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
+        return ""
     usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-    return all(looks_skipped(job, rank, met[rank], usual) for rank in culprits if rank in met)
+    found = {departure_of(job, rank, met[rank], usual) for rank in culprits if rank in met}
+    return found.pop() if len(found) == 1 else ""
 
 
 def _out_of_step(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
     """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those of the others there."""
     culprits = tuple(sorted(shift.rank for shift in shifts if shift.number == first.number))
     mismatch = Mismatch(key, job.channels[key], first.number, _ops_at(tracks, first.number), None, culprits, False, shift=first)
+    mismatch.departure = first.departure
     mismatch.silent = not any(track.open for track in tracks.values())
     return mismatch
 

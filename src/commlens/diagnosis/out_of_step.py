@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -18,6 +19,10 @@ from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # the longest shift that is found, in collectives
 _RECENT = 512  # records of a rank in which its habit is looked for
+_EARLIER = 16  # collectives before the first visible difference among which an extra one may have paired up unnoticed
+
+Departure = Literal["", "skipped", "extra", "either"]
+"""Whether a rank out of step skipped a collective or issued one too many; ``either`` if the records allow both."""
 
 
 class Shift(msgspec.Struct):
@@ -29,6 +34,7 @@ class Shift(msgspec.Struct):
     skipped: Collective  # issued by the others under that number; for a negative shift, the one too many
     own: Collective  # issued by the rank under that number
     matches: int  # later collectives that agree with the shift
+    departure: Departure
 
 
 def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
@@ -58,9 +64,8 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
 
 
 def line_of(op: Collective) -> Hashable:
-    """Return the source line that issued an op, to compare; None if it is unknown."""
-    source = op.source
-    return (source.file, source.line) if source is not None else None
+    """Return the source lines that issued an op, to compare; None if they are unknown."""
+    return op.call_lines or None
 
 
 def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
@@ -70,21 +75,38 @@ def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
     return None if position is None else expected_token([token(each) for each in history[: position + 1]], position)
 
 
-def looks_skipped(job: JobIndex, rank: int, own: Collective, expected: Collective) -> bool:
-    """Return whether the rank skipped ``expected``: it usually issues ``own`` some time after it, but not this time.
+def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:
+    """Return whether a rank that issued ``own`` instead of ``expected`` skipped that one or issued an extra one; empty if unknown.
 
     Unlike a shift, this can be seen while the others still wait in ``expected``, and their next collective is unknown.
     """
+    ahead = steps_ahead(job, rank, own, expected)
+    if ahead:
+        return "skipped" if ahead > 0 else "extra"
     history = [op for op in job.views[rank].history if op.index < own.index][-_RECENT:]
     same = [i for i, op in enumerate(history) if _habit_token(op) == _habit_token(own)]
-    if not same:
-        return False
+    if not same:  # perhaps the line of a helper, called from another place
+        return "either" if any((op.op, op.source) == (own.op, own.source) for op in history) else ""
     wanted = (expected.op, expected.channel.key)
     previous = same[-2] if len(same) > 1 else -1
     between, since = (
         sum((op.op, op.channel.key) == wanted for op in ops) for ops in (history[previous + 1 : same[-1]], history[same[-1] + 1 :])
     )
-    return since < between
+    if since >= between:
+        return ""
+    last = history[same[-1]].step
+    usual = last - history[previous].step if previous >= 0 else 0
+    return "skipped" if between == 1 or 0 < usual <= own.step - last else "either"
+
+
+def steps_ahead(job: JobIndex, rank: int, own: Collective, other: Collective) -> int:
+    """Return the optimizer steps that a rank has done more than the others since they last met; negative: fewer."""
+    tracks = job.tracks_on(own.channel.key)
+    last = own.sequence_number - 1
+    met = [track.ops[last] for one, track in tracks.items() if one != rank and last in track.ops]
+    if rank not in tracks or last not in tracks[rank].ops or len({op.step for op in met}) != 1:
+        return 0
+    return (own.step - other.step) - (tracks[rank].ops[last].step - met[0].step)
 
 
 def _habit_token(op: Collective) -> Hashable:
@@ -173,18 +195,53 @@ def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective]) -> Shi
     only_line = matcher.same_args(track.ops[start], usual[start])
     last_mine, last_theirs = max(track.ops), max(usual)
     for distance in range(1, _FURTHEST + 1):
+        found: list[Shift] = []
         for by in (distance, -distance):
-            matches, places = _count_matches(track, usual, start, by, matcher)
-            if only_line:
+            first = start if by > 0 else _first_extra(track, usual, start, by)
+            matches, places = _count_matches(track, usual, first, by, matcher)
+            if only_line and first == start:
                 enough = matches >= 3 and places >= 2  # a line may legally meet several lines of the others
             else:
                 # One match may be chance, unless no more collectives are recorded.
-                enough = matches >= 2 or (distance == 1 and matches == 1 and min(last_mine, last_theirs - by) <= start + 1)
+                enough = matches >= 2 or (distance == 1 and matches == 1 and min(last_mine, last_theirs - by) <= first + 1)
             if enough:
-                return Shift(rank, start, by, usual[start] if by > 0 else track.ops[start], track.ops[start], matches)
+                own = track.ops[first]
+                found.append(Shift(rank, first, by, usual[first] if by > 0 else own, own, matches, "skipped" if by > 0 else "extra"))
+        if len(found) == 2:
+            return _likelier(found[0], found[1], track, usual)
+        if found:
+            return found[0]
         if start + distance > max(last_mine, last_theirs):
             break
     return None
+
+
+def _first_extra(track: Track, usual: Mapping[int, Collective], start: int, by: int) -> int:
+    """Return the number of the first extra collective, which may have paired up unnoticed before the first visible difference.
+
+    It comes from a line that the others did not issue from, and after it the rank's lines are those of the others again.
+    """
+    for number in range(start - 1, max(min(track.ops), start - _EARLIER) - 1, -1):
+        own, other, later = track.ops.get(number), usual.get(number), track.ops.get(number - by)
+        if own is None or other is None or later is None or line_of(later) != line_of(other):
+            return start
+        if line_of(own) != line_of(other):
+            return number
+    return start
+
+
+def _likelier(skipped: Shift, extra: Shift, track: Track, usual: Mapping[int, Collective]) -> Shift:
+    """Return, of two shifts that both fit, the one after which more lines are equal."""
+
+    def equal(shift: Shift) -> int:
+        first = shift.number - min(shift.by, 0)
+        met = [(op, usual.get(number + shift.by)) for number, op in track.ops.items() if number >= first]
+        return sum(other is not None and line_of(op) == line_of(other) for op, other in met) - sum(other is not None for _, other in met)
+
+    fewer, more = equal(skipped), equal(extra)
+    if fewer == more:
+        skipped.departure = "either"
+    return extra if more > fewer else skipped
 
 
 def _count_matches(track: Track, usual: Mapping[int, Collective], start: int, by: int, matcher: _Matcher) -> tuple[int, int]:

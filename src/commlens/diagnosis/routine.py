@@ -23,11 +23,9 @@ def position_in(history: Sequence[Collective], op: Collective) -> int | None:
 
 
 def token(op: Collective) -> Hashable:
-    """Return what identifies an op in a rank's routine: its kind, group, peer and root, the line that issues it, and its sizes."""
-    source = op.source
-    line = (source.file, source.line) if source is not None else None
+    """Return what identifies an op in a rank's routine: its kind, group, peer and root, the lines that issue it, and its sizes."""
     sizes = tuple((spec.shape, spec.dtype) for spec in op.args.inputs[:4])
-    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.args.root, line, sizes)
+    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.args.root, op.call_lines, sizes)
 
 
 def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import Enum
 from functools import cached_property
+from itertools import islice
 
 import msgspec
 
@@ -59,11 +61,18 @@ class Frame(msgspec.Struct, frozen=True):
 Stack = tuple[Frame, ...]
 """Frames, innermost first."""
 
+_CALL_LINES = 3
+
 
 def user_frame(stack: Stack) -> Frame | None:
     """Return the innermost frame of the user's code, else of an installed library, else None."""
     by_kind = {frame.kind: frame for frame in reversed(stack)}
     return by_kind.get(FrameKind.USER) or by_kind.get(FrameKind.LIBRARY)
+
+
+def user_lines(stack: Stack) -> Iterator[Frame]:
+    """Yield the frames of the user's code, innermost first."""
+    return (frame for frame in stack if frame.kind is FrameKind.USER)
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -210,3 +219,10 @@ class Collective(msgspec.Struct):
     def source(self) -> Frame | None:
         """The user's line that issued it."""
         return user_frame(self.stack)
+
+    @property
+    def call_lines(self) -> tuple[tuple[str, int], ...]:
+        """The user's innermost lines: they tell apart the calls of a helper that issues it."""
+        lines = [(frame.file, frame.line) for frame in islice(user_lines(self.stack), _CALL_LINES)]
+        source = self.source if not lines else None
+        return tuple(lines) if source is None else ((source.file, source.line),)

@@ -47,6 +47,7 @@ Why = Literal[
     "killed",
     "out-of-memory",
     "skipped",
+    "extra",
     "user-code",
     "unknown",
 ]

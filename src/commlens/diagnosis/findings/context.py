@@ -23,6 +23,7 @@ class Case:
     finding: Finding
     blocked: int = 0  # number of ranks that wait because of it
     order: tuple[int, ...] = ()  # deterministic, earliest first
+    disagrees: bool = False  # ranks disagree or are out of step
 
 
 class Context:
@@ -35,7 +36,8 @@ class Context:
         self.cases: list[Case] = []
 
     def add(
-        self, finding: Finding, op: Collective | None, frame: Frame | None, *, blocked: int = 0, order: tuple[int, ...] = ()
+        self, finding: Finding, op: Collective | None, frame: Frame | None, *, blocked: int = 0, order: tuple[int, ...] = (),
+        disagrees: bool = False,
     ) -> None:  # fmt: skip
         """Add a finding on a collective and a source line.
 
@@ -45,8 +47,9 @@ class Context:
             frame: the culprit's line.
             blocked: number of ranks that wait because of it.
             order: sorts findings that block equally many ranks.
+            disagrees: whether ranks disagree or are out of step.
         """
-        self.cases.append(Case(locate(finding, op, frame), blocked, order))
+        self.cases.append(Case(locate(finding, op, frame), blocked, order, disagrees))
 
     def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
         """Return the ranks whose wait ends at one of these nodes."""

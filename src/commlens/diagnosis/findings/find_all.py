@@ -67,7 +67,7 @@ def _add_refusals(context: Context) -> None:
 def _demote_consequences(cases: list[Case]) -> None:
     """Of several findings that blame the same ranks, keep the earliest disagreement as the root cause."""
     roots = [case for case in cases if case.finding.root_cause]
-    disagreements = [case for case in roots if case.finding.kind.startswith("mismatch/") or case.finding.why == "skipped"]
+    disagreements = [case for case in roots if case.disagrees or case.finding.why == "skipped"]
     for case in roots:
         for other in disagreements:
             if other is not case and other.finding.root_cause and _follows(case, other, case in disagreements):

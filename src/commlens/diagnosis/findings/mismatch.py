@@ -5,15 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.alignment import Mismatch
+from commlens.diagnosis.call_paths import Path, part
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
+from commlens.diagnosis.out_of_step import steps_ahead
 from commlens.diagnosis.wait_graph import Node
 from commlens.model.collective import Collective
-from commlens.model.verdict import Confidence, Finding, Kind
+from commlens.model.verdict import Confidence, Finding, Kind, Why
 from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _ASPECTS = {"reduce-op": "reduce op", "layout": "memory layout"}
+_WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
+_DEPARTURES = {
+    "skipped": "; it looks like a skipped collective",
+    "extra": "; it looks like an extra collective",
+    "either": "; it skipped that one, or this one is extra",
+}
 
 
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
@@ -25,7 +33,18 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         order = (first, min(op.announced_ns for op in mismatch.ops.values()))
         op = _odd_op(mismatch)
         shown = mismatch.shift.skipped if mismatch.shift is not None and mismatch.answer is None else op
-        context.add(_finding(context, mismatch, op, _name(mismatch, shown), blocked), shown, op.source, blocked=len(blocked), order=order)
+        paths = _paths(context, mismatch, op)
+        finding = _finding(context, mismatch, op, _name(mismatch, shown), blocked, paths)
+        context.add(finding, shown, paths[0].line, blocked=len(blocked), order=order, disagrees=True)
+
+
+def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, Path]:
+    """Return the call paths of the first culprit and of the others, from where they part."""
+    culprit = next((rank for rank, own in mismatch.ops.items() if own is op), -1)
+    members = [rank for rank in mismatch.ops if rank not in mismatch.culprits]
+    if not members or mismatch.pair is not None:
+        return Path(op.source, *[frame_phrase(op.source)] * 2), Path(None, "", "")
+    return part(context.job, culprit, op, min(members), mismatch.ops[min(members)])
 
 
 def _odd_op(mismatch: Mismatch) -> Collective:
@@ -40,19 +59,26 @@ def _name(mismatch: Mismatch, op: Collective) -> str:
     return f"message #{mismatch.number} from rank {received.peer} to rank {sent.peer} in {group_phrase(mismatch.channel.group)}"
 
 
-def _finding(context: Context, mismatch: Mismatch, op: Collective, name: str, blocked: Sequence[int]) -> Finding:
+def _finding(
+    context: Context, mismatch: Mismatch, op: Collective, name: str, blocked: Sequence[int], paths: tuple[Path, Path]
+) -> Finding:  # fmt: skip
     views = context.job.views
     culprits = sorted(mismatch.culprits)
+    subject = ranks_phrase(culprits)
     members = [rank for rank in mismatch.ops if rank not in culprits]
     usual = mismatch.ops[min(members)] if members else None
     failed = {rank for rank in mismatch.key[2] if rank in views and views[rank].exit.failed} if not mismatch.silent else set()
     aborted = sorted(rank for rank in failed if views[rank].exit.kind == "own" and is_absorbed(context, rank))
     held = sorted(set(blocked) - set(culprits))
-    skip = _skip_evidence(mismatch, culprits)
+    skip = _skip_evidence(mismatch, culprits, op, usual, paths)
     if mismatch.answer is None:
-        sides, skip = skip, []
+        sides, skip = skip[:1], skip[1:]
     else:
-        sides = _sides(context, mismatch, culprits, members)
+        sides = _sides(context, mismatch, culprits, members, paths)
+    ahead = steps_ahead(context.job, culprits[0], op, usual) if usual is not None and mismatch.pair is None else 0
+    if usual is not None and ahead:
+        did = f"{subject} did {count(abs(ahead), 'optimizer step')} {'more' if ahead > 0 else 'fewer'} than the others until then"
+        skip.append(f"{did}: {op.step}, they {usual.step}.")
     consequence = ""
     if mismatch.silent:
         consequence = "Nothing hung, but the result is wrong."
@@ -61,7 +87,7 @@ def _finding(context: Context, mismatch: Mismatch, op: Collective, name: str, bl
     kind: Kind = f"mismatch/{mismatch.answer.aspect}" if mismatch.answer is not None else "missing"  # type: ignore[assignment]
     confidence, more = _confidence(mismatch)
     return Finding(
-        kind=kind, why="skipped" if mismatch.shift is not None or mismatch.looks_skipped else "in-collective", root_cause=True,
+        kind=kind, why=_WHY.get(mismatch.departure, "in-collective"), root_cause=True,
         culprits=culprits, victims=sorted({*held, *members, *failed} - set(culprits)), confidence=confidence,
         summary=_summary(mismatch, name, culprits, op, usual),
         explanation=prose(
@@ -69,20 +95,27 @@ def _finding(context: Context, mismatch: Mismatch, op: Collective, name: str, bl
             consequence,
             f"{capital(ranks_phrase(aborted))} {views[aborted[0]].exit.text} because of it." if aborted else "",
         ),
-        next_step=mismatch_step(mismatch, op, usual), evidence=_evidence(mismatch, name, culprits, skip), would_raise_confidence=more,
+        next_step=mismatch_step(mismatch, op, usual, paths), evidence=_evidence(mismatch, name, culprits, skip),
+        would_raise_confidence=more,
     )  # fmt: skip
 
 
-def _sides(context: Context, mismatch: Mismatch, culprits: Sequence[int], members: Sequence[int]) -> list[str]:
+def _sides(
+    context: Context, mismatch: Mismatch, culprits: Sequence[int], members: Sequence[int], paths: tuple[Path, Path]
+) -> list[str]:  # fmt: skip
     """``["rank 2 (pid 7) issued all_reduce float32[50] SUM at train.py:20 step.", "Ranks 0-1,3 issued ..."]``."""
-    odd = "; ".join(f"{context.name(rank)} {_issued(mismatch.ops[rank])}" for rank in culprits[:3] if rank in mismatch.ops)
-    others = f"{capital(ranks_phrase(members))} {_issued(mismatch.ops[min(members)])}." if members else ""
+    shown = [(rank, mismatch.ops[rank]) for rank in culprits[:3] if rank in mismatch.ops]
+    first = shown[0][1].source if shown else None
+    odd = "; ".join(
+        f"{context.name(rank)} {_issued(op, paths[0].phrase if op.source == first else frame_phrase(op.source))}" for rank, op in shown
+    )
+    others = f"{capital(ranks_phrase(members))} {_issued(mismatch.ops[min(members)], paths[1].phrase)}." if members else ""
     return [f"{odd}." if odd else "", others]
 
 
-def _issued(op: Collective) -> str:
+def _issued(op: Collective, where: str) -> str:
     args = args_phrase(op)
-    return f"issued {op.op}{f' {args}' if args else ''} at {frame_phrase(op.source) or 'an unknown line'}"
+    return f"issued {op.op}{f' {args}' if args else ''} at {where or 'an unknown line'}"
 
 
 def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list[str]) -> list[str]:
@@ -115,6 +148,9 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     subject, shift, answer = ranks_phrase(culprits), mismatch.shift, mismatch.answer
     if answer is None:
         assert shift is not None
+        if mismatch.departure == "either":
+            own = op_phrase(op, group=False)
+            return f"{subject} either skipped {name} or issued an extra {own}; everything after it pairs up wrongly"
         if shift.by < 0:
             return f"{subject} issued {count(-shift.by, 'collective')} too many, from {name} on; everything after it pairs up wrongly"
         extra = f" and {shift.by - 1} more" if shift.by > 1 else ""
@@ -122,7 +158,7 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     if mismatch.tie or usual is None:
         sides = " against ".join(f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3])
         return f"ranks disagree in {name}: {sides}"
-    skip = "; it looks like a skipped collective" if shift is not None or mismatch.looks_skipped else ""
+    skip = _DEPARTURES.get(mismatch.departure, "")
     if answer.aspect == "op":
         group = group_phrase(mismatch.channel.group)
         return f"{subject} issued {op.op} where the others issued {usual.op} (#{mismatch.number} of {group}){skip}"
@@ -138,20 +174,25 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     return f"{subject} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {odd}, the others {theirs}{skip}"
 
 
-def _skip_evidence(mismatch: Mismatch, culprits: list[int]) -> list[str]:
+def _skip_evidence(
+    mismatch: Mismatch, culprits: list[int], op: Collective, usual: Collective | None, paths: tuple[Path, Path]
+) -> list[str]:  # fmt: skip
     shift, number, subject = mismatch.shift, mismatch.number, ranks_phrase(culprits)
+    own = paths[0].phrase
     if shift is not None and shift.by > 0:
-        own, skipped = frame_phrase(shift.own.source), frame_phrase(shift.skipped.source)
         return [
             f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others, and so on for "
-            f"{count(shift.matches, 'collective')}; the others' #{number} is {shift.skipped.op} at {skipped}, step {shift.skipped.step}."
+            f"{count(shift.matches, 'collective')}; the others' #{number} is {shift.skipped.op} at {paths[1].phrase}, "
+            f"step {shift.skipped.step}."
         ]
     if shift is not None:
-        match = f"#{number} matches their #{number + shift.by}"
-        return [f"From #{number} on, the collectives of {subject} match earlier ones of the others: {match}."]
-    if mismatch.looks_skipped:
-        they = verb(culprits, "it", "they")
+        match = f"#{number - shift.by} is their #{number}; #{number} at {own} is extra"
+        return [f"From #{number - shift.by} on, the collectives of {subject} match earlier ones of the others: {match}."]
+    they = verb(culprits, "it", "they")
+    if mismatch.departure == "skipped":
         return [
             f"Until now, {subject} issued this right after the collective in which the others wait; this time, {they} skipped that one."
         ]
-    return []
+    if mismatch.departure or mismatch.tie or usual is None or own == paths[1].phrase:
+        return []
+    return [f"{subject} issued {op.op} at {own} for the first time: it may be extra, or {they} skipped the others' {usual.op}."]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Mismatch
+from commlens.diagnosis.call_paths import Path
 from commlens.diagnosis.index import RankView
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, ranks_phrase, verb
@@ -33,23 +34,25 @@ def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
     return f"take a stack of {subject} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
 
 
-def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None) -> str:
-    """Recommend a step for ranks that disagree."""
-    culprits = ranks_phrase(mismatch.culprits)
-    if mismatch.shift is not None or mismatch.looks_skipped:
-        op = mismatch.shift.skipped if mismatch.shift is not None else usual
-        did = "issued an extra" if mismatch.shift is not None and mismatch.shift.by < 0 else "skipped"
-        where = f" at {frame_phrase(op.source)}" if op is not None and op.source is not None else ""
-        return f"find the branch in which {culprits} {did} {op.op if op is not None else 'collective'}{where}"
-    mine = frame_phrase(first.source) or first.op
+def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]) -> str:
+    """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and the others part."""
+    culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
+    mine, theirs = (f" at {path.place}" if path.place else "" for path in paths)
+    skipped = shift.skipped if shift is not None and shift.by > 0 else usual
+    if mismatch.departure and skipped is not None:
+        extra = f"issued an extra {first.op}{mine}"
+        did = {"skipped": f"skipped {skipped.op}{theirs}", "extra": extra, "either": f"skipped {skipped.op}{theirs}, or {extra}"}
+        return f"find the branch in which {culprits} {did[mismatch.departure]}"
     if usual is None:
-        return f"compare the collectives that {culprits} issue" + (f" at {mine}" if first.source is not None else "")
-    theirs = frame_phrase(usual.source) or usual.op
-    if theirs == mine and usual.source is not None:
+        return f"compare the collectives that {culprits} issue{mine}"
+    if mine == theirs and usual.source is not None:
         op_differs = mismatch.answer is None or mismatch.answer.aspect == "op"
         differs = "issues a different collective" if op_differs else "passes different arguments"
-        return f"find out why {mine} {differs} on {culprits} than on the others"
-    return f"compare {mine} on {culprits} with {theirs} on the others"
+        return f"find out why {paths[1].place} {differs} on {culprits} than on the others"
+    here, there = paths[0].place or first.op, paths[1].place or usual.op
+    if mismatch.pair is not None:
+        return f"compare {here} on {culprits} with {there} on the others"
+    return f"find the branch that takes {culprits} to {here} where the others come to {there}"
 
 
 def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None) -> str:

@@ -1,0 +1,118 @@
+"""Where the call paths of two ranks part: the user's lines on the way to a collective that the other rank does not have."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from commlens.diagnosis.index import JobIndex
+from commlens.model.collective import Collective, Frame, FrameKind, Stack, user_lines
+from commlens.text import frame_phrase
+
+_SHOWN = 5  # lines of a path
+_LOOK_BACK = 512  # earlier collectives in which ranks may have met at the same lines
+
+
+class Path(NamedTuple):
+    """A rank's stack from where it leaves that of the other rank, to the innermost line."""
+
+    line: Frame | None  # the user's innermost line that the other rank does not have: helpers are on both sides
+    phrase: str  # "train.py:35 train -> train.py:22 evaluate -> comm.py:5 reduce"
+    place: str  # "train.py:22 evaluate"; if they part inside of a library, with the library's line
+
+
+def part(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective) -> tuple[Path, Path]:
+    """Return the paths to the collectives of two ranks that met, from where they part; their own lines if they do not part.
+
+    Ranks may legally come to one collective by different paths (``if rank == 0: ... else: ...``). So a rank's path is compared with
+    the one by which it used to meet the others at the line where they are now, if it did.
+    """
+    alone = _only(own.source), _only(other.source)
+    if parted(own.stack, other.stack) is None:
+        return alone
+    usual = _usual_stack(job, rank, own, rank_met, other)
+    paths = parted(own.stack, usual)
+    if paths is None:
+        return alone
+    mine, theirs = paths
+    line = _new_line(job, rank, own, other)
+    if line is not None:
+        mine = mine._replace(line=line, place=frame_phrase(line))
+    if usual == other.stack:
+        return mine, theirs
+    rest = [*user_lines(other.stack)][::-1]
+    first = next((i for i, frame in enumerate(rest) if frame in usual and frame not in own.stack), len(rest))
+    return mine, _path(rest[first:], own.stack, None) if first < len(rest) else theirs._replace(line=other.source)
+
+
+def _new_line(job: JobIndex, rank: int, own: Collective, other: Collective) -> Frame | None:
+    """Return the innermost line on a rank's path on which it has not been before; None if it has been on all."""
+    track = job.views[rank].tracks.get(own.channel.key)
+    numbers = range(max(1, own.sequence_number - _LOOK_BACK), own.sequence_number)
+    stacks = {id(op.stack): op.stack for number in numbers if track is not None and (op := track.ops.get(number)) is not None}
+    known = {frame for stack in (other.stack, *stacks.values()) for frame in stack}
+    return next((frame for frame in user_lines(own.stack) if frame not in known), None) if stacks else None
+
+
+def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
+    """Return two paths from where they part; None if they are the same, or have no outermost function in common."""
+    mine, theirs = ([frame for frame in reversed(stack) if frame.kind is not FrameKind.COMMLENS] for stack in (own, other))
+    common = 0
+    while common < min(len(mine), len(theirs)) and mine[common] == theirs[common]:
+        common += 1
+    inside, outside = mine[common:], theirs[common:]
+    if not common and not (inside and outside and (inside[0].file, inside[0].function) == (outside[0].file, outside[0].function)):
+        return None
+    last = next((frame for frame in reversed(mine[:common]) if frame.kind is FrameKind.USER), None)
+    alone = not any(user_lines((*inside, *outside)))
+    paths = _path(inside, other, last, alone=alone), _path(outside, own, last, alone=alone)
+    return paths if paths[0].phrase != paths[1].phrase else None
+
+
+def _only(line: Frame | None) -> Path:
+    return Path(line, frame_phrase(line), frame_phrase(line))
+
+
+def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool = False) -> Path:
+    """Return the path of the user's lines among ``frames``, outermost first.
+
+    Args:
+        frames: those inside of the last common one.
+        others: the stack of the other rank.
+        last: the user's last common line, which is the line if there is no other.
+        alone: whether no rank has other lines of the user; then that of a library is named beside it.
+    """
+    lines = list(user_lines(tuple(frames)))
+    if lines:
+        parts = [frame_phrase(frame) for frame in lines]
+        if len(parts) > _SHOWN:
+            parts[_SHOWN - 2 : -2] = ["..."]
+        line = next((frame for frame in reversed(lines) if frame not in others), lines[0])
+        return Path(line, " -> ".join(parts), frame_phrase(line))
+    inner = _library_line(frames) if alone else None
+    phrase = " -> ".join(filter(None, [frame_phrase(last), _in_package(inner) if inner is not None else ""]))
+    return Path(last, phrase, phrase)
+
+
+def _library_line(frames: list[Frame]) -> Frame | None:
+    """Return the innermost frame of a library, else of torch outside of torch.distributed."""
+    by_kind = {frame.kind: frame for frame in frames if "torch/distributed/" not in frame.file}
+    return by_kind.get(FrameKind.LIBRARY) or by_kind.get(FrameKind.TORCH)
+
+
+def _in_package(frame: Frame) -> str:
+    file = frame.file.rpartition("-packages/")[2] if "-packages/" in frame.file else frame.file.rpartition("/")[2]
+    return f"{file}:{frame.line} {frame.function}"
+
+
+def _usual_stack(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective) -> Stack:
+    """Return the stack with which the rank used to meet the others at the line where they are now; theirs if it never did."""
+    key, lines = own.channel.key, [*user_lines(other.stack)]
+    mine, theirs = job.views[rank].tracks.get(key), job.views[rank_met].tracks.get(key)
+    if mine is None or theirs is None or not lines:
+        return other.stack
+    for number in range(own.sequence_number - 1, max(0, own.sequence_number - _LOOK_BACK), -1):
+        if number not in mine.ops or number not in theirs.ops:
+            break
+        if [*user_lines(theirs.ops[number].stack)] == lines:
+            return mine.ops[number].stack
+    return other.stack

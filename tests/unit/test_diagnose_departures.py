@@ -1,0 +1,117 @@
+"""A rank leaves the path of the others: it skips a collective or issues an extra one, and the line is the one where their paths part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from builders import SCRIPT, Job, Op, Step, all_reduce, collective
+
+from commlens.diagnosis.call_paths import parted
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.verdict import Verdict
+
+MAIN = Frame(SCRIPT, 90, "<module>")
+LEADER = Frame(SCRIPT, 95, "<module>")
+
+
+def path(*lines: tuple[int, str], outermost: Frame = MAIN) -> tuple[Frame, ...]:
+    return (*(Frame(SCRIPT, line, function) for line, function in lines), outermost)
+
+
+def gradients(job: Job, outermost: Frame = MAIN) -> Op:
+    return all_reduce(job.world, 100, line=5, function="reduce", callers=path((33, "backward"), (60, "train"), outermost=outermost))
+
+
+def logged(job: Job, line: int = 61, outermost: Frame = MAIN) -> Op:
+    return collective("all_gather", job.world, 1, line=7, function="log", callers=path((line, "train"), outermost=outermost))
+
+
+def judge(size: int, *extra: object, rank: int = 1, skip: bool = False, steps: bool = True, leader: bool = False) -> Verdict:
+    """A rank issues ``extra`` ops after step 5, or skips the gradients of that step."""
+
+    def program(job: Job, here: int) -> Iterator[object]:
+        outermost = LEADER if leader and here == rank else MAIN
+        for i in range(8):
+            if not (skip and (here, i) == (rank, 5)):
+                yield gradients(job, outermost)
+            yield logged(job, outermost=outermost)
+            if steps:
+                yield Step()
+            if (here, i) == (rank, 5):
+                yield from (make(job, outermost) for make in extra)
+
+    verdict = diagnose_logs(Job(size).run(program).logs())
+    assert verdict.culprits == [rank]
+    return verdict
+
+
+def evaluated(shape: int) -> object:
+    lines = (44, "evaluate"), (62, "train")
+    return lambda job, outermost: all_reduce(job.world, shape, line=5, function="reduce", callers=path(*lines, outermost=outermost))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_skipped_collective(size: int, steps: bool) -> None:
+    verdict = judge(size, skip=True, steps=steps)
+    assert (verdict.kind, verdict.why) == ("mismatch/op", "skipped")
+    assert "looks like a skipped collective" in verdict.summary
+    assert "skipped all_reduce at train.py:5 reduce" in verdict.next_step
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("steps", [True, False])
+@pytest.mark.parametrize("leader", [True, False])
+def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(size: int, steps: bool, leader: bool) -> None:
+    verdict = judge(size, evaluated(1), steps=steps, leader=leader)
+    assert (verdict.kind, verdict.why, verdict.source) == ("mismatch/shape", "in-collective", "train.py:44")
+    assert "train.py:62 train -> train.py:44 evaluate -> train.py:5 reduce" in verdict.explanation
+    assert "train.py:60 train -> train.py:33 backward -> train.py:5 reduce" in verdict.explanation
+    told = verdict.summary + "".join(verdict.findings[0].evidence)
+    assert "extra" in told and "skipped" in told
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_second_call_from_another_line_may_be_extra(size: int) -> None:
+    verdict = judge(size, lambda job, _: logged(job, 63))
+    assert (verdict.why, verdict.source) == ("in-collective", "train.py:63")
+    assert "it skipped that one, or this one is extra" in verdict.summary
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_an_extra_collective_that_pairs_up_unnoticed_is_known_by_what_follows(size: int) -> None:
+    """It has the arguments of the one that the others wait in: its own gradients then meet their logging."""
+    verdict = judge(size, evaluated(100))
+    assert (verdict.kind, verdict.why, verdict.source) == ("missing", "extra", "train.py:44")
+    assert "issued an extra all_reduce at train.py:44 evaluate" in verdict.next_step
+
+
+def test_an_extra_collective_before_the_step_is_known_by_the_steps() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            yield gradients(job)
+            if (rank, i) == (0, 4):
+                yield all_reduce(job.world, 1, line=70, function="evaluate", callers=(MAIN,))
+            yield Step()
+
+    verdict = diagnose_logs(Job(4).run(program).logs())
+    assert (verdict.why, verdict.culprits, verdict.source) == ("extra", [0], "train.py:70")
+    assert "rank 0 did 1 optimizer step fewer than the others until then: 4, they 5." in verdict.findings[0].evidence
+
+
+def test_ranks_in_one_line_of_a_trainer_part_in_the_library() -> None:
+    def library(file: str, line: int, function: str) -> Frame:
+        return Frame(f"/v/lib/python3.12/site-packages/lightning/{file}", line, function, FrameKind.LIBRARY)
+
+    fit = (library("loop.py", 9, "run"), library("trainer.py", 5, "fit"), Frame(SCRIPT, 80, "main"), MAIN)
+    other = (library("loop.py", 12, "run"), *fit[1:])
+    mine, theirs = parted((library("save.py", 4, "save"), *fit), (library("strategy.py", 7, "backward"), *other)) or ((), ())
+    assert mine == (fit[2], *["train.py:80 main -> lightning/save.py:4 save"] * 2)
+    assert theirs == (fit[2], *["train.py:80 main -> lightning/strategy.py:7 backward"] * 2)
+    hook = Frame(SCRIPT, 30, "validation_step")
+    mine, theirs = parted((hook, *fit), (library("strategy.py", 7, "backward"), *other)) or ((), ())
+    assert (mine.line, theirs.line) == (hook, fit[2])
+    assert parted(fit, fit) is None
+    assert parted((hook,), fit) is None
