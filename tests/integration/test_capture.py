@@ -390,11 +390,17 @@ def test_children_of_a_rank_never_write_into_a_box(ranks: Ranks, tmp_path: Path)
 
 
 def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> None:
-    """Forked from a process that is no rank, and with a name imported before commlens was switched on."""
+    """Forked from a process that is no rank but has the pid of one that has ended, and with a name imported before the switch."""
     ranks.run(
         """
         import multiprocessing
 
+        from pathlib import Path
+        from commlens.blackbox import job_dirs, writer
+
+        old = job_dirs.user_folder(Path(os.environ["BOX_DIR"])) / "old"
+        old.mkdir(parents=True, exist_ok=True)
+        writer.BoxWriter(old / job_dirs.box_name(0, os.getpid()), capacity=8, rank=0, world_size=1, local_rank=0, start_ticks=1, about={})
         init = dist.distributed_c10d.init_process_group.__wrapped__  # what a name imported earlier is bound to
 
         def work():

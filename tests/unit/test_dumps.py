@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import Evidence, read_evidence
-from commlens.dumps.save import discard_job, save_dump, save_reports
+from commlens.dumps.save import discard_job, dump_name, save_dump, save_reports
 from commlens.errors import CommandError, DumpError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
@@ -56,7 +57,8 @@ class TestRoundTrip:
     def test_what_is_saved_is_what_is_read(self, tmp_path: Path) -> None:
         job_dir = live_job(tmp_path)
         saved = save_dump(job_dir, tmp_path / "dumps", {2: SEEN}, host="n03", keep=10)
-        assert saved == tmp_path / "dumps" / "job-1"
+        assert saved == tmp_path / "dumps" / dump_name([job_dir])
+        assert re.fullmatch(r"train-\d{8}-\d{6}-1", saved.name), "its script, its start, its job"
         assert sorted(path.name for path in saved.iterdir()) == [
             MARKER, "observed-n03.json", *(f"rank{rank}.{100 + rank}.box" for rank in range(4)),
         ]  # fmt: skip
@@ -91,13 +93,25 @@ class TestRoundTrip:
         evidence = read_evidence([saved])
         assert (evidence.problems, evidence.logs[0].issued, evidence.logs[0].observation) == ([], 12, SEEN)
 
+    def test_another_run_of_the_same_name_never_overwrites(self, tmp_path: Path) -> None:
+        """One id of a rendezvous used twice, in one second and later; the nodes of a run save into one folder."""
+        saved = []
+        for run, began_s in enumerate((0, 0.5, 3600)):
+            for node in ("n1", "n2"):
+                job_dir = tmp_path / f"{run}{node}" / "train_7"
+                box = busy_box(0, pid=100, job="train_7")
+                box.write_header(unix=UNIX + int((began_s + (node == "n2") * 2) * 1e9))
+                box.write(job_dir)
+                saved += [save_dump(job_dir, tmp_path / "dumps", {}, host=f"{node}", keep=10) for _ in range(2)]
+        assert [saved.index(each) for each in saved] == [0] * 4 + [4] * 4 + [8] * 4
+        assert all(len(list(each.glob("*.box"))) == 1 for each in saved)
+
     def test_a_job_whose_boxes_lie_in_two_folders(self, tmp_path: Path) -> None:
         for rank, root in enumerate(("shm", "run", "shm", "run")):
             busy_box(rank, pid=100 + rank).write(tmp_path / root / "commlens-0" / "job-1")
-        for root in ("shm", "run"):
-            saved = save_dump(
-                tmp_path / root / "commlens-0" / "job-1", tmp_path / "dumps", dict.fromkeys(range(4), SEEN), host="n03", keep=10
-            )
+        folders = [tmp_path / root / "commlens-0" / "job-1" for root in ("shm", "run")]
+        for folder in folders:
+            saved = save_dump(folder, tmp_path / "dumps", dict.fromkeys(range(4), SEEN), host="n03", keep=10, folders=folders)
         evidence = read_evidence([saved])
         assert (ranks_of(evidence), evidence.problems) == ([0, 1, 2, 3], [])
         observed = json.loads((saved / "observed-n03.json").read_text())
@@ -346,11 +360,20 @@ class TestSaving:
         (precious / "rank0.1.box").write_bytes(busy_box().bytes())
         (dumps / "link").symlink_to(precious)
         for number in range(5):
-            save_dump(live_job(tmp_path, 1, job=f"job-{number}"), dumps, {}, host="n03", keep=3)
+            saved = save_dump(live_job(tmp_path, 1, job=f"job-{number}x"), dumps, {}, host="n03", keep=3)
             if number == 0:
-                (dumps / "job-0" / "notes.txt").write_text("keep me")
-        assert sorted(path.name for path in dumps.iterdir()) == ["job-0", "job-2", "job-3", "job-4", "link", "mine", "readme.md"]
-        assert [path.name for path in (dumps / "job-0").iterdir()] == ["notes.txt"]
+                (saved / "notes.txt").write_text("keep me")
+                first = saved
+        assert sorted(re.sub(r"train.*(?=-)", "", path.name) for path in dumps.iterdir()) == [
+            "-0x",
+            "-2x",
+            "-3x",
+            "-4x",
+            "link",
+            "mine",
+            "readme.md",
+        ]
+        assert [path.name for path in first.iterdir()] == ["notes.txt"]
         assert (dumps / "mine" / "rank0.1.box").exists()
         assert len(list(precious.iterdir())) == 2
 
@@ -367,7 +390,7 @@ class TestSaving:
         assert not saved.exists()
 
     def test_a_folder_of_somebody_elses_is_filled_but_never_marked(self, tmp_path: Path) -> None:
-        target = tmp_path / "dumps" / "job-1"
+        target = tmp_path / "dumps" / dump_name([live_job(tmp_path)])
         target.mkdir(parents=True)
         (target / "theirs.txt").write_text("x")
         save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
@@ -379,7 +402,7 @@ class TestSaving:
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         (tmp_path / "dumps").mkdir()
-        (tmp_path / "dumps" / "job-1").symlink_to(elsewhere)
+        (tmp_path / "dumps" / dump_name([live_job(tmp_path)])).symlink_to(elsewhere)
         with pytest.raises(DumpError, match="No dump could be written to"):
             save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
         assert list(elsewhere.iterdir()) == []
@@ -425,8 +448,9 @@ class TestSaving:
             path.chmod(0o755 if path.is_dir() and path != dumps else path.stat().st_mode | 0o444)
         with unprivileged(), pytest.raises(DumpError) as error:
             save_dump(job_dir, dumps, {}, host="n03", keep=3)
-        assert str(error.value) == (
-            f"No dump could be written to {dumps}/job-1: permission denied. Choose another folder with the setting dump_dir."
+        target = dumps / dump_name([job_dir])
+        assert (
+            str(error.value) == f"No dump could be written to {target}: permission denied. Choose another folder with the setting dump_dir."
         )
 
     @pytest.mark.launches

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from boxes import Box
 from watch_ranks import Rank
 
 from commlens.blackbox import job_dirs
+from commlens.dumps.save import dump_name
 from commlens.errors import CommandError, EvidenceError
 from commlens.watch.jobs import discard_forgotten, find_jobs
 
@@ -31,10 +33,27 @@ def test_a_job_by_name_by_its_beginning_and_by_pid(tmp_path: Path, ranks: dict[s
     assert [job.name for job in find_jobs("oth", root)] == ["other"]
     assert [job.name for job in find_jobs(str(ranks["train-1"].pid), root)] == ["train-1"]
     assert find_jobs(str(job_dirs.user_folder(tmp_path) / "other"), root)[0].name == "other"
-    with pytest.raises(CommandError, match="matches several jobs: train-1, train-2"):
+    with pytest.raises(CommandError, match=r"matches several jobs: \S+-train-1, \S+-train-2"):
         find_jobs("train", root)
+    assert [job.name for job in find_jobs(dump_name([job_dirs.user_folder(tmp_path) / "other"]), root)] == ["other"]
     with pytest.raises(CommandError, match=r"The jobs are .*other"):
         find_jobs("nothing-like-it", root)
+
+
+def test_a_job_that_has_ended_is_found_by_name_only(tmp_path: Path, ranks: dict[str, Rank]) -> None:
+    """Also if its pid is another process's now, or if its process ran in another container some minutes ago."""
+    root, folder = str(tmp_path), job_dirs.user_folder(tmp_path)
+    ranks["train-1"].end()
+    reused = Box(0, 1, pid=ranks["other"].pid, job="reused", about=job_dirs.this_machine()._asdict())
+    reused.write(folder / "reused")
+    Box(0, 1, pid=ranks["other"].pid, job="container").write(folder / "container")
+    assert {job.name for job in find_jobs(None, root)} == {"train-2", "other"}
+    assert [job.name for job in find_jobs(str(ranks["other"].pid), root)] == ["other"]
+    assert [job.name for job in find_jobs("reused", root)] == ["reused"]
+    for rank in ranks.values():
+        rank.end()
+    with pytest.raises(EvidenceError, match=r"No recorded job runs on this machine\. These have ended and left black boxes: .*train-1"):
+        find_jobs(None, root)
 
 
 def test_no_job_at_all(tmp_path: Path) -> None:

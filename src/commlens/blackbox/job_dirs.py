@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import json
 import os
 import re
+import struct
+import time
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from commlens.blackbox.layout import SUFFIX
+from commlens.blackbox import layout as L
 
 _MEMORY_BACKED = frozenset({"tmpfs", "ramfs"})
-_BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(SUFFIX)}")
+_SILENT_S = 60.0
+_BOX_NAME = re.compile(rf"rank(\d+)\.(\d+){re.escape(L.SUFFIX)}")
 
 
 def memory_backed(path: Path) -> bool:
@@ -75,7 +83,7 @@ def boxes(job_dir: Path) -> list[Path]:
 
 def box_name(rank: int, pid: int) -> str:
     """Return the file name of a rank's box."""
-    return f"rank{rank}.{pid}{SUFFIX}"
+    return f"rank{rank}.{pid}{L.SUFFIX}"
 
 
 def box_pid(path: Path) -> int:
@@ -109,20 +117,98 @@ def job_identity(environ: Mapping[str, str]) -> str:
     return f"{safe_name(label, 40)}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:10]}"
 
 
+class Machine(NamedTuple):
+    """Where a pid is valid: in one pid namespace, until the machine restarts."""
+
+    boot_id: str
+    pid_namespace: str
+
+    @property
+    def is_here(self) -> bool:
+        """Whether a pid from there may be looked up here; what is unknown does not speak against it."""
+        return all(theirs in ("", ours) for theirs, ours in zip(self, this_machine(), strict=True))
+
+
+@functools.lru_cache(maxsize=1)
+def this_machine() -> Machine:
+    """Return where this process's pid is valid; empty strings if unknown."""
+    boot_id = namespace = ""
+    with contextlib.suppress(OSError, ValueError):
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    with contextlib.suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    return Machine(boot_id, namespace)
+
+
+class Owner(NamedTuple):
+    """The process that keeps a black box."""
+
+    pid: int
+    start_ticks: int  # another process may get the pid later
+    machine: Machine
+    heartbeat_ns: int  # Unix ns of its last sign of life
+
+    @property
+    def has_ended(self) -> bool | None:
+        """Whether the process has ended; None if it is not visible from here."""
+        if not self.machine.is_here:
+            return None
+        return start_ticks(self.pid) != self.start_ticks or stat_fields(self.pid)[0] in "ZXx"
+
+
+def owner(box: Path) -> Owner | None:
+    """Return the process that keeps a black box; None if its header cannot be read."""
+    try:
+        with box.open("rb", buffering=0) as file:
+            header = file.read(L.HEADER_SIZE)
+        static = header[: L.STATIC.size]
+        if zlib.crc32(static) != int.from_bytes(header[L.STATIC_CRC_AT : L.STATIC_CRC_AT + 4], "little"):
+            return None
+        fields = L.STATIC.unpack(static)
+        about: dict[str, Any] = json.loads(header[L.ABOUT_AT : L.ABOUT_AT + fields[-2]] or b"{}")
+        machine = Machine(str(about.get("boot_id", "")), str(about.get("pid_namespace", "")))
+        return Owner(fields[10], fields[14], machine, L.LIVE_WORD.unpack_from(header, L.HEARTBEAT_UNIX)[0])
+    except (OSError, ValueError, AttributeError, struct.error):
+        return None
+
+
+def has_ended(box: Path) -> bool | None:
+    """Return whether the process of a black box has ended; None if that is not known here."""
+    found = owner(box)
+    return found.has_ended if found is not None else None
+
+
+def is_leftover(box: Path, *, before_s: float) -> bool:
+    """Return whether a box's process has ended, and gave its last sign of life before this Unix time.
+
+    A process that is not visible from here (in another container) counts as ended a minute after its last sign of life.
+    """
+    found = owner(box)
+    ended = found.has_ended if found is not None else None
+    try:
+        written_s = box.stat().st_mtime
+    except OSError:
+        return False
+    beat_s = found.heartbeat_ns / 1e9 if found is not None else 0.0
+    last_s = beat_s if 0 < beat_s <= time.time() else written_s
+    return ended is not False and last_s < before_s - (_SILENT_S if ended is None else 0)
+
+
 def start_ticks(pid: int) -> int:
     """Return when a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 if it does not exist."""
-    return _stat_number(pid, 22)
+    return int(stat_fields(pid)[19])
 
 
 def parent_of(pid: int) -> int:
     """Return the parent's pid (field 4); 0 if unreadable."""
-    return _stat_number(pid, 4)
+    return int(stat_fields(pid)[1])
 
 
-def _stat_number(pid: int, field: int) -> int:
-    """Return a field of ``/proc/PID/stat``, numbered from 1 as in proc(5); field 2 may contain spaces and parentheses."""
+def stat_fields(pid: int) -> list[str]:
+    """Return the fields of ``/proc/PID/stat`` from the third on, of proc(5); state X and zeros if there is no such process."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        return int(text.rsplit(")", 1)[1].split()[field - 3])
-    except (OSError, ValueError, IndexError):
-        return 0
+        # Field 2 may contain spaces and parentheses.
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        fields = []
+    return fields if len(fields) > 19 else ["X", *["0"] * 19]

@@ -50,7 +50,7 @@ PHASE_CREATED: Final = 0  # inside init_process_group
 PHASE_INITIALISED: Final = 1
 PHASE_CLOSED: Final = 2  # atexit handlers ran
 PHASE_CLOSED_BY_EXCEPTION: Final = 3  # atexit handlers ran after an uncaught exception
-PHASE_LEFT: Final = 4  # the last process group was destroyed: nobody waits for this process any more
+PHASE_LEFT: Final = 6  # the last process group was destroyed: nobody waits for this process any more
 
 # --- records -----------------------------------------------------------------------------------------------------
 RECORD: Final = struct.Struct("<QQQQQQQQQqIIiI")  # the fields of Record

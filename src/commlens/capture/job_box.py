@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,8 @@ from commlens.blackbox import job_dirs
 from commlens.capture import rank_environment
 
 log = logging.getLogger("commlens")
+_SCARCE = 64 << 20  # bytes; /dev/shm of a container has no more unless it is asked for
+_KEEP_S = 60.0
 
 
 def make_box(settings: config.Settings, rank: int, world_size: int, box_writer: Callable[..., Any]) -> tuple[Path, Any] | None:
@@ -68,7 +71,8 @@ def _locked(job_dir: Path) -> Iterator[None]:
 
 def _is_child_of_a_rank(settings: config.Settings) -> bool:
     """Return whether an ancestor has a box: then this is a worker of a rank, however it was started."""
-    owners = {job_dirs.box_pid(box) for job in job_dirs.live_jobs(settings.box_dir) for box in job_dirs.boxes(job)}
+    owners = {job_dirs.box_pid(box) for job in job_dirs.live_jobs(settings.box_dir) for box in job_dirs.boxes(job)
+              if job_dirs.has_ended(box) is False}  # fmt: skip
     pid = os.getppid()
     for _ in range(64):
         if pid <= 1:
@@ -80,14 +84,22 @@ def _is_child_of_a_rank(settings: config.Settings) -> bool:
 
 
 def _move_stale_boxes(job_dir: Path) -> None:
-    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started."""
+    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started.
+
+    Where memory is scarce, free the boxes of all jobs that have ended.
+    """
     started = time.time() - _age_s()
     for box in job_dirs.boxes(job_dir):
         with contextlib.suppress(OSError):
-            if job_dirs.start_ticks(job_dirs.box_pid(box)) == 0 and box.stat().st_mtime < started - 1:
+            if job_dirs.is_leftover(box, before_s=started - 1):
                 aside = job_dir.with_name(f"{job_dir.name}.before-{int(box.stat().st_mtime)}")
                 aside.mkdir(mode=0o700, exist_ok=True)
                 box.rename(aside / box.name)
+    if shutil.disk_usage(job_dir).free < _SCARCE:
+        for job in [job for job in job_dir.parent.iterdir() if job != job_dir]:
+            for box in job_dirs.boxes(job):
+                if job_dirs.is_leftover(box, before_s=time.time() - _KEEP_S):
+                    box.unlink(missing_ok=True)
 
 
 def _age_s() -> float:
@@ -105,17 +117,11 @@ def _about(job: str) -> dict[str, Any]:
 
     from commlens.version import __version__
 
-    boot_id = namespace = ""
-    with contextlib.suppress(OSError):
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii", errors="replace").strip()
-    with contextlib.suppress(OSError):
-        namespace = str(Path("/proc/self/ns/pid").readlink())
     coverage = ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"] if torch.cuda.is_available() else []
     return {
         "job": job,
         "host": platform.node(),
-        "boot_id": boot_id,
-        "pid_namespace": namespace,
+        **job_dirs.this_machine()._asdict(),
         "restart": max(rank_environment.number("TORCHELASTIC_RESTART_COUNT"), 0),
         "script": " ".join(sys.argv)[:300],
         "torch": torch.__version__,

@@ -15,7 +15,9 @@ class DumpCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs)")
+        parser.add_argument(
+            "job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)"
+        )
         parser.add_argument("-o", "--output", metavar="DIR", help="save below this folder (default: the setting dump_dir, commlens-dumps)")
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -21,18 +21,24 @@ class StatusCommand:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the options."""
-        parser.add_argument("job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs)")
+        parser.add_argument(
+            "job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)"
+        )
 
     def run(self, arguments: argparse.Namespace) -> int:
         """Print a table for each job, with a row for each rank."""
+        from concurrent.futures import ThreadPoolExecutor
+
         from commlens.config import load_settings
+        from commlens.dumps.save import dump_name
         from commlens.watch.jobs import find_jobs
         from commlens.watch.snapshot import snapshot
 
-        for position, job in enumerate(find_jobs(arguments.job, load_settings().settings.box_dir)):
-            logs = snapshot(job, window_s=0.4)
-            print("\n" * bool(position) + heading(job.name, logs))
-            print_table([rank_cells(log) for log in logs], headings=HEADINGS, indent=2)
+        jobs = find_jobs(arguments.job, load_settings().settings.box_dir)
+        with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
+            for position, (job, logs) in enumerate(zip(jobs, pool.map(lambda job: snapshot(job, window_s=0.4), jobs), strict=True)):
+                print("\n" * bool(position) + heading(dump_name([job]), logs))
+                print_table([rank_cells(log) for log in logs], headings=HEADINGS, indent=2)
         return 0
 
 
@@ -44,6 +50,7 @@ _STATES = {
     "t": "stopped by a debugger",
     "I": "idle",
 }
+_JOBS_AT_ONCE = 16
 HEADINGS = ("rank", "pid", "process", "step", "collective", "for", "at")
 _EXCEPTION_MAX = 80
 

@@ -284,19 +284,8 @@ def _logs_without_box(boxes: list[_Box], observed: list[_Observed], job: str, pr
 
 def _runs_here(status: BoxStatus) -> bool:
     """Return whether the box's process is running on this machine."""
-    return (
-        status.boot_id != ""
-        and (status.boot_id, status.pid_namespace) == _this_machine()
-        and status.start_ticks == job_dirs.start_ticks(status.pid) != 0
-    )
-
-
-def _this_machine() -> tuple[str, str]:
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        return boot_id, str(Path("/proc/self/ns/pid").readlink())
-    except (OSError, ValueError):
-        return "", ""
+    here = job_dirs.this_machine()
+    return (status.boot_id, status.pid_namespace) == here != ("", "") and status.start_ticks == job_dirs.start_ticks(status.pid) != 0
 
 
 def _left_out(paths: list[Path], owner: str) -> str:

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,7 +35,7 @@ from commlens.dumps.detect import (
 from commlens.errors import DumpError, FormatError
 from commlens.model.ranklog import Observation
 
-__all__ = ["BOX_BYTES_MAX", "discard_job", "save_dump", "save_reports"]
+__all__ = ["BOX_BYTES_MAX", "discard_job", "dump_name", "save_dump", "save_reports"]
 
 BOX_BYTES_MAX: Final = SIZE_MAX
 """Largest box that is saved, in bytes."""
@@ -54,6 +54,11 @@ _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a li
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
 
 
+_STAMP: Final = re.compile(r"-\d{8}-\d{6}\b")
+_NO_NAME: Final = re.compile(r"(job|none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})-(?=.)")
+_SAME_START_NS: Final = 600_000_000_000  # the nodes of a job start within this time
+
+
 class _SavedRank(msgspec.Struct):
     pid: int = 0
 
@@ -63,13 +68,64 @@ class _SavedObservations(msgspec.Struct):
     saved: dict[str, int] = {}
 
 
-def save_dump(
-    job_dir: Path, dump_root: Path, observations: Mapping[int, Observation], *, host: str, keep: int, max_bytes: int = BOX_BYTES_MAX
-) -> Path:
-    """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<job>/``.
+def dump_name(folders: Sequence[Path]) -> str:
+    """Return the name of a job for people, and of its dump: with its script, start and job id, which a later run may repeat.
 
-    A live box is copied as it is at that moment. Saving again overwrites the job's files of the same name. Each file appears
-    whole or not at all. Only the newest ``keep`` job folders made by commlens are kept.
+    Args:
+        folders: of the job's live boxes, the first one named after the job.
+    """
+    return _name_and_start(folders)[0]
+
+
+def _name_and_start(folders: Sequence[Path]) -> tuple[str, int]:
+    """Return the name, and the Unix ns at which the first box was made; 0 if the launcher has put its start into the job's name."""
+    job = job_dirs.safe_name(folders[0].name)
+    statuses: list[BoxStatus] = []
+    for box in () if _STAMP.search(job) else [box for folder in folders for box in job_dirs.boxes(folder)]:
+        with contextlib.suppress(FormatError), OpenBox(box) as opened:
+            statuses.append(opened.status())
+    if not statuses:
+        return job, 0
+    began_ns = min(status.created_ns for status in statuses)
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(began_ns // 1_000_000_000 % (1 << 36)))
+    program = Path(min(statuses, key=lambda status: status.rank).script.split(" ")[0]).stem.lstrip("-")
+    script = [job_dirs.safe_name(program, 40)] if program else []
+    job = _NO_NAME.sub("", job, count=1)
+    return "-".join([job, stamp] if script and job.startswith(script[0]) else [*script, stamp, job]), began_ns
+
+
+def _choose_target(dump_root: Path, folders: Sequence[Path], host: str) -> tuple[Path, dict[str, Any]]:
+    """Return the folder for a job's dump and the content of its marker.
+
+    It is the one of an earlier dump of the same run, perhaps of another node; never one of another run, which may have the same id.
+    """
+    name, began_ns = _name_and_start(folders)
+    marker: dict[str, Any] = {"schema": DUMP_SCHEMA, "job": folders[0].name, "began_ns": {host: began_ns}}
+    if not began_ns:
+        return dump_root / name, marker
+    taken: set[str] = set()
+    for path in sorted(dump_root.iterdir()) if dump_root.is_dir() else []:
+        with contextlib.suppress(OSError), _opened_folder(path) as folder:
+            known = _read_marker(folder)
+            starts = known.get("began_ns") if known is not None else None
+            if known is None or not isinstance(starts, dict):
+                continue
+            taken.add(path.name)
+            nearest_ns = min((abs(start - began_ns) for start in starts.values() if isinstance(start, int)), default=_SAME_START_NS)
+            if known.get("job") == marker["job"] and (starts[host] == began_ns if host in starts else nearest_ns < _SAME_START_NS):
+                return path, {**marker, "began_ns": {**starts, host: began_ns}}
+    names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
+    return dump_root / next(each for each in names if each not in taken), marker
+
+
+def save_dump(
+    job_dir: Path, dump_root: Path, observations: Mapping[int, Observation], *, host: str, keep: int,
+    max_bytes: int = BOX_BYTES_MAX, folders: Sequence[Path] = (),
+) -> Path:  # fmt: skip
+    """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<name>/``, with :func:`dump_name`.
+
+    A live box is copied as it is at that moment. Saving again overwrites the run's files of the same name. Each file appears
+    whole or not at all. Only the newest ``keep`` folders made by commlens are kept.
 
     Args:
         job_dir: folder of the live boxes.
@@ -78,6 +134,7 @@ def save_dump(
         host: this machine's name; on a shared file system, several machines save into one folder.
         keep: number of job folders to keep, including this one; at least 1.
         max_bytes: a larger box is not saved but named in the dump's problems.
+        folders: all folders of the job's live boxes, if there are several.
 
     Returns:
         The job's folder.
@@ -85,7 +142,6 @@ def save_dump(
     Raises:
         DumpError: nothing could be saved, or a file could not be written.
     """
-    target = dump_root / job_dirs.safe_name(job_dir.name)
     job = ""
     newest: dict[int, BoxStatus] = {}
     saved: dict[str, int] = {}
@@ -93,11 +149,12 @@ def save_dump(
     boxes = job_dirs.boxes(job_dir)
     if not boxes and not observations:
         raise DumpError(f"There are no black boxes in {job_dir} to save.")
+    target, marker = _choose_target(dump_root, folders or [job_dir], host)
     name = target.name
     with _folder_to_fill(target) as (folder, created, may_mark):
         try:
             if may_mark:
-                _write(folder, name := MARKER, _json({"schema": DUMP_SCHEMA, "job": target.name, "saved_ns": time.time_ns()}))
+                _write(folder, name := MARKER, _json({**marker, "saved_ns": time.time_ns()}))
             for path in boxes:
                 name = path.name
                 size = path.lstat().st_size if path.exists() else 0
@@ -123,7 +180,7 @@ def save_dump(
             ranks = {
                 str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())
             }
-            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or target.name, "saved": saved_ns | saved}
+            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or job_dir.name, "saved": saved_ns | saved}
             _write(folder, name, _json({**about, "problems": notes, "ranks": ranks}))
         except OSError as error:
             if created and not saved:
@@ -294,15 +351,18 @@ def _peek(folder: int, name: str, length: int) -> bytes | None:
 
 def _marked_at(folder: int) -> int | None:
     """Return when commlens last saved into this folder (Unix ns), from its marker; None without one."""
-    content = _peek(folder, MARKER, 4096)
+    marker = _read_marker(folder)
+    saved_ns = marker.get("saved_ns") if marker is not None else None
+    return None if marker is None else saved_ns if isinstance(saved_ns, int) else 0
+
+
+def _read_marker(folder: int) -> dict[str, Any] | None:
+    """Return the content of the marker in a folder; None if commlens has not made the folder."""
     try:
-        marker = msgspec.json.decode(content or b"")
+        marker = msgspec.json.decode(_peek(folder, MARKER, 4096) or b"")
     except (ValueError, RecursionError):
         return None
-    if not isinstance(marker, dict) or marker.get("schema") != DUMP_SCHEMA:
-        return None
-    saved_ns = marker.get("saved_ns")
-    return saved_ns if isinstance(saved_ns, int) else 0
+    return marker if isinstance(marker, dict) and marker.get("schema") == DUMP_SCHEMA else None
 
 
 def _discard(path: Path) -> None:

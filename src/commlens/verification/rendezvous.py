@@ -10,7 +10,7 @@ from typing import Final
 from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
 from commlens.blackbox.board import Board
-from commlens.verification.peers import Peers, is_gone
+from commlens.verification.peers import Peers
 
 PATIENCE_NS: Final = 10_000_000_000  # the longest wait for ranks that do not arrive
 NAP_S: Final = 500e-6
@@ -82,9 +82,8 @@ class Rendezvous:
         """Return the other ranks of the job that are alive on this node, by their black boxes."""
         ranks = set(self._late)
         for box in job_dirs.boxes(self._folder):
-            rank, pid = int(box.name.removeprefix("rank").split(".")[0]), job_dirs.box_pid(box)
-            started = job_dirs.start_ticks(pid)
-            if rank != self._peers.rank and started and not is_gone(pid, started):
+            rank = int(box.name.removeprefix("rank").split(".")[0])
+            if rank != self._peers.rank and job_dirs.has_ended(box) is False:
                 ranks.add(rank)
         return sorted(ranks)
 

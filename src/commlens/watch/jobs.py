@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox.reader import OpenBox
 from commlens.dumps import save
-from commlens.errors import CommandError, EvidenceError, FormatError
-from commlens.watch import process
+from commlens.errors import CommandError, EvidenceError
 
 FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 
@@ -22,11 +19,11 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     """Return the folders of jobs with black boxes on this node, oldest first.
 
     Args:
-        wanted: a job's name or a prefix of it, the pid of one of its ranks, or its folder; None: all jobs.
+        wanted: a job's name or a prefix of it, the pid of one of its ranks, or its folder; None: all jobs of which a rank runs.
         box_dir: the setting.
 
     Raises:
-        EvidenceError: no job is recorded.
+        EvidenceError: no job is recorded, or none of them runs.
         CommandError: ``wanted`` matches no job, or several.
     """
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
@@ -38,22 +35,31 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
                 f"No job is recorded on this machine by this user (looked in {where}). "
                 "Start one with `commlens launch`, `commlens run` or COMMLENS=1."
             )
-        return jobs
+        running = [job for job in jobs if not _is_over(job, 0.0)]
+        if not running:
+            raise EvidenceError(f"No recorded job runs on this machine. These have ended and left black boxes: {_names(jobs)}.")
+        return running
     if "/" in wanted:
         if job_dirs.boxes(Path(wanted)):
             return [Path(wanted)]
         raise CommandError(f"There are no black boxes in {wanted}.")
-    exact = [job for job in jobs if job.name == wanted]
-    found = exact or [job for job in jobs if wanted.isdigit() and int(wanted) in map(job_dirs.box_pid, job_dirs.boxes(job))]
-    found = found or [job for job in jobs if job.name.startswith(wanted)]
+    found = [job for job in jobs if wanted in (job.name, save.dump_name([job]))]
+    if not found and wanted.isdigit():
+        of_pid = [(job, box) for job in jobs for box in job_dirs.boxes(job) if job_dirs.box_pid(box) == int(wanted)]
+        found = [job for job, box in of_pid if job_dirs.has_ended(box) is False] or [job for job, _ in of_pid]
+    found = found or [job for job in jobs if job.name.startswith(wanted) or save.dump_name([job]).startswith(wanted)]
     if len(found) == 1:
         return found
-    names = ", ".join(job.name for job in (found or jobs)[:10])
     if found:
-        raise CommandError(f"{wanted!r} matches several jobs: {names}. Give more of the name.")
+        raise CommandError(f"{wanted!r} matches several jobs: {_names(found)}. Give more of the name.")
     if not jobs:
         raise EvidenceError(f"There is no job {wanted!r}: no job is recorded on this machine.")
-    raise CommandError(f"{wanted!r} is neither a job nor the pid of a rank on this machine. The jobs are {names}.")
+    raise CommandError(f"{wanted!r} is neither a job nor the pid of a rank on this machine. The jobs are {_names(jobs)}.")
+
+
+def _names(jobs: Sequence[Path]) -> str:
+    more = f" and {len(jobs) - 10} more" if len(jobs) > 10 else ""
+    return ", ".join(save.dump_name([job]) for job in jobs[-10:]) + more
 
 
 def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_S) -> None:
@@ -66,16 +72,10 @@ def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_
     for folder in mine:
         with contextlib.suppress(OSError):
             for job in sorted(folder.parent.iterdir()):
-                if job not in mine and job_dirs.boxes(job) and all(_is_forgotten(box, after_s) for box in job_dirs.boxes(job)):
+                if job not in mine and job_dirs.boxes(job) and _is_over(job, after_s):
                     save.discard_job(job)
 
 
-def _is_forgotten(path: Path, after_s: float) -> bool:
-    try:
-        with OpenBox(path) as box:
-            status = box.status()
-    except FormatError:
-        return False
-    is_old = time.time() - status.heartbeat_ns / 1e9 > after_s
-    is_local = status.host == os.uname().nodename and status.pid_namespace == process.pid_namespace()
-    return is_old and is_local and not process.is_running(status.pid, status.start_ticks)
+def _is_over(job: Path, after_s: float) -> bool:
+    """Return whether all ranks of a job on this node ended that long ago."""
+    return all(job_dirs.is_leftover(box, before_s=time.time() - after_s) for box in job_dirs.boxes(job))

@@ -109,14 +109,6 @@ def io_bytes(pid: int) -> int | None:
     return sum(map(int, counts)) if counts else None
 
 
-def pid_namespace(pid: int | str = "self") -> str | None:
-    """Return the identity of a process's pid namespace. A pid is only valid within it."""
-    try:
-        return str(Path(f"/proc/{pid}/ns/pid").readlink())
-    except OSError:
-        return None
-
-
 def environment(pid: int) -> dict[str, str]:
     """Return the environment that a process was started with; empty if it cannot be read."""
     try:

@@ -149,9 +149,12 @@ class Reporter:
         settings = self._settings
         observations = self.evidence.observations()
         saved: Path | None = None
-        for folder in filter(job_dirs.boxes, self._folders):
+        folders = [folder for folder in self._folders if job_dirs.boxes(folder)]
+        for folder in folders:
             try:
-                saved = save.save_dump(folder, Path(settings.dump_dir), observations, host=self._host, keep=settings.keep_dumps)
+                saved = save.save_dump(
+                    folder, Path(settings.dump_dir), observations, host=self._host, keep=settings.keep_dumps, folders=folders
+                )
             except CommlensError as error:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:

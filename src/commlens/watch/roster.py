@@ -81,11 +81,11 @@ class Member:
 
 @dataclass
 class Roster:
-    """All members by pid, and those of the current generation (torchelastic restarts its workers)."""
+    """All members, and those of the current generation (torchelastic restarts its workers)."""
 
     folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
     workers: Workers | None = None
-    members: dict[int, Member] = field(default_factory=dict)
+    members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -94,7 +94,6 @@ class Roster:
         self._seen: dict[Path, int] = {}  # folder: its time of change
         self._refused: set[Path] = set()
         self._host = os.uname().nodename
-        self._namespace = process.pid_namespace()
         self._workers_at = 0.0
         self._current: list[Member] | None = None  # dropped when a member is added, removed or gets its rank
         self._ready: set[int] = set()  # descriptors that the last wait returned
@@ -117,7 +116,7 @@ class Roster:
             return []
         new: list[Member] = []
         for path in job_dirs.boxes(folder):
-            if path in self._refused or any(member.box is not None and member.box.path == path for member in self.members.values()):
+            if path in self._refused or any(member.box is not None and member.box.path == path for member in self.members):
                 continue
             try:
                 box = OpenBox(path)
@@ -125,9 +124,9 @@ class Roster:
             except FormatError:
                 self._refused.add(path)
                 continue
-            here = status.host in ("", self._host) and (not status.pid_namespace or status.pid_namespace == self._namespace)
-            member = self.members.get(status.pid)
-            if member is None or member.start_ticks not in (0, status.start_ticks):
+            here = status.host in ("", self._host) and job_dirs.Machine(status.boot_id, status.pid_namespace).is_here
+            member = self.find(status.pid, status.start_ticks) if here else None
+            if member is None:
                 handle = process.Handle(status.pid, status.start_ticks) if here else process.Handle.invisible(status.pid)
                 member = self._adopt(Member.of(status, handle, here=here))
                 new.append(member)
@@ -141,12 +140,19 @@ class Roster:
         self._workers_at = time.monotonic()
         new: list[Member] = []
         for worker in self.workers():
-            if worker.pid not in self.members:
+            if self.find(worker.pid, worker.start_ticks) is None:
                 new.append(self._adopt(Member.of(worker, process.Handle(worker.pid, worker.start_ticks))))
         return new
 
+    def find(self, pid: int, start_ticks: int) -> Member | None:
+        """Return the process of this node with this pid and start time; 0 means that the start is unknown."""
+        return next(
+            (m for m in self.members if m.here and m.pid == pid and (0 in (m.start_ticks, start_ticks) or m.start_ticks == start_ticks)),
+            None,
+        )
+
     def _adopt(self, member: Member) -> Member:
-        self.members[member.pid] = member
+        self.members.append(member)
         self._current = None
         if member.handle.fileno is not None:
             self._poll.register(member.handle.fileno, select.POLLIN)
@@ -162,8 +168,8 @@ class Roster:
         """Return the newest process of each rank of the newest generation, by rank."""
         if self._current is None:
             newest: dict[int, Member] = {}
-            generation = max((member.restart for member in self.members.values()), default=0)
-            for member in self.members.values():
+            generation = max((member.restart for member in self.members), default=0)
+            for member in self.members:
                 known = newest.get(member.rank)
                 if member.restart == generation and (known is None or member.start_ticks > known.start_ticks):
                     newest[member.rank] = member
@@ -200,7 +206,7 @@ class Roster:
     def take_ended(self) -> list[Member]:
         """Return the members that have ended, as of the last :meth:`wait`; each of them once."""
         ended: list[Member] = []
-        for member in self.members.values():
+        for member in self.members:
             if not member.alive or not member.here:
                 continue
             handle = member.handle
@@ -231,12 +237,12 @@ class Roster:
                     with contextlib.suppress(OSError):
                         member.box.path.unlink()
                 member.box.close()
-            self.members.pop(member.pid, None)
+            self.members.remove(member)
         self._current = None
 
     def close(self) -> None:
         """Close all handles and boxes."""
-        self.forget(list(self.members.values()))
+        self.forget(list(self.members))
         os.close(self._wake_read)
         os.close(self._wake_write)
 

@@ -129,6 +129,6 @@ def own_job(box_dir: str | None = None) -> Path | None:
     """Return the folder of the job that this process is a rank of; None if it is not recorded."""
     mine = os.getpid()
     for job in job_dirs.live_jobs(box_dir or os.environ.get("COMMLENS_BOX_DIR")):
-        if any(job_dirs.box_pid(box) == mine for box in job_dirs.boxes(job)):
+        if any(job_dirs.box_pid(box) == mine and job_dirs.has_ended(box) is False for box in job_dirs.boxes(job)):
             return job
     return None

@@ -168,7 +168,7 @@ class Watcher:
         """Start anew: torchelastic restarted the workers. The former boxes are removed; if anything was wrong, they were dumped."""
         if self._generation >= 0:
             self._say_final_lines()
-            self._roster.forget([member for member in self._roster.members.values() if member.restart < restart], remove_boxes=True)
+            self._roster.forget([member for member in self._roster.members if member.restart < restart], remove_boxes=True)
             self._begin_generation()
         self._generation = restart
 
@@ -323,6 +323,7 @@ class Watcher:
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
             self._look_back(members)
+        self._roster.forget(members, remove_boxes=True)  # also those that have been damaged since, which are not recognised any more
         for folder in self.folders:
             with contextlib.suppress(OSError):
                 save.discard_job(folder)
@@ -335,7 +336,7 @@ class Watcher:
         """Add workers that ended before the watcher saw them; torchrun's agent has their exit codes."""
         for rank, (pid, exit_code) in sorted(self._failures.items()):
             ending = process.Ending(exit_code=exit_code) if exit_code >= 0 else process.Ending(signal=process.signal_name(-exit_code))
-            member = self._roster.members.get(pid)
+            member = self._roster.find(pid, 0)
             if member is not None:
                 if member.ending == process.Ending():
                     member.ending = ending
