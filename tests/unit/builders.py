@@ -274,6 +274,7 @@ class Job:
                 if one.frame is not None and not log.closed:
                     log.stacks = [ThreadStack(log.pid, "MainThread", (one.frame,), log.heartbeat_ns, True)]
                 continue
+            log.main_stack_since_ns = self.now
             frames: tuple[Frame, ...] = (one.frame,) if one.frame is not None else ()
             if one.waiting is not None:
                 frames = (Frame("/site/torch/distributed/c10d.py", 99, "wait", FrameKind.TORCH), *frames)

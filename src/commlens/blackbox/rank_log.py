@@ -187,6 +187,7 @@ class BoxReader:
             issued=self.issued,
             stacks=stacks,
             stacks_ns=stacks_ns,
+            main_stack_since_ns=self.unix(status.main_stack_since_mono_ns),
             heartbeat_ns=status.heartbeat_ns,
             captured_ns=self.captured_ns,
             steps=status.steps,

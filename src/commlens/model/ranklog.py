@@ -75,6 +75,7 @@ class RankLog(msgspec.Struct):
     issued: int = 0  # number ever recorded; more than len(collectives) if the ring buffer wrapped
     stacks: list[ThreadStack] = []  # taken by the rank's own watchdog thread
     stacks_ns: int = 0  # Unix ns
+    main_stack_since_ns: int = 0  # Unix ns of the last change of the main thread's stack; 0 if unknown
     heartbeat_ns: int = 0  # Unix ns of the watchdog thread's last sign of life
     captured_ns: int = 0  # Unix ns when the box was read or dumped
     steps: int = 0  # optimizer steps completed

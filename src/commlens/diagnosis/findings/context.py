@@ -15,6 +15,8 @@ from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
 from commlens.text import args_phrase, capital, duration, frame_phrase, op_phrase, ranks_and_verb, verb
 
+TOO_LONG = 8  # stall timeouts
+
 
 @dataclass
 class Case:
@@ -96,6 +98,10 @@ class Context:
     def longest_wait(self, ranks: Iterable[int]) -> int:
         """Return the longest time that one of these ranks has been waiting, in ns."""
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
+
+    def waits_too_long(self, ranks: Iterable[int], *, at_least_ns: int = 0) -> bool:
+        """Return whether one of these ranks has waited for so long that work is no excuse."""
+        return self.longest_wait(ranks) >= max(TOO_LONG * self.job.stall_timeout_ns, at_least_ns)
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""

@@ -8,7 +8,7 @@ from commlens.diagnosis.findings.cycle import find_cycles
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
-from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_starting
+from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_starting
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
 from commlens.diagnosis.index import JobIndex
 from commlens.diagnosis.wait_graph import Graph
@@ -33,6 +33,8 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_fewer(context)
     if not context.cases:
         find_starting(context)
+    if not context.cases:
+        find_motionless(context)
     if not any(case.finding.root_cause for case in context.cases):
         find_ended(context)
     if job.knows.completion_times and not context.cases:

@@ -26,7 +26,6 @@ _WORK = {
     "finished": "shutting down",
 }
 _NO_WORK = {"checkpoint-io": "in a checkpoint", "compilation": "compiling", "initialising": "initialising"}
-TOO_LONG = 8  # stall timeouts
 LONGER_THAN_BEFORE = 3  # times the longest time between two collectives
 
 
@@ -78,8 +77,8 @@ def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
     log = context.job.views[node.rank].log
     if log.expecting is not None or (doing.why in ("compilation", "checkpoint-io") and not doing.unclear):
         return False
-    waited = context.longest_wait(edge.rank for edge in context.graph.edges_into(node))
-    return waited >= max(TOO_LONG * context.job.stall_timeout_ns, LONGER_THAN_BEFORE * longest_gap_ns(log))
+    waiting = [edge.rank for edge in context.graph.edges_into(node)]
+    return context.waits_too_long(waiting, at_least_ns=LONGER_THAN_BEFORE * longest_gap_ns(log))
 
 
 def _missing(context: Context, absence: Absence) -> None:

@@ -7,8 +7,12 @@ from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import RankView
+from commlens.model.collective import FrameKind
 from commlens.model.verdict import Finding
-from commlens.text import capital, count, group_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, duration, frame_phrase, group_phrase, ranks_and_verb, ranks_phrase
+
+MOTIONLESS = 3  # stall timeouts
+_IDLE = frozenset({"run_forever", "serve_forever", "main_loop"})  # of asyncio, Jupyter and Ray, which wait for requests
 
 
 def find_fewer(context: Context) -> None:
@@ -70,6 +74,48 @@ def find_starting(context: Context) -> None:
             explanation=explanation, next_step="wait",
         )  # fmt: skip
         context.add(finding, None, doing.frame)
+
+
+def find_motionless(context: Context) -> None:
+    """Find a job that has stood still outside of collectives for several stall timeouts: all ranks may wait for one lock."""
+    job = context.job
+    limit_ns = MOTIONLESS * job.stall_timeout_ns
+    if not 1 < len(job.views) == job.size or not all(_is_motionless(view, limit_ns) for view in job.views.values()):
+        return
+    still = {rank: view.now_ns - view.log.main_stack_since_ns for rank, view in sorted(job.views.items())}
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, still_ns in still.items():
+        view = job.views[rank]
+        doing = activity.activity_of(view.log, view.exit, quiet_ns=still_ns, stalled_after_ns=job.stalled_after_ns)
+        stack = view.log.main_stack
+        frames = [frame_phrase(frame) for frame in stack.frames if frame.kind is not FrameKind.NATIVE][:4] if stack is not None else []
+        places.setdefault((frame_phrase(doing.frame), ", called by ".join(frames)), []).append(rank)
+    where = ", ".join([f"{ranks_and_verb(ranks, 'is', 'are')} in {place}" for (place, _), ranks in places.items() if place][:4])
+    finding = Finding(
+        kind="missing", why=doing.why, root_cause=True, culprits=[], victims=sorted(job.views), confidence="low",
+        summary=f"no rank has moved for {duration(min(still.values()))}, and none is in a collective" + (where and f": {where}"),
+        next_step="find out what the ranks wait for: a lock, a file, a child process or a server",
+        evidence=[
+            f"{capital(ranks_phrase(ranks))}, for {duration(min(still[rank] for rank in ranks))}: {chain}."
+            for (_, chain), ranks in places.items()
+        ][:4],
+        would_raise_confidence="A rank's waits outside of collectives are not recorded; `py-spy dump --native` may show what it waits for.",
+    )  # fmt: skip
+    context.add(finding, None, doing.frame if len(places) == 1 else None)
+
+
+def _is_motionless(view: RankView, limit_ns: int) -> bool:
+    """Return whether a running rank is outside of collectives, and has stood still for longer than the limit. An idle server is none."""
+    log, stack = view.log, view.log.main_stack
+    _, works, watched = activity.movement(log.observation)
+    if view.exit.ended or view.blocks or works or not watched or log.expecting is not None or log.observation.proc_state in ("T", "t"):
+        return False
+    for frame in stack.frames if stack is not None else ():
+        if frame.function in _IDLE:
+            return False
+        if frame.kind is FrameKind.USER:
+            break
+    return 0 < log.main_stack_since_ns <= view.now_ns - limit_ns
 
 
 def find_ended(context: Context) -> None:

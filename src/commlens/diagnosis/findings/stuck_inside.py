@@ -52,7 +52,7 @@ def find_stuck_inside(context: Context, node: Node) -> None:
     busy = [view.rank for view in views if _burns_cpu(view) and meeting.op.channel.device == "cpu"]
     if culprits:
         finding = _held_up(context, meeting, culprits, activities[culprits[0]])
-    elif busy and not failed:
+    elif busy and not failed and not context.waits_too_long(meeting.waiting):
         finding = _still_moving(context, meeting, busy)
     else:
         finding = _no_progress(context, meeting)
