@@ -139,6 +139,29 @@ def test_one_rank_alone_has_one_more_batch() -> None:
     assert blame(verdict) == ("missing", "finished", [2], "train.py:20")
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_each_rank_waits_in_its_own_collective(dies: bool) -> None:
+    fault = Die(Observation(End.KILLED, signal="SIGKILL")) if dies else SLEEP
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        row = job.group(f"row{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], "tp")
+        column = job.group(f"col{rank % 2}", range(rank % 2, 8, 2), "dp")
+        for i in range(6):
+            if (rank, i) == (2, 4):
+                yield fault
+            both = [all_reduce(row, 4, line=50), collective("all_gather", column, 8, line=60)]
+            yield from both if rank == 3 else reversed(both)
+            yield Step()
+
+    verdict = judge(Job(8).run(program).logs())
+    assert verdict.culprits == [2]
+    if dies:
+        assert "ranks 0,4,6 were waiting for it in all_gather #5 of group dp [0-6:2], rank 3 in all_reduce #5 of" in verdict.summary
+    else:
+        assert verdict.summary.endswith("ranks 0,4,6 wait for it")
+        assert "Rank 3 waits for it in all_reduce #5 of group tp [2-3]. Ranks 1,5,7 wait behind them." in verdict.explanation
+
+
 def test_a_mesh_cascade_has_one_root() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         row = job.group(f"row{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], "tp")
@@ -385,6 +408,7 @@ def test_a_rank_without_a_log_among_others_left_no_record() -> None:
     verdict = judge([log for log in logs if log.rank != 2])
     assert (verdict.kind, verdict.culprits) == ("dead", [2])
     assert any("left no record" in text for text in verdict.missing_evidence)
+    assert render(verdict).count("left no record") == 1
 
 
 def test_another_nodes_ranks_are_not_known() -> None:

@@ -43,7 +43,8 @@ def _parts(verdict: Verdict) -> list[RenderableType]:
         rest = [_with_source(finding) for finding in others if not finding.root_cause]
         parts += _list("Also wrong, independently", roots, _MOST_FINDINGS)
         parts += _list("Also found", rest, _MOST_FINDINGS)
-    parts += _list("Not known", verdict.missing_evidence, _MOST_UNKNOWN)
+    said = "left no record" if "left no record" in verdict.summary else "\n"
+    parts += _list("Not known", [text for text in verdict.missing_evidence if said not in text], _MOST_UNKNOWN)
     if verdict.looked_at:
         parts += ["", Text(f"Looked at {verdict.looked_at}." + _confidence(verdict), style="dim")]
     return parts

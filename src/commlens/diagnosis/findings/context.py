@@ -13,7 +13,9 @@ from commlens.diagnosis.index import Block, JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
-from commlens.text import args_phrase, capital, duration, frame_phrase, op_phrase, ranks_and_verb, verb
+from commlens.text import args_phrase, capital, count, duration, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
+
+_WAITS_MAX = 3
 
 TOO_LONG = 8  # stall timeouts
 
@@ -79,21 +81,42 @@ class Context:
 
     def waiting(self, edges: Sequence[Edge]) -> str:
         """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``; lines that differ are listed."""
-        by_line: dict[str, list[int]] = defaultdict(list)
+        by_line: dict[tuple[str, str], list[int]] = defaultdict(list)
         for edge in edges:
-            by_line[frame_phrase(edge.op.source)].append(edge.rank)
+            by_line[frame_phrase(edge.op.source), args_phrase(edge.op)].append(edge.rank)
+        same_args = len({args for _, args in by_line}) == 1
         parts = []
-        for line, ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
+        for (line, args), ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
             waited = self.longest_wait(ranks)
             length = f" for {duration(waited)}" if waited >= self.job.stalled_after_ns else ""
-            parts.append(f"{ranks_and_verb(ranks, 'has', 'have')} been waiting{length}" + (f" at {line}" if line else ""))
+            about = (f" at {line}" if line else "") + (f", {args}" if args and not same_args else "")
+            parts.append(f"{ranks_and_verb(ranks, 'has', 'have')} been waiting{length}{about}")
         args = args_phrase(edges[0].op)
-        return capital("; ".join(parts)) + (f", {args}." if args else ".")
+        return capital("; ".join(parts)) + (f", {args}." if args and same_args else ".")
 
     def waiting_behind(self, ranks: Sequence[int], blocked: Iterable[int]) -> str:
         """``"Ranks 4-7 wait behind them."``, for the blocked ranks that are not among ``ranks``; empty if there are none."""
         more = sorted(set(blocked) - set(ranks))
         return f"{capital(ranks_and_verb(more, 'waits', 'wait'))} behind {verb(ranks, 'it', 'them')}." if more else ""
+
+    def waits(self, edges: Sequence[Edge], singular: str, plural: str) -> str:
+        """``"ranks 0,3 wait for it in all_reduce #7 of group tp [0-3], rank 5 in recv #1 from rank 2"``: each rank in its own collective.
+
+        Args:
+            edges: the waits. Groups of one name are told together.
+            singular: the verb for one rank: "waits for it".
+            plural: the verb for several.
+        """
+        by_name: dict[tuple[str, int, str], list[Edge]] = defaultdict(list)
+        for edge in edges:
+            by_name[edge.op.op, edge.op.sequence_number, edge.op.channel.group.label].append(edge)
+        parts: list[str] = []
+        for of_name in sorted(by_name.values(), key=lambda some: (-len({edge.rank for edge in some}), some[0].rank)):
+            ranks = sorted({edge.rank for edge in of_name})
+            said = f"{ranks_and_verb(ranks, singular, plural)}" if not parts else ranks_phrase(ranks)
+            parts.append(f"{said} in {collective_phrase([edge.op for edge in of_name])}")
+        more = [f"{count(len(parts) - _WAITS_MAX, 'other collective')} wait for the same"] if len(parts) > _WAITS_MAX else []
+        return ", ".join([*parts[:_WAITS_MAX], *more])
 
     def longest_wait(self, ranks: Iterable[int]) -> int:
         """Return the longest time that one of these ranks has been waiting, in ns."""
@@ -121,6 +144,12 @@ def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Find
     if frame is not None:
         finding.source, finding.source_file, finding.function = frame.where, f"{frame.file}:{frame.line}", frame.function
     return finding
+
+
+def collective_phrase(ops: Sequence[Collective]) -> str:
+    """``"all_reduce #7 of group tp [0-3]"``, or ``"all_reduce #7 of 4 groups tp"`` for groups of one name."""
+    op, groups = ops[0], {op.channel.key for op in ops}
+    return op_phrase(op) if len(groups) == 1 else f"{op_phrase(op, group=False)} of {len(groups)} groups {op.channel.group.label}"
 
 
 def prose(*sentences: str) -> str:

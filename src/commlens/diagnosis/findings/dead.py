@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.findings.context import Context, most_waited, prose
 from commlens.diagnosis.findings.next_steps import death_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Node
 from commlens.model.collective import Collective, Frame, user_frame
 from commlens.model.verdict import Finding
-from commlens.text import capital, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, frame_phrase, ranks_phrase, verb
 
 _SAME_MOMENT_NS = 1_000_000_000
 
@@ -67,14 +67,15 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     waiting = sorted({edge.rank for edge in edges})
     blocked = context.blocked_by(nodes)
     peers = sorted(rank for rank, other in views.items() if other.exit.kind in ("peer", "terminated"))
-    op = edges[0].op if edges else view.last_op
+    op = most_waited(edges).op if edges else view.last_op
     frame = end.source or _last_line(view)
     unseen = end.kind == "gone"
     summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else end.text)
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
     if edges:
-        summary += f"; {ranks_and_verb(waiting, 'was', 'were')} waiting for {verb(ranks, 'it', 'them')} in {op_phrase(edges[0].op)}"
+        waited = f"waiting for {verb(ranks, 'it', 'them')}"
+        summary += f"; {context.waits(edges, f'was {waited}', f'were {waited}')}"
     last_seen = ""
     if frame is not None and end.source is None:
         issued = view.last_op is not None and frame == view.last_op.source

@@ -12,9 +12,9 @@ from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
-from commlens.model.collective import State
+from commlens.model.collective import State, user_lines
 from commlens.model.verdict import Finding
-from commlens.text import count, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
 """Reasons that need no observation over time."""
@@ -36,8 +36,9 @@ class Absence(NamedTuple):
     activities: list[Activity]  # one for each rank
     edge: Edge  # the representative wait: of the first rank in the collective in which most ranks wait
     edges: list[Edge]  # all waits in that collective
-    waiting: list[int]  # ranks of these edges
-    blocked: list[int]  # also the ranks that wait behind them
+    elsewhere: list[Edge]  # their waits in other collectives
+    waiting: list[int]  # ranks that wait in the representative's collective
+    blocked: list[int]  # also the ranks that wait elsewhere or behind them
 
     @property
     def doing(self) -> Activity:
@@ -60,7 +61,8 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
         edge = most_waited(edges)
         same = [other for other in edges if other.instance == edge.instance]
         absence = Absence(
-            [node.rank for node in absent], [doing for _, doing in members], edge, same, sorted({other.rank for other in same}),
+            [node.rank for node in absent], [doing for _, doing in members], edge, same,
+            [other for other in edges if other.instance != edge.instance], sorted({other.rank for other in same}),
             context.blocked_by(absent),
         )  # fmt: skip
         if works:
@@ -116,8 +118,7 @@ def _missing(context: Context, absence: Absence) -> None:
         summary=_summary(context, absence, alone),
         explanation=prose(
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
-            context.waiting(absence.edges),
-            context.waiting_behind(waiting, set(absence.blocked) - set(ranks)),
+            *_waits(context, absence),
         ),
         next_step=missing_step(doing, culprits), evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
@@ -155,13 +156,24 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
         + (f", {duration(waited)} so far" if waited else ""),
         explanation=prose(
             f"{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
-            context.waiting(absence.edges),
-            context.waiting_behind(waiting, held),
+            *_waits(context, absence),
         ),
         next_step=f"wait; if {subject} should not take this long, look at {frame_phrase(doing.frame)}" if doing.frame else "wait",
         evidence=_signs(absence),
     )  # fmt: skip
     context.add(finding, op, doing.frame, blocked=blocked)
+
+
+def _waits(context: Context, absence: Absence) -> list[str]:
+    """Return sentences about the ranks that wait: in the representative's collective, elsewhere, and behind these."""
+    them = verb(absence.ranks, "it", "them")
+    others = context.waits(absence.elsewhere, f"waits for {them}", f"wait for {them}")
+    direct = {*absence.waiting, *(edge.rank for edge in absence.elsewhere)}
+    return [
+        context.waiting(absence.edges),
+        f"{capital(others)}." if others else "",
+        context.waiting_behind(sorted(direct), set(absence.blocked) - set(absence.ranks)),
+    ]
 
 
 def _signs(absence: Absence) -> list[str]:
@@ -178,8 +190,8 @@ def _stack_evidence(view: RankView) -> list[str]:
     if stack is None:
         note = view.log.observation.stacks_note
         return [f"There is no stack of rank {view.rank}" + (f": {note}." if note else ".")]
-    frames = [frame_phrase(frame) for frame in stack.frames if frame.kind.value == "user"][:4]
-    return [f"rank {view.rank} was in " + ", called by ".join(frames) + "."] if len(frames) > 1 else []
+    first, *callers = [frame_phrase(frame) for frame in user_lines(stack.frames)][:4] or [""]
+    return [f"{first} on rank {view.rank} was called by {', called by '.join(callers)}."] if callers else []
 
 
 def _failure_evidence(view: RankView) -> list[str]:
@@ -205,7 +217,7 @@ def _unrecorded(
     context: Context, ranks: list[int], waiting: list[int], edges: Sequence[Edge], blocked: list[int], *, dead: bool, others: bool
 ) -> None:  # fmt: skip
     op = most_waited(edges).op
-    subject, they_wait = ranks_phrase(ranks), f"{ranks_and_verb(waiting, 'waits', 'wait')} in {op_phrase(op)}"
+    subject, they_wait = ranks_phrase(ranks), context.waits(edges, "waits", "wait")
     if dead:
         summary = f"{subject} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
         ended = "it ended before it could record anything, or its black box is lost"
@@ -220,7 +232,5 @@ def _unrecorded(
         kind="dead" if dead else "missing", why="unknown", root_cause=(dead and context.job.knows.every_process) or not others,
         culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
         explanation=prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), next_step=step,
-        evidence=[f"There are records of {len(context.job.views)} of {count(context.job.size, 'rank')}."],
-        would_raise_confidence=f"The records of {subject} would show what happened there.",
     )  # fmt: skip
     context.add(finding, op, None, blocked=len(blocked))

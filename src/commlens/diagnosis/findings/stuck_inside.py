@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
-from commlens.diagnosis.findings.context import Context, first_line, op_at, prose
+from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
@@ -135,7 +135,7 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
     blocked = context.blocked_by(nodes)
     victims = sorted(set(blocked) - set(ranks))
     subject = ranks_phrase(ranks)
-    name = op_phrase(op) if len(nodes) == 1 else f"{op.op} #{op.sequence_number} of {len(nodes)} groups {op.channel.group.label}"
+    name = collective_phrase([context.graph.edges_into(node)[0].op for node in nodes])
     finding = Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=ranks, victims=victims, confidence="high",
         summary=f"{ranks_and_verb(ranks, 'is', 'are')} stuck in {name}, which completed on {ranks_phrase(done)}",
