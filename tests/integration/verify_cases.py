@@ -30,6 +30,8 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+import commlens
+
 PREVENTED: Final = "prevented on all ranks"
 DETECTED: Final = "detected"
 ENDED: Final = "job ended"
@@ -485,7 +487,7 @@ def dtensor_placements(c: Context) -> None:
     local.redistribute(mesh, [Replicate()]).to_local()  # reported
 
 
-@case("DDP", "mismatch/op", ENDED, "`barrier`", "DistributedDataParallel")
+@case("DDP", "mismatch/op", DETECTED, "`barrier`", "DistributedDataParallel", sizes=BOTH)
 def ddp_skipped_step(c: Context) -> None:
     """A rank skips a step and issues something else."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -495,15 +497,74 @@ def ddp_skipped_step(c: Context) -> None:
         dist.barrier()  # reported
 
 
-@case("DDP", "", ENDED, leaves=True)
+@case("DDP", "dead", DETECTED, "rank 1 has ended", "DistributedDataParallel", sizes=BOTH, leaves=True)
 def ddp_uneven_data(c: Context) -> None:
-    """Uneven data: a rank has one batch less and ends (`dead`, or the backend's error if the other was already waiting)."""
+    """Uneven data: a rank has one batch less and ends."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
     for _ in range(2 if c.odd else 3):
         model(torch.ones(2, 4)).sum().backward()
 
 
-@case("DDP", "mismatch/op", ENDED, "DistributedDataParallel")
+@case("DDP", "mismatch/shape", DETECTED, "DistributedDataParallel", "[20]", "[1]")
+def ddp_extra_collective(c: Context) -> None:
+    """A rank issues an extra collective between two steps."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if c.odd and step == 2:
+            dist.all_reduce(torch.ones(1))  # reported
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@case("DDP", "mismatch/shape", DETECTED, "DistributedDataParallel", "[20]", "[1]", sizes=BOTH)
+def ddp_caught(c: Context) -> None:
+    """A rank issues an extra collective, catches the refusal and does something else: the others are woken in the backend."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if c.odd and step == 2:
+            time.sleep(0.5)
+            try:
+                dist.all_reduce(torch.ones(1))  # reported
+            except commlens.DistributedOperationException:
+                time.sleep(4)
+                raise
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@case("DDP", "missing", DETECTED, "rank 1 did not take part", "DistributedDataParallel", "is in verify_cases.py", sizes=BOTH, timeout_s=2.0)
+def ddp_never_comes(c: Context) -> None:
+    """A rank does something else between two steps."""
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    for step in range(3):
+        if c.odd and step == 2:
+            time.sleep(4)  # reported
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@case("DDP", "mismatch/shape", DETECTED, "DistributedDataParallel")
+def ddp_other_model(c: Context) -> None:
+    """The model's parameters have other dimensions: the constructor compares them."""
+    DistributedDataParallel(torch.nn.Conv1d(4, 4, 1, bias=False) if c.odd else torch.nn.Linear(4, 4, bias=False))  # reported
+
+
+@case("DDP", "dead", DETECTED, "rank 1 has ended", "DistributedDataParallel", leaves=True)
+def ddp_other_sizes(c: Context) -> None:
+    """The model's parameters have other sizes: torch raises its own error on the ranks that differ from rank 0."""
+    DistributedDataParallel(torch.nn.Linear(4, 5 if c.odd else 4))  # reported
+
+
+@case("DDP", "dead", DETECTED, "rank 1 has ended", "DistributedDataParallel", leaves=True)
+def ddp_unused_parameters(c: Context) -> None:
+    """A rank does not use all parameters: torch raises its own error there, one step later."""
+    layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    model(torch.ones(2, 4)).sum().backward()
+    for _ in range(2):
+        used = layers[0] if c.odd else torch.nn.Sequential(*layers)
+        model.module = used
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@case("DDP", "mismatch/op", DETECTED, "DistributedDataParallel")
 def ddp_no_sync(c: Context) -> None:
     """no_sync on one rank only, then a barrier."""
     model = DistributedDataParallel(torch.nn.Linear(4, 4))
@@ -527,17 +588,88 @@ def fsdp_forward_order(c: Context) -> None:
     x.sum().backward()
 
 
+def _sharded(c: Context) -> Any:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+    mesh = init_device_mesh("cpu", (c.size,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(torch.ones(2, 8)).sum().backward()
+    c.before_the_fault()
+    return model
+
+
+@case("FSDP2", "mismatch/shape", DETECTED, "fully_shard (forward)", "fully_shard (backward)", sizes=BOTH)
+def fsdp_skipped_backward(c: Context) -> None:
+    """A rank skips a backward."""
+    model = _sharded(c)
+    for step in range(2):
+        loss = model(torch.ones(2, 8)).sum()  # reported
+        if not c.odd or step:
+            loss.backward()  # reported
+
+
+@case("FSDP2", "mismatch/op", DETECTED, "`all_gather`", "`all_reduce`")
+def fsdp_extra_collective(c: Context) -> None:
+    """A rank issues an extra collective."""
+    model = _sharded(c)
+    if c.odd:
+        dist.all_reduce(torch.ones(1))  # reported
+    model(torch.ones(2, 8)).sum().backward()
+
+
+@case("FSDP2", "dead", DETECTED, "rank 1 has ended", "fully_shard", leaves=True)
+def fsdp_uneven_data(c: Context) -> None:
+    """Uneven data: a rank has one batch less and ends."""
+    model = _sharded(c)
+    if not c.odd:
+        model(torch.ones(2, 8)).sum().backward()
+
+
+@case("FSDP2", "missing", DETECTED, "rank 1 did not take part", "fully_shard", "is in verify_cases.py", timeout_s=2.0)
+def fsdp_never_comes(c: Context) -> None:
+    """A rank does something else between forward and backward."""
+    model = _sharded(c)
+    loss = model(torch.ones(2, 8)).sum()
+    if c.odd:
+        time.sleep(4)  # reported
+    loss.backward()
+
+
+def _pipeline(c: Context, width: int = _WIDTH, batches: int = 2) -> Callable[[], None]:
+    x = torch.ones(2, width)
+    stage = PipelineStage(torch.nn.Linear(width, width), c.rank, c.size, torch.device("cpu"), input_args=x, output_args=x)
+    schedule = ScheduleGPipe(stage, batches)
+    batch = torch.ones(2 * batches, width)
+    return lambda: schedule.step(batch) if c.rank == 0 else schedule.step()
+
+
 @case("pipelining", "mismatch/p2p", DETECTED, "recv", "send")
 def pipeline_shapes(c: Context) -> None:
     """Stages that expect different activation shapes."""
-    shape = (2, _WIDTH if c.rank == 0 else _WIDTH // 2)
-    module = torch.nn.Linear(shape[1], shape[1])
-    x = torch.ones(2, shape[1])
-    stage = PipelineStage(module, c.rank, c.size, torch.device("cpu"), input_args=x, output_args=x)
-    schedule = ScheduleGPipe(stage, 2)
-    batch = torch.ones(4, shape[1])
+    step = _pipeline(c, _WIDTH // 2 if c.odd else _WIDTH)
     c.before_the_fault()
-    schedule.step(batch) if c.rank == 0 else schedule.step()  # reported
+    step()
+
+
+@case("pipelining", "dead", DETECTED, "rank 1 has ended", "send", leaves=True)
+def pipeline_ends(c: Context) -> None:
+    """The last stage ends one step early."""
+    step = _pipeline(c)
+    step()
+    c.before_the_fault()
+    if not c.odd:
+        step()
+
+
+@case("pipelining", "dead", DETECTED, "rank 1 has ended", "send", leaves=True)
+def pipeline_batches(c: Context) -> None:
+    """The last stage works on fewer microbatches, and ends."""
+    step = _pipeline(c, batches=1 if c.odd else 2)
+    c.before_the_fault()
+    step()
+    if c.odd:
+        time.sleep(1)
 
 
 @case("compiled", "mismatch/shape", DETECTED, "[5]", "[4]")
@@ -638,9 +770,10 @@ waits, so some faults that are prevented here are only detected there. `python t
 `tests/integration/test_verify_strict.py` runs every row on 2 ranks, and those marked so on 4, and checks the page against the results.
 
 - **prevented on all ranks**: every living rank raises the same message, and nothing of the operation reaches the backend.
-- **detected**: every living rank raises the same message; on some of them the operation had already been issued.
-- **job ended**: at least one rank raises the message. Others are inside the backend's own code, where they cannot be interrupted. Once the
-  first rank has ended, they print the same message from commlens's thread or end with the backend's error.
+- **detected**: every living rank raises the same message; on some of them the operation had already been issued. A rank that waits inside
+  the backend's own code is woken: commlens closes the group's connections there, and the backend's error is raised as the message's cause.
+- **job ended**: at least one rank raises the message. Others are inside other code that cannot be interrupted (here: torch's store).
+  Once the first rank has ended, they print the same message from commlens's thread or end with their own error.
 - **not refused**: the ranks' arguments do not differ.
 
 Rooted operations (broadcast, reduce, scatter, gather) can complete on some ranks before others have arrived. A rank waits only a second for

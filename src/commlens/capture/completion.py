@@ -164,7 +164,7 @@ class CompletionTracker:
 
     def error_to_raise(self, error: BaseException) -> BaseException:
         """Return the exception to raise for a backend's error: a peer's refusal, if there is one, since it names the cause."""
-        refusal = self.verifier.pending_refusal() if self.verifier is not None else None
+        refusal = self.verifier.refusal_for(error) if self.verifier is not None else None
         if refusal is None:
             return error
         refusal.__cause__ = error

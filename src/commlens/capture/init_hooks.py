@@ -22,8 +22,8 @@ class InitListener(Protocol):
     def after_init(self) -> None:
         """``init_process_group`` returned."""
 
-    def before_new_group(self, rank: int, world_size: int) -> Callable[[], None] | None:
-        """A group is about to be made, in which this process has this rank. Return what to call after it."""
+    def before_new_group(self, rank: int, world_size: int) -> Callable[[Any], None] | None:
+        """A group is about to be made, in which this process has this rank. Return what to call with it afterwards."""
 
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Return what to call after it."""
@@ -81,7 +81,7 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
         after = safely(current.before_new_group, group_rank, group_size) if current is not None else None
         result = original_new(group_size, group_rank, *args, **kwargs)
         if after is not None:
-            safely(after)
+            safely(after, result[0])
         return result
 
     c10d._new_process_group_helper = _new_process_group_helper

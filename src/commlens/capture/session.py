@@ -117,7 +117,7 @@ class Session:
             self.writer.word(L.TIMEOUT_MS, _timeout_ms())
             self.writer.word(L.PHASE, L.PHASE_INITIALISED)
 
-    def before_new_group(self, rank: int, world_size: int) -> Callable[[], None] | None:
+    def before_new_group(self, rank: int, world_size: int) -> Callable[[Any], None] | None:
         """A group is about to be made. For a program that goes past ``init_process_group``, this is where recording begins."""
         import torch.distributed as dist
 
@@ -130,7 +130,18 @@ class Session:
             self.recorder.groups.started_again()
             if self.recorder.verifier is not None:
                 self.recorder.verifier.group_destroyed()
-        return (lambda: self.writer.word(L.PHASE, L.PHASE_INITIALISED)) if late and self.is_recording else None
+        if not self.is_recording:
+            return None
+        from commlens.capture import connections
+
+        before = connections.sockets()
+
+        def after(process_group: Any) -> None:
+            if late:
+                self.writer.word(L.PHASE, L.PHASE_INITIALISED)
+            connections.note(process_group, before)
+
+        return after
 
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Returns the verifier's last check, which may raise a refusal."""

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from commlens.blackbox import layout as L
-from commlens.capture import stacks
+from commlens.blackbox.reader import OpenBox
+from commlens.capture import connections, stacks
 from commlens.capture.recorder import Recorder
-from commlens.tap.token import Token
+from commlens.model.collective import State
+from commlens.tap import torch_patches
+from commlens.tap.token import Token, Verifier
 
 log = logging.getLogger("commlens")
 
@@ -24,6 +27,7 @@ TICK_S = 0.25
 STACKS_EVERY_NS = 1_000_000_000
 REPORT_REFUSAL_AFTER_NS = 1_000_000_000
 NATIVE_EVERY_NS = 1_000_000_000
+NEWEST_RECORDS = 512
 _monotonic = time.monotonic_ns
 
 
@@ -92,15 +96,25 @@ class Watchdog:
         if self._pipe_descriptor >= 0:
             self._read_pipe()
         if recorder.verifier is not None:
-            self._report_refusal(recorder.verifier.unraised_refusal(), now)
+            if oldest is not None and (waits := list(torch_patches.waits_in_cpp.values())):
+                recorder.verifier.check_wait_in_cpp(oldest.args, now - max(oldest.since, min(waits)))
+            self._follow_refusal(recorder.verifier, oldest, now)
 
-    def _report_refusal(self, refusal: str | None, now: int) -> None:
-        """Log a refusal that this rank should raise but has not: it may be blocked in the backend's C++."""
+    def _follow_refusal(self, verifier: Verifier, oldest: Token | None, now: int) -> None:
+        """Wake a thread that waits in the backend's C++ for a collective that another rank refused; log the refusal if none raises it."""
+        refusal = verifier.unraised_refusal()
         if refusal is None:
             self._refused_since = 0
-        elif not self._refused_since:
+            return
+        if not self._refused_since:
             self._refused_since = now
-        elif now - self._refused_since > REPORT_REFUSAL_AFTER_NS and refusal != self._reported:
+            return
+        if oldest is not None:
+            with OpenBox(self._recorder.writer.path) as box:
+                in_flight = [op for op in box.log(newest=NEWEST_RECORDS).collectives if op.state is State.ISSUED]
+            for process_group in verifier.refused_groups(in_flight):
+                connections.abort(process_group)
+        if now - self._refused_since > REPORT_REFUSAL_AFTER_NS and refusal != self._reported:
             self._reported = refusal
             log.error(
                 "commlens: refused by other ranks; this one has not reached its next collective or wait, where it raises this:\n%s", refusal

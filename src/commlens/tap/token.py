@@ -10,6 +10,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from commlens.model.collective import Collective
     from commlens.tap.interned_args import InternedArgs
 
 
@@ -57,8 +58,14 @@ class Verifier(Protocol):
     def plan(self, args: InternedArgs, stack: int, reduce_op_code: int) -> Any:
         """Return how C++ verifies the next collective like this; None if Python must do it."""
 
-    def pending_refusal(self) -> BaseException | None:
-        """Return a refusal that this rank has not raised yet."""
+    def refusal_for(self, error: BaseException) -> BaseException | None:
+        """Return the refusal that explains a backend's error."""
 
     def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread."""
+
+    def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
+        """Post a refusal for a thread that waits in C++ if ranks do not join the oldest collective in flight, which has these arguments."""
+
+    def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
+        """Return the process groups in which such a refusal is about one of these collectives of this rank."""

@@ -11,12 +11,14 @@ import functools
 import logging
 import re
 import threading
+import time
 from typing import Any, Protocol
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.blackbox import layout as L
+from commlens.matching.error_texts import is_mismatch_error, is_peer_error
 from commlens.tap import tap
 from commlens.tap.groups import Groups
 from commlens.tap.interned_args import noted_reduce_ops
@@ -120,6 +122,8 @@ def _install_all() -> None:
     if _recorder is not None and not _installed:
         _installed = True
         installs += [_tap_coalescing, _tap_meshes, _tap_optimizers]
+    if _recorder is not None and _recorder.verifier is not None:
+        installs.append(_tap_waits_in_cpp)
     for install in installs:
         try:
             install()
@@ -216,6 +220,43 @@ def _tensor_wait_ended(tokens: Any, error: BaseException | None) -> None:
         recorder.tensor_wait_ended(token, error)
     for tracer, mark in held:
         tracer.wait_ended(mark)
+
+
+def _tap_waits_in_cpp() -> None:
+    """Raise a refusal instead of the backend's error where C++ waits for collectives: DDP's reducer, and futures."""
+    if hasattr(torch._C.Future.wait, "__wrapped__"):
+        return
+    for owner, name in (
+        (torch.autograd, "_engine_run_backward"),
+        (torch.autograd.graph, "_engine_run_backward"),
+        (torch.distributed, "_broadcast_coalesced"),
+        (torch.distributed, "_verify_params_across_processes"),
+        (torch.distributed.Reducer, "_rebuild_buckets"),
+        (torch._C.Future, "wait"),
+    ):
+        setattr(owner, name, _raising_refusals(getattr(owner, name)))
+
+
+waits_in_cpp: dict[int, int] = {}
+"""By thread that is in such a function: since when, CLOCK_MONOTONIC in ns."""
+
+
+def _raising_refusals(original: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        thread = threading.get_ident()
+        outermost = waits_in_cpp.setdefault(thread, now := time.monotonic_ns()) == now
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            if _recorder is None or _recorder.verifier is None or not (is_peer_error(str(error)) or is_mismatch_error(str(error))):
+                raise
+            raise _recorder.error_to_raise(error)  # noqa: B904 - its cause is set
+        finally:
+            if outermost:
+                waits_in_cpp.pop(thread, None)
+
+    return call
 
 
 def _tap_coalescing() -> None:

@@ -154,6 +154,14 @@ class Announcer:
             found = self._channels[identity] = self._new_channel(channel, args, identity)
         return found
 
+    def channel_of(self, key: int) -> VerifiedChannel | None:
+        """Return the channel with a key, if this rank has used it."""
+        return next((channel for channel in self.channels() if channel.key == key), None)
+
+    def channels(self) -> list[VerifiedChannel]:
+        """Return the channels that this rank has used."""
+        return [channel for channel in list(self._channels.values()) if channel.slot]
+
     def _new_channel(self, channel: Channel, args: InternedArgs, identity: Any) -> VerifiedChannel:
         group = channel.group
         parts: tuple[Any, ...] = (group.incarnation, group.name, group.ranks, channel.device)

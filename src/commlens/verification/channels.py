@@ -28,15 +28,25 @@ class VerifiedChannel:
         self.refusals_seen = 0
 
 
-class FunctionCall:
-    """A call of a user's function, verified like a collective."""
+class BoardArgs:
+    """The arguments of a collective, as a board's blob holds them."""
 
     __slots__ = ("content", "op", "peer", "tag")
 
+    def __init__(self, content: dict[str, Any]) -> None:
+        self.op: str = content["op"]
+        self.content = content
+        self.peer, self.tag = content.get("peer", -1), content.get("tag", 0)
+
+
+class FunctionCall(BoardArgs):
+    """A call of a user's function, verified like a collective."""
+
+    __slots__ = ()
+
     def __init__(self, name: str, leaves: Any) -> None:
-        self.op = name
-        self.content = {"op": name, "dop": name, "in": [], "out": [], "root": None, "is": [], "os": [], "async": False, "leaves": leaves}
-        self.peer, self.tag = -1, 0
+        no_tensors: dict[str, Any] = {"in": [], "out": [], "root": None, "is": [], "os": []}
+        super().__init__({"op": name, "dop": name, **no_tensors, "async": False, "leaves": leaves})
 
 
 class Pending:
@@ -44,7 +54,7 @@ class Pending:
 
     __slots__ = ("absent", "args", "channel", "code", "number", "signature")
 
-    def __init__(self, channel: VerifiedChannel, number: int, signature: int, code: int, args: InternedArgs | FunctionCall) -> None:
+    def __init__(self, channel: VerifiedChannel, number: int, signature: int, code: int, args: InternedArgs | BoardArgs) -> None:
         self.channel = channel
         self.number = number  # with its round
         self.signature = signature

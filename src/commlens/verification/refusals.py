@@ -40,8 +40,12 @@ class Refusals:
 
     def unraised(self) -> str | None:
         """Return the text of the first refusal that concerns this rank and has not been raised."""
-        new = (self._posted.read(at) for at in range(self.raised, self._posted.count()))
-        return next((str(posted.get("text", "")) for posted in new if self._concerns_this_rank(posted)), None)
+        return next((str(posted.get("text", "")) for posted in self.new()), None)
+
+    def new(self) -> list[dict[str, Any]]:
+        """Return the refusals that concern this rank and have not been raised."""
+        new = [self._posted.read(at) for at in range(self.raised, self._posted.count())]
+        return [posted for posted in new if self._concerns_this_rank(posted)]
 
     def ranks_of(self, index: int) -> Iterable[int]:
         """Return the ranks that a refusal concerns."""

@@ -24,11 +24,14 @@ from commlens.blackbox.board import Board
 from commlens.blackbox.refusal_log import RefusalLog
 from commlens.blackbox.wakeup import Bells
 from commlens.errors import DistributedOperationException
+from commlens.matching.error_texts import is_peer_error
+from commlens.model.collective import Collective
+from commlens.model.ops import POINT_TO_POINT
 from commlens.tap.groups import Group
 from commlens.tap.interned_args import InternedArgs, reduce_op_code
 from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
-from commlens.verification.channels import Pending
+from commlens.verification.channels import Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
@@ -234,12 +237,21 @@ class Verifier:
 
     # --- refusals that this rank has not raised yet
 
-    def pending_refusal(self) -> DistributedOperationException | None:
-        """Return the oldest refusal that this rank has not raised yet, and count it as raised."""
+    def refusal_for(self, error: BaseException) -> DistributedOperationException | None:
+        """Return the refusal that explains a backend's error, and count it as raised.
+
+        It is the oldest one that this rank has not raised yet. If there is none, a peer has perhaps ended or not arrived.
+        """
+        if self._off or not self._depth:
+            return None
         try:
             self._refusals.raise_new()
+            if is_peer_error(text := str(error)):
+                self._waiting.refuse_failed(self._announcer.channels(), timed_out="timed out" in text.lower())
         except DistributedOperationException as refused:
-            return refused
+            return refused.with_traceback(None)
+        except Exception as ours:
+            self._give_up(ours)
         finally:
             self._update_exchange()
         return None
@@ -247,6 +259,25 @@ class Verifier:
     def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread of a rank that is stuck."""
         return self._refusals.unraised()
+
+    def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
+        """Post a refusal for a thread that waits in C++ if ranks do not join the oldest collective in flight, which has these arguments."""
+        channel = self._announcer.channel(args) if self.is_active else None
+        raised = self._refusals.raised
+        try:
+            if channel is not None and channel.slot:
+                self._waiting.check_in_flight(channel, waited_ns)
+        except DistributedOperationException:
+            self._refusals.raised = raised  # it was posted; the thread raises it when it is back
+
+    def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
+        """Return the process groups in which such a refusal is about one of these collectives of this rank."""
+        groups = []
+        for posted in self._refusals.new():
+            channel = self._announcer.channel_of(posted.get("key", 0))
+            if channel is not None and any(_is_about(posted, channel, op) for op in in_flight):
+                groups.append(channel.group.ref())
+        return [group for group in groups if group is not None]
 
     def before_end(self) -> None:
         """Raise a refusal that this rank has not raised yet, before the process group is destroyed."""
@@ -342,6 +373,13 @@ class Verifier:
         self._off = True
         log.warning("commlens stops verifying; the job goes on: %s: %s", type(error).__name__, error)
         log.debug("the verifier's error", exc_info=True)
+
+
+def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) -> bool:
+    """Return whether a refusal is about this collective. Boards and boxes count messages differently."""
+    group, theirs = channel.group, op.channel.group
+    is_same = op.args.op in POINT_TO_POINT if channel.family else op.sequence_number == posted["number"] & B.NUMBER_MASK
+    return is_same and (group.incarnation, group.name, group.ranks) == (theirs.incarnation, theirs.name, theirs.ranks)
 
 
 def _is_capturing() -> bool:

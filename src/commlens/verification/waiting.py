@@ -20,7 +20,7 @@ from commlens.errors import FormatError
 from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_ROOT
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import frame_phrase, ranks_phrase
-from commlens.verification.channels import FunctionCall, Pending
+from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
 from commlens.verification.messages import absence_text, cycle_text, tag_text
@@ -31,12 +31,13 @@ log = logging.getLogger("commlens")
 
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
+ENDING_NS: Final = 2_000_000_000  # from a rank's last use of its connections to its last words on its board
 SILENT_AFTER_S: Final = 1.0  # four heartbeats of the watchdog thread
 HAS_FINISHED: Final = "has finished"
 _now = time.monotonic_ns
 
 
-def needed(args: InternedArgs | FunctionCall, ranks: list[int], own: int) -> list[int]:
+def needed(args: InternedArgs | BoardArgs, ranks: list[int], own: int) -> list[int]:
     """Return those of ``ranks`` without which the op cannot complete on rank ``own``."""
     op = args.op
     if op in NEEDS_ALL:
@@ -173,6 +174,52 @@ class Waiting:
         if any(self._peers[rank].word(B.CLOSED) for rank in absent):
             self._check(pending, absent, 0)
 
+    def check_in_flight(self, channel: VerifiedChannel, waited_ns: int) -> None:
+        """Check the ranks that have not joined a channel's oldest collective in flight, which a thread has waited for so long.
+
+        Raises:
+            DistributedOperationException: one that it needs has ended, or is late.
+        """
+        pending = self._lacking(channel)
+        if pending is not None and (absent := needed(pending.args, pending.absent, self._peers.rank)):
+            self._check(pending, absent, waited_ns)
+
+    def refuse_failed(self, channels: Iterable[VerifiedChannel], *, timed_out: bool) -> None:
+        """Refuse a collective that failed in the backend, because a rank has ended or, with ``timed_out``, did not arrive.
+
+        Raises:
+            DistributedOperationException: there is such a rank.
+        """
+        until = _now() + ENDING_NS
+        while failed := [found for channel in channels if (found := self._lacking(channel)) is not None]:
+            for pending in failed:
+                self._check(pending, pending.absent, 0)
+                if timed_out and (absent := needed(pending.args, pending.absent, self._peers.rank)):
+                    self._refuse_missing(pending, absent, self._timeout_s() * 1e9)
+            if _now() > until:
+                return
+            time.sleep(CHECK_EVERY_NS / 1e9)
+            self._refusals.raise_new()
+
+    def _lacking(self, channel: VerifiedChannel) -> Pending | None:
+        """Return the first collective of a channel that this rank has announced and other ranks have not; None if there is none."""
+        own = self._peers.own()
+        last = own.last_number(channel.slot)
+        behind: dict[int, int] = {}  # rank: the next number that it has not announced
+        for rank in channel.peers:
+            slot = self._peers[rank].slot(channel.key)
+            theirs = self._peers[rank].last_number(slot) if slot else 0
+            if theirs < last and self._peers[rank].word(B.ACTIVE):
+                behind[rank] = max(theirs, last & ~B.NUMBER_MASK) + 1
+        number = min(behind.values(), default=0)
+        seen = own.announced(channel.slot, number)
+        blob = own.blob(seen[1]) if seen is not None else None
+        if seen is None or blob is None:
+            return None
+        pending = Pending(channel, number, seen[0], seen[2], BoardArgs(blob))
+        pending.absent = [rank for rank in behind if behind[rank] == number]
+        return pending
+
     def _check(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
         """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the timeout."""
         ended = {rank: how for rank in absent if (how := self._how_it_ended(rank))}
@@ -187,11 +234,14 @@ class Waiting:
             self._refuse_if_in_cycle(pending, waited_ns)
         timeout_s = self._timeout_s()
         if timeout_s and waited_ns > timeout_s * 1e9:
-            where = {rank: self._whereabouts(rank) for rank in absent}
-            self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-            self._refuse_absence("missing", pending, where, waited_ns)
+            self._refuse_missing(pending, absent, waited_ns)
 
-    def _refuse_absence(self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: int) -> NoReturn:
+    def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> NoReturn:
+        where = {rank: self._whereabouts(rank) for rank in absent}
+        self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
+        self._refuse_absence("missing", pending, where, waited_ns)
+
+    def _refuse_absence(self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: float) -> NoReturn:
         compared = self._comparison
         self._refusals.post(pending, kind, absence_text(kind, compared.subject(pending), compared.rows(pending), absent, waited_ns / 1e9))
 
@@ -207,7 +257,7 @@ class Waiting:
             text = cycle_text([self._cycles.describe(step) for step in cycle])
             self._refusals.post(pending, "cycle", text, about=cycle[0][1:], ranks=concerned)
 
-    def _refuse_if_tags_differ(self, pending: Pending, waited_ns: int, where: str = "") -> None:
+    def _refuse_if_tags_differ(self, pending: Pending, waited_ns: float, where: str = "") -> None:
         """Refuse a receive if the peer has instead sent a message with another tag, which this rank has not received."""
         if not pending.channel.family:
             return

@@ -1,0 +1,47 @@
+"""The connections of a process group, and how to close them: a thread that waits in the backend's C++ then gets an error.
+
+``ProcessGroup.abort`` does that for NCCL only: gloo inherits one that does nothing (torch 2.6 to 2.15). Gloo connects all pairs of ranks
+while the group is made, so the sockets that are new then are the group's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from pathlib import Path
+from typing import Any
+
+_DESCRIPTORS = Path("/proc/self/fd")
+_FIRST_EPHEMERAL_PORT = 1024  # gloo lets the kernel choose both ports; a connection to a well-known port is none of gloo's
+_sockets: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()  # by group
+
+
+def sockets() -> dict[Path, str]:
+    """Return the kernel's names of this process's sockets, by descriptor."""
+    names = {descriptor: _name(descriptor) for descriptor in _DESCRIPTORS.iterdir()}
+    return {descriptor: name for descriptor, name in names.items() if name.startswith("socket:")}
+
+
+def note(process_group: Any, before: dict[Path, str]) -> None:
+    """Note the sockets that were opened since there were those ``before`` as a new group's."""
+    _sockets[process_group] = dict(sockets().items() - before.items())
+
+
+def abort(process_group: Any) -> None:
+    """Make the collectives of a group that are in flight fail, here and on its other ranks. The group cannot be used afterwards."""
+    with contextlib.suppress(Exception):
+        process_group.abort()
+    for descriptor, name in _sockets.pop(process_group, {}).items():
+        if _name(descriptor) == name:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
+                if all(end[1] >= _FIRST_EPHEMERAL_PORT for end in (connection.getsockname(), connection.getpeername())):
+                    connection.shutdown(socket.SHUT_RDWR)
+
+
+def _name(descriptor: Path) -> str:
+    try:
+        return str(descriptor.readlink())
+    except OSError:
+        return ""
