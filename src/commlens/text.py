@@ -196,7 +196,9 @@ def group_phrase(group: ProcessGroup) -> str:
 
 
 def op_phrase(op: Collective, *, group: bool = True) -> str:
-    """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``."""
+    """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``, ``"new_group #2 of ranks 0-1"``."""
+    if op.is_setup:
+        return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
     name = f"{op.op} #{op.sequence_number}"
     if op.is_point_to_point:
         peer = f"rank {op.peer}" if op.peer is not None else "any rank"

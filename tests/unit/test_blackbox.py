@@ -50,13 +50,50 @@ class TestWhoAndWhat:
 
     @pytest.mark.parametrize(
         ("phase", "initialised", "closed", "exception"),
-        [(0, False, False, None), (1, True, False, None), (2, True, True, None), (3, True, True, "a non-zero exit status")],
+        [
+            (0, False, False, None),
+            (1, True, False, None),
+            (2, True, True, None),
+            (3, True, True, "a non-zero exit status"),
+            (4, False, True, None),
+            (5, False, True, "a non-zero exit status"),
+            (6, True, False, None),
+            (7, False, False, None),
+        ],
     )
     def test_phases(self, phase: int, initialised: bool, closed: bool, exception: str | None) -> None:
         box = Box()
         box.word(288, phase)
         log = read_box(box.bytes())
         assert (log.initialised, log.closed, log.exception) == (initialised, closed, exception)
+
+    def test_calls_that_make_groups(self) -> None:
+        box = Box()
+        note = {
+            "k": "setup",
+            "op": "init_process_group",
+            "name": "default_pg",
+            "ranks": "0-3",
+            "label": "tcp://n03:29500",
+            "began": MONO + 5,
+        }
+        first = box.blob(note | {"began": MONO + 5})
+        stack = box.stack(("/home/me/train.py", 12, "build"))
+        newest = box.blob(note | {"op": "new_group", "name": "1", "ranks": "0,2", "stack": stack, "began": MONO + 9, "prev": first})
+        box.word(376, newest)
+        box.word(384, MONO + 9)
+        status = read_status(box.bytes()[:4096])
+        assert status.in_setup and status.setup_since_mono_ns == MONO + 9
+        init, group = read_box(box.bytes()).setups
+        assert (init.op, init.state, init.module) == ("init_process_group", State.COMPLETED, "tcp://n03:29500")
+        assert (group.op, group.state, group.channel.group.ranks, group.announced_ns) == ("new_group", State.ISSUED, (0, 2), UNIX + 9)
+        assert group.source is not None and group.source.line == 12
+        for ended, state in ((0, State.COMPLETED), (1, State.FAILED)):
+            box.word(384, ended)
+            assert read_box(box.bytes()).setups[-1].state is state
+            assert not read_status(box.bytes()[:4096]).in_setup
+        box.word(376, box.blob(note | {"prev": 1 << 40}))
+        assert len(read_box(box.bytes()).setups) == 1, "the older ones are overwritten"
 
     def test_rank_learnt_after_creation(self) -> None:
         box = Box(-1, 0)

@@ -8,7 +8,7 @@ import msgspec
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX
-from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.collective import SETUP, Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.text import parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
@@ -79,6 +79,23 @@ class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
     text: str
 
 
+class SetupJson(msgspec.Struct, frozen=True, tag_field="k", tag="setup"):
+    """A call that makes a process group."""
+
+    op: str
+    name: str
+    ranks: str
+    desc: str = ""
+    backend: str = ""
+    label: str | None = None
+    inc: _Natural = 0
+    number: _Natural = 1
+    stack: _Natural = 0
+    thread: _Natural = 0
+    began: _Natural = 0  # CLOCK_MONOTONIC ns
+    prev: _Natural = 0  # the blob of the call before
+
+
 class ThreadJson(msgspec.Struct, frozen=True):
     """A thread and its stack."""
 
@@ -94,8 +111,8 @@ class EvidenceJson(msgspec.Struct, frozen=True):
     threads: tuple[ThreadJson, ...] = ()
 
 
-BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson
-_Kind = TypeVar("_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson)
+BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson | SetupJson
+_Kind = TypeVar("_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson, SetupJson)
 
 _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode
 decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode
@@ -138,6 +155,16 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
     ranks = parse_ranks(blob.ranks, limit=limit)
     group = ProcessGroup(blob.name, ranks, blob.desc or "", blob.backend or "", blob.mesh_dim, blob.inc)
     return Channel(group, blob.device or "") if ranks else None
+
+
+def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
+    """Return the channel of a call that makes a process group.
+
+    Raises:
+        ValueError: as for :func:`decode_channel`.
+    """
+    ranks = parse_ranks(blob.ranks, limit=limit)
+    return Channel(ProcessGroup(blob.name, ranks, blob.desc, blob.backend, None, blob.inc), SETUP)
 
 
 class SideTable:

@@ -18,7 +18,7 @@ WORLD_MAX: Final = 1 << 20
 INT_MAX: Final = (1 << 63) - 1
 """Largest integer that all JSON encoders support."""
 
-_LIVE: Final = struct.Struct("<15Q")  # from HEARTBEAT_MONO to TIMEOUT_MS
+_LIVE: Final = struct.Struct("<17Q")  # from HEARTBEAT_MONO to SETUP_SINCE
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -55,11 +55,18 @@ class BoxStatus(msgspec.Struct, frozen=True):
     expecting: int  # blob
     exception: int  # blob
     main_stack_since_mono_ns: int
+    setup: int  # blob
+    setup_since_mono_ns: int  # of the newest call that makes a process group; or layout.SETUP_*, once it has ended
 
     @property
     def initialised(self) -> bool:
         """Whether ``init_process_group`` has returned."""
-        return self.phase >= L.PHASE_INITIALISED
+        return L.PHASE_INITIALISED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION or self.left
+
+    @property
+    def in_setup(self) -> bool:
+        """Whether a thread is inside ``init_process_group`` or ``new_group``."""
+        return self.setup_since_mono_ns > L.SETUP_RAISED
 
     @property
     def left(self) -> bool:
@@ -69,12 +76,12 @@ class BoxStatus(msgspec.Struct, frozen=True):
     @property
     def closed(self) -> bool:
         """Whether the process ran its atexit handlers."""
-        return self.phase in (L.PHASE_CLOSED, L.PHASE_CLOSED_BY_EXCEPTION)
+        return L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
 
     @property
     def closed_by_exception(self) -> bool:
         """Whether the process exited after an uncaught exception or a non-zero ``sys.exit``."""
-        return self.phase == L.PHASE_CLOSED_BY_EXCEPTION
+        return self.closed and self.phase % 2 == 1
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -173,7 +180,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         raise FormatError("The black box was cut off while it was read.")
     words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
     (heartbeat_mono, heartbeat_unix, issued, _head, phase, steps, oldest, oldest_since, lost, evidence, expecting, exception,
-     main_since, rank_world, timeout_ms) = (min(word, INT_MAX) for word in words)  # fmt: skip
+     main_since, rank_world, timeout_ms, setup, setup_since) = (min(word, INT_MAX) for word in words)  # fmt: skip
     rank, world_size = identity.rank, identity.world_size
     if 0 < rank_world >> 32 <= rank_world & 0xFFFFFFFF <= WORLD_MAX:
         rank, world_size = (rank_world >> 32) - 1, rank_world & 0xFFFFFFFF
@@ -206,4 +213,6 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         expecting=expecting,
         exception=exception,
         main_stack_since_mono_ns=main_since,
+        setup=setup,
+        setup_since_mono_ns=setup_since,
     )

@@ -92,17 +92,27 @@ def box_pid(path: Path) -> int:
     return int(match[2]) if match else 0
 
 
+def box_rank(path: Path) -> int:
+    """Return the rank in a box's file name; -1 for any other name."""
+    match = _BOX_NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
 def safe_name(text: str, limit: int = 80) -> str:
     """Return ``text`` as one safe path component."""
     cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._")[:limit]
     return cleaned or "job"
 
 
-def job_identity(environ: Mapping[str, str]) -> str:
+def job_identity(environ: Mapping[str, str], meeting: str = "") -> str:
     """Return a job id that is equal on all ranks of a job on this node and unique to the job.
 
     The launcher sets ``COMMLENS_JOB``. Otherwise the id is derived from the variables that schedulers and launchers set alike for
-    every rank, or from the parent process (``mp.spawn``, a shell script).
+    every rank, or from the place where the ranks meet (``mp.spawn``, a shell script, a rank that starts the others).
+
+    Args:
+        environ: of this process.
+        meeting: the address or file at which the ranks meet; empty if unknown.
     """
     if environ.get("COMMLENS_JOB"):
         return safe_name(environ["COMMLENS_JOB"])
@@ -112,7 +122,9 @@ def job_identity(environ: Mapping[str, str]) -> str:
         if environ.get(name):
             parts.append(f"{name}={environ[name]}")
     if not any(part.startswith(("SLURM_STEP", "OMPI", "PMIX", "PMI_", "TORCHELASTIC_RUN")) for part in parts):
-        parts.append(f"parent={os.getppid()}@{start_ticks(os.getppid())}")
+        parts.append(f"meeting={meeting or os.getpgrp()}")
+        with contextlib.suppress(OSError):
+            parts.append(str(Path("/proc/self/ns/net").readlink()))  # containers may share the memory but not the address
     label = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID") or "job"
     return f"{safe_name(label, 40)}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:10]}"
 
@@ -147,6 +159,9 @@ class Owner(NamedTuple):
     start_ticks: int  # another process may get the pid later
     machine: Machine
     heartbeat_ns: int  # Unix ns of its last sign of life
+    rank: int
+    world_size: int
+    setup: int  # not 0: it has called init_process_group
 
     @property
     def has_ended(self) -> bool | None:
@@ -167,7 +182,8 @@ def owner(box: Path) -> Owner | None:
         fields = L.STATIC.unpack(static)
         about: dict[str, Any] = json.loads(header[L.ABOUT_AT : L.ABOUT_AT + fields[-2]] or b"{}")
         machine = Machine(str(about.get("boot_id", "")), str(about.get("pid_namespace", "")))
-        return Owner(fields[10], fields[14], machine, L.LIVE_WORD.unpack_from(header, L.HEARTBEAT_UNIX)[0])
+        beat, setup = (L.LIVE_WORD.unpack_from(header, at)[0] for at in (L.HEARTBEAT_UNIX, L.SETUP))
+        return Owner(fields[10], fields[14], machine, beat, fields[11], fields[12], setup)
     except (OSError, ValueError, AttributeError, struct.error):
         return None
 

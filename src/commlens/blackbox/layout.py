@@ -44,12 +44,18 @@ EXCEPTION: Final = 344  # blob {"k": "exception"}: the uncaught exception, else 
 MAIN_STACK_SINCE: Final = 352  # last change of the main thread's stack, CLOCK_MONOTONIC ns; 0: unknown
 RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, if learned after creation; else 0
 TIMEOUT_MS: Final = 368  # of the default process group; 0: unknown
+SETUP: Final = 376  # blob {"k": "setup"}: the newest call that makes a process group; 0: none yet
+SETUP_SINCE: Final = 384  # its beginning, CLOCK_MONOTONIC ns; SETUP_RETURNED or SETUP_RAISED after its end
 LIVE_WORD: Final = struct.Struct("<Q")
 
-PHASE_CREATED: Final = 0  # inside init_process_group
+SETUP_RETURNED: Final = 0
+SETUP_RAISED: Final = 1
+
+PHASE_CREATED: Final = 0  # init_process_group has not returned; before SETUP is written, it has not been called
 PHASE_INITIALISED: Final = 1
 PHASE_CLOSED: Final = 2  # atexit handlers ran
 PHASE_CLOSED_BY_EXCEPTION: Final = 3  # atexit handlers ran after an uncaught exception
+PHASE_NEVER_INITIALISED: Final = 2  # added to the two before if init_process_group never returned
 PHASE_LEFT: Final = 6  # the last process group was destroyed: nobody waits for this process any more
 
 # --- records -----------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from commlens.blackbox.blobs import (
     ExceptionJson,
     FrameJson,
     GroupJson,
+    SetupJson,
     SideTable,
     StackJson,
     TextJson,
@@ -19,6 +20,7 @@ from commlens.blackbox.blobs import (
     decode_args,
     decode_channel,
     decode_evidence,
+    decode_setup,
 )
 from commlens.blackbox.copy import Parts
 from commlens.blackbox.header import INT_MAX, about_text, read_live
@@ -184,6 +186,7 @@ class BoxReader:
             local_rank=status.local_rank,
             restart=status.restart,
             collectives=collectives,
+            setups=self._setups(),
             issued=self.issued,
             stacks=stacks,
             stacks_ns=stacks_ns,
@@ -204,6 +207,37 @@ class BoxReader:
             script=status.script,
             versions={key: text for key in ("commlens", "torch", "python") if (text := about_text(about, key))},
         )
+
+    def _setups(self) -> list[Collective]:
+        """Follow the chain of the calls that make process groups, from the newest to the oldest that is still held."""
+        found: list[Collective] = []
+        position, since = self.status.setup, self.status.setup_since_mono_ns
+        state = {L.SETUP_RETURNED: State.COMPLETED, L.SETUP_RAISED: State.FAILED}.get(since, State.ISSUED)
+        while (blob := self.side.blob(position, SetupJson)) is not None:
+            try:
+                channel = decode_setup(blob, limit=self.ranks_left)
+            except ValueError:
+                break
+            self.ranks_left -= len(channel.group.ranks)
+            began, stack = self.unix(blob.began), self.stack(blob.stack) or ()
+            found.append(
+                Collective(
+                    0,
+                    channel,
+                    blob.number,
+                    CollectiveArgs(blob.op, blob.op),
+                    state,
+                    began,
+                    began,
+                    stack=stack,
+                    issue_thread=blob.thread,
+                    module=blob.label,
+                )
+            )
+            if blob.prev >= position:
+                break
+            position, state = blob.prev, State.COMPLETED
+        return found[::-1]
 
     def _exception(self) -> tuple[str | None, Stack]:
         status = self.status

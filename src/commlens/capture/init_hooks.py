@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from commlens.capture.rank_environment import rank_and_world
+from commlens.capture.rank_environment import Place, place_of
 
 log = logging.getLogger("commlens")
 _hooked = False
+After = Callable[[bool, Any], None] | None
 
 
 class InitListener(Protocol):
-    """What the hooks call. An error of these methods is logged; only what ``before_destroy`` returns may raise."""
+    """What the hooks call. An error of these methods is logged; only what ``before_destroy`` returns may raise.
 
-    def begin(self, rank: int, world_size: int) -> None:
-        """``init_process_group`` was called; the rank is -1 if it is not known yet."""
+    Each ``before_...`` may return what to call after it, with whether the call raised and its result.
+    """
 
-    def after_init(self) -> None:
-        """``init_process_group`` returned."""
+    def before_init(self, place: Place) -> After:
+        """``init_process_group`` was called."""
 
-    def before_new_group(self, rank: int, world_size: int) -> Callable[[Any], None] | None:
-        """A group is about to be made, in which this process has this rank. Return what to call with it afterwards."""
+    def before_new_group(self, group_rank: int, group_size: int, ranks: Sequence[int], backend: str, name: str, description: str) -> After:
+        """A group is about to be made, in which this process has this rank. A default group has no ``ranks``."""
+
+    def before_mesh(self, shape: Any, names: Any) -> After:
+        """``init_device_mesh`` was called."""
+
+    def before_split(self, parent: Any, split_ranks: Any) -> After:
+        """``split_group`` was called."""
 
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Return what to call after it."""
@@ -48,19 +55,29 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
         return
     _hooked = True
     import torch.distributed as dist
+    import torch.distributed.device_mesh as device_mesh
     import torch.distributed.distributed_c10d as c10d
 
-    original_init, original_destroy, original_new = c10d.init_process_group, c10d.destroy_process_group, c10d._new_process_group_helper
+    def hooked(original: Callable[..., Any], before: Callable[..., After]) -> Callable[..., Any]:
+        """Return a function that calls ``before(listener, *arguments)``, the original, and what ``before`` returned."""
 
-    @functools.wraps(original_init)
-    def init_process_group(*args: Any, **kwargs: Any) -> Any:
-        current = listener()
-        if current is None:
-            return original_init(*args, **kwargs)
-        safely(current.begin, *rank_and_world(args, kwargs))
-        result = original_init(*args, **kwargs)
-        safely(current.after_init)
-        return result
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            current = listener()
+            after = safely(before, current, args, kwargs) if current is not None else None
+            if after is None:
+                return original(*args, **kwargs)
+            result, raised = None, True
+            try:
+                result = original(*args, **kwargs)
+                raised = False
+            finally:
+                safely(after, raised, result)
+            return result
+
+        return call
+
+    original_destroy = c10d.destroy_process_group
 
     @functools.wraps(original_destroy)
     def destroy_process_group(*args: Any, **kwargs: Any) -> Any:
@@ -73,18 +90,29 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
             after()
         return result
 
-    @functools.wraps(original_new)
-    def _new_process_group_helper(group_size: int, group_rank: int, *args: Any, **kwargs: Any) -> Any:
-        # A program that imported init_process_group by name before commlens was switched on gets only here, and so does
-        # init_device_mesh.
-        current = listener()
-        after = safely(current.before_new_group, group_rank, group_size) if current is not None else None
-        result = original_new(group_size, group_rank, *args, **kwargs)
-        if after is not None:
-            safely(after, result[0])
-        return result
-
-    c10d._new_process_group_helper = _new_process_group_helper
+    # A program that imported init_process_group by name before commlens was switched on gets only to this helper, and so do
+    # new_group and init_device_mesh.
+    c10d._new_process_group_helper = hooked(c10d._new_process_group_helper, _before_new_group)
+    init_process_group = hooked(c10d.init_process_group, lambda current, args, kwargs: current.before_init(place_of(args, kwargs)))
+    split_group = hooked(c10d.split_group, _before_split)
     for module in (dist, c10d):
         module.init_process_group = init_process_group
         module.destroy_process_group = destroy_process_group
+        module.split_group = split_group
+    device_mesh.split_group = split_group
+    device_mesh.init_device_mesh = dist.init_device_mesh = hooked(device_mesh.init_device_mesh, _before_mesh)
+
+
+def _before_new_group(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+    size, rank, ranks, backend, _, name, *_ = args
+    return current.before_new_group(rank, size, ranks or (), str(backend), str(name), str(kwargs.get("group_desc") or ""))
+
+
+def _before_mesh(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+    shape = args[1] if len(args) > 1 else kwargs["mesh_shape"]
+    return current.before_mesh(shape, kwargs.get("mesh_dim_names"))
+
+
+def _before_split(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+    given = {**dict(zip(("parent_pg", "split_ranks"), args, strict=False)), **kwargs}
+    return current.before_split(given.get("parent_pg"), given.get("split_ranks"))

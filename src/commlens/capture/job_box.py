@@ -19,38 +19,56 @@ from typing import Any
 from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.capture import rank_environment
+from commlens.capture.rank_environment import Place
 
 log = logging.getLogger("commlens")
 _SCARCE = 64 << 20  # bytes; /dev/shm of a container has no more unless it is asked for
 _KEEP_S = 60.0
 
 
-def make_box(settings: config.Settings, rank: int, world_size: int, box_writer: Callable[..., Any]) -> tuple[Path, Any] | None:
+def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | None:
+    """Return the name of the job's folder, or its path if it is the one of an ancestor's job; None if this process is no rank.
+
+    A rank's child is a worker, however it was started, unless it calls ``init_process_group`` with a rank of its own, as the ranks do
+    that Lightning starts from rank 0.
+    """
+    box = _box_of_ancestor(settings)
+    parent = job_dirs.owner(box) if box is not None else None
+    if box is not None and parent is not None:
+        if early or (parent.setup and parent.rank == place.rank):
+            return None
+        if parent.world_size == place.world_size:
+            taken = {job_dirs.box_rank(other) for other in job_dirs.boxes(box.parent) if job_dirs.has_ended(other) is False}
+            return None if place.rank in taken - {parent.rank} else str(box.parent)
+        if parent.setup:
+            return None
+    return settings.job or job_dirs.job_identity(os.environ, place.meeting)
+
+
+def make_box(settings: config.Settings, folder: str, place: Place, box_writer: Callable[..., Any]) -> tuple[Path, Any] | None:
     """Make the black box of a rank in the first folder that has room.
 
     Args:
         settings: the settings.
-        rank: the global rank.
-        world_size: the number of ranks; 0 if it is not known.
+        folder: from :func:`folder_of`.
+        place: of the process in its job.
         box_writer: makes the box, given its path and the fields of its header.
 
     Returns:
-        The job's folder and the box; None if this process is a rank's child, or, with one line in the log, if no folder has room.
+        The job's folder and the box; None, with one line in the log, if no folder has room.
     """
-    if _is_child_of_a_rank(settings):
-        return None
     problems: list[str] = []
     for root in job_dirs.box_roots(settings.box_dir):
         try:
-            job_dir = job_dirs.user_folder(root) / (settings.job or job_dirs.job_identity(os.environ))
+            job_dir = job_dirs.user_folder(root) / folder
             job_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _locked(job_dir):
                 _move_stale_boxes(job_dir)
                 return job_dir, box_writer(
-                    job_dir / job_dirs.box_name(rank, os.getpid()),
+                    job_dir / job_dirs.box_name(place.rank, os.getpid()),
                     capacity=settings.box_entries,
-                    rank=rank,
-                    world_size=world_size,
+                    rank=place.rank,
+                    world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
                     about=_about(job_dir.name),
@@ -58,7 +76,7 @@ def make_box(settings: config.Settings, rank: int, world_size: int, box_writer: 
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")
     where = "; ".join(problems) or "no memory-backed folder found (set COMMLENS_BOX_DIR to name one)"
-    log.warning("commlens: rank %d is not recorded: %s", rank, where)
+    log.warning("commlens: rank %d is not recorded: %s", place.rank, where)
     return None
 
 
@@ -69,18 +87,18 @@ def _locked(job_dir: Path) -> Iterator[None]:
         yield
 
 
-def _is_child_of_a_rank(settings: config.Settings) -> bool:
-    """Return whether an ancestor has a box: then this is a worker of a rank, however it was started."""
-    owners = {job_dirs.box_pid(box) for job in job_dirs.live_jobs(settings.box_dir) for box in job_dirs.boxes(job)
+def _box_of_ancestor(settings: config.Settings) -> Path | None:
+    """Return the box of the nearest ancestor that has one."""
+    owners = {job_dirs.box_pid(box): box for job in job_dirs.live_jobs(settings.box_dir) for box in job_dirs.boxes(job)
               if job_dirs.has_ended(box) is False}  # fmt: skip
     pid = os.getppid()
     for _ in range(64):
         if pid <= 1:
-            return False
+            return None
         if pid in owners:
-            return True
+            return owners[pid]
         pid = job_dirs.parent_of(pid)
-    return False
+    return None
 
 
 def _move_stale_boxes(job_dir: Path) -> None:
@@ -117,7 +135,9 @@ def _about(job: str) -> dict[str, Any]:
 
     from commlens.version import __version__
 
-    coverage = ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"] if torch.cuda.is_available() else []
+    # Not torch.cuda.is_available: before init_process_group, the program may still choose its devices, or fork.
+    has_gpu = torch.backends.cuda.is_built() and any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+    coverage = ["replays of CUDA graphs, symmetric memory and custom all-reduce kernels are not seen"] if has_gpu else []
     return {
         "job": job,
         "host": platform.node(),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
 
@@ -22,15 +24,33 @@ def local_rank() -> int:
     return number(*_LOCAL_RANK_VARIABLES)
 
 
-def rank_and_world(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Return rank and world size as ``init_process_group(backend, init_method, timeout, world_size, rank, ...)`` will find them."""
-    world_size = kwargs.get("world_size", args[3] if len(args) > 3 else -1)
-    rank = kwargs.get("rank", args[4] if len(args) > 4 else -1)
-    if not isinstance(rank, int) or rank < 0:
-        rank = number("RANK")
-    if not isinstance(world_size, int) or world_size < 0:
-        world_size = max(number("WORLD_SIZE"), 0)
-    return rank, world_size
+class Place(NamedTuple):
+    """A process's place in its job, as ``init_process_group`` will find it."""
+
+    rank: int  # -1 if not known yet
+    world_size: int  # 0 if not known yet
+    meeting: str  # where the ranks meet: "tcp://node1:29500", "file:///tmp/x"; empty if not known
+    backend: str = ""
+
+
+def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Place:
+    """Return the place from the arguments of ``init_process_group(backend, init_method, timeout, world_size, rank, store)``."""
+    names = ("backend", "init_method", "timeout", "world_size", "rank", "store")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rank, world_size, store = given.get("rank"), given.get("world_size"), given.get("store")
+    meeting = str(given.get("init_method") or "")
+    if store is not None:
+        host, port = getattr(store, "host", ""), getattr(store, "port", "")
+        meeting = f"tcp://{host}:{port}" if host and port else ""
+    elif meeting in ("", "env://"):
+        host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        meeting = f"tcp://{host}:{port}" if host and port else ""
+    return Place(
+        rank if isinstance(rank, int) and rank >= 0 else number("RANK"),
+        world_size if isinstance(world_size, int) and world_size >= 0 else max(number("WORLD_SIZE"), 0),
+        meeting,
+        str(given.get("backend") or ""),
+    )
 
 
 def ranks_of_this_node(rank: int) -> range:

@@ -1,7 +1,8 @@
-"""Recording in one process, from its first ``init_process_group`` to its end.
+"""Recording in one process. The box opens with the import of torch if a launcher made the process a rank, and collectives are recorded
+from its first ``init_process_group`` on.
 
-Nothing is recorded, and no dispatch kernel installed, before the first ``init_process_group``: data-loader workers,
-inductor's workers and torchrun's agent import torch with a rank in their environment and are not ranks.
+A process without a rank in its environment gets no box before it calls ``init_process_group``; a rank's children (workers of a data
+loader, of inductor) inherit its environment and get none.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,10 +25,12 @@ from typing import Any
 from commlens import config
 from commlens.blackbox import layout as L
 from commlens.capture import rank_environment
-from commlens.capture.init_hooks import hook_init, safely
+from commlens.capture.init_hooks import After, hook_init, safely
+from commlens.capture.rank_environment import Place
 from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
+_WATCH_AFTER_S = 5.0  # from the import of torch; the program may change the settings until then
 
 
 class Session:
@@ -42,6 +45,10 @@ class Session:
         self.writer: Any = None
         self.recorder: Any = None
         self.watchdog: Any = None
+        self.setups: Any = None
+        self.attached = False
+        self.initialised = False
+        self.watch_later: threading.Timer | None = None
         self.job_dir: Path | None = None
         self.given_up = False
         self.exception_seen = False
@@ -50,98 +57,183 @@ class Session:
         self.regions = 0  # nesting of `commlens.verify()`
 
     @property
-    def is_recording(self) -> bool:
+    def is_open(self) -> bool:
         """Whether a box is open in this very process, not in the parent that it was forked from."""
         return self.recorder is not None and self.pid == os.getpid()
 
-    def begin(self, rank: int, world_size: int) -> None:
-        """Make the box and attach the recorder, once per process. Called when ``init_process_group`` is."""
+    @property
+    def is_recording(self) -> bool:
+        """Whether collectives are recorded in this very process."""
+        return self.attached and self.is_open
+
+    def open(self, place: Place, *, early: bool = False) -> None:
+        """Make the box, once per process.
+
+        Args:
+            place: of the process in its job.
+            early: ``init_process_group`` has not been called, so a rank's child is no rank.
+        """
         with self.lock:
             if self.recorder is not None or self.given_up:
                 return
-            self.pid = os.getpid()  # perhaps forked from a process that was switched on and never became a rank
-            if rank < 0:
+            self.pid = os.getpid()  # perhaps forked from a process that was switched on
+            if place.rank < 0:
                 return  # not known yet; before_new_group will know it
-            self.given_up = True  # until everything below has worked
             # The heavy half is imported here, so that a process which never becomes a rank does not pay for it.
-            from commlens.capture import engine, job_box
-            from commlens.capture.watchdog import Watchdog
-            from commlens.tap import torch_patches
+            from commlens.capture import job_box
 
             settings = self.settings
+            folder = job_box.folder_of(settings, place, early=early)
+            if folder is None:
+                self.given_up = not early
+                return
+            self.given_up = True  # until everything below has worked
+            from commlens.capture import engine
+            from commlens.capture.setups import Setups
+            from commlens.capture.watchdog import Watchdog
+
             made = engine.choose(settings.engine)
-            box = job_box.make_box(settings, rank, world_size, made.box_writer)
+            box = job_box.make_box(settings, folder, place, made.box_writer)
             if box is None:
                 return
             self.job_dir, self.writer = box
             self.recorder = made.recorder(self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing)
-            self.recorder.on_unreadable_reduce_op = torch_patches.tap_reduce_ops
-            if depth := int(settings.debug) + self.regions:
-                safely(self._verify, rank, depth)
-            torch_patches.set_recorder(self.recorder)
-            self.recorder.attach()
-            pipe = Path(f"{settings.dump_pipe}{rank}.commlens.pipe") if settings.dump_pipe else None
+            self.setups = Setups(self.recorder)
+            pipe = Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe") if settings.dump_pipe else None
             self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=dump_now)
             self.watchdog.start()
             self.given_up = False
             os.register_at_fork(after_in_child=_after_fork_in_child)
-            self._hook_excepthook()
             atexit.register(at_exit, self)
             # A child of multiprocessing leaves by os._exit, without atexit handlers.
             multiprocessing.util.Finalize(None, at_exit, args=(self,), exitpriority=-1000)
+            self._hook_excepthook()
             if settings.dump_signal:
                 safely(_install_signal, settings.dump_signal)
-            if not settings.watched:
-                safely(job_box.start_watcher, settings, self.job_dir)
+            self.watch_later = threading.Timer(_WATCH_AFTER_S, self._watch)
+            self.watch_later.daemon = True
+            if early:
+                self.watch_later.start()
+
+    def begin(self, place: Place) -> None:
+        """Make the box if there is none, and attach the recorder. Called when ``init_process_group`` is."""
+        if self.attached and self.pid == os.getpid():
+            return
+        self.open(place)
+        if not self.is_open:
+            return
+        from commlens.tap import torch_patches
+
+        self.recorder.on_unreadable_reduce_op = torch_patches.tap_reduce_ops
+        if depth := int(self.settings.debug) + self.regions:
+            safely(self._verify, place.rank, depth)
+        torch_patches.set_recorder(self.recorder)
+        self.recorder.attach()
+        self.attached = True
+        self._hook_excepthook()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Start the node's watcher, once."""
+        timer, self.watch_later = self.watch_later, None
+        if timer is not None and not self.settings.watched and self.is_open:
+            from commlens.capture import job_box
+
+            timer.cancel()
+            safely(job_box.start_watcher, self.settings, self.job_dir)
+
+    def begin_early(self) -> None:
+        """Make the box if a launcher made this process a rank of several."""
+        place = rank_environment.place_of()
+        if place.rank >= 0 and place.world_size > 1 and place.meeting:
+            self.open(place, early=True)
 
     def begin_late(self) -> None:
         """Begin in a process that has a default group already."""
         import torch.distributed as dist
 
         self.began_late = True
-        safely(self.begin, dist.get_rank(), dist.get_world_size())
+        safely(self.begin, Place(dist.get_rank(), dist.get_world_size(), rank_environment.place_of().meeting))
         if self.is_recording:
             self.recorder.groups.started_again()
-            safely(self.after_init)
+            safely(self._initialised)
             if self.recorder.verifier is not None:
                 safely(self._meet, self.recorder.verifier.meet)
 
     # --- what the hooks call
 
-    def after_init(self) -> None:
-        """``init_process_group`` returned."""
+    def before_init(self, place: Place) -> After:
+        """``init_process_group`` was called."""
+        self.begin(place)
+        if not self.is_recording:
+            return None
+        self.setups.init_began(place.world_size, place.backend, place.meeting or None)
+        return self._after_init
+
+    def _after_init(self, raised: bool, _: Any) -> None:
+        self.setups.init_ended(raised)
+        if not raised:
+            self._initialised()
+
+    def _initialised(self) -> None:
+        """There is a default group."""
         import torch.distributed as dist
 
-        if self.is_recording:
-            self.writer.word(L.RANK_WORLD, (dist.get_rank() + 1) << 32 | dist.get_world_size())
-            self.writer.word(L.TIMEOUT_MS, _timeout_ms())
-            self.writer.word(L.PHASE, L.PHASE_INITIALISED)
+        self.initialised = True
+        self.writer.word(L.RANK_WORLD, (dist.get_rank() + 1) << 32 | dist.get_world_size())
+        self.writer.word(L.TIMEOUT_MS, _timeout_ms())
+        self.writer.word(L.PHASE, L.PHASE_INITIALISED)
 
-    def before_new_group(self, rank: int, world_size: int) -> Callable[[Any], None] | None:
+    def before_new_group(self, group_rank: int, group_size: int, ranks: Sequence[int], backend: str, name: str, description: str) -> After:
         """A group is about to be made. For a program that goes past ``init_process_group``, this is where recording begins."""
         import torch.distributed as dist
 
-        late = self.recorder is None and not self.given_up
-        if late:
-            safely(self.begin, rank, world_size)
-        if self.is_recording and not dist.is_initialized():
-            # A default group. Calls of init_process_group do not show this: one may be refused, and init_device_mesh may have imported
-            # its name before commlens was switched on.
+        is_default = not dist.is_initialized()
+        if is_default:
+            safely(self.begin, rank_environment.place_of((), {"rank": group_rank, "world_size": group_size, "backend": backend}))
+        if not self.is_recording:
+            return None
+        if is_default:
+            # Calls of init_process_group do not show this: one may be refused, and init_device_mesh may have imported its name before
+            # commlens was switched on.
             self.recorder.groups.started_again()
             if self.recorder.verifier is not None:
                 self.recorder.verifier.group_destroyed()
-        if not self.is_recording:
-            return None
+            self.setups.init_began(group_size, backend, None)
+        else:
+            self.setups.group_began(name, ranks, backend, description)
         from commlens.capture import connections
 
-        before = connections.sockets()
+        is_member = is_default or dist.get_rank() in ranks
+        before = connections.sockets() if is_member else {}
 
-        def after(process_group: Any) -> None:
-            if late:
-                self.writer.word(L.PHASE, L.PHASE_INITIALISED)
-            connections.note(process_group, before)
+        def after(raised: bool, made: Any) -> None:
+            (self.setups.init_ended if is_default else self.setups.ended)(raised)
+            if is_member and not raised:
+                if is_default:
+                    self.initialised = True
+                    self.writer.word(L.PHASE, L.PHASE_INITIALISED)
+                connections.note(made[0], before)
 
         return after
+
+    def before_mesh(self, shape: Any, names: Any) -> After:
+        """``init_device_mesh`` was called."""
+        import torch.distributed as dist
+
+        if not self.is_recording:
+            return None
+        self.setups.mesh_began(shape, names, dist.get_world_size() if dist.is_initialized() else 0)
+        return lambda *_: self.setups.mesh_ended()
+
+    def before_split(self, parent: Any, split_ranks: Any) -> After:
+        """``split_group`` was called."""
+        import torch.distributed as dist
+
+        if not self.is_recording:
+            return None
+        self.setups.split_began(dist.get_process_group_ranks(parent or dist.group.WORLD), split_ranks)
+        return lambda raised, _: self.setups.ended(raised)
 
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Returns the verifier's last check, which may raise a refusal."""
@@ -217,9 +309,11 @@ class Session:
 
     def _hook_excepthook(self) -> None:
         previous = sys.excepthook
+        if getattr(previous, "__name__", "") == "commlens_excepthook":
+            return  # the program has not replaced it since
 
         def commlens_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if self.is_recording:
+            if self.is_open:
                 safely(self.record_exception, kind, error, trace)
             previous(kind, error, trace)
 
@@ -227,24 +321,37 @@ class Session:
 
     def close(self, phase: int) -> None:
         """Stop recording and write the final phase into the box."""
-        if not self.is_recording:
+        if not self.is_open:
             return
         from commlens.tap import torch_patches
 
         self.watchdog.stop()
         self.watchdog.tick()
-        self.writer.word(L.PHASE, phase)
+        self.writer.word(L.PHASE, phase if self.initialised else phase + L.PHASE_NEVER_INITIALISED)
         self.recorder.detach()
         torch_patches.set_recorder(None)
         if self.recorder.verifier is not None:
             self.recorder.verifier.close()
         self.recorder.release()
-        self.recorder = None
+        self.recorder, self.attached = None, False
         self.given_up = True
+
+    def reopen(self, settings: config.Settings) -> None:
+        """Make the box anew with other settings, before anything was recorded in it and before its watcher was started."""
+        if settings == self.settings:
+            return
+        self.settings = settings
+        if self.is_open and self.watch_later is not None:
+            self.watch_later.cancel()
+            self.watchdog.stop()
+            self.recorder.release()
+            self.writer.path.unlink(missing_ok=True)
+            self.recorder = None
+            self.begin_early()
 
     def write_expecting(self) -> None:
         """Write the innermost label of ``expect_slow`` into the box; not in a forked child, whose box is its parent's."""
-        if self.is_recording:
+        if self.is_open:
             label = self.expecting[-1] if self.expecting else None
             self.writer.word(L.EXPECTING, self.writer.add_blob({"k": "text", "text": label[:200]}) if label else 0)
 
@@ -263,7 +370,7 @@ def is_started() -> bool:
 
 
 def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump: Callable[[str, Path], Path]) -> None:
-    """Record from the first ``init_process_group`` on; at once if it has already run.
+    """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at once if it has already run.
 
     A second call may change the settings of a session that has not begun to record, and may switch verification on in one that has.
 
@@ -274,8 +381,8 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
     """
     global _session
     if _session is not None and _session.pid == os.getpid():
-        if _session.recorder is None:
-            _session.settings = settings
+        if not _session.is_recording:
+            safely(_session.reopen, settings)
         elif settings.debug and not _session.settings.debug:
             _session.settings = dataclasses.replace(_session.settings, debug=True, verify_timeout=settings.verify_timeout)
             enter_verification()
@@ -288,6 +395,8 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
     hook_init(session)
     if dist.is_initialized():
         _session.begin_late()
+    else:
+        safely(_session.begin_early)
 
 
 def stop() -> None:
@@ -327,14 +436,13 @@ def _timeout_ms() -> int:
 
 
 def _after_fork_in_child() -> None:
-    """Detach a forked child: it is not a rank, and must write nothing into its parent's box."""
+    """Detach a forked child, which must write nothing into its parent's box. It is a rank if it calls ``init_process_group`` itself."""
     from commlens.tap import tap, torch_patches
 
     tap.detach_all()
     torch_patches.set_recorder(None)
     if _session is not None:
-        _session.given_up = True
-        _session.recorder = None
+        _session.recorder, _session.attached, _session.initialised, _session.given_up = None, False, False, False
 
 
 def at_exit(session: Session) -> None:
@@ -382,7 +490,7 @@ def expect_slow(label: str) -> Iterator[None]:
         label: what it does, for the report ("checkpoint").
     """
     current = _session
-    if current is None or not current.is_recording:
+    if current is None or not current.is_open:
         yield
         return
     current.expecting.append(label)

@@ -69,7 +69,7 @@ def rank_cells(log: RankLog) -> tuple[str, ...]:
     current = current_collective(log)
     age = ""
     if current is None:
-        doing = "none yet" if log.initialised else "in init_process_group"
+        doing = "none yet" if log.initialised or not log.setups else "in init_process_group"
     else:
         group = current.channel.group
         doing = f"{current.op} #{current.sequence_number} of {group.label} [{format_ranks(group.ranks)}]"

@@ -11,7 +11,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import Channel, Collective, CollectiveArgs, State
+from commlens.model.collective import INIT_GROUP, SETUP, Channel, Collective, CollectiveArgs, State
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
@@ -150,8 +150,23 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float, stall_timeout_s:
         job.views[log.rank] = view
         for key in view.tracks:
             job.users.setdefault(key, []).append(log.rank)
+        _add_setups(view, limit)
     _mark_waits_for_dead_ranks(job)
     return job
+
+
+def _add_setups(view: RankView, limit: int) -> None:
+    """Add the calls that make the rank's process groups: each is the only collective of its own channel."""
+    calls = [op for op in view.log.setups if op.op != "init_device_mesh" and view.rank in op.channel.group.ranks]
+    for op in calls:
+        _add_to_track(view.tracks.setdefault(op.channel.key, Track()), op, {})
+    newest = calls[-1] if calls and calls[-1] is view.log.setups[-1] else None
+    if newest is None or (newest.state is State.FAILED and view.exit.kind != "peer"):
+        return
+    if newest.state is not State.COMPLETED:
+        how: Literal["issue", "failed"] = "issue" if newest.in_flight else "failed"
+        view.blocks.pop(view.main_thread, None)  # an op in flight for which the main thread was assumed to wait
+        _add_block(view, newest, newest.issue_thread or view.main_thread, newest.announced_ns, how, {}, limit)
 
 
 def _mark_waits_for_dead_ranks(job: JobIndex) -> None:
@@ -316,6 +331,8 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
         since_ns: when another rank issued it.
     """
     track = view.tracks.get(key)
+    if key[3] == SETUP:
+        return None if key[1] == INIT_GROUP and view.log.initialised else False
     if view.columns is None:
         return None if track is None and view.wrapped and view.log.collectives else False
     status = view.columns.dump.status.get(key[1])

@@ -155,6 +155,14 @@ class ChannelKey(tuple[int, str, tuple[int, ...], str]):
         return not self == other
 
 
+SETUP = "setup"
+"""The device type of the channels on which process groups are made: one for each call of ``init_process_group`` and ``new_group``."""
+
+
+INIT_GROUP = "default_pg"
+"""The name of the group on the channels of ``init_process_group``."""
+
+
 class Channel(msgspec.Struct, frozen=True, dict=True):
     """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has two channels."""
 
@@ -204,6 +212,11 @@ class Collective(msgspec.Struct):
     def is_point_to_point(self) -> bool:
         """Whether it is a send or a receive."""
         return self.args.op in POINT_TO_POINT
+
+    @property
+    def is_setup(self) -> bool:
+        """Whether it is a call that makes a process group, not a collective."""
+        return self.channel.device == SETUP
 
     @property
     def in_flight(self) -> bool:

@@ -72,6 +72,7 @@ class RankLog(msgspec.Struct):
     local_rank: int | None = None
     restart: int = 0  # torchelastic's restart count
     collectives: list[Collective] = []  # oldest first, by index; a wrapped ring buffer starts late
+    setups: list[Collective] = []  # calls that make process groups, oldest first; their arguments are the group and the label in "module"
     issued: int = 0  # number ever recorded; more than len(collectives) if the ring buffer wrapped
     stacks: list[ThreadStack] = []  # taken by the rank's own watchdog thread
     stacks_ns: int = 0  # Unix ns

@@ -20,6 +20,7 @@ Kind = Literal[
     "mismatch/p2p",
     "mismatch/device",
     "mismatch/layout",
+    "mismatch/group",
     "missing",
     "cycle",
     "dead",

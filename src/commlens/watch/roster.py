@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox.layout import PHASE_CLOSED, PHASE_CLOSED_BY_EXCEPTION, PHASE_LEFT
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
 from commlens.watch import process
@@ -75,8 +74,9 @@ class Member:
     @property
     def said_goodbye(self) -> bool | None:
         """Whether its box says that it closed or left its last group (True), or an uncaught exception (False); None if neither."""
-        phase = self.status.phase if self.status is not None else -1
-        return {PHASE_CLOSED: True, PHASE_LEFT: True, PHASE_CLOSED_BY_EXCEPTION: False}.get(phase)
+        if self.status is None or not (self.status.closed or self.status.left):
+            return None
+        return not self.status.closed_by_exception
 
 
 @dataclass

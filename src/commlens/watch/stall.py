@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from commlens.blackbox.layout import PHASE_CREATED
 from commlens.config import Settings
 from commlens.model.verdict import Verdict
 from commlens.watch.observer import WINDOW_S
@@ -57,8 +56,8 @@ def waits(members: Sequence[Member]) -> list[Wait]:
             continue
         if status.oldest_index and status.oldest_mono_ns:
             found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, status.timeout_s))
-        elif status.phase == PHASE_CREATED:
-            found.append(Wait(status.created_mono_ns, member.pid, "init"))
+        elif status.in_setup:
+            found.append(Wait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
             # Perhaps in new_group, a store's wait or destroy_process_group: the diagnosis recognises them by the stack.
             found.append(Wait(status.main_stack_since_mono_ns, member.pid, "stack"))

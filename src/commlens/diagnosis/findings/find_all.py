@@ -8,7 +8,7 @@ from commlens.diagnosis.findings.cycle import find_cycles
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
-from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_starting
+from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_setup_mismatch
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
 from commlens.diagnosis.index import JobIndex
 from commlens.diagnosis.wait_graph import Graph
@@ -20,6 +20,8 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     """Return all findings, root causes first, sorted by the number of ranks that they block."""
     context = Context(job, mismatches, graph)
     sinks = graph.sinks()
+    find_setup_mismatch(context)
+    groups = len(context.cases)
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
     find_cycles(context)
@@ -31,8 +33,9 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
         find_stuck_inside(context, node)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
     find_fewer(context)
-    if not context.cases:
-        find_starting(context)
+    for case in context.cases[:groups]:  # the groups are not what the program takes them for
+        for other in context.cases[groups:]:
+            other.finding.root_cause = other.finding.root_cause and other.finding.kind == "dead" and not case.finding.culprits
     if not context.cases:
         find_motionless(context)
     if not any(case.finding.root_cause for case in context.cases):

@@ -120,7 +120,7 @@ def _missing(context: Context, absence: Absence) -> None:
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
             *_waits(context, absence),
         ),
-        next_step=missing_step(doing, culprits), evidence=evidence, would_raise_confidence=more,
+        next_step=missing_step(doing, culprits, op), evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(absence.blocked))
 

@@ -12,9 +12,11 @@ from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, ranks_phrase, verb
 
 
-def missing_step(doing: Activity, ranks: Sequence[int]) -> str:
-    """Recommend a step for ranks that do not arrive."""
+def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = None) -> str:
+    """Recommend a step for ranks that do not arrive in ``op``."""
     subject = ranks_phrase(ranks)
+    if doing.why == "finished" and op is not None and op.is_setup:
+        return f"look at the output of {subject}, and for the branch in which {verb(ranks, 'it ends', 'they end')} without {op.op}"
     where = f"{doing.frame.function} ({doing.frame.where})" if doing.frame is not None else "the running code"
     steps = {
         "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers deliver no data",

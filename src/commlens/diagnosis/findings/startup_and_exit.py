@@ -1,15 +1,15 @@
-"""Faults that the wait-for graph does not show: during startup, at the exit, and a collective too few before it."""
+"""Faults that the wait-for graph does not show: groups and meshes on which ranks disagree, the exit, a collective too few before it."""
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from commlens.diagnosis import activity
-from commlens.diagnosis.activity import Activity
-from commlens.diagnosis.findings.context import Context
-from commlens.diagnosis.findings.next_steps import missing_step
+from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.index import RankView
-from commlens.model.collective import FrameKind
+from commlens.model.collective import Collective, FrameKind, State
 from commlens.model.verdict import Finding
-from commlens.text import capital, count, duration, frame_phrase, group_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase
 
 MOTIONLESS = 3  # stall timeouts
 _IDLE = frozenset({"run_forever", "serve_forever", "main_loop"})  # of asyncio, Jupyter and Ray, which wait for requests
@@ -44,36 +44,85 @@ def find_fewer(context: Context) -> None:
         context.add(finding, op, own.source if own is not None else None)
 
 
-def find_starting(context: Context) -> None:
-    """Find ranks that are stuck in init_process_group while no rank is in a collective: the store keeps no records."""
-    running = [view for view in context.job.views.values() if not view.exit.ended]
-    inside = [view for view in running if _is_initialising(view)]
-    outside = [view for view in running if not view.log.initialised and view not in inside]
-    if not inside or (not outside and not context.job.no_record):
-        return
-    if all(view.log.observation.stack_moved is True for view in inside):
-        return
-    ranks = sorted(view.rank for view in inside)
-    activities = {view.rank: activity.activity_of(view.log, view.exit, stalled_after_ns=context.job.stalled_after_ns) for view in outside}
-    idle = sorted(rank for rank, doing in activities.items() if doing.observed and not doing.works)
-    absent = idle or sorted(activities) or context.job.no_record
-    doing = activities.get(absent[0]) or Activity("unknown", False, "left no record")
-    explanation = f"{capital(ranks_phrase(absent))} {doing.phrase}."
-    if idle or not outside:
-        finding = Finding(
-            kind="missing", why=doing.why, root_cause=True, culprits=absent, victims=ranks, confidence="medium",
-            summary=f"{ranks_phrase(absent)} never reached init_process_group; {ranks_and_verb(ranks, 'waits', 'wait')} there",
-            explanation=explanation, next_step=missing_step(doing, absent),
-            would_raise_confidence="The output of these ranks would show the reason.",
-        )  # fmt: skip
-        context.add(finding, None, doing.frame, blocked=len(ranks))
-    else:
-        finding = Finding(
-            kind="waiting", why="initialising", root_cause=False, culprits=[], victims=ranks, confidence="medium",
-            summary=f"{ranks_and_verb(ranks, 'waits', 'wait')} in init_process_group for {ranks_phrase(absent)}",
-            explanation=explanation, next_step="wait",
-        )  # fmt: skip
-        context.add(finding, None, doing.frame)
+def find_setup_mismatch(context: Context) -> None:
+    """Find the first call that makes groups or a mesh in which ranks that wait, or did so until they failed, ask for different ones."""
+    views = context.job.views
+    held = sorted({node.rank for node in context.graph.blocks} | {rank for rank, view in views.items() if view.exit.failed})
+    calls: dict[tuple[int, str, int], dict[int, Collective]] = defaultdict(dict)
+    for rank, view in views.items() if held else ():
+        for op in view.log.setups:
+            if op.op != "new_group" or op.channel.group.name.isdecimal():  # else made by its members alone
+                calls[(op.channel.group.incarnation, op.op, op.sequence_number)][rank] = op
+    for (_, name, _), ops in sorted(calls.items(), key=lambda item: min(op.announced_ns for op in item[1].values())):
+        sides: dict[str, list[int]] = defaultdict(list)
+        for rank, op in sorted(ops.items()):
+            sides[_asked(op)].append(rank)
+        if len(sides) > 1 and (name != "init_process_group" or any(op.state is not State.COMPLETED for op in ops.values())):
+            _disagree(context, ops, sorted(sides.values(), key=len, reverse=True), held)
+            return
+
+
+def _asked(op: Collective) -> str:
+    """Return what a call asks for, in the words of reports."""
+    group = op.channel.group
+    if op.op == "new_group":
+        return f"ranks {list(group.ranks)}" if len(group.ranks) <= 8 else ranks_phrase(group.ranks)
+    if op.op != "init_process_group":
+        return op.module or "nothing that is known"
+    where = op.module.rpartition("/")[2].rpartition(":")[2] if op.module else ""  # hosts have several names
+    at = f" at port {where}" if where.isdecimal() else f" at {op.module}" if op.module else ""
+    return f"{count(len(group.ranks), 'rank')}{at}" + (f" with {group.backend}" if group.backend else "")
+
+
+def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int]], held: list[int]) -> None:
+    usual, odd = ops[sides[0][0]], ops[sides[1][0]]
+    is_tie = len(sides[0]) <= len(ops) // 2
+    culprits = [] if is_tie else sorted(rank for side in sides[1:] for rank in side)
+    name = usual.op if usual.op == "init_process_group" else f"{usual.op} #{usual.sequence_number}"
+    lines = []
+    for side in sides[:4]:
+        op = ops[side[0]]
+        mesh = f" for {op.module}" if op.op == "new_group" and op.module else ""
+        lines.append(
+            f"{capital(ranks_and_verb(side, 'asks', 'ask'))} for {_asked(op)}{mesh} at {frame_phrase(op.source) or 'an unknown line'}"
+        )
+    how = _how_it_differs(context, usual, odd, sides)
+    rule = "All ranks must call new_group in the same order with the same ranks, also for groups that they are not in."
+    finding = Finding(
+        kind="mismatch/group", why="skipped" if how else "initialising", root_cause=True, culprits=culprits,
+        victims=sorted({*held, *ops} - set(culprits)), confidence="low" if is_tie else "high",
+        summary=f"ranks disagree in {name}: " + " against ".join(f"{_asked(ops[side[0]])} ({ranks_phrase(side)})" for side in sides[:3])
+        if is_tie
+        else f"{ranks_and_verb(culprits, 'asks', 'ask')} for {_asked(odd)} in {name}, the others for {_asked(usual)}",
+        explanation=prose(*(f"{line}." for line in lines), f"{capital(ranks_phrase(sides[1]))} {how}." if how else ""),
+        next_step=f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with {frame_phrase(usual.source) or name} on "
+        f"{ranks_phrase(sides[0])}",
+        evidence=[rule] if usual.op == "new_group" else [],
+        would_raise_confidence="No side has a majority, so the ranks at fault cannot be determined." if is_tie else None,
+    )  # fmt: skip
+    context.add(finding, odd, odd.source, blocked=len(context.job.views), order=(0,))
+    for rank in held[:8]:
+        for block in list(context.job.views[rank].blocks.values())[:1]:
+            where = frame_phrase(block.op.source) or "an unknown line"
+            finding.evidence.append(f"{context.name(rank)} waits in {op_phrase(block.op)} at {where}.")
+
+
+def _how_it_differs(context: Context, usual: Collective, odd: Collective, sides: list[list[int]]) -> str:
+    """Return in which way the odd ranks' groups differ from the others', if the next groups show it."""
+
+    def next_ranks(side: list[int]) -> set[tuple[int, ...]]:
+        made = [(op, op.channel.group) for rank in side for op in context.job.views[rank].log.setups if op.op == usual.op]
+        inc, number = usual.channel.group.incarnation, usual.sequence_number + 1
+        return {group.ranks for op, group in made if (group.incarnation, op.sequence_number) == (inc, number)}
+
+    if usual.op != "new_group":
+        return ""
+    follows, precedes = odd.channel.group.ranks in next_ranks(sides[0]), usual.channel.group.ranks in next_ranks(sides[1])
+    if follows and precedes:
+        return "made them in another order"
+    if follows:
+        return f"{'skipped' if next_ranks(sides[1]) else 'did not begin with'} the group of {_asked(usual)}"
+    return f"made a group of {_asked(odd)} too many" if precedes else ""
 
 
 def find_motionless(context: Context) -> None:
@@ -147,10 +196,3 @@ def find_ended(context: Context) -> None:
         next_step="look at the scheduler's log (preemption, time limit), or for the sender of the signal",
     )  # fmt: skip
     context.add(finding, views[first].last_op, None)
-
-
-def _is_initialising(view: RankView) -> bool:
-    if view.log.initialised or view.log.collectives:
-        return False
-    stack = view.log.main_stack
-    return stack is not None and any(frame.function == "init_process_group" for frame in stack.frames)

@@ -1,0 +1,164 @@
+"""Ranks that wait before their first collective: in init_process_group, in new_group, for a mesh. No process, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from builders import MS, SCRIPT, START, S
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, Frame, ProcessGroup, State, TensorSpec
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
+from commlens.model.verdict import Verdict
+
+WORLD = 4
+IDLE = Observation(End.RUNNING, window_s=6.0, stack_moved=False, cpu_s=0.0, proc_state="S")
+
+
+def call(
+    op: str, ranks: Sequence[int], line: int, *, number: int = 1, name: str = "", asked: str | None = None, inc: int = 0
+) -> Collective:
+    names = {"init_process_group": "default_pg", "new_group": str(number), "init_device_mesh": "mesh"}
+    group = ProcessGroup(name or names[op], tuple(ranks), "", "gloo", None, inc)
+    at = START + line * MS
+    stack = (Frame(SCRIPT, line, "build"),)
+    return Collective(0, Channel(group, SETUP), number, CollectiveArgs(op, op), State.COMPLETED, at, at, stack=stack, module=asked)
+
+
+def init(line: int = 5, **more: object) -> Collective:
+    return call("init_process_group", range(WORLD), line, **more)  # type: ignore[arg-type]
+
+
+def groups(*ranks: Sequence[int], line: int = 10) -> list[Collective]:
+    return [call("new_group", members, line + i, number=i) for i, members in enumerate(ranks, 1)]
+
+
+def rank(number: int, *calls: Collective, inside: bool = True, issued: str = "", at: int = 57, log: RankLog | None = None) -> RankLog:
+    """A rank that made these calls and is inside the last one, or has left it; then it is in a collective, or at a line of its own."""
+    log = log or RankLog(number, WORLD, "job-1", "n03", 1000 + number, number, script=SCRIPT, captured_ns=START + 60 * S)
+    log.setups = list(calls)
+    log.initialised = bool(calls) and (len(calls) > 1 or not inside)
+    log.observation = IDLE
+    frame = Frame(SCRIPT, at, "prepare")
+    if issued:
+        group = ProcessGroup("0", tuple(range(WORLD)), "default_pg", "gloo")
+        frame = Frame(SCRIPT, at, "step")
+        args = CollectiveArgs(issued, issued, (TensorSpec((4,), "float32"),))
+        op = Collective(1, Channel(group, "cpu"), 1, args, State.ISSUED, START + S, START + S, START + S, START + S, stack=(frame,))
+        op.issue_thread = op.wait_thread = log.pid
+        log.collectives, log.issued = [op], 1
+    elif calls and inside:
+        calls[-1].state = State.ISSUED
+        frame = calls[-1].stack[0]
+    log.stacks = [ThreadStack(log.pid, "MainThread", (frame,), START + 59 * S, is_main=True)]
+    return log
+
+
+def verdict(*logs: RankLog) -> Verdict:
+    return diagnose_logs(logs)
+
+
+def test_a_rank_that_never_comes_to_init() -> None:
+    found = verdict(rank(0, init()), rank(1, init()), rank(2, at=57), rank(3, init()))
+    assert (found.kind, found.why, found.culprits, found.victims, found.source) == ("missing", "user-code", [2], [0, 1, 3], "train.py:57")
+    assert found.summary == "rank 2 never reached init_process_group; ranks 0-1,3 wait for it"
+
+
+def test_a_rank_that_visibly_works_before_init_is_waited_for() -> None:
+    busy = rank(2, at=57)
+    busy.observation = Observation(End.RUNNING, window_s=6.0, stack_moved=True, cpu_s=5.0, proc_state="R")
+    found = verdict(rank(0, init()), rank(1, init()), busy, rank(3, init()))
+    assert (found.kind, found.culprits) == ("waiting", [])
+
+
+def test_a_rank_that_ends_before_init() -> None:
+    ended = rank(2)
+    ended.closed, ended.observation = True, Observation(End.CLEAN, 0, ended_ns=START + 2 * S)
+    found = verdict(rank(0, init()), rank(1, init()), ended, rank(3, init()))
+    assert (found.kind, found.why, found.culprits) == ("missing", "finished", [2])
+    assert "without init_process_group" in found.summary and "iterations" not in found.next_step
+
+
+def test_groups_in_another_order() -> None:
+    usual, other = ([0, 1], [1, 2]), ([1, 2], [0, 1])
+    found = verdict(
+        rank(0, init(), *groups(usual[0])),
+        rank(1, init(), *groups(*other[:1], line=20)),
+        rank(2, init(), *groups(*usual)),
+        rank(3, init(), *groups(*usual), inside=False, issued="all_reduce"),
+    )
+    assert (found.kind, found.culprits, found.source) == ("mismatch/group", [1], "train.py:21")
+    assert "[1, 2] in new_group #1, the others for ranks [0, 1]" in found.summary
+    assert "train.py:21 build" in found.explanation and "train.py:11 build" in found.explanation
+    assert "did not begin with the group of ranks [0, 1]" in found.explanation
+    assert sum(each.root_cause for each in found.findings) == 1
+
+
+def test_two_halves_name_nobody() -> None:
+    found = verdict(
+        rank(0, init(), *groups([0, 1])), rank(1, init(), *groups([0, 1])),
+        rank(2, init(), *groups([2, 3], line=20)), rank(3, init(), *groups([2, 3], line=20)),
+    )  # fmt: skip
+    assert (found.kind, found.culprits, found.confidence, found.victims) == ("mismatch/group", [], "low", [0, 1, 2, 3])
+    assert "ranks [0, 1] (ranks 0-1) against ranks [2, 3] (ranks 2-3)" in found.summary
+
+
+def test_meshes_of_other_shapes() -> None:
+    mesh = "mesh (2, 2) named dp, tp"
+    calls = [
+        [init(), call("init_device_mesh", range(4), 7, asked=mesh), *groups([0, 2])],
+        [init(), call("init_device_mesh", range(4), 7, asked=mesh), *groups([0, 2], [1, 3], [0, 1])],
+        [init(), call("init_device_mesh", range(4), 8, asked="mesh (4,)")],
+        [init(), call("init_device_mesh", range(4), 7, asked=mesh), *groups([0, 2], [1, 3], [0, 1], [2, 3])],
+    ]
+    logs = [rank(number, *made, inside=number != 2, issued="all_reduce" if number == 2 else "") for number, made in enumerate(calls)]
+    found = verdict(*logs)
+    assert (found.kind, found.culprits, found.source) == ("mismatch/group", [2], "train.py:8")
+    assert "mesh (4,)" in found.summary and mesh in found.summary
+
+
+def test_a_rank_that_skips_a_group_and_goes_on_to_a_collective() -> None:
+    found = verdict(
+        rank(0, init(), *groups(range(4))), rank(1, init(), *groups(range(4))), rank(2, init(), inside=False, issued="all_reduce"),
+        rank(3, init(), *groups(range(4))),
+    )  # fmt: skip
+    assert (found.kind, found.culprits) == ("cycle", [2])
+    assert "new_group #1 of ranks 0-3" in found.explanation and "train.py:57" in found.explanation
+
+
+def test_a_group_made_by_its_members_alone_waits_for_the_one_that_does_not_come() -> None:
+    local = {"name": "c0ffee"}
+    found = verdict(
+        rank(0, init(), call("new_group", [0, 1], 12, **local)),  # type: ignore[arg-type]
+        rank(1, init(), inside=False),
+        rank(2, init(), call("new_group", [2, 3], 12, name="beef"), inside=False),
+        rank(3, init(), call("new_group", [2, 3], 12, name="beef"), inside=False),
+    )
+    assert (found.kind, found.culprits, found.victims, found.source) == ("missing", [1], [0], "train.py:57")
+
+
+def test_ranks_that_meet_at_other_ports() -> None:
+    ports = ["tcp://localhost:29500", "tcp://node1:29500", "tcp://127.0.0.1:29501", "tcp://127.0.0.1:29500"]
+    found = verdict(*(rank(number, init(asked=port)) for number, port in enumerate(ports)))
+    assert (found.kind, found.culprits) == ("mismatch/group", [2])
+    assert "4 ranks at port 29501 with gloo in init_process_group" in found.summary
+
+
+def test_a_rank_of_which_there_is_no_record() -> None:
+    found = verdict(rank(0, init()), rank(1, init()), rank(3, init()))
+    assert found.is_fault and found.culprits == [2] and "init_process_group" in found.summary
+
+
+def test_all_inside_and_nothing_moves() -> None:
+    found = verdict(*(rank(number, init()) for number in range(4)))
+    assert (found.kind, found.culprits) == ("stuck-inside", [])
+
+
+def test_calls_that_returned_are_no_fault() -> None:
+    """Groups that members made alone, and a second default group."""
+    logs = [
+        rank(number, init(), *groups([0, 1], [2, 3]), init(30, number=2, inc=1), call("new_group", [number], 40, name=f"local{number}"),
+             inside=False)
+        for number in range(4)
+    ]  # fmt: skip
+    assert verdict(*logs).kind == "healthy"
