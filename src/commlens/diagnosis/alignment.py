@@ -43,6 +43,7 @@ class Mismatch:
     silent: bool = False  # no rank hangs because of it
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
+    astray: str | None = None  # the two did not meet, since their tags differ or one names the wrong rank: how that is known
     refused: bool = False  # strict verification raised on these ranks before anything was sent
 
     @property

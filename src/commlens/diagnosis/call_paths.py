@@ -26,7 +26,7 @@ def part(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collec
     Ranks may legally come to one collective by different paths (``if rank == 0: ... else: ...``). So a rank's path is compared with
     the one by which it used to meet the others at the line where they are now, if it did.
     """
-    alone = _only(own.source), _only(other.source)
+    alone = path_of(own), path_of(other)
     if parted(own.stack, other.stack) is None:
         return alone
     usual = _usual_stack(job, rank, own, rank_met, other)
@@ -68,8 +68,9 @@ def parted(own: Stack, other: Stack) -> tuple[Path, Path] | None:
     return paths if paths[0].phrase != paths[1].phrase else None
 
 
-def _only(line: Frame | None) -> Path:
-    return Path(line, frame_phrase(line), frame_phrase(line))
+def path_of(op: Collective) -> Path:
+    """Return an op's innermost line as a path."""
+    return Path(op.source, frame_phrase(op.source), frame_phrase(op.source))
 
 
 def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool = False) -> Path:

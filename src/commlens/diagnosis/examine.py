@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commlens.diagnosis.alignment import Mismatch, align_records
+from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import STALL_TIMEOUT_S, JobIndex, index_logs
 from commlens.diagnosis.select_job import select_job
@@ -95,7 +96,7 @@ def _examine(job: JobIndex, missing: list[str]) -> ExaminedJob:
         job: the indexed ranks of one job.
         missing: sentences about the missing evidence found so far; more are added.
     """
-    mismatches = align_records(job)
+    mismatches = [*align_records(job), *find_astray(job)]
     graph = build_wait_graph(job, mismatches)
     findings = find_all(job, mismatches, graph)
     missing += _missing_evidence(job)

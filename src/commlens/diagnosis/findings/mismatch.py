@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.call_paths import Path, part
+from commlens.diagnosis.call_paths import Path, part, path_of
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
@@ -43,7 +43,7 @@ def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, 
     culprit = next((rank for rank, own in mismatch.ops.items() if own is op), -1)
     members = [rank for rank in mismatch.ops if rank not in mismatch.culprits]
     if not members or mismatch.pair is not None:
-        return Path(op.source, *[frame_phrase(op.source)] * 2), Path(None, "", "")
+        return path_of(op), path_of(mismatch.ops[min(members)]) if members else Path(None, "", "")
     return part(context.job, culprit, op, min(members), mismatch.ops[min(members)])
 
 
@@ -115,13 +115,16 @@ def _sides(
 
 def _issued(op: Collective, where: str) -> str:
     args = args_phrase(op)
-    return f"issued {op.op}{f' {args}' if args else ''} at {where or 'an unknown line'}"
+    peer = f" {'to' if op.op == 'send' else 'from'} rank {op.peer}" if op.peer is not None else ""
+    tag = f" with tag {op.tag}" if op.tag else ""
+    return f"issued {op.op}{peer}{tag}{f', {args},' if peer and args else f' {args}' if args else ''} at {where or 'an unknown line'}"
 
 
 def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list[str]) -> list[str]:
-    evidence = []
-    if mismatch.answer is not None and (mismatch.tie or len(mismatch.answer.parties) > 2 or mismatch.answer.aspect == "splits"):
-        evidence.append(f"{name}: {mismatch.answer.detail}.")
+    evidence = [mismatch.astray] if mismatch.astray else []
+    answer = mismatch.answer if mismatch.astray is None else None
+    if answer is not None and (mismatch.tie or len(answer.parties) > 2 or answer.aspect == "splits"):
+        evidence.append(f"{name}: {answer.detail}.")
     evidence += skip
     if mismatch.tie:
         evidence.append("No side has a majority, and no rank departs from its usual routine, so the rank at fault cannot be determined.")
@@ -155,6 +158,8 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
             return f"{subject} issued {count(-shift.by, 'collective')} too many, from {name} on; everything after it pairs up wrongly"
         extra = f" and {shift.by - 1} more" if shift.by > 1 else ""
         return f"{subject} skipped {name}{extra}; everything after it pairs up wrongly"
+    if mismatch.astray is not None:
+        return answer.detail
     if mismatch.tie or usual is None:
         sides = " against ".join(f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in answer.parties[:3])
         return f"ranks disagree in {name}: {sides}"
@@ -193,6 +198,6 @@ def _skip_evidence(
         return [
             f"Until now, {subject} issued this right after the collective in which the others wait; this time, {they} skipped that one."
         ]
-    if mismatch.departure or mismatch.tie or usual is None or own == paths[1].phrase:
+    if mismatch.departure or mismatch.tie or mismatch.pair is not None or usual is None or own == paths[1].phrase:
         return []
     return [f"{subject} issued {op.op} at {own} for the first time: it may be extra, or {they} skipped the others' {usual.op}."]

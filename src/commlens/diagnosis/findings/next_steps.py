@@ -45,6 +45,8 @@ def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | Non
         extra = f"issued an extra {first.op}{mine}"
         did = {"skipped": f"skipped {skipped.op}{theirs}", "extra": extra, "either": f"skipped {skipped.op}{theirs}, or {extra}"}
         return f"find the branch in which {culprits} {did[mismatch.departure]}"
+    if mismatch.astray is not None and mismatch.pair is not None:
+        return _astray_step(mismatch, *mismatch.pair)
     if usual is None:
         return f"compare the collectives that {culprits} issue{mine}"
     if mine == theirs and usual.source is not None:
@@ -55,6 +57,16 @@ def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | Non
     if mismatch.pair is not None:
         return f"compare {here} on {culprits} with {there} on the others"
     return f"find the branch that takes {culprits} to {here} where the others come to {there}"
+
+
+def _astray_step(mismatch: Mismatch, send: Collective, recv: Collective) -> str:
+    sender, receiver = mismatch.ops
+    out, into = (frame_phrase(op.source) or op.op for op in (send, recv))
+    if (send.peer, recv.peer) == (receiver, sender):
+        return f"use the same tag at {out} on rank {sender} and at {into} on rank {receiver}"
+    if sender in mismatch.culprits:
+        return f"correct the destination at {out} on rank {sender}"
+    return f"correct the source rank at {into} on rank {receiver}"
 
 
 def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None) -> str:

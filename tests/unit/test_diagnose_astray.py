@@ -1,0 +1,87 @@
+"""Messages that never meet: other tags, a wrong destination, a wrong source; and those that are only late."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from builders import Job, Stay, Step, all_reduce, recv, send
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.verdict import Verdict
+
+
+def judge(size: int, program: object) -> Verdict:
+    verdict = diagnose_logs(Job(size).run(program).logs())
+    assert [finding.root_cause for finding in verdict.findings].count(True) == 1
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("sent", "received", "culprits", "left"),
+    [
+        ([7, 7, 7, 7], [7, 7, 7, 9], [1], (7, 9)),
+        ([7, 7, 7, 8], [7, 7, 7, 7], [0], (8, 7)),
+        ([7, 7], [9, 9], [0, 1], (7, 9)),  # they never agreed
+        ([0, 1, 2, 4, 5], [0, 1, 2, 3, 4], [0], (4, 3)),
+        ([0, 1, 2, 3, 4], [0, 1, 3, 4, 5], [1], (2, 5)),
+    ],
+)
+def test_both_tags_are_named(sent: list[int], received: list[int], culprits: list[int], left: tuple[int, int]) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for out, into in zip(sent, received, strict=True):
+            if rank < 2:
+                yield send(job.world, 1, line=30, tag=out) if rank == 0 else recv(job.world, 0, line=40, tag=into)
+            yield Step()
+        yield all_reduce(job.world, line=50)
+
+    verdict = judge(3, program)
+    assert (verdict.kind, verdict.culprits) == ("mismatch/p2p", culprits)
+    assert verdict.summary == f"rank 0 sent to rank 1 with tag {left[0]}, but rank 1 receives with tag {left[1]}"
+
+
+def test_a_tag_that_may_still_come_is_no_mismatch() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(4):
+            for tag in (7, 9):
+                if (rank, i, tag) == (0, 3, 9):
+                    yield Stay(57, "load_batch")
+                if rank == 0:
+                    yield send(job.world, 1, line=30, tag=tag)
+            for tag in (9, 7):
+                if rank == 1:
+                    yield recv(job.world, 0, line=40, tag=tag)
+            yield Step()
+
+    verdict = judge(2, program)
+    assert (verdict.kind, verdict.culprits, verdict.source) == ("missing", [0], "train.py:57")
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("wrong", ["send", "recv"])
+@pytest.mark.parametrize("first", [0, 4])
+@pytest.mark.parametrize("sync", [True, False])
+def test_a_ring_with_a_wrong_offset(size: int, wrong: str, first: int, sync: bool) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(7):
+            further = 2 if rank == 2 and i >= first else 1
+            yield send(job.world, (rank + (further if wrong == "send" else 1)) % size, line=30)
+            yield recv(job.world, (rank - (further if wrong == "recv" else 1)) % size, line=31)
+            if sync:
+                yield all_reduce(job.world, line=50)
+            yield Step()
+
+    verdict = judge(size, program)
+    assert (verdict.kind, verdict.culprits, verdict.source) == ("mismatch/p2p", [2], f"train.py:{30 if wrong == 'send' else 31}")
+    assert verdict.next_step == f"correct the {'destination' if wrong == 'send' else 'source rank'} at {verdict.source} step on rank 2"
+
+
+def test_a_lost_send_in_a_ring_is_no_wrong_offset() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(7):
+            if (rank, i) != (2, 4):
+                yield send(job.world, (rank + 1) % 4, line=30)
+            yield recv(job.world, (rank - 1) % 4, line=31)
+            yield all_reduce(job.world, line=50)
+
+    assert "rank 2 did not send to rank 3 this time" in judge(4, program).summary
