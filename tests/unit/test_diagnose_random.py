@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from commlens.reports.json_report import schema
 from commlens.reports.terminal import render
 
 SCHEMA = schema()
+WAITS_FOR_ITSELF = re.compile(r"rank (\d+) waits[^;.]*for rank \1\b")
 STEPS = 7
 FAULT_STEP = 4
 
@@ -100,7 +102,7 @@ def judge(logs: list[RankLog], seed: int) -> Verdict:
     shuffled = list(logs)
     random.Random(seed).shuffle(shuffled)
     assert diagnose_logs(shuffled) == verdict
-    render(verdict)
+    assert not WAITS_FOR_ITSELF.search(render(verdict, width=10_000))
     return verdict
 
 
@@ -221,3 +223,60 @@ def broken(job: Job, rank: int, items: tuple[Item, ...], fault: str, place: int)
         elif fault != "skip":
             yield item.action(job, rank, **other)
     yield Step()
+
+
+# --- a mesh on which two ranks swap the order of two groups ---------------------------------------------------------------------
+
+
+@st.composite
+def mesh_steps(draw: st.DrawFn) -> tuple[tuple[tuple[str, str, bool], ...], int]:
+    """The step of a TP x FSDP mesh (op, group, asynchronous), and the place of two neighbours of different groups."""
+    layers = draw(st.integers(1, 3))
+    asynchronous = st.booleans()
+    items = []
+    for _ in range(layers):
+        items += [("all_gather", "fsdp", draw(asynchronous)), ("all_reduce", "tp", False)]
+    for _ in range(layers):
+        items += [("reduce_scatter", "fsdp", draw(asynchronous)), *([("all_gather", "tp", False)] if draw(st.booleans()) else [])]
+    items += [("all_reduce", name, draw(asynchronous)) for name in ("flat", "world") if draw(st.booleans())]
+    items.append(("all_reduce", "world", False))
+    places = [i for i in range(len(items) - 1) if items[i][1] != items[i + 1][1]]
+    return tuple(items), draw(st.sampled_from(places))
+
+
+@SLOW
+@given(st.sampled_from([(8, 2), (16, 2), (16, 4), (32, 4), (64, 8)]), mesh_steps(), st.sampled_from([0, 1, 3]), st.data())
+def test_only_ranks_that_swap_two_groups_are_named(
+    mesh: tuple[int, int], step: tuple[tuple[tuple[str, str, bool], ...], int], fault_step: int, data: st.DataObject
+) -> None:
+    (size, tp), (items, place) = mesh, step
+    odd = sorted(data.draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2), label="odd"))
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        of = {
+            "tp": job.group(f"t{rank // tp}", range(rank // tp * tp, rank // tp * tp + tp), "tp"),
+            "fsdp": job.group(f"d{rank % tp}", range(rank % tp, size, tp), "fsdp"),
+            "flat": job.group("f", range(size), "flat"),
+            "world": job.world,
+        }
+        for number in range(5):
+            order = list(range(len(items)))
+            if rank in odd and number == fault_step:
+                order[place], order[place + 1] = order[place + 1], order[place]
+            pending: list[str] = []
+            for i in order:
+                op, group, is_async = items[i]
+                if len(pending) > 1:
+                    yield Wait(pending.pop(0))
+                reduce_op = "SUM" if "reduce" in op else None
+                yield collective(op, of[group], 64, line=30 + i, is_async=is_async, handle=str(i), reduce_op=reduce_op)
+                pending += [str(i)] * is_async
+            yield from map(Wait, pending)
+            yield Step()
+
+    job = Job(size).run(program)
+    verdict = judge(job.logs(), 0)
+    roots = {rank for finding in verdict.findings if finding.root_cause for rank in finding.culprits}
+    assert verdict.is_fault == any(not one.over for one in job.ranks)
+    assert roots <= set(odd), verdict.summary
+    assert roots or not verdict.is_fault or (fault_step == 0 and size == 8), verdict.summary

@@ -130,5 +130,5 @@ def test_ranks_that_wait_for_each_other() -> None:
         yield recv(job.world, 1 - rank, line=20)
 
     verdict = diagnose_logs(refuse(Job(2).run(program).logs()))
-    assert (verdict.kind, verdict.culprits) == ("cycle", [0, 1])
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("cycle", [], [0, 1])
     assert refused(verdict)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
+import re
 from pathlib import Path
 
 import pytest
 from _diagnosing import commlens, grade
 from dumpgen import MESHES, Conditions, Job
-from dumpgen.faults import by_name, possible
+from dumpgen.faults import Fault, Injection, Site, Truth, by_name, possible, swapped
 from dumpgen.mesh import FLAT_MESHES, MEGATRON_MESHES, Mesh
+
+from commlens import diagnose
 
 TORCH_WRITES = {
     "PROTO", "EMPTY_DICT", "EMPTY_LIST", "MARK", "BINUNICODE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "BININT1", "BININT2",
@@ -110,3 +113,30 @@ def test_faults_are_found_in_other_jobs(tmp_path: Path, mesh: Mesh, fault: str) 
 
 def test_two_faults_of_64_ranks_are_two_root_causes(tmp_path: Path) -> None:
     assert_right(MESHES[64], "stuck-and-mismatch", tmp_path, SHORT)
+
+
+@pytest.mark.parametrize("history", [0, 6], ids=["first-step", "later"])
+@pytest.mark.parametrize(
+    ("mesh", "ranks", "site"),
+    [
+        (Mesh(1, 4, 4), (4, 14), "clip_gradients"),
+        (Mesh(1, 4, 8), (10, 19), "reduce_gradients"),
+        (Mesh(1, 8, 8), (21, 27), "reduce_gradients"),
+    ],
+    ids=["16", "32", "64"],
+)
+def test_both_ranks_that_swap_two_groups_are_named(tmp_path: Path, mesh: Mesh, ranks: tuple[int, int], site: str, history: int) -> None:
+    """Of all others, most wait in the same collectives as these two; only the order in which they were enqueued tells them apart."""
+
+    def inject(at: Site) -> Injection:
+        ops = at.steps[0]
+        place = max(i for i in range(len(ops) - 1) if ops[i].site == site and {ops[i].role, ops[i + 1].role} == {"tp", "dp"})
+        return Injection(Truth(("cycle",), ranks), edits=dict.fromkeys(ranks, lambda ops: swapped(ops, place)))
+
+    for in_flight_only in (False, True) if history else (False,):
+        conditions = Conditions(history=history, ring=800, in_flight_only=in_flight_only)
+        folder = tmp_path / str(in_flight_only)
+        Job(mesh, Fault("two-swap", "two ranks call two groups in the other order", inject), conditions).write(folder)
+        verdict = diagnose(folder)
+        assert (verdict.kind, tuple(verdict.culprits)) == ("cycle", ranks), verdict.summary
+        assert not re.search(r"rank (\d+) waits[^;.]*for rank \1\b", verdict.explanation)

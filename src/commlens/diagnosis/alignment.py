@@ -274,7 +274,7 @@ def _leaves_routine(view: RankView, op: Collective, tokens_of: _TokensOf, since_
         key = op.channel.key
         first = next((i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key), first)
     tokens = tokens_of(history[oldest : position + 1])
-    return any(expected_token(tokens, i - oldest) is False for i in range(first, position + 1))
+    return any(expected_token(tokens, i - oldest, sure=view.is_past_first_step(history[i])) is False for i in range(first, position + 1))
 
 
 # --- point to point ----------------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from commlens.diagnosis.routine import letters
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns, Status
 from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State, user_frame
 from commlens.model.ops import POINT_TO_POINT, UNEVEN
@@ -363,7 +362,7 @@ class ColumnHistory(Sequence[Collective]):
         codes: dict[str, int] = {}
         op = np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args] if len(dump) else args
         where = dump.channel.astype("int64") * (1 << 20) + (dump.peer.astype("int64") + 1)
-        return letters(where, op, self._sizes(args), sites), letters(where, op)
+        return _letters(where, op, self._sizes(args), sites), _letters(where, op)
 
     def _sizes(self, args: Integers) -> Integers:
         """Return an id of each operation's sizes; -1 for all_to_all, whose sizes may vary from step to step."""
@@ -371,3 +370,14 @@ class ColumnHistory(Sequence[Collective]):
             return args
         varies = np.array([one.op == "all_to_all" for one in self.columns.dump.args])
         return np.where(varies[args], -1, args)
+
+
+def _letters(*columns: Any) -> str:
+    """Map each different row of several columns of numbers to one character."""
+    code = np.zeros(len(columns[0]), "int64")
+    for column in columns:
+        _, column = np.unique(column, return_inverse=True)
+        _, code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)
+    code = code + 0x100
+    code[code >= 0xD800] += 0x800
+    return str(code.astype("<u4").tobytes().decode("utf-32-le"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,7 +12,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import INIT_GROUP, SETUP, Channel, Collective, CollectiveArgs, State
+from commlens.model.collective import INIT_GROUP, SETUP, Channel, Collective, CollectiveArgs, State, user_lines
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 STALL_TIMEOUT_S: Final = 60.0
 """The default of the setting; a dump does not say what it was."""
+
+_ROUNDS = 3  # of the outermost loop, which show that it is one over steps
 
 PairKey = tuple[ChannelKey, int, str]
 """Channel, peer (-1: any), and ``"send"`` or ``"recv"``."""
@@ -78,6 +81,7 @@ class RankView:
     timed: bool = False  # the dump records when an operation starts to run
     routine_since: int | None = None  # position in the history from which the rank may have left its routine
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
+    past_rounds: int = 0  # index from which the outermost loop has had several rounds; 0: not determined yet
     head_lost: bool = False  # all records are in flight: the op that blocks the rank may be older, and overwritten
 
     @property
@@ -89,6 +93,36 @@ class RankView:
     def last_op(self) -> Collective | None:
         """The rank's newest record."""
         return self.history[-1] if self.history else None
+
+    def is_past_first_step(self, op: Collective) -> bool:
+        """Return whether the history shows that what repeats before this op are steps, not layers or parameters.
+
+        The optimizer has stepped since, so many records were made that the oldest were overwritten, or the program's outermost loop has
+        had several rounds.
+        """
+        if self.log.issued > len(self.history) or op.step > self.history[0].step:
+            return True
+        if self.columns is None and not self.past_rounds:
+            self.past_rounds = _after_rounds(self.history)
+        return 0 < self.past_rounds <= op.index
+
+
+def _after_rounds(history: Sequence[Collective]) -> int:
+    """Return the index of the op with which the outermost loop's round ``_ROUNDS`` + 1 begins: a line issues again, after others did."""
+    paths = {id(op.stack): [(frame.file, frame.line) for frame in user_lines(op.stack)][::-1] for op in history}
+    depth = 0
+    while len({tuple(path[depth : depth + 1]) for path in paths.values()}) == 1 and depth < min(map(len, paths.values())):
+        depth += 1
+    rounds: Counter[object] = Counter()
+    previous: object = None
+    for op in history:
+        line = tuple(paths[id(op.stack)][depth : depth + 1])
+        if line and line != previous:
+            rounds[line] += 1
+            if rounds[line] > _ROUNDS:
+                return op.index
+        previous = line
+    return 1 << 62
 
 
 @dataclass(frozen=True)

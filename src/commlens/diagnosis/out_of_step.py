@@ -70,9 +70,11 @@ def line_of(op: Collective) -> Hashable:
 
 def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
     """Return whether a rank's history led one to expect this op; None without such a history."""
-    history = job.views[rank].history
-    position = position_in(history, op)
-    return None if position is None else expected_token([token(each) for each in history[: position + 1]], position)
+    view = job.views[rank]
+    position = position_in(view.history, op)
+    if position is None:
+        return None
+    return expected_token([token(each) for each in view.history[: position + 1]], position, sure=view.is_past_first_step(op))
 
 
 def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from commlens.diagnosis.index import RankView
 from commlens.model.collective import Collective
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
 _LOOK_BACK = 4096
+_REPEATS = 3
+"""Times that a stretch of collectives must have been repeated to be a routine, where no optimizer steps show it."""
+_LONG_RUN = 256
+"""Collectives that repeat one stretch and are more than a loop over layers, so that even a new one leaves the routine."""
 
 
 def position_in(history: Sequence[Collective], op: Collective) -> int | None:
@@ -48,26 +53,33 @@ def loose_token(op: Collective) -> Hashable:
     return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer)
 
 
-def _deviation(text: str, since: int) -> int | None:
+def _deviation(text: str, since: int, sure_from: int) -> int | None:
     """Return the first position, from ``since`` on, whose letter history did not lead one to expect. None without such a position."""
     for position in range(max(1, since), len(text)):
-        expected = _expected(text, position)
+        expected = _expected(text, position, sure=position >= sure_from)
         if expected is not None and text[position] not in expected:
             return position
     return None
 
 
-def expected_token(tokens: Sequence[Hashable], position: int) -> bool | None:
-    """Whether the token at ``position`` is one that history led one to expect there; None without such a history."""
+def expected_token(tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
+    """Whether the token at ``position`` is one that history led one to expect there; None without such a history.
+
+    Args:
+        tokens: the history.
+        position: of the token.
+        sure: a step before is in the history, so that repetitions are steps.
+    """
     text = _as_text(list(tokens))
-    expected = _expected(text, position)
+    expected = _expected(text, position, sure=sure)
     return None if expected is None else text[position] in expected
 
 
-def _expected(text: str, position: int) -> set[str] | None:
+def _expected(text: str, position: int, *, sure: bool) -> set[str] | None:
     """Return the letters that followed the longest earlier occurrence of the context before ``position``.
 
-    None without an earlier occurrence, or if a short context was followed by different letters.
+    None without an earlier occurrence, or if a short context was followed by different letters. Unless ``sure``, also None if what
+    repeats may be a loop over layers or parameters: all loops end once.
     """
     history = text[:position]
     for length in _CONTEXTS:
@@ -76,14 +88,27 @@ def _expected(text: str, position: int) -> set[str] | None:
         context = history[-length:]
         sequels: set[str] = set()
         seen = 0
-        at = history.rfind(context, 0, position - 1)
+        at = latest = history.rfind(context, 0, position - 1)
         while at >= 0 and seen < 16:
             sequels.add(text[at + length])
             seen += 1
             at = history.rfind(context, 0, at + length - 1)
         if seen >= (2 if length < 4 else 1):
-            return sequels if len(sequels) == 1 or length >= 8 else None
+            period = position - length - latest
+            known = len(sequels) == 1 or length >= 8
+            return sequels if known and (sure or _is_inside_loop(text, position, period)) else None
     return None
+
+
+def _is_inside_loop(text: str, position: int, period: int) -> bool:
+    """Return whether the letters before ``position`` repeat with this period for long, and the letter there is no end of that loop."""
+    start = position
+    while start > period and text[start - 1] == text[start - 1 - period]:
+        start -= 1
+    run = position - start
+    if run < min(_REPEATS * period, _CONTEXTS[0]):
+        return False
+    return run >= _LONG_RUN or text[position] in text[position - period : position]
 
 
 def _as_text(tokens: Sequence[Hashable]) -> str:
@@ -94,19 +119,6 @@ def _as_text(tokens: Sequence[Hashable]) -> str:
             code = len(letters) + 0x100
             letters[one] = chr(code if code < 0xD800 else code + 0x800)
     return "".join(letters[one] for one in tokens)
-
-
-def letters(*columns: Any) -> str:
-    """Map each different row of several columns of numbers to one character."""
-    import numpy as np
-
-    code = np.zeros(len(columns[0]), "int64")
-    for column in columns:
-        _, column = np.unique(column, return_inverse=True)
-        _, code = np.unique(code * (int(column.max(initial=0)) + 1) + column, return_inverse=True)
-    code = code + 0x100
-    code[code >= 0xD800] += 0x800
-    return str(code.astype("<u4").tobytes().decode("utf-32-le"))
 
 
 class Texts(Protocol):
@@ -125,13 +137,12 @@ def _texts(ops: Sequence[Collective]) -> tuple[str, str]:
     return _as_text([token(op) for op in ops]), _as_text([loose_token(op) for op in ops])
 
 
-def leaves_routine_at(ops: Sequence[Collective], since: int | None = None) -> tuple[Collective, Collective | None] | None:
+def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | None:
     """Return the op with which a rank leaves its routine, and the op that it used to issue in that place.
 
-    Args:
-        ops: all ops that the rank issued.
-        since: the first position to look at; by default the last two optimizer steps are.
+    It is looked for from the view's ``routine_since`` on, by default in the last two optimizer steps.
     """
+    ops, since = view.history, view.routine_since
     if not ops:
         return None
     skipped = max(0, len(ops) - _LOOK_BACK)
@@ -143,10 +154,11 @@ def leaves_routine_at(ops: Sequence[Collective], since: int | None = None) -> tu
         since = next(i for i in range(length) if ops[skipped + i].step >= last_step - 1)
     else:
         since = max(1, length // 2, length - 64)
+    sure_from = next((i for i in range(since, length) if view.is_past_first_step(ops[skipped + i])), length)
     for text in _texts(ops):
-        position = _deviation(text, since)
+        position = _deviation(text, since, sure_from)
         if position is not None:
-            expected = _expected(text, position) or set()
+            expected = _expected(text, position, sure=position >= sure_from) or set()
             usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
             return ops[skipped + position], ops[skipped + usual] if usual is not None else None
     return None

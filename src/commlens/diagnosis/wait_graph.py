@@ -142,35 +142,42 @@ class Graph:
 
 
 def shortest_cycle(graph: Graph, component: Iterable[Node]) -> list[tuple[Node, Node, Edge]]:
-    """Return a shortest cycle in a component: for each of its waiting threads, the thread, the next one and the edge towards it."""
+    """Return a shortest cycle in a component: for each of its waiting threads, the thread, the next one and the edge towards it.
+
+    Empty if each cycle is one of threads of the same rank.
+    """
     members = set(component)
-    best: list[Node] = []
+    best: list[tuple[Node, Node, Edge]] = []
     for start in sorted(node for node in members if node.kind == "wait")[:_STARTS_MAX]:
         path = _shortest_cycle_from(graph, members, start)
         if path and (not best or len(path) < len(best)):
             best = path
-    if not best:
-        return []
-    waiting = [(i, node) for i, node in enumerate(best) if node.kind == "wait"]
-    following = [*best[1:], best[0]]
-    return [(node, waiting[(k + 1) % len(waiting)][1], graph.edges[node][following[i]]) for k, (i, node) in enumerate(waiting)]
+    return best
 
 
-def _shortest_cycle_from(graph: Graph, members: set[Node], start: Node) -> list[Node]:
-    parents: dict[Node, Node] = {}
+def _shortest_cycle_from(graph: Graph, members: set[Node], start: Node) -> list[tuple[Node, Node, Edge]]:
+    """Search breadth first. A collective can have its waiting ranks among the ranks that it waits for: no rank waits for itself."""
+    steps: dict[Node, tuple[Node, Node, Edge]] = {}
+    first_at: dict[Node, Node] = {}  # the thread by which a collective was reached
     level = [start]
     while level:
         following: list[Node] = []
         for node in level:
-            for target in sorted(graph.edges[node]):
-                if target == start:
-                    path = [node]
-                    while path[-1] != start:
-                        path.append(parents[path[-1]])
-                    path.reverse()
-                    return path
-                if target in members and target not in parents:
-                    parents[target] = node
-                    following.append(target)
+            for target, edge in sorted(graph.edges[node].items(), key=lambda item: item[0]):
+                ends = [target]
+                if target.kind == "at":
+                    # To the second thread, only the first one is new there.
+                    ends = [first_at[target]] if target in first_at else sorted(graph.edges[target])
+                    first_at.setdefault(target, node)
+                for end in ends:
+                    if end not in members or end.rank == node.rank or end in steps:
+                        continue
+                    steps[end] = (node, end, edge)
+                    if end == start:
+                        path = [steps[start]]
+                        while path[0][0] != start:
+                            path.insert(0, steps[path[0][0]])
+                        return path
+                    following.append(end)
         level = following
     return []

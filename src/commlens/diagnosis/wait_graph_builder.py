@@ -31,7 +31,7 @@ class _Arrivals:
     """The ranks that a collective waits for, in the group's order. Determined once for all threads that wait in it."""
 
     absent: list[int] = field(default_factory=list)  # have not issued it, or failed in it
-    behind: list[int] = field(default_factory=list)  # have enqueued it behind another one in which they are stuck
+    behind: list[int] = field(default_factory=list)  # have enqueued it behind the op in which they are stuck
     dead: list[int] = field(default_factory=list)  # died in it
     no_record: list[int] = field(default_factory=list)
     refused: list[tuple[int, int]] = field(default_factory=list)  # by strict verification: (announced_ns, rank), ascending
@@ -216,7 +216,7 @@ class _Builder:
                 elif not is_peer_error(met.error):
                     arrivals.absent.append(member)
                     continue
-            if (theirs.open and theirs.open[0] < number) or (met is not None and is_queued(other, met)):
+            if met is not None and is_queued(other, met):
                 arrivals.behind.append(member)
             elif met is not None and met.state is not State.COMPLETED and other.died:
                 arrivals.dead.append(member)

@@ -2,69 +2,85 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Literal
 
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step
+from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, separation, tie_step
+from commlens.diagnosis.out_of_step import keeps_routine
+from commlens.diagnosis.peer_order import find_reordered
 from commlens.diagnosis.routine import leaves_routine_at
-from commlens.diagnosis.wait_graph import Edge, Instance, Node, shortest_cycle
+from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
+from commlens.text import capital, duration, group_label, group_phrase, op_phrase, ranks_phrase, verb
 
 How = Literal["history", "order", "tie"]
 Departures = dict[int, tuple[Collective, Collective | None]]
-"""By rank: the op with which it leaves its routine, and the op that it used to issue in its place."""
+"""By rank: the op with which it leaves the usual order, and the op that it, or else the others, used to issue in its place."""
 Path = list[tuple[Node, Node, Edge]]
 
 
 def find_cycles(context: Context) -> None:
     """Make one finding for each cycle; its explanation lists the cycle edge by edge."""
     for component in context.graph.deadlocks:
-        _cycle(context, shortest_cycle(context.graph, component), [node for node in component if node.kind == "wait"])
+        path = shortest_cycle(context.graph, component)
+        if path:
+            _cycle(context, path, [node for node in component if node.kind == "wait"])
 
 
 def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     ranks = sorted({node.rank for node in waits})
-    culprits, departures, how = _odd_ones(context, waits, ranks, sorted({node.rank for node, _, _ in path}))
-    first = culprits[0]
-    op, usual = departures.get(first, (None, None))
-    if op is None:
-        op = next((edge.op for node, _, edge in path if node.rank == first), None)
-    if op is None:
-        op = next(context.graph.blocks[node].op for node in waits if node.rank == first)
-    lines = [f" ({edge.op.source.where})" if edge.op.source is not None else "" for _, _, edge in path]
+    departures, how = _departures(context, waits, ranks)
+    culprits = sorted(departures)
     steps = [
-        f"rank {a.rank} waits in {op_phrase(edge.op)}{line}" + ("" if edge.op.peer == b.rank else f" for rank {b.rank}")
-        for (a, b, edge), line in zip(path, lines, strict=True)
+        f"rank {a.rank} waits in {op_phrase(edge.op)}"
+        + (f" ({edge.op.source.where})" if edge.op.source is not None else "")
+        + ("" if edge.op.peer == b.rank else f" for rank {b.rank}")
+        for a, b, edge in path
     ]
     blocked = context.blocked_by(waits)
     waited = context.longest_wait(ranks)
+    prose_of_path = prose(
+        f"{'; '.join(steps)}.", f"The longest wait is {duration(waited)}." if waited else "", context.waiting_behind(ranks, blocked)
+    )
     finding = Finding(
         kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=sorted({*blocked, *ranks} - set(culprits)),
-        confidence="high" if how == "history" else "medium", summary=_summary(path, ranks, culprits, op, usual),
-        explanation=prose(
-            f"{'; '.join(steps)}.",
-            f"The longest wait is {duration(waited)}." if waited else "",
-            context.waiting_behind(ranks, blocked),
-        ),
-        next_step=cycle_step(culprits, op, usual), evidence=[_how_decided(how, culprits), *(f"{step}." for step in steps)],
-        would_raise_confidence=None
-        if how == "history"
-        else "A run with some successful steps before the fault would show which rank departs from its routine.",
+        confidence="high" if how == "history" else "medium", summary="", explanation=prose_of_path, evidence=[f"{step}." for step in steps],
     )  # fmt: skip
-    context.add(finding, op, op.source, blocked=len({*blocked, *ranks}))
+    if how != "history":
+        finding.would_raise_confidence = "A run with some successful steps before the fault would show which rank departs from its routine."
+    if culprits:
+        op, usual = departures[culprits[0]]
+        finding.summary = _summary(ranks, departures, how)
+        finding.next_step = cycle_step(culprits, op, usual)
+        finding.evidence.insert(0, _how_decided(how, culprits))
+        context.add(finding, op, op.source, blocked=len({*blocked, *ranks}))
+        return
+    ops = {node.rank: context.graph.blocks[node].op for node in waits}
+    sides = group_sides(ops)
+    across = " across groups" if len({edge.instance.key for _, _, edge in path}) > 1 else ""
+    finding.confidence, finding.summary = "low", f"{ranks_phrase(ranks)} wait for each other{across}"
+    finding.explanation = prose(describe_sides(sides, ops), separation(context, sides), finding.explanation)
+    finding.next_step = tie_step([ops[side[0]] for side in sides])
+    finding.evidence.insert(0, UNDECIDED)
+    context.add(finding, path[0][2].op, None, blocked=len({*blocked, *ranks}))
 
 
-def _summary(path: Path, ranks: list[int], culprits: list[int], op: Collective, usual: Collective | None) -> str:
+def _summary(ranks: list[int], departures: Departures, how: How) -> str:
+    culprits = sorted(departures)
+    op, usual = departures[culprits[0]]
     they_wait = f"{ranks_phrase(ranks)} wait for each other"
-    if usual is not None and usual.op == "send" and usual.peer in ranks:
+    if how == "history" and usual is not None and usual.op == "send" and usual.peer in ranks:
         return f"rank {culprits[0]} did not send to rank {usual.peer} this time, as it always had before; {they_wait}"
-    if len(culprits) < len(ranks):
-        before = f", not to {_without_number(usual)} as before" if usual is not None else ""
-        return f"{ranks_phrase(culprits)} moved on to {op_phrase(op)}{before}; {they_wait}"
-    return they_wait + (" across groups" if len({edge.instance.key for _, _, edge in path}) > 1 else "")
+    same = len({departures[rank][0].channel.key for rank in culprits}) == 1
+    name = op_phrase(op) if same else _of_label(op)
+    instead = ""
+    if usual is not None and how == "history":
+        instead = f", not to {_without_number(usual) if same else _of_label(usual)} as before"
+    elif usual is not None:
+        instead = f" where the others issued {_of_label(usual)}"
+    return f"{ranks_phrase(culprits)} moved on to {name}{instead}; {they_wait}"
 
 
 def _how_decided(how: How, culprits: list[int]) -> str:
@@ -73,9 +89,7 @@ def _how_decided(how: How, culprits: list[int]) -> str:
         return (
             f"{capital(subject)} {verb(culprits, 'departs from its', 'depart from their')} usual routine here; the others keep to theirs."
         )
-    if how == "order":
-        return f"The order of {subject} differs from that of the others."
-    return "No rank departs from its usual routine, and no order has a majority, so the rank at fault cannot be determined."
+    return f"The order of {subject} differs from that of most others."
 
 
 def _without_number(op: Collective) -> str:
@@ -85,23 +99,22 @@ def _without_number(op: Collective) -> str:
     return f"{op.op} of {group_phrase(op.channel.group)}"
 
 
-def _odd_ones(context: Context, waits: list[Node], ranks: list[int], on_path: list[int]) -> tuple[list[int], Departures, How]:
-    """Return the ranks that left their routine; else those whose place differs from the majority's; else all."""
-    departures: Departures = {}
-    for rank in ranks:
-        view = context.job.views[rank]
-        departure = leaves_routine_at(view.history, view.routine_since)
-        if departure is not None:
-            departures[rank] = departure
-    if departures and len(departures) < len(ranks):
-        return sorted(departures), departures, "history"
-    sides: dict[Instance, set[int]] = defaultdict(set)
-    for node in waits:
-        op = context.graph.blocks[node].op
-        if not op.is_point_to_point:
-            sides[Instance(op.channel.key, op.sequence_number)].add(node.rank)
-    if len(sides) > 1:
-        smallest, second, *_ = sorted(sides.values(), key=len)
-        if len(smallest) < len(second) and len(smallest) * 2 < len(ranks):
-            return sorted(smallest), departures, "order"
-    return on_path or ranks, departures, "tie"
+def _of_label(op: Collective) -> str:
+    """``"all_reduce of group dp"``: of several groups with this label, or of a rank's own one."""
+    label = group_label(op.channel.group, "")
+    return f"{op.op} of {f'group {label}' if label else 'the default group'}"
+
+
+def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[Departures, How]:
+    """Return the ranks that leave the order of most of their peers; else those that leave their own routine; else none."""
+    job, blocks = context.job, context.graph.blocks
+    own: Departures = {rank: found for rank in ranks if (found := leaves_routine_at(job.views[rank])) is not None}
+    keys = {blocks[node].op.channel.key for node in waits if not blocks[node].op.is_point_to_point}
+    reordered = {rank: place for rank, place in find_reordered(job, keys).items() if rank in ranks}
+    kept = {rank: keeps_routine(job, rank, op) for rank, (op, _) in reordered.items()}
+    odd: Departures = {rank: place for rank, place in reordered.items() if kept[rank] is not True}
+    if odd:
+        if all(rank in own and own[rank][0].index == op.index for rank, (op, _) in odd.items()):
+            return {rank: own[rank] for rank in odd}, "history"
+        return odd, "order"
+    return (own, "history") if own and len(own) < len(ranks) else ({}, "tie")

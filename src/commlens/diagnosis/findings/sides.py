@@ -1,0 +1,89 @@
+"""Ranks that disagree where neither a majority nor their routine decides: the sides, and what separates them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+
+from commlens.diagnosis.findings.context import Context
+from commlens.model.collective import Collective
+from commlens.text import args_phrase, frame_phrase, group_label, joined, ranks_and_verb, ranks_phrase
+
+_SHOWN = 4  # sides
+UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
+
+
+def group_sides(ops: Mapping[int, Collective]) -> list[list[int]]:
+    """Group the ranks whose ops are alike: same op and line, and groups of the same label; the largest side first."""
+    sides: dict[Hashable, list[int]] = defaultdict(list)
+    for rank, op in sorted(ops.items()):
+        group = op.channel.group
+        sides[op.op, group.label if group.label != group.name else len(group.ranks), frame_phrase(op.source)].append(rank)
+    return sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
+
+
+def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
+    """``"Ranks 0-3 issue all_reduce float32[4] SUM of the default group at train.py:20 step; ranks 4-7 issue ..."``."""
+    parts = []
+    for ranks in sides[:_SHOWN]:
+        op = ops[min(ranks)]
+        args, line = args_phrase(op), frame_phrase(op.source)
+        what = f"{op.op}{f' {args}' if args else ''}"
+        if op.is_point_to_point:
+            what += f" with rank {op.peer}" if op.peer is not None else " with any rank"
+        else:
+            what += f" of {group_label(op.channel.group, 'the default group')}"
+        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {what}{f' at {line}' if line else ''}")
+    more = [rank for ranks in sides[_SHOWN:] for rank in ranks]
+    return "; ".join(parts) + (f"; {ranks_phrase(more)} issue others." if more else ".")
+
+
+def tie_step(ops: Sequence[Collective]) -> str:
+    """Recommend a step for sides that disagree, with an op of each."""
+    lines = list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
+    if len(lines) > 1:
+        return f"compare {joined(lines[:3])}, and the configuration, versions and data that lead the sides there"
+    where = f" reach {lines[0]}" if lines else " come"
+    return f"find out why the ranks{where} with different calls: compare their configuration, versions and data"
+
+
+def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
+    """Say what the ranks of a side have in common: the host, their half, their parity or their place in a mesh; empty if nothing."""
+    side_of = {rank: number for number, ranks in enumerate(sides) for rank in ranks}
+    ranks = sorted(side_of)
+    views = context.job.views
+    hosts = {rank: views[rank].log.host for rank in ranks if rank in views}
+    if len(set(hosts.values())) > 1 and all(hosts.values()) and _follows(side_of, hosts):
+        names = [f"{ranks_phrase(side)} {'is' if len(side) == 1 else 'are'} on {_hosts(hosts, side)}" for side in sides]
+        return f"The sides follow the hosts: {joined(names)}."
+    if len(ranks) < 4 or len(sides) > 2:
+        return ""
+    places: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: {"place": {}, "group": {}})
+    for number, channel in enumerate(context.job.channels.values()):
+        members = [rank for rank in channel.group.ranks if rank in side_of]
+        if 1 < len(channel.group.ranks) < context.job.size:
+            found = places[channel.group.label]
+            found["place"].update({rank: channel.group.ranks.index(rank) for rank in members})
+            found["group"].update(dict.fromkeys(members, number))
+    for label, found in sorted(places.items()):
+        if len(found["place"]) == len(ranks):
+            if len(set(found["place"].values())) > 1 and _follows(side_of, found["place"]):
+                return f"The sides follow the ranks' places in the groups {label}."
+            if len(set(found["group"].values())) > 1 and _follows(side_of, found["group"]):
+                return f"The sides follow the groups {label}."
+    if len({side_of[rank] for rank in ranks[: len(sides[side_of[ranks[0]]])]}) == 1:
+        return "One side has the lower ranks, the other the higher ones."
+    if _follows(side_of, {rank: rank % 2 for rank in ranks}):
+        return "One side has the even ranks, the other the odd ones."
+    return ""
+
+
+def _follows(side_of: Mapping[int, int], values: Mapping[int, Hashable]) -> bool:
+    """Return whether all ranks with the same value are on the same side."""
+    side: dict[Hashable, int] = {}
+    return all(side.setdefault(value, side_of[rank]) == side_of[rank] for rank, value in values.items())
+
+
+def _hosts(hosts: Mapping[int, str], side: Iterable[int]) -> str:
+    names = sorted({hosts[rank] for rank in side if rank in hosts})
+    return joined(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
