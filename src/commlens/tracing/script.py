@@ -62,8 +62,8 @@ class TracedProcess:
     def start(self) -> None:
         """Start tracing."""
         try:
-            self._patches.wrap(c10d, "_new_process_group_helper", self._wrap_new_group)
-            self._patches.wrap(c10d, "destroy_process_group", self._wrap_destroy)
+            self._patches.wrap(c10d, "_new_process_group_helper", self._new_group)
+            self._patches.wrap(c10d, "destroy_process_group", self._destroy)
             self._patches.replace_aliases()
             self._save_on_sigterm()
             self.live.start()
@@ -127,26 +127,20 @@ class TracedProcess:
 
     # --- groups, which must be named before they are destroyed
 
-    def _wrap_new_group(self, original: Any) -> Any:
-        def _new_process_group_helper(*args: Any, **kwargs: Any) -> Any:
-            made = original(*args, **kwargs)
-            if self._rank is None and isinstance(made[0], dist.ProcessGroup):
-                self._rank, self._world_size = made[0].rank(), made[0].size()
-            return made
+    def _new_group(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if self._rank is None and isinstance(made[0], dist.ProcessGroup):
+            self._rank, self._world_size = made[0].rank(), made[0].size()
+        return made
 
-        return _new_process_group_helper
-
-    def _wrap_destroy(self, original: Any) -> Any:
-        def destroy_process_group(group: Any = None) -> Any:
-            if os.getpid() == self._pid and (group is None or group is c10d._world.default_pg):
-                try:
-                    self._note_rank()
-                    self._snapshot = self.live.tracer.dispatched, self.live.tracer.data()
-                except Exception as error:
-                    self._fail("could not note its groups", error)
-            return original(group)
-
-        return destroy_process_group
+    def _destroy(self, original: Any, group: Any = None) -> Any:
+        if os.getpid() == self._pid and (group is None or group is c10d._world.default_pg):
+            try:
+                self._note_rank()
+                self._snapshot = self.live.tracer.dispatched, self.live.tracer.data()
+            except Exception as error:
+                self._fail("could not note its groups", error)
+        return original(group)
 
     # --- SIGTERM, with which torchrun ends the other workers after a death
 

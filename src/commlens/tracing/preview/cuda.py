@@ -6,7 +6,6 @@ Only the program gets these answers; torch's own code sees the real machine. Tri
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections import defaultdict
 from typing import Any
@@ -98,9 +97,12 @@ class FakeCuda:
         for name, answer in answers.items():
             # Calls that would raise without a GPU are answered for torch too, which makes them only for a given device.
             patches.wrap(cuda, name, _answering(answer, for_torch=name not in _ASKED_BY_TORCH))
-        patches.wrap(cuda, "get_rng_state", lambda original: lambda *args, **kwargs: torch.get_rng_state())
+        patches.wrap(cuda, "get_rng_state", lambda original, *args, **kwargs: torch.get_rng_state())
         for name in ("Stream", "Event", "device", "stream"):
-            patches.wrap(cuda, name, lambda original: _NoOp if isinstance(original, type) else _answering(_NoOp())(original))
+            if isinstance(getattr(cuda, name), type):
+                patches.replace(cuda, name, _NoOp)
+            else:
+                patches.wrap(cuda, name, _answering(_NoOp()))
         for name in ("range_push", "range_pop", "mark"):
             patches.wrap(cuda.nvtx, name, _answering(nothing))
         if accelerator is not None:
@@ -138,14 +140,10 @@ class _NoOp:
 
 
 def _answering(answer: Any, *, for_torch: bool = False) -> Any:
-    def wrap(original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if not for_torch and called_by_torch() else answer
+    def instead(original: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs) if not for_torch and called_by_torch() else answer
 
-        return wrapper
-
-    return wrap
+    return instead
 
 
 def _map_constructors(patches: Patches) -> None:
@@ -154,44 +152,26 @@ def _map_constructors(patches: Patches) -> None:
     import torch.utils._device
     from torch.nn.parallel import DistributedDataParallel
 
-    def first_argument(original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapper(self: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(self, _device_on_cpu(device), *args, **kwargs)
-
-        return wrapper
-
-    def keyword(name: str) -> Any:
-        def wrap(original: Any) -> Any:
-            @functools.wraps(original)
-            def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-                if name in kwargs:
-                    kwargs[name] = _on_cpu(kwargs[name])
-                elif args:
-                    args = (_on_cpu(args[0]), *args[1:])
-                return original(self, *args, **kwargs)
-
-            return wrapper
-
-        return wrap
+    def device_type(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "device_type" in kwargs:
+            kwargs["device_type"] = _on_cpu(kwargs["device_type"])
+        elif args:
+            args = (_on_cpu(args[0]), *args[1:])
+        return original(self, *args, **kwargs)
 
     def no_devices(*names: str) -> Any:
-        def wrap(original: Any) -> Any:
-            @functools.wraps(original)
-            def wrapper(self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-                args = () if "device_ids" in names else args  # DDP: device_ids, output_device
-                return original(self, module, *args, **{name: value for name, value in kwargs.items() if name not in names})
+        def instead(original: Any, self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+            args = () if "device_ids" in names else args  # DDP: device_ids, output_device
+            return original(self, module, *args, **{name: value for name, value in kwargs.items() if name not in names})
 
-            return wrapper
+        return instead
 
-        return wrap
-
-    patches.wrap(torch.utils._device.DeviceContext, "__init__", first_argument)
-    patches.wrap(device_mesh.DeviceMesh, "__init__", keyword("device_type"))
-    patches.wrap(torch.amp.autocast_mode.autocast, "__init__", keyword("device_type"))
+    patches.wrap(torch.utils._device.DeviceContext, "__init__", lambda original, self, device: original(self, _device_on_cpu(device)))
+    patches.wrap(device_mesh.DeviceMesh, "__init__", device_type)
+    patches.wrap(torch.amp.autocast_mode.autocast, "__init__", device_type)
     patches.wrap(DistributedDataParallel, "__init__", no_devices("device_ids", "output_device"))
-    patches.wrap(torch.nn.Module, "cuda", lambda original: lambda self, device=None: self)
-    patches.wrap(torch, "load", _mapping_load)
+    patches.wrap(torch.nn.Module, "cuda", lambda original, self, device=None: self)
+    patches.wrap(torch, "load", lambda original, *args, **kwargs: original(*args, **{**kwargs, "map_location": "cpu"}))
     with contextlib.suppress(ImportError):
         from torch.distributed.fsdp import FullyShardedDataParallel, _init_utils
 
@@ -203,30 +183,11 @@ def _map_constructors(patches: Patches) -> None:
         patches.wrap(_collective_utils, "shard_dim_alltoall", _alltoall_as_on_gpus)
 
 
-def _init_device_handle_on_cpu(original: Any) -> Any:
+def _init_device_handle_on_cpu(original: Any, state: Any, module: Any, ignored_params: Any, device_id: Any) -> Any:
     """Give FSDP1 a CPU device: it refuses to run without an accelerator (2.13.0)."""
-
-    @functools.wraps(original)
-    def _init_device_handle(state: Any, module: Any, ignored_params: Any, device_id: Any) -> Any:
-        return original(state, module, ignored_params, _CPU)
-
-    return _init_device_handle
+    return original(state, module, ignored_params, _CPU)
 
 
-def _mapping_load(original: Any) -> Any:
-    @functools.wraps(original)
-    def load(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **{**kwargs, "map_location": "cpu"})
-
-    return load
-
-
-def _alltoall_as_on_gpus(original: Any) -> Any:
+def _alltoall_as_on_gpus(original: Any, input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
     """Use the all-to-all of GPU meshes; on a CPU mesh DTensor gathers instead."""
-
-    @functools.wraps(original)
-    def shard_dim_alltoall(input: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
-        group_name = mesh.get_group(mesh_dim).group_name
-        return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, group_name)
-
-    return shard_dim_alltoall
+    return torch.ops._dtensor.shard_dim_alltoall(input, gather_dim, shard_dim, mesh.get_group(mesh_dim).group_name)

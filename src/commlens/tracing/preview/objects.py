@@ -8,7 +8,7 @@ assumed to equal this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -63,7 +63,7 @@ class Objects:
     def install(self, patches: Patches) -> None:
         """Wrap torch's functions."""
         for name in ("all_gather_object", "gather_object"):
-            patches.wrap(c10d, name, self._wrap_gather)
+            patches.wrap(c10d, name, self._gather)
         patches.wrap(c10d, "broadcast_object_list", self._broadcast)
         patches.wrap(c10d, "scatter_object_list", self._scatter)
         patches.wrap(c10d, "send_object_list", self._send)
@@ -101,113 +101,67 @@ class Objects:
 
     # --- the wrappers
 
-    def _wrap_gather(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            with unset_fake_temporarily(), self._deliveries.delivering([], gathers=True):
+    def _gather(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily(), self._deliveries.delivering([], gathers=True):
+            return original(*args, **kwargs)
+
+    def _broadcast(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _arguments(original, args, kwargs)
+        ranks, source = _ranks(given.get("group")), _global(given, "src")
+        if self.rank not in ranks:
+            return original(*args, **kwargs)
+        key = self._key("broadcast", source, None, ranks)
+        with unset_fake_temporarily():
+            if source == self.rank:
+                self._keep(key, _pickled(given["object_list"], given))
+                return original(*args, **kwargs)
+            with self._delivering_objects(key, given):
                 return original(*args, **kwargs)
 
-        return wrapper
+    def _scatter(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _arguments(original, args, kwargs)
+        ranks, source = _ranks(given.get("group")), _global(given, "src")
+        if self.rank not in ranks:
+            return original(*args, **kwargs)
+        objects = given.get("scatter_object_input_list")
+        with unset_fake_temporarily():
+            if source == self.rank and objects and len(objects) == len(ranks):
+                messages = _pickled(objects, given)
+                largest = len(max(messages, key=len))
+                for rank, message in zip(ranks, messages, strict=True):
+                    self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
+                mine = messages[ranks.index(self.rank)]
+            else:
+                known = self._message(self._key("scatter", source, self.rank, ranks))
+                mine = known[0] if known else _pickled([None], given)[0]
+                largest = len(known[1]) if known else len(mine)
+            with self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine))):
+                return original(*args, **kwargs)
 
-    def _broadcast(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def broadcast_object_list(
-            object_list: list[Any],
-            src: int | None = None,
-            group: Any = None,
-            device: Any = None,
-            group_src: int | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            given = {"group": group, "device": device, **_given(src=src, group_src=group_src), **kwargs}
-            ranks, source = _ranks(group), _global(group, src, group_src)
-            if self.rank not in ranks:
-                return original(object_list, **given)
-            key = self._key("broadcast", source, None, ranks)
-            with unset_fake_temporarily():
-                if source == self.rank:
-                    self._keep(key, _pickled(object_list, kwargs))
-                    return original(object_list, **given)
-                with self._delivering_objects(key, object_list, kwargs):
-                    return original(object_list, **given)
+    def _send(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _arguments(original, args, kwargs)
+        with unset_fake_temporarily():
+            ranks = _ranks(given.get("group"))
+            if self.rank in ranks:
+                self._keep(self._key("send", self.rank, _global(given, "dst"), ranks), _pickled(given["object_list"], given))
+            return original(*args, **kwargs)
 
-        return broadcast_object_list
+    def _receive(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        given = _arguments(original, args, kwargs)
+        ranks = _ranks(given.get("group"))
+        if self.rank not in ranks:
+            return original(*args, **kwargs)
+        with unset_fake_temporarily():
+            # A receive from any rank is assumed to be from the previous rank.
+            from_any = given.get("src") is None and given.get("group_src") is None
+            source = ranks[ranks.index(self.rank) - 1] if from_any else _global(given, "src")
+            with self._delivering_objects(self._key("send", source, self.rank, ranks), given):
+                return original(*args, **kwargs)
 
-    def _scatter(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def scatter_object_list(
-            scatter_object_output_list: list[Any],
-            scatter_object_input_list: list[Any] | None = None,
-            src: int | None = None,
-            group: Any = None,
-            group_src: int | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            given = {"group": group, **_given(src=src, group_src=group_src), **kwargs}
-            ranks, source = _ranks(group), _global(group, src, group_src)
-            if self.rank not in ranks:
-                return original(scatter_object_output_list, scatter_object_input_list, **given)
-            with unset_fake_temporarily():
-                if source == self.rank and scatter_object_input_list and len(scatter_object_input_list) == len(ranks):
-                    messages = _pickled(scatter_object_input_list, kwargs)
-                    largest = len(max(messages, key=len))
-                    for rank, message in zip(ranks, messages, strict=True):
-                        self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
-                    mine = messages[ranks.index(self.rank)]
-                else:
-                    known = self._message(self._key("scatter", source, self.rank, ranks))
-                    mine = known[0] if known else _pickled([None], kwargs)[0]
-                    largest = len(known[1]) if known else len(mine)
-                with self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine))):
-                    return original(scatter_object_output_list, scatter_object_input_list, **given)
-
-        return scatter_object_list
-
-    def _send(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def send_object_list(
-            object_list: list[Any],
-            dst: int | None = None,
-            group: Any = None,
-            device: Any = None,
-            group_dst: int | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            with unset_fake_temporarily():
-                ranks = _ranks(group)
-                if self.rank in ranks:
-                    key = self._key("send", self.rank, _global(group, dst, group_dst), ranks)
-                    self._keep(key, _pickled(object_list, kwargs))
-                return original(object_list, group=group, device=device, **_given(dst=dst, group_dst=group_dst), **kwargs)
-
-        return send_object_list
-
-    def _receive(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def recv_object_list(
-            object_list: list[Any],
-            src: int | None = None,
-            group: Any = None,
-            device: Any = None,
-            group_src: int | None = None,
-            **kwargs: Any,
-        ) -> Any:
-            given = {"group": group, "device": device, **_given(src=src, group_src=group_src), **kwargs}
-            ranks = _ranks(group)
-            if self.rank not in ranks:
-                return original(object_list, **given)
-            with unset_fake_temporarily():
-                # A receive from any rank is assumed to be from the previous rank.
-                source = ranks[ranks.index(self.rank) - 1] if src is None and group_src is None else _global(group, src, group_src)
-                with self._delivering_objects(self._key("send", source, self.rank, ranks), object_list, kwargs):
-                    return original(object_list, **given)
-
-        return recv_object_list
-
-    def _delivering_objects(self, key: Key, object_list: list[Any], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
+    def _delivering_objects(self, key: Key, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         message = self._message(key)
-        if message is None or len(message) != len(object_list):
-            message = _pickled(object_list, kwargs)
+        if message is None or len(message) != len(given["object_list"]):
+            message = _pickled(given["object_list"], given)
         return self.delivering(_sizes(message), b"".join(message))
 
     # --- messages
@@ -248,8 +202,9 @@ class _Deliveries(threading.local):
             self.pending, self.gathers = [], False
 
 
-def _given(**ranks: int | None) -> dict[str, int]:
-    return {name: rank for name, rank in ranks.items() if rank is not None}  # torch 2.5 has no group_src
+def _arguments(function: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a call by name; torch's versions differ in their parameters."""
+    return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
 
 
 def _ranks(group: Any) -> tuple[int, ...]:
@@ -258,15 +213,17 @@ def _ranks(group: Any) -> tuple[int, ...]:
     return tuple(c10d.get_process_group_ranks(group if group is not None else c10d._get_default_group()))
 
 
-def _global(group: Any, rank: int | None, group_rank: int | None) -> int:
+def _global(given: dict[str, Any], name: str) -> int:
+    """Return the global rank that a call names as ``src`` and ``group_src``, or ``dst`` and ``group_dst``."""
+    group_rank, rank = given.get(f"group_{name}"), given.get(name)
     if group_rank is not None:
-        ranks = _ranks(group)
-        return ranks[group_rank] if 0 <= group_rank < len(ranks) else group_rank
+        ranks = _ranks(given.get("group"))
+        return int(ranks[group_rank] if 0 <= group_rank < len(ranks) else group_rank)
     return rank if rank is not None else 0
 
 
-def _pickled(objects: list[Any], kwargs: dict[str, Any]) -> Message:
-    options = {"weights_only": kwargs["weights_only"]} if kwargs.get("weights_only") else {}
+def _pickled(objects: list[Any], given: dict[str, Any]) -> Message:
+    options = {"weights_only": given["weights_only"]} if given.get("weights_only") else {}
     group = c10d._get_default_group()
     return [c10d._object_to_tensor(each, torch.device("cpu"), group, **options)[0].numpy().tobytes() for each in objects]
 

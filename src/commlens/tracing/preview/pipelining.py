@@ -5,43 +5,36 @@ The vote passes from stage to stage in 2.13.0 and through an all-reduce in 2.15.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from commlens.tracing.patches import Patches
 from commlens.tracing.preview.objects import Objects
-from commlens.tracing.preview.tensors import on_real_tensors
+from commlens.tracing.preview.tensors import run_on_real_tensors
 
 
 def install(patches: Patches, objects: Objects) -> None:
     """Wrap the functions that vote."""
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    def forward(original: Any) -> Any:
-        @functools.wraps(original)
-        def _warmup_forward_vote(stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
-            with objects.delivering(torch.ones(1, dtype=torch.int32)):
-                own = original(stage, has_backward, received_acc)
-            votes[id(stage)] = int(own.item())
-            return own
-
-        return _warmup_forward_vote
-
-    def backward(original: Any) -> Any:
-        @functools.wraps(original)
-        def _warmup_backward_result(stage: Any, *args: Any, **kwargs: Any) -> Any:
-            with objects.delivering(torch.tensor([votes.pop(id(stage), 0)], dtype=torch.int32)):
-                return original(stage, *args, **kwargs)
-
-        return _warmup_backward_result
-
     votes: dict[int, int] = {}
-    patches.wrap(PipelineStage, "_warmup_forward_vote", lambda original: on_real_tensors(forward(original)))
-    patches.wrap(PipelineStage, "_warmup_backward_result", lambda original: on_real_tensors(backward(original)))
+
+    def forward_vote(original: Any, stage: Any, has_backward: bool, received_acc: Any = None) -> Any:
+        with unset_fake_temporarily(), objects.delivering(torch.ones(1, dtype=torch.int32)):
+            own = original(stage, has_backward, received_acc)
+            votes[id(stage)] = int(own.item())
+        return own
+
+    def backward_result(original: Any, stage: Any, *args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily(), objects.delivering(torch.tensor([votes.pop(id(stage), 0)], dtype=torch.int32)):
+            return original(stage, *args, **kwargs)
+
+    patches.wrap(PipelineStage, "_warmup_forward_vote", forward_vote)
+    patches.wrap(PipelineStage, "_warmup_backward_result", backward_result)
     for schedule in (schedules._PipelineSchedule, *_subclasses(schedules._PipelineSchedule)):
-        patches.wrap(schedule, "_initialize_pipeline_distributed_state", on_real_tensors)
+        patches.wrap(schedule, "_initialize_pipeline_distributed_state", run_on_real_tensors)
 
 
 def _subclasses(kind: type[Any]) -> list[type[Any]]:

@@ -11,7 +11,7 @@ from commlens.errors import CommandError
 from commlens.model.trace import Depth
 from commlens.traces.trace import Trace
 from commlens.tracing.preview.objects import Key, Learned, Message, Unknown
-from commlens.tracing.preview.tensors import on_real_tensors
+from commlens.tracing.preview.tensors import run_on_real_tensors
 from commlens.tracing.preview.world import FakeWorld
 from commlens.tracing.session import LiveTrace
 
@@ -128,7 +128,7 @@ class _Snapshot:
 
     def take(self) -> None:
         """Take the data now."""
-        self.data = on_real_tensors(self._live.tracer.data)()
+        self.data = run_on_real_tensors(self._live.tracer.data)
         self.data.rank, self.data.world_size = self._world.rank, self._world.world_size
         self.data.coverage.blind += self._world.blind
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Callable
@@ -81,15 +80,13 @@ class FakeTensors:
         for namespace in ("_c10d_functional", "_dtensor"):
             self._run_functional_ops(namespace)
         # DDP's reducer compares small tensors across ranks and needs their values.
-        patches.wrap(torch._C._distributed_c10d, "_verify_params_across_processes", on_real_tensors)
-        patches.wrap(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", on_real_tensors)
+        patches.wrap(torch._C._distributed_c10d, "_verify_params_across_processes", run_on_real_tensors)
+        patches.wrap(torch._C._distributed_c10d.Reducer, "_rebuild_buckets", run_on_real_tensors)
         # Meshes compute their ranks with small tensors and need their values.
-        patches.wrap(device_mesh, "init_device_mesh", on_real_tensors)
+        patches.wrap(device_mesh, "init_device_mesh", run_on_real_tensors)
         for name, method in list(vars(device_mesh.DeviceMesh).items()):
-            if isinstance(method, types.FunctionType):
-                patches.set(device_mesh.DeviceMesh, name, on_real_tensors(method))
-            elif isinstance(method, staticmethod):
-                patches.set(device_mesh.DeviceMesh, name, staticmethod(on_real_tensors(method.__func__)))
+            if isinstance(method, (types.FunctionType, staticmethod)):
+                patches.wrap(device_mesh.DeviceMesh, name, run_on_real_tensors)
 
     def remove(self) -> None:
         """Restore dispatch."""
@@ -127,15 +124,10 @@ def _ignore_fake_kernel(patches: Patches, name: str) -> None:
         patches.set(entry, "fake_impl", types.SimpleNamespace(kernel=None))
 
 
-def on_real_tensors(function: Any) -> Any:
-    """Wrap a function so that it runs on real tensors in any mode."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return wrapper
+def run_on_real_tensors(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function on real tensors, in any mode."""
+    with unset_fake_temporarily():
+        return function(*args, **kwargs)
 
 
 def _user_line() -> str | None:

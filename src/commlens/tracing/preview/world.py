@@ -10,7 +10,6 @@ ranks, ``monitored_barrier``, ``recv`` from any rank, ``split_group``, stores an
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import threading
@@ -155,77 +154,59 @@ class FakeWorld:
                 if name in module.__dict__:
                     self._patches.set(module, name, stand_in)
 
-    def _init(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def init_process_group(backend: Any = None, *args: Any, timeout: Any = None, **kwargs: Any) -> None:
-            timeout = args[1] if len(args) > 1 else timeout
-            given = {"timeout": timeout} if timeout is not None else {}
-            self._patch_pipelining()
-            original(FAKE, store=self._store, rank=self.rank, world_size=self.world_size, **given)
-            self._wanted_backends[c10d._get_default_group()] = _name_of(backend)
+    def _init(self, original: Any, backend: Any = None, *args: Any, timeout: Any = None, **kwargs: Any) -> None:
+        timeout = args[1] if len(args) > 1 else timeout
+        given = {"timeout": timeout} if timeout is not None else {}
+        self._patch_pipelining()
+        original(FAKE, store=self._store, rank=self.rank, world_size=self.world_size, **given)
+        self._wanted_backends[c10d._get_default_group()] = _name_of(backend)
 
-        return init_process_group
+    def _new_group(
+        self, original: Any, group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        kwargs.pop("device_id", None)
+        for name in ("backend_options", "pg_options"):
+            if name in kwargs:
+                kwargs[name] = None
+        default = c10d._world.default_pg
+        wanted = self._wanted_backends.get(default, "") if default is not None and _name_of(backend) == FAKE else _name_of(backend)
+        self._patch_pipelining()
+        made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
+        if isinstance(made[0], dist.ProcessGroup):
+            self._wanted_backends[made[0]] = wanted
+        return made
 
-    def _new_group(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def _new_process_group_helper(
-            group_size: int, group_rank: int, ranks: Any, backend: Any, store: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            kwargs.pop("device_id", None)
-            for name in ("backend_options", "pg_options"):
-                if name in kwargs:
-                    kwargs[name] = None
-            default = c10d._world.default_pg
-            wanted = self._wanted_backends.get(default, "") if default is not None and _name_of(backend) == FAKE else _name_of(backend)
-            self._patch_pipelining()
-            made = original(group_size, group_rank, ranks, FAKE, store, *args, **kwargs)
-            if isinstance(made[0], dist.ProcessGroup):
-                self._wanted_backends[made[0]] = wanted
-            return made
+    def _destroy(self, original: Any, group: Any = None) -> None:
+        if self.before_destroy is not None and (group is None or group is c10d._world.default_pg):
+            self.before_destroy()
+        original(group)
 
-        return _new_process_group_helper
+    def _get_backend(self, original: Any, group: Any = None) -> Any:
+        found = original(group)
+        wanted = self._wanted_backends.get(group if group is not None else c10d._get_default_group())
+        return wanted if wanted and (called_by_torch("torch.distributed.pipelining") or not called_by_torch()) else found
 
-    def _destroy(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def destroy_process_group(group: Any = None) -> None:
-            if self.before_destroy is not None and (group is None or group is c10d._world.default_pg):
-                self.before_destroy()
-            original(group)
-
-        return destroy_process_group
-
-    def _get_backend(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def get_backend(group: Any = None) -> Any:
-            found = original(group)
-            wanted = self._wanted_backends.get(group if group is not None else c10d._get_default_group())
-            return wanted if wanted and (called_by_torch("torch.distributed.pipelining") or not called_by_torch()) else found
-
-        return get_backend
-
-    def _split_group(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def split_group(parent_pg: Any = None, split_ranks: Any = None, *args: Any, group_desc: str | None = None, **kwargs: Any) -> Any:
-            # The fake backend cannot split; an ordinary group of the same ranks is equivalent.
-            parent = dist.get_process_group_ranks(parent_pg if parent_pg is not None else c10d._get_default_group())
-            for each in split_ranks or []:
-                ranks = [parent[rank] for rank in each]
-                if self.rank in ranks:
-                    return dist.new_group(ranks, group_desc=group_desc)
-            return None
-
-        return split_group
+    def _split_group(
+        self, original: Any, parent_pg: Any = None, split_ranks: Any = None, *args: Any, group_desc: str | None = None, **kwargs: Any
+    ) -> Any:
+        # The fake backend cannot split; an ordinary group of the same ranks is equivalent.
+        parent = dist.get_process_group_ranks(parent_pg if parent_pg is not None else c10d._get_default_group())
+        for each in split_ranks or []:
+            ranks = [parent[rank] for rank in each]
+            if self.rank in ranks:
+                return dist.new_group(ranks, group_desc=group_desc)
+        return None
 
     # --- gaps of the backend
 
     def _fill_gaps(self) -> None:
         wrap = self._patches.wrap
-        wrap(c10d, "monitored_barrier", lambda original: lambda group=None, timeout=None, wait_all_ranks=False: dist.barrier(group))
+        wrap(c10d, "monitored_barrier", lambda original, group=None, *args, **kwargs: dist.barrier(group))
         wrap(c10d, "recv", self._recv)
-        wrap(c10d, "_store_based_barrier", lambda original: lambda *args, **kwargs: None)
+        wrap(c10d, "_store_based_barrier", lambda original, *args, **kwargs: None)
         for kind in (dist.Work, *dist.Work.__subclasses__()):
             if "get_future" in kind.__dict__:
-                wrap(kind, "get_future", self._futures.wrap)
+                wrap(kind, "get_future", self._futures.get_future)
         import torch.multiprocessing as multiprocessing
         import torch.multiprocessing.spawn as spawn
 
@@ -238,24 +219,16 @@ class FakeWorld:
             self._patches.set(torch.cpu, "Event", torch.cpu.Stream)
         self._patch_ddp()
 
-    def _recv(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def recv(tensor: Any, src: int | None = None, group: Any = None, tag: int = 0, **kwargs: Any) -> Any:
-            try:
-                return original(tensor, src, group, tag, **kwargs)
-            except RuntimeError as error:
-                if "sourceRank" not in str(error):
-                    raise
-                return (self.rank - 1) % self.world_size  # a receive from any rank: already issued, no sender exists
+    def _recv(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except RuntimeError as error:
+            if "sourceRank" not in str(error):
+                raise
+            return (self.rank - 1) % self.world_size  # a receive from any rank: already issued, no sender exists
 
-        return recv
-
-    def _spawn(self, original: Any) -> Any:
-        @functools.wraps(original)
-        def spawn(fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
-            fn(self.rank if nprocs > self.local_world_size else self.local_rank, *args)
-
-        return spawn
+    def _spawn(self, original: Any, fn: Any, args: Any = (), nprocs: int = 1, *_: Any, **__: Any) -> None:
+        fn(self.rank if nprocs > self.local_world_size else self.local_rank, *args)
 
     def _patch_pipelining(self) -> None:
         """Patch pipelining only if the program has imported it: the import takes a second."""
@@ -272,37 +245,25 @@ class FakeWorld:
 
         hooked: weakref.WeakSet[Any] = weakref.WeakSet()
 
-        def before_forward(original: Any) -> Any:
-            @functools.wraps(original)
-            def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-                if module not in hooked:
-                    hooked.add(module)
-                    register(module, None, default_hooks.allreduce_hook)
-                return original(module, *args, **kwargs)
-
-            return forward
-
-        def registering(original: Any) -> Any:
-            @functools.wraps(original)
-            def register_comm_hook(module: Any, state: object, hook: Any) -> None:
+        def forward(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+            if module not in hooked:
                 hooked.add(module)
-                original(module, state, hook)
+                register(module, None, default_hooks.allreduce_hook)
+            return original(module, *args, **kwargs)
 
-            return register_comm_hook
+        def register_comm_hook(original: Any, module: Any, state: object, hook: Any) -> None:
+            hooked.add(module)
+            original(module, state, hook)
 
-        def built_in(original: Any) -> Any:
-            @functools.wraps(original)
-            def _register_builtin_comm_hook(module: Any, hook: Any) -> None:
-                hooked.add(module)
-                half = "FP16" in str(hook)
-                register(module, None, default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook)
-
-            return _register_builtin_comm_hook
+        def register_built_in(original: Any, module: Any, hook: Any) -> None:
+            hooked.add(module)
+            half = "FP16" in str(hook)
+            register(module, None, default_hooks.fp16_compress_hook if half else default_hooks.allreduce_hook)
 
         register = DistributedDataParallel.register_comm_hook
-        self._patches.wrap(DistributedDataParallel, "forward", before_forward)
-        self._patches.wrap(DistributedDataParallel, "register_comm_hook", registering)
-        self._patches.wrap(DistributedDataParallel, "_register_builtin_comm_hook", built_in)
+        self._patches.wrap(DistributedDataParallel, "forward", forward)
+        self._patches.wrap(DistributedDataParallel, "register_comm_hook", register_comm_hook)
+        self._patches.wrap(DistributedDataParallel, "_register_builtin_comm_hook", register_built_in)
 
 
 class _Futures:
@@ -331,20 +292,15 @@ class _Futures:
     def raised(self, token: Any, error: BaseException) -> None:
         """Ignore a failed op, which has no work."""
 
-    def wrap(self, original: Any) -> Any:
-        """Wrap ``Work.get_future`` so that the future has a value."""
-
-        @functools.wraps(original)
-        def get_future(work: Any) -> Any:
-            with self._lock:
-                tensors = next((tensors for other, tensors in reversed(self._last) if other is work), None)
-            if tensors is None:
-                return original(work)
-            future: Any = torch.futures.Future()
-            future.set_result(tensors)
-            return future
-
-        return get_future
+    def get_future(self, original: Any, work: Any) -> Any:
+        """Return a future that has a value, in place of ``Work.get_future()``."""
+        with self._lock:
+            tensors = next((tensors for other, tensors in reversed(self._last) if other is work), None)
+        if tensors is None:
+            return original(work)
+        future: Any = torch.futures.Future()
+        future.set_result(tensors)
+        return future
 
 
 def _name_of(backend: Any) -> str:
