@@ -21,8 +21,7 @@ STACK_INTERVAL_S: Final = 1.0
 """How often the watchdog thread records the stacks."""
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
-_IO_EVERY_S: Final = 0.4
-_OTHERS_EVERY_S: Final = 1.0
+_COUNTS_EVERY_S: Final = 0.4
 
 _Counted = TypeVar("_Counted", bound="tuple[Any, ...]")  # CLOCK_MONOTONIC ns, and counters so far
 
@@ -45,12 +44,12 @@ class _Sample:
     pulse: Pulse
 
 
-class _Others(NamedTuple):
-    """What works for a process outside its threads, so far."""
+class _Counts(NamedTuple):
+    """Counters so far."""
 
     at_ns: int  # CLOCK_MONOTONIC
-    cpu_s: float  # of its child processes and theirs
-    io_bytes: int  # of the living ones; its own count holds those of the others
+    io_bytes: int | None  # of the process and its children
+    children_cpu_s: float  # of its child processes and theirs
     net_bytes: int
 
 
@@ -60,8 +59,7 @@ class _Subject:
     start_ticks: int
     classify: Classify
     samples: deque[_Sample] = field(default_factory=deque)
-    io: deque[tuple[int, int]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, bytes so far)
-    others: deque[_Others] = field(default_factory=deque)
+    counts: deque[_Counts] = field(default_factory=deque)
     sockets: dict[int, int] = field(default_factory=dict)  # inode: bytes moved so far
     unsent: int = 0
     throttled: deque[tuple[int, float]] = field(default_factory=deque)  # (CLOCK_MONOTONIC ns, seconds so far)
@@ -111,13 +109,9 @@ class Observer:
         subject.samples.append(_Sample(now, seen.state, seen.cpu_s, pulse))
         while len(subject.samples) > 2 and subject.samples[1].at_ns < now - self._window_ns:
             subject.samples.popleft()
-        if not subject.io or now - subject.io[-1][0] > _IO_EVERY_S * 1e9:
-            total = process.io_bytes(subject.pid)
-            if total is not None:
-                subject.io.append((now, total))
-                _forget(subject.io, now - self._window_ns)
-        if not subject.others or now - subject.others[-1].at_ns > min(_OTHERS_EVERY_S * 1e9, self._window_ns / 8):
-            self._sample_others(subject, seen.reaped_cpu_s, now)
+        if not subject.counts or now - subject.counts[-1].at_ns > _COUNTS_EVERY_S * 1e9:
+            subject.counts.append(self._count(subject, seen.reaped_cpu_s, now))
+            _forget(subject.counts, now - self._window_ns)
         if subject.cgroup is not None and (not subject.throttled or now - subject.throttled[-1][0] > _CGROUP_EVERY_S * 1e9):
             # A process may move to another cgroup; the counters of two cgroups cannot be compared.
             cgroup = Cgroup.of(subject.pid)
@@ -131,31 +125,31 @@ class Observer:
         if self._use_py_spy and self._watchdog_is_silent(subject):
             self._start_py_spy(subject)
 
-    def _sample_others(self, subject: _Subject, reaped_cpu_s: float, now: int) -> None:
-        """Sample the process's children and TCP connections. Those to another rank carry collectives, which are no work of its own."""
-        if now - self._tcp_at > _OTHERS_EVERY_S * 5e8:
+    def _count(self, subject: _Subject, reaped_cpu_s: float, now: int) -> _Counts:
+        """Read the counters of a process, its children and their connections, without those to ranks, which carry collectives."""
+        if now - self._tcp_at > _COUNTS_EVERY_S * 5e8:
             self._tcp, self._tcp_at = process.tcp_sockets(), now
             held = {inode for pid in self._subjects for inode in process.socket_inodes(pid)}
             self._rank_ends = {self._tcp[inode].local for inode in held if inode in self._tcp}
         children = process.descendants(subject.pid, {os.getpid(), *self._subjects})
-        stats = filter(None, map(process.read_stat, children))
-        cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
+        cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in filter(None, map(process.read_stat, children)))
+        io_bytes = process.io_bytes(subject.pid)
+        if io_bytes is not None:
+            io_bytes += sum(process.io_bytes(pid) or 0 for pid in children)
         inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
         tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp and self._tcp[inode].remote not in self._rank_ends}
-        moved = sum(max(0, one.moved - subject.sockets.get(inode, 0)) for inode, one in tcp.items()) if subject.others else 0
-        so_far = subject.others[-1].net_bytes if subject.others else 0
+        moved = 0
+        if subject.counts:
+            moved = subject.counts[-1].net_bytes + sum(max(0, one.moved - subject.sockets.get(inode, 0)) for inode, one in tcp.items())
         subject.sockets = {inode: one.moved for inode, one in tcp.items()}
         subject.unsent = sum(one.unsent for one in tcp.values())
-        io_bytes = sum(process.io_bytes(pid) or 0 for pid in children)
-        subject.others.append(_Others(now, cpu_s, io_bytes, so_far + moved))
-        _forget(subject.others, now - self._window_ns)
+        return _Counts(now, io_bytes, cpu_s, moved)
 
     def forget_samples(self) -> None:
         """Drop all samples: they belong to a stall that is over."""
         for subject in self._subjects.values():
             subject.samples.clear()
-            subject.io.clear()
-            subject.others.clear()
+            subject.counts.clear()
             subject.throttled.clear()
             subject.stacks = None
             subject.pending = None
@@ -222,12 +216,11 @@ class Observer:
             seen.cpu_s = round(max(0.0, last_sample.cpu_s - first.cpu_s), 3)
         seen.stopped_fraction = round(sum(s.state in "Tt" for s in subject.samples) / len(subject.samples), 3)
         seen.running_fraction = round(sum(s.state == "R" for s in subject.samples) / len(subject.samples), 3)
-        if len(subject.io) > 1:
-            seen.io_bytes = max(0, subject.io[-1][1] - subject.io[0][1])
-        if len(subject.others) > 1:
-            before, after = subject.others[0], subject.others[-1]
-            seen.children_cpu_s = round(max(0.0, after.cpu_s - before.cpu_s), 3)
-            seen.io_bytes = (seen.io_bytes or 0) + max(0, after.io_bytes - before.io_bytes)
+        if len(subject.counts) > 1:
+            before, after = subject.counts[0], subject.counts[-1]
+            if before.io_bytes is not None and after.io_bytes is not None:
+                seen.io_bytes = max(0, after.io_bytes - before.io_bytes)
+            seen.children_cpu_s = round(max(0.0, after.children_cpu_s - before.children_cpu_s), 3)
             seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
         throttled = _throttled_fraction(subject)
         # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
