@@ -60,6 +60,26 @@ def test_a_rank_that_got_a_sigterm_is_not_reported_before_the_others_may_get_the
     assert detector.take_due(11.06), "the job was not stopped as a whole"
 
 
+def test_a_rank_that_was_stopped_alone_died_though_its_launcher_stops_the_others_then() -> None:
+    detector = DeathDetector()
+    members = [member(1, TERMINATED), member(2), member(3)]
+    detector.add([members[0]], members, 10.0, alone=lambda: True)
+    for other in members[1:]:
+        other.ending = TERMINATED
+    detector.add(members[1:], members, 10.1)
+    assert not detector.take_due(10.2), "the launcher's own signal may follow"
+    assert detector.take_due(10.4)
+    assert not detector.was_job_stopped(members)
+
+
+def test_ranks_that_are_stopped_together_did_not_die() -> None:
+    detector = DeathDetector()
+    members = [member(1, TERMINATED), member(2, Ending(exit_code=143)), member(3, TERMINATED)]
+    detector.add(members, members, 10.0, alone=lambda: True)
+    assert detector.take_due(10.0)
+    assert detector.was_job_stopped(members)
+
+
 def test_a_job_was_stopped_if_all_its_ranks_were() -> None:
     assert job_was_stopped([member(1, TERMINATED), member(2, Ending(exit_code=143)), member(3, Ending(signal="SIGINT"))])
     assert not job_was_stopped([member(1, TERMINATED), member(2)])

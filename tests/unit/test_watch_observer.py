@@ -126,6 +126,18 @@ def test_a_running_process_without_heartbeats_holds_the_gil(child: subprocess.Po
     assert observer.observe(child.pid).holds_gil is None, "after a goodbye there is no watchdog thread"
 
 
+@pytest.mark.parametrize(("state", "cpu_s", "holds"), [("R", 0.1, False), ("R", 0.9, True), ("S", 0.0, True)])
+def test_a_process_without_a_core_does_not_hold_the_gil(monkeypatch: pytest.MonkeyPatch, state: str, cpu_s: float, holds: bool) -> None:
+    """On a busy machine its watchdog thread gets no core either."""
+    observer, now = Observer(use_py_spy=False), time.monotonic_ns()
+    observer.add(os.getpid(), 0)
+    for tenth in range(30):
+        monkeypatch.setattr("time.monotonic_ns", lambda tenth=tenth: now + tenth * SECOND // 10)
+        monkeypatch.setattr(process, "read_stat", lambda pid, tenth=tenth: process.Stat(1, state, cpu_s * tenth / 10))
+        observer.sample(os.getpid(), Pulse(heartbeat_ns=now))
+    assert observer.observe(os.getpid()).holds_gil is holds
+
+
 @pytest.mark.parametrize(
     ("first", "second", "moved"),
     [

@@ -43,6 +43,14 @@ def test_a_process_name_with_parentheses(tmp_path: Path) -> None:
     assert seen.state in "RSD"
 
 
+def test_a_process_that_is_being_ended() -> None:
+    assert not process.is_ending(os.getpid())
+    with sleeper() as child:
+        assert not process.is_ending(child.pid)
+        child.kill()
+        eventually(lambda: process.is_ending(child.pid))
+
+
 def test_no_such_process() -> None:
     with sleeper() as child:
         child.kill()

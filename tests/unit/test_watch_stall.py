@@ -5,11 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from commlens.config import Settings
-from commlens.model.verdict import GroupRef, Verdict
-from commlens.watch.stall import Check, StallDetector, patience_s, timeout_lead_s, waited_for, waits
+from commlens.model.verdict import CollectiveRef, GroupRef, Verdict
+from commlens.watch.stall import Check, StallDetector, explains, patience_s, timeout_lead_s, waited_for, waits
 
 S = 1_000_000_000
 MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
@@ -49,6 +50,26 @@ def test_a_stall_is_confirmed_and_reported_once() -> None:
     check = update(detector, members, 111.2)
     assert check is not None
     assert not detector.add_verdict(check, MISSING), "it was reported before"
+
+
+def test_a_pause_of_the_whole_job_is_no_wait() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    assert detector.add_pause(105 * S), "it begins"
+    assert not detector.add_pause(106 * S)
+    assert not detector.add_pause(107 * S)
+    assert update(detector, members, 112) is None
+    check = update(detector, members, 117.1)
+    assert check is not None and not check.is_early
+
+
+def test_a_death_replaces_a_verdict_on_others_who_waited_for_it() -> None:
+    group, collective = GroupRef("0", "default_pg", [0, 1, 2, 3]), CollectiveRef("all_reduce", 1)
+    earlier = Verdict(kind="missing", root_cause=True, culprits=[0, 3], victims=[1], group=group, collective=collective)
+    death = Verdict(kind="dead", root_cause=True, culprits=[2], victims=[0, 1, 3], group=group, collective=collective)
+    assert explains(death, earlier)
+    assert not explains(msgspec.structs.replace(death, culprits=[3]), earlier), "it was named"
+    assert not explains(msgspec.structs.replace(death, collective=CollectiveRef("all_reduce", 2)), earlier)
 
 
 def test_another_verdict_is_another_report() -> None:

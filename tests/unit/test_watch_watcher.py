@@ -13,6 +13,8 @@ import msgspec
 import pytest
 from watch_ranks import Rank, eventually
 
+from commlens.blackbox import job_dirs
+from commlens.blackbox import layout as L
 from commlens.config import Settings
 from commlens.diagnosis.activity import movement
 from commlens.model.ranklog import End, RankLog
@@ -184,6 +186,80 @@ def test_a_single_rank_that_gets_a_sigterm_died(job: Job) -> None:
     time.sleep(0.3)
     os.kill(job.ranks[1].pid, signal.SIGTERM)
     eventually(lambda: job.heard("dead [1]"))
+
+
+def test_a_rank_that_gets_a_sigterm_under_a_launcher_died(job: Job) -> None:
+    """The launcher then ends the others in the same way. If it got a signal itself, it stops the job."""
+    job.start(3)
+    workers = [Worker(rank.rank, rank.pid, 0, 3) for rank in job.ranks]
+    job.watch(workers=lambda: workers, stall_timeout=60.0)
+    time.sleep(0.5)
+    os.kill(job.ranks[1].pid, signal.SIGTERM)
+    job.ranks[1].process.wait(10)
+    time.sleep(0.1)
+    for rank in (job.ranks[0], job.ranks[2]):
+        os.kill(rank.pid, signal.SIGTERM)
+    eventually(lambda: job.heard("dead [1]"))
+    assert job.watcher is not None
+    job.watcher.stop()
+    eventually(job.ended)
+    assert job.saved == ["rank0", "rank1", "rank2"]
+    observed = msgspec.json.decode(next(job.dumps.glob("*/observed-*.json")).read_bytes())
+    assert [observed["ranks"][rank].get("ended_alone") for rank in "012"] == [None, True, None]
+
+
+def test_nobody_is_blamed_while_all_ranks_are_stopped(job: Job) -> None:
+    job.start()
+    job.watch(stall_timeout=1.0)
+    job.ranks[0].tell("announce")
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGSTOP)
+    time.sleep(2.5)
+    for rank in job.ranks:
+        os.kill(rank.pid, signal.SIGCONT)
+    for rank in job.ranks[::-1]:
+        rank.tell("announce")
+        rank.tell("done")
+    time.sleep(0.5)
+    assert [said for said in job.said if "all ranks here are stopped" not in said] == []
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.heard("missing [1]"))
+
+
+def test_a_wait_is_not_reported_while_a_rank_is_ending(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a killed process may take seconds to end."""
+    monkeypatch.setattr("commlens.watch.watcher.process.is_ending", lambda pid: pid == job.ranks[1].pid)
+    job.start()
+    job.watch()
+    job.ranks[0].tell("announce")
+    time.sleep(1.5)
+    assert job.said == []
+    os.kill(job.ranks[1].pid, signal.SIGKILL)
+    eventually(lambda: job.heard("dead [1]"))
+    assert job.said[0] == "dead [1]"
+
+
+def test_damaged_words_are_not_believed_and_damaged_boxes_not_left(job: Job) -> None:
+    job.start(2, timeout_s=1800)
+    job.watch(stall_timeout=2.0)
+    for rank in job.ranks:
+        rank.tell("announce")
+        rank.tell("done")
+    boxes = job_dirs.boxes(job.folder)
+    end = time.monotonic() + 4
+    while time.monotonic() < end:
+        with boxes[0].open("r+b") as file:
+            for at, word in ((L.OLDEST_INDEX, 1), (L.OLDEST_SINCE, 1), (L.TIMEOUT_MS, 1), (L.MAIN_STACK_SINCE, 1)):
+                file.seek(at)
+                file.write(L.LIVE_WORD.pack(word))
+        time.sleep(0.05)
+    with boxes[1].open("r+b") as file:
+        file.write(bytes(64))
+    for rank in job.ranks:
+        rank.tell("exit 0", answers=False)
+    eventually(job.ended)
+    assert job.said == []
+    assert not job.folder.exists()
 
 
 def test_abort_ends_the_ranks(job: Job) -> None:

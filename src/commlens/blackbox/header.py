@@ -181,6 +181,9 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
     words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
     (heartbeat_mono, heartbeat_unix, issued, _head, phase, steps, oldest, oldest_since, lost, evidence, expecting, exception,
      main_since, rank_world, timeout_ms, setup, setup_since) = (min(word, INT_MAX) for word in words)  # fmt: skip
+    # Damaged words that would make a wait older than the box.
+    oldest_since, main_since = (since if since >= identity.created_mono_ns else 0 for since in (oldest_since, main_since))
+    setup_since = setup_since if setup_since >= identity.created_mono_ns else min(setup_since, L.SETUP_RAISED)
     rank, world_size = identity.rank, identity.world_size
     if 0 < rank_world >> 32 <= rank_world & 0xFFFFFFFF <= WORLD_MAX:
         rank, world_size = (rank_world >> 32) - 1, rank_world & 0xFFFFFFFF

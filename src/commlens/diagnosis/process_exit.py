@@ -108,7 +108,7 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
     if log.observation.oom_killed:
         return ProcessExit("own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})")
     if signal in _TERMINATION_SIGNALS:
-        return ProcessExit("terminated", "killed", at, f"was ended by {signal}")
+        return ProcessExit("own" if log.observation.ended_alone else "terminated", "killed", at, f"was ended by {signal}")
     if signal != "SIGKILL" and log.exception is not None:
         return _from_exception(log, log.exception, at)
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":

@@ -42,6 +42,7 @@ class Observation(msgspec.Struct):
     exit_code: int | None = None
     signal: str | None = None  # "SIGKILL"
     oom_killed: bool | None = None
+    ended_alone: bool | None = None  # by a signal that stops jobs, when no other rank was being ended
     ended_ns: int = 0  # Unix ns when the end was noticed
     seen_ns: int = 0  # Unix ns of the last observation
     window_s: float = 0.0  # seconds over which the fields below were observed

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from commlens.watch.roster import Member
 
 SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
 STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
+ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
 STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _STOP_EXIT_CODES: Final = (128 + 15, 128 + 2)
 
@@ -39,6 +40,7 @@ class DeathDetector:
 
     def __init__(self) -> None:
         self.first: Member | None = None  # the first rank that died
+        self.alone = False  # it was stopped alone, by a launcher that stops all ranks at once: somebody meant this rank
         self._due: float | None = None
 
     @property
@@ -46,13 +48,14 @@ class DeathDetector:
         """Whether a death is still to be reported."""
         return self._due is not None
 
-    def add(self, ended: Sequence[Member], members: Sequence[Member], now: float) -> bool:
+    def add(self, ended: Sequence[Member], members: Sequence[Member], now: float, *, alone: Callable[[], bool] = bool) -> bool:
         """Add ranks that have ended.
 
         Args:
             ended: those that are new.
             members: all ranks.
             now: seconds.
+            alone: whether no other rank is being ended, and their launcher would end all at once.
 
         Returns:
             Whether the first death of the job is among them.
@@ -63,12 +66,18 @@ class DeathDetector:
                 continue
             if self.first is None:
                 self.first = member
-                self._due = now + (STOP_SETTLE_S if ended_by_stop_signal(member) else SETTLE_S)
-            elif ended_by_stop_signal(self.first) and not was_stopped(member):
+                self.alone = ended_by_stop_signal(member) and len(ended) == 1 and alone()
+                settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) else SETTLE_S
+                self._due = now + settle_s
+            elif was_stopped(self.first) and not was_stopped(member):
                 self._due = now + SETTLE_S  # the job was not stopped as a whole: this rank died because the first one was stopped
-        if self._due is not None and not any(member.alive for member in members):
+        if self._due is not None and not self.alone and not any(member.alive for member in members):
             self._due = now
         return known is None and self.first is not None
+
+    def was_job_stopped(self, members: Sequence[Member]) -> bool:
+        """Return whether all ranks were stopped from outside, and not because one of them was."""
+        return not self.alone and job_was_stopped(members)
 
     def take_due(self, now: float) -> bool:
         """Return whether to report the death now; True only once."""

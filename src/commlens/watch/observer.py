@@ -145,6 +145,11 @@ class Observer:
         subject.unsent = sum(one.unsent for one in tcp.values())
         return _Counts(now, io_bytes, cpu_s, moved)
 
+    def is_stopped(self, pid: int) -> bool:
+        """Return whether the last sample found a process stopped, by SIGSTOP or a debugger."""
+        samples = self._subjects[pid].samples
+        return bool(samples) and samples[-1].state in "Tt"
+
     def forget_samples(self) -> None:
         """Drop all samples: they belong to a stall that is over."""
         for subject in self._subjects.values():
@@ -264,8 +269,8 @@ def _throttled_fraction(subject: _Subject) -> float | None:
 def _holds_gil(subject: _Subject, now: int) -> bool | None:
     """Return whether the process runs but its watchdog thread cannot, because another thread holds the GIL.
 
-    A process that is stopped, in uninterruptible sleep or throttled misses its heartbeats, too: its states since the last heartbeat
-    tell these apart.
+    A process that is stopped, in uninterruptible sleep, throttled or without a core misses its heartbeats, too: its states since the
+    last heartbeat tell these apart.
     """
     last = subject.samples[-1]
     if not last.pulse.heartbeat_ns or last.pulse.closed:
@@ -273,9 +278,16 @@ def _holds_gil(subject: _Subject, now: int) -> bool | None:
     if _silent_s(last.pulse, now) <= SILENT_S:
         return False
     since = [sample for sample in subject.samples if sample.at_ns >= last.pulse.heartbeat_ns]
-    if not since or any(sample.state in "TtDZX" for sample in since):
+    if not since or any(sample.state in "TtDZX" for sample in since) or _is_starved(since):
         return False
     return (_throttled_fraction(subject) or 0.0) <= 0.5
+
+
+def _is_starved(samples: list[_Sample]) -> bool:
+    """Return whether the main thread was mostly ready to run but got no core: the machine is busy, and the watchdog thread waits, too."""
+    span_s = (samples[-1].at_ns - samples[0].at_ns) / 1e9
+    runnable = sum(sample.state == "R" for sample in samples) / len(samples)
+    return span_s >= 0.4 and runnable >= 0.3 and samples[-1].cpu_s - samples[0].cpu_s < 0.5 * runnable * span_s
 
 
 def _stack_moved(subject: _Subject, now: int) -> bool | None:

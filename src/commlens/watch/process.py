@@ -23,6 +23,7 @@ _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 10
 _PIDFD_GET_INFO: Final = (3 << 30) | (64 << 16) | (0xFF << 8) | 11
 _PIDFD_INFO: Final = struct.Struct("<QQ11Ii")
 _PIDFD_INFO_EXIT: Final = 1 << 3
+_EXITING: Final = 1 << 2  # PF_EXITING, a flag in /proc/PID/stat
 
 _DESCENDANTS_MAX: Final = 256
 _NETLINK_SOCK_DIAG: Final = 4
@@ -95,6 +96,17 @@ def read_stat(pid: int) -> Stat | None:
     except (IndexError, ValueError):
         return None
     return Stat(start, state, cpu, reaped, status)
+
+
+def is_ending(pid: int) -> bool:
+    """Return whether a process has ended, or a signal is ending it: on a busy machine or with much memory that takes seconds."""
+    status = read_text(f"/proc/{pid}/status") or ""
+    pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", status, re.MULTILINE)
+    if not pending or any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending):
+        return True
+    text = read_text(f"/proc/{pid}/stat") or ""
+    fields = text[text.rfind(")") + 2 :].split()
+    return len(fields) < 7 or fields[0] in ("Z", "X", "x") or bool(int(fields[6]) & _EXITING)
 
 
 def is_running(pid: int, start_ticks: int) -> bool:

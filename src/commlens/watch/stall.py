@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from commlens.config import Settings
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.watch.observer import WINDOW_S
 from commlens.watch.roster import Member
@@ -50,12 +51,14 @@ class Wait(NamedTuple):
 def waits(members: Sequence[Member]) -> list[Wait]:
     """Return what each living rank is waiting in, or seems to be."""
     found: list[Wait] = []
+    timeouts = sorted(member.status.timeout_s for member in members if member.status is not None)
+    usual_s = timeouts[len(timeouts) // 2] if timeouts else 0.0  # one may be damaged
     for member in members:
         status = member.status
         if status is None or not member.alive or status.closed or status.left:
             continue
         if status.oldest_index and status.oldest_mono_ns:
-            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, status.timeout_s))
+            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, usual_s))
         elif status.in_setup:
             found.append(Wait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
@@ -71,6 +74,18 @@ def waited_for(verdict: Verdict) -> list[int]:
     if verdict.kind == "waiting" and verdict.group is not None:
         return sorted(set(verdict.group.ranks) - set(verdict.victims))
     return []
+
+
+def waits_recorded(logs: Sequence[RankLog], timeout_s: float) -> bool:
+    """Return whether records agree that an operation has been in flight for nearly a timeout: a single word may be damaged."""
+    least_ns = (timeout_s - timeout_lead_s(timeout_s) - 1) * 1e9
+    return any(op.in_flight and log.captured_ns - op.announced_ns >= least_ns for log in logs for op in log.collectives)
+
+
+def explains(death: Verdict, earlier: Verdict) -> bool:
+    """Return whether ranks that died held up the collective for which an earlier verdict named others."""
+    same = death.collective is not None and death.collective == earlier.collective and death.group == earlier.group
+    return earlier.is_fault and same and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:
@@ -122,11 +137,17 @@ class StallDetector:
         self._settings = settings
         self._finished_due: float | None = None
         self._notices: dict[tuple[str, frozenset[int]], float] = {}  # of waits: why and for which ranks, and how long the longest was
+        self._resumed_ns = 0  # CLOCK_MONOTONIC, at which the job went on after it was paused as a whole
         self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives whose timeout has already caused a dump
 
     def add_finished_rank(self, now: float) -> None:
         """Note that a rank has finished: ranks that still wait may wait for it."""
         self._finished_due = now + FINISHED_SETTLE_S
+
+    def add_pause(self, now_ns: int) -> bool:
+        """Note that the whole job is paused, and until now: nobody waited for a rank in that time. Returns whether it has just begun."""
+        known, self._resumed_ns = self._resumed_ns, now_ns
+        return now_ns - known > 2e9
 
     def pause_s(self, now_ns: int) -> float:
         """Return how long until the next sample of a stall."""
@@ -146,11 +167,12 @@ class StallDetector:
         now = now_ns / 1e9
         steps = max((member.status.steps for member in members if member.status is not None), default=0)
         patience = patience_s(self._settings.stall_timeout, steps)
-        oldest_ns = min((wait.since_ns for wait in waiting), default=now_ns)
+        oldest_ns = max(min((wait.since_ns for wait in waiting), default=now_ns), self._resumed_ns)
         age = (now_ns - oldest_ns) / 1e9
         timeout_s = self._expiring_timeout_s(waiting, now_ns)
         if age < max(patience / 4, patience - WINDOW_S - 2) and not timeout_s and self._finished_due is None:
-            self.stall = None
+            if self.stall is None or self.stall.verdict is None:  # else the job was paused meanwhile
+                self.stall = None
             return None
         stall = self.stall = self.stall or Stall(oldest_ns)
         if stall.verdict is None:

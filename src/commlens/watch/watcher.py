@@ -17,12 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
 from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase, verb
 from commlens.watch import process
-from commlens.watch.death import DeathDetector, dead_ranks, job_was_stopped
+from commlens.watch.death import DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.jobs import discard_forgotten
 from commlens.watch.mismatch_reporter import MismatchReporter
@@ -30,7 +31,7 @@ from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import add_new_members, sample
-from commlens.watch.stall import Check, Stall, StallDetector, waited_for, waits
+from commlens.watch.stall import Check, Stall, StallDetector, explains, waited_for, waits, waits_recorded
 
 log = logging.getLogger("commlens")
 
@@ -38,6 +39,8 @@ POLL_S: Final = 0.16
 CALM_POLL_S: Final = 0.5  # with a long stall timeout, once all ranks are known; the end of a process is noticed at once anyway
 CALM_AFTER_S: Final = 10.0
 KILL_AFTER_S: Final = 5.0
+PAUSED_S: Final = 3.0
+ENDING_MAX_S: Final = 30.0  # a process that takes longer to end is stuck there
 NEVER_SEEN_S: Final = 60.0
 DUMPS_PER_STALL: Final = 3
 STOPPED_REPORT_S: Final = 5.0  # a job that is stopped after ranks have waited this long gets a verdict
@@ -116,9 +119,12 @@ class Watcher:
             discard_forgotten(self.folders)
             due = 0.0
             while not self._finished():
+                began = time.monotonic()
+                self._on_signals(self._roster.wait(max(0.0, min(due - began, self._mismatches.pause_s(began)))))
                 now = time.monotonic()
-                self._on_signals(self._roster.wait(max(0.0, min(due - now, self._mismatches.pause_s(now)))))
-                now = time.monotonic()
+                if now - began > PAUSED_S:  # no wait takes that long: this process was stopped, and so were the ranks
+                    self._stalls.add_pause(time.monotonic_ns())
+                    self._observer.forget_samples()
                 if now >= due or self._roster.was_woken:
                     self._tick()
                     due = time.monotonic() + self._pause_s()
@@ -158,7 +164,7 @@ class Watcher:
         self._add_ended()
         if self._deaths.take_due(time.monotonic()):
             self._report_death()
-        if not self._over:
+        if not self._over and not self._deaths.is_pending:
             self._look_for_stall()
         if self._aborting_since is not None and time.monotonic() - self._aborting_since > KILL_AFTER_S:
             self._aborting_since = None
@@ -174,18 +180,33 @@ class Watcher:
 
     # --- deaths
 
-    def _add_ended(self) -> None:
+    def _add_ended(self) -> bool:
+        """Find the ranks that have ended. Returns whether there are any."""
         ended = self._roster.take_ended()
         if not ended:
-            return
+            return False
         for member in ended:
             self._observer.ended(member.pid, member.ending or process.Ending(), clean=member.said_goodbye, at_ns=member.ended_ns)
         members, now = self._roster.current(), time.monotonic()
         ended = [member for member in ended if member in members and not self._over]
         if any(member.ended_well is not False for member in ended):
             self._stalls.add_finished_rank(now)
-        if self._deaths.add(ended, members, now):
+        if self._deaths.add(ended, members, now, alone=lambda: self._is_alone(members)):
             self.reporter.evidence.freeze()
+            first = self._deaths.first
+            if first is not None and first.ending is not None:
+                self._observer.ended(first.pid, first.ending).ended_alone = self._deaths.alone
+        return bool(ended)
+
+    def _is_alone(self, members: Sequence[Member]) -> bool:
+        """Return whether no other rank is being ended, and torchrun, which would end all of them at once, is not busy doing so."""
+        others = [member for member in members if member.alive and member.here]
+        if not others or any(process.is_ending(member.pid) for member in others):
+            return False
+        if self._launched:
+            return True
+        launcher = process.read_stat(job_dirs.parent_of(others[0].pid))
+        return launcher is not None and launcher.state == "S" and "TORCHELASTIC_RUN_ID" in process.environment(others[0].pid)
 
     def _report_death(self) -> None:
         members = self._roster.current()
@@ -193,7 +214,7 @@ class Watcher:
         if self._over or not dead:
             return
         self._over = True
-        if job_was_stopped(members):
+        if self._deaths.was_job_stopped(members):
             return
         reporter = self.reporter
         verdict = reporter.diagnose()
@@ -207,6 +228,9 @@ class Watcher:
             reporter.report(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
         elif verdict.kind != "healthy":
             reporter.report(verdict)
+            if earlier is not None and verdict.kind == "dead" and explains(verdict, earlier):
+                late = ranks_phrase(earlier.culprits or earlier.victims)
+                reporter.say(f"this replaces the earlier verdict on {late}: they waited for {ranks}, too.")
         reporter.save_dump()
 
     # --- mismatches
@@ -242,13 +266,25 @@ class Watcher:
         if self._stalls.stall is None:
             return
         sample(members, self._observer)
+        seen = [member for member in members if member.alive and member.here]
+        if len(seen) > 1 and all(self._observer.is_stopped(member.pid) for member in seen):
+            if self._stalls.add_pause(now_ns):
+                self.reporter.say("all ranks here are stopped (by SIGSTOP or a debugger); their waits count from when they go on.")
+            return
         if check is not None:
             self._check(self._stalls.stall, check)
 
     def _check(self, stall: Stall, check: Check) -> None:
         """Diagnose a stall and report a verdict that is new."""
         reporter = self.reporter
+        if check.age_s < ENDING_MAX_S + check.patience_s and self._is_one_ending():
+            return  # its death explains more than the wait does
         verdict = reporter.diagnose()
+        self._on_signals(self._roster.wait(0))
+        if self._add_ended() or self._over:
+            return
+        if check.timeout_s and not waits_recorded(reporter.logs, check.timeout_s):
+            return
         if self._stalls.add_verdict(check, verdict):
             held = verdict.victims or verdict.culprits
             line = f"{ranks_phrase(held)} {verb(held, 'is', 'are')} held up by the mismatch; the verdict above stands."
@@ -261,6 +297,9 @@ class Watcher:
                     self._abort("on_stall", verdict)
         if check.timeout_s:
             reporter.save_dump(f"the process group's timeout of {check.timeout_s:.0f} s is about to expire")
+
+    def _is_one_ending(self) -> bool:
+        return any(member.alive and member.here and process.is_ending(member.pid) for member in self._roster.current())
 
     def _report_wait_ended(self, stall: Stall, now_ns: int) -> None:
         late = waited_for(stall.verdict) if stall.verdict is not None else []
