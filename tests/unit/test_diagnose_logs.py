@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 import commlens
 from commlens.reports.terminal import render
 
@@ -56,3 +58,17 @@ def test_beside_a_cause_it_is_told_as_what_is_not_known(tmp_path: Path) -> None:
     verdict = commlens.diagnose(tmp_path)
     assert verdict.culprits[:1] == [2]
     assert any(text.startswith("rank 5: all_reduce #41 timed out") for text in verdict.missing_evidence)
+
+
+@pytest.mark.parametrize("group", ["default_pg", "tp", "undefined"])
+@pytest.mark.parametrize("ranks", [1, 3, 60])
+def test_ranks_that_time_out_in_a_group_of_their_own_are_not_healthy(tmp_path: Path, ranks: int, group: str) -> None:
+    lines = []
+    for rank in range(ranks):
+        head = f"[rank{rank}]:[E1122 03:14:15.926535897 ProcessGroupNCCL.cpp:629] [PG ID 0 PG GUID g{rank}({group}) Rank {rank}]"
+        lines.append(f"{head} {TIMEOUT.replace('SeqNum=41', f'SeqNum={rank}')} ran for 600029 milliseconds before timing out.\n")
+    (tmp_path / "job.log").write_text("".join(lines))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("missing", [], "low")
+    assert verdict.victims == list(range(ranks))
+    assert len(verdict.findings) == 1

@@ -89,6 +89,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)
     job = JobIndex(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS)
+    job.unlisted = frozenset(channel.key for name, channel in unified.items() if not name[2])
     job.moving = _is_moving(job)
     if job.moving:
         for view in views.values():
@@ -139,12 +140,13 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
             else:
                 users[name[:2]].add(dump.rank)
     all_ranks = tuple(sorted({dump.rank for dump in dumps}))
+    one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
     for name, channel in list(found.items()):
         if name[2]:
             continue
         known = [ranks for ranks in recorded[name[:2]] if users[name[:2]] <= set(ranks)]
         ranks = known[0] if len(known) == 1 else tuple(sorted(users[name[:2]]))
-        if not known and channel.group.description == "default_pg":
+        if not known and channel.group.description == "default_pg" and one_default:
             ranks = all_ranks
         full_name = (*name[:2], ranks)
         if full_name not in found:

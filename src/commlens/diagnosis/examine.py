@@ -10,14 +10,14 @@ from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import STALL_TIMEOUT_S, JobIndex, index_logs
 from commlens.diagnosis.select_job import select_job
-from commlens.diagnosis.wait_graph import Graph
+from commlens.diagnosis.wait_graph import Graph, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding, Verdict
-from commlens.text import capital, count, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:
     from commlens.diagnosis.columns import RankDump
@@ -101,12 +101,13 @@ def _examine(job: JobIndex, missing: list[str]) -> ExaminedJob:
     findings = find_all(job, mismatches, graph)
     missing += _missing_evidence(job)
     looked_at = _looked_at(job)
+    unexplained = _unexplained_waits(graph) if not findings else []
     if graph.incomplete:
         missing.append("The ranks wait in too many different collectives: only some of them were followed to their causes.")
     if findings:
         verdict = Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked_at)
-    elif graph.incomplete:
-        verdict = Verdict.from_findings([_unexplained(job)], missing_evidence=missing, looked_at=looked_at)
+    elif graph.incomplete or unexplained:
+        verdict = Verdict.from_findings([_unexplained(job, graph, unexplained)], missing_evidence=missing, looked_at=looked_at)
     else:
         verdict = _healthy(job, missing, looked_at)
     return ExaminedJob(verdict, job, mismatches, graph)
@@ -147,12 +148,25 @@ def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
     )  # fmt: skip
 
 
-def _unexplained(job: JobIndex) -> Finding:
-    """Report ranks that wait in too many different collectives: they are stuck, with no culprit."""
-    stuck = [rank for rank, view in job.views.items() if not view.died and any(block.stuck for block in view.blocks.values())]
+def _unexplained_waits(graph: Graph) -> list[Node]:
+    """Return the stuck threads, except those in a collective that all ranks have reached: it may still complete."""
+    explained = graph.reaching(node for node in graph.sinks() if node.kind == "stuck" and not graph.is_alone(node))
+    return sorted(node for node in graph.blocks if node not in explained)
+
+
+def _unexplained(job: JobIndex, graph: Graph, waits: Sequence[Node]) -> Finding:
+    """Report ranks that are stuck for an unknown reason, or in too many different collectives: with no culprit."""
+    stuck = sorted({node.rank for node in waits})
+    if graph.incomplete:
+        stuck = [rank for rank, view in job.views.items() if not view.died and any(block.stuck for block in view.blocks.values())]
+    summary = f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the cause"
+    if not graph.incomplete:
+        names = [op_phrase(graph.blocks[node].op) for node in waits]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        they_wait = f"{ranks_and_verb(stuck, 'waits', 'wait')} in {', '.join(names[:3])}{more}"
+        summary = f"{they_wait}; the ranks that {verb(stuck, 'it waits', 'they wait')} for are unknown"
     return Finding(
-        kind="missing", why="unknown", root_cause=True, culprits=[], victims=stuck, confidence="low",
-        summary=f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the cause",
+        kind="missing", why="unknown", root_cause=True, culprits=[], victims=stuck, confidence="low", summary=summary,
         next_step="check that these are dumps of one job, and of one moment",
     )  # fmt: skip
 

@@ -160,6 +160,7 @@ class JobIndex:
     users: dict[ChannelKey, list[int]] = field(default_factory=dict)  # ranks with records of the channel
     knows: Capabilities = BLACK_BOXES
     stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
+    unlisted: frozenset[ChannelKey] = frozenset()  # groups whose ranks no file lists: those that use it are known
     moving: bool = False  # collectives still completed while the job was dumped
 
     @cached_property

@@ -30,7 +30,7 @@ def find_reordered(job: JobIndex, keys: Collection[ChannelKey]) -> dict[int, tup
         By rank, the op with which it leaves the order, and a peer's op in the place.
     """
     kinds = _kinds(job)
-    used = {kinds[key] for key in keys}
+    used = {kinds[key] for key in keys if key in kinds}  # not of calls that make groups
     if len(used) < 2:
         return {}
     own: dict[int, dict[tuple[str, int, int, int], ChannelKey]] = defaultdict(dict)

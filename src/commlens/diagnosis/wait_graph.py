@@ -6,7 +6,7 @@ linear in the number of ranks, not quadratic.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,6 +56,7 @@ class Graph:
     blocks: dict[Node, Block] = field(default_factory=dict)
     waiters: dict[Node, set[Node]] = field(default_factory=dict)  # the edges reversed
     deadlocks: list[list[Node]] = field(default_factory=list)  # the cycles to report
+    unlisted: Collection[ChannelKey] = ()  # groups whose ranks no file lists: those that use it are known
     incomplete: bool = False  # threads were left out, since there would be too many edges
 
     def add(self, source: Node, target: Node, edge: Edge) -> None:
@@ -74,6 +75,11 @@ class Graph:
     def sinks(self) -> list[Node]:
         """Return the nodes that wait for no other node."""
         return sorted(node for node, targets in self.edges.items() if not targets and node.kind not in ("wait", "at"))
+
+    def is_alone(self, node: Node) -> bool:
+        """Return whether a node is a collective of a group of which only one rank is known, as in the logs of torch's watchdog."""
+        key = self.instances[node.detail].key
+        return len(key[2]) == 1 and key in self.unlisted
 
     def edges_into(self, node: Node) -> list[Edge]:
         """Return the edges of the threads that wait for a node, directly or in a collective, by rank."""

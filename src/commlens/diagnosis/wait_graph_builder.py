@@ -42,7 +42,7 @@ class _Arrivals:
 class _Builder:
     def __init__(self, job: JobIndex, mismatches: list[Mismatch]) -> None:
         self.job = job
-        self.graph = Graph()
+        self.graph = Graph(unlisted=job.unlisted)
         self.mismatches = mismatches
         self._mismatches_by_channel: dict[ChannelKey, list[int]] = {}
         self._pair_mismatches: dict[int, int] = {}  # id of a send or receive: index of its mismatch

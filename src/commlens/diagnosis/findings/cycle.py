@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Literal
 
 from commlens.diagnosis.findings.context import Context, prose
@@ -11,7 +12,7 @@ from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
 from commlens.diagnosis.routine import leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
-from commlens.model.collective import Collective
+from commlens.model.collective import ChannelKey, Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, duration, group_label, group_phrase, op_phrase, ranks_phrase, verb
 
@@ -117,4 +118,14 @@ def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[
         if all(rank in own and own[rank][0].index == op.index for rank, (op, _) in odd.items()):
             return {rank: own[rank] for rank in odd}, "history"
         return odd, "order"
-    return (own, "history") if own and len(own) < len(ranks) else ({}, "tie")
+    if own and len(own) < len(ranks):
+        return own, "history"
+    # Ranks that share all of these groups should be in the same one.
+    places: dict[ChannelKey, list[Node]] = defaultdict(list)
+    for node in waits:
+        places[blocks[node].op.channel.key].append(node)
+    largest = max(places.values(), key=len)
+    if len({key[2] for key in places}) == 1 and keys == places.keys() and len(largest) * 2 > len(waits):
+        usual = blocks[largest[0]].op
+        return {node.rank: (blocks[node].op, usual) for node in waits if node not in largest}, "order"
+    return {}, "tie"

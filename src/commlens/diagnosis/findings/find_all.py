@@ -26,7 +26,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
     find_cycles(context)
     find_missing(context, [node for node in sinks if node.kind == "absent"])
-    stuck = [node for node in sinks if node.kind == "stuck"]
+    stuck = [node for node in sinks if node.kind == "stuck" and not graph.is_alone(node)]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
         stuck = [node for node in stuck if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))]
     for node in find_left_behind(context, stuck) if job.knows.completion_times else stuck:
