@@ -120,6 +120,14 @@ class BoxWriter:
         self.last_index = index
         return offset
 
+    @property
+    def last_thread(self) -> int:
+        """The native id of the thread that issued the newest record; 0 without a record."""
+        if not self.last_index:
+            return 0
+        offset = L.HEADER_SIZE + (self.last_index - 1) % self.capacity * L.RECORD_SIZE
+        return L.Record(*L.RECORD.unpack_from(self._map, offset)).thread
+
     def forget_number(self, offset: int, index: int) -> None:
         """Remove a record's sequence number, which a later record gets: by it ranks align."""
         if index + self.capacity > self.last_index:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import sys
 import threading
 from types import CodeType, FrameType
 from typing import Any
+
+from commlens.model.collective import FrameKind
+from commlens.model.frames import frame_kind, kind_prefixes
 
 MAX_FRAMES = 96
 _CACHE_LIMIT = 20_000
@@ -81,12 +85,16 @@ def frames_of(frame: FrameType | None) -> list[list[Any]]:
     return shortened(frames)
 
 
-def all_threads() -> tuple[list[dict[str, Any]], int]:
-    """Return the stacks of all other threads as the evidence holds them, the main thread first, and a hash of the main thread's."""
+def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """Return the stacks of all other threads as the evidence holds them, the main thread first, and a hash of the main thread's.
+
+    Where the main thread runs only a library's code, as in Ray's workers, the hash is also of the one whose native id is ``issuing``.
+    """
     own = threading.get_ident()
     known = {thread.ident: thread for thread in threading.enumerate()}
     threads: list[dict[str, Any]] = []
-    main_hash = 0
+    main_hash = of_issuing = 0
+    is_users = True
     for ident in _threads_with_frames():
         if ident == own:
             continue
@@ -96,7 +104,10 @@ def all_threads() -> tuple[list[dict[str, Any]], int]:
         thread = known.get(ident)
         is_main = thread is threading.main_thread()
         if is_main:
-            main_hash = hash(tuple((id(code), at) for code, _, at in walked))
+            main_hash = _hash(walked)
+            is_users = any(_is_users(code.co_filename) for code, _, _ in walked)
+        elif thread is not None and thread.native_id == issuing:
+            of_issuing = _hash(walked)
         threads.append(
             {
                 "tid": (thread.native_id or 0) if thread is not None else 0,
@@ -106,7 +117,16 @@ def all_threads() -> tuple[list[dict[str, Any]], int]:
             }
         )
     threads.sort(key=lambda entry: not entry["main"])
-    return threads, main_hash
+    return threads, main_hash if is_users else hash((main_hash, of_issuing))
+
+
+def _hash(walked: list[tuple[CodeType, int | None, int]]) -> int:
+    return hash(tuple((id(code), at) for code, _, at in walked))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_users(file: str) -> bool:
+    return frame_kind(file, kind_prefixes({})) is FrameKind.USER
 
 
 # A thread that holds another thread's frame when that frame returns takes over its locals, and drops them in the wrong thread and too

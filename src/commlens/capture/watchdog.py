@@ -127,8 +127,8 @@ class Watchdog:
 
     def _write_stacks(self, now: int) -> None:
         self._stacks_at = now
-        threads, main_hash = stacks.all_threads()
         writer = self._recorder.writer
+        threads, main_hash = stacks.all_threads(writer.last_thread)
         writer.write_evidence(threads, now)
         if main_hash != self._main_hash:
             self._main_hash = main_hash

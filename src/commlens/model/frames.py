@@ -13,6 +13,14 @@ KindPrefixes = list[tuple[str, FrameKind]]
 
 _MOST_FOLDERS: Final = 32
 _STDLIB: Final = re.compile(r"/lib(64)?/python3\.\d+/")
+_LAUNCHERS: Final = re.compile(
+    r"/bin/(torchrun|accelerate|deepspeed|ray|fabric|lightning|composer|commlens|pytest|ipython|jupyter[\w-]*)$|"
+    # Packages that are installed in place, from their repository.
+    r"/ray/(_private|train|util|workers)/|/(lightning|src/lightning)/(pytorch|fabric)/|/(pytorch_lightning|lightning_fabric)/|"
+    r"/accelerate/(accelerator|launchers|optimizer|data_loader|state|utils|commands)\b|/transformers/(trainer\w*|models|generation)\b|"
+    r"/deepspeed/(runtime|launcher|comm|pipe|utils|checkpoint|moe|ops)/|/(torch_extensions|\.triton/cache)/"
+)
+_TYPED: Final = ("<string>", "<stdin>", "<input>", "<console>", "<ipython-input")
 
 
 def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:
@@ -60,4 +68,10 @@ def frame_kind(file: str, prefixes: KindPrefixes) -> FrameKind:
         if found:
             own = FrameKind.USER if inside.startswith("commlens/scenarios/") else FrameKind.COMMLENS
             return {"torch": FrameKind.TORCH, "commlens": own}.get(inside.split("/")[0], FrameKind.LIBRARY)
-    return FrameKind.PYTHON if _STDLIB.search(file) else FrameKind.USER
+    if file.startswith("<"):
+        return FrameKind.USER if file.startswith(_TYPED) else FrameKind.LIBRARY
+    if _STDLIB.search(file):
+        return FrameKind.PYTHON
+    if "/torchinductor_" in file:
+        return FrameKind.TORCH
+    return FrameKind.LIBRARY if _LAUNCHERS.search(file) else FrameKind.USER

@@ -6,7 +6,7 @@ from enum import Enum
 
 import msgspec
 
-from commlens.model.collective import Collective, Frame, Stack, user_frame
+from commlens.model.collective import Collective, Frame, Stack, user_frame, user_lines
 
 
 class End(str, Enum):
@@ -97,6 +97,13 @@ class RankLog(msgspec.Struct):
 
     @property
     def main_stack(self) -> ThreadStack | None:
-        """The most recent stack of the main thread."""
-        candidates = [s for s in [*self.observation.stacks, *self.stacks] if s.is_main]
-        return max(candidates, key=lambda s: s.taken_ns, default=None)
+        """The most recent stack of the main thread; of the thread that runs the user's code if the main one runs only a library's."""
+        everything = [*self.observation.stacks, *self.stacks]
+        main = max((stack for stack in everything if stack.is_main), key=lambda stack: stack.taken_ns, default=None)
+        if main is None or not main.frames or any(user_lines(main.frames)):
+            return main
+        others = [stack for stack in everything if not stack.is_main and any(user_lines(stack.frames))]
+        issuing = self.collectives[-1].issue_thread if self.collectives else 0
+        of_thread = [stack for stack in others if stack.thread == issuing] or others
+        newest = max(of_thread, key=lambda stack: stack.taken_ns, default=None)
+        return newest if newest is not None and len({stack.thread for stack in of_thread}) == 1 else main
