@@ -153,7 +153,7 @@ class TestArchives:
         (tmp_path / "rank_0.gz").write_bytes(gzip.compress(os.urandom(3 << 20), 1))
         found, problems = sources(tmp_path / "rank_0.gz")
         assert 1 << 20 <= sum(found.values()) <= 2 << 20
-        assert "and 1 MiB). To read all of it, unpack it first." in problems[0]
+        assert "times the file's size, 1 MiB, and for all" in problems[0]
 
     def test_a_compressed_trace_has_a_limit(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -274,6 +274,22 @@ class TestArchives:
         assert sum(map(len, contents.values())) < 25 << 20
         assert "unpacks to far more" in problems[-1]
 
+    def test_many_small_bombs_are_bounded_together(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compression, "EXCESS_MAX", 8 << 20)
+        bomb, honest = gzip.compress(bytes(4 << 20)), gzip.compress(CONTENT)
+        with tarfile.open(tmp_path / "dumps.tar", "w") as archive:
+            for number in range(20):
+                for name, content in ((f"bomb_{number}", bomb), (f"rank_{number}", honest)):
+                    member = tarfile.TarInfo(name)
+                    member.size = len(content)
+                    archive.addfile(member, io.BytesIO(content))
+        contents, problems = taken(tmp_path)
+        bombs = [len(content) for name, content in contents.items() if "!bomb" in name]
+        assert sum(bombs) < (8 << 20) + 20 * (1 << 20)
+        assert sum(content == CONTENT for content in contents.values()) == 20
+        assert "unpacks to far more than a dump holds" in problems[-1] and "8 MiB beyond" in problems[-1]
+        assert taken(tmp_path)[0] == contents, "each walk has its own allowance"
+
     @settings(max_examples=60, deadline=None)
     @given(st.sampled_from(["tar", "gz", "zip"]), st.integers(0, 3000), st.binary(max_size=40))
     def test_any_damage(self, kind: str, at: int, noise: bytes) -> None:

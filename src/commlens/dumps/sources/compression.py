@@ -22,6 +22,10 @@ RATIO_MAX: Final = 500
 """Highest ratio of larger content. Text logs reach 30, repetitive dumps 150; gzip's maximum is 1032."""
 UNPACKED_MAX: Final = 16 << 30
 """Most bytes that one file is unpacked to; an archive's members are counted together, with those of archives in it."""
+USUAL_RATIO: Final = 200
+"""Content beyond this ratio counts as excess, which all files together may have :data:`EXCESS_MAX` bytes of."""
+EXCESS_MAX: Final = 1 << 30
+"""Bounds the time for many small bombs: a gigabyte takes up to 10 s to unpack and parse."""
 _NESTING_MAX: Final = 3  # compression inside compression
 _PIECE: Final = 64 << 10
 _CONTENT_MAX: Final = 1 << 20  # bytes of content between two checks of the ratio
@@ -104,6 +108,12 @@ _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
 }
 
 
+class Excess:
+    """The excess content of all files that this process has unpacked since the last walk began."""
+
+    count = 0
+
+
 def unpacking_limit(stored: int) -> int:
     """Return how many bytes so many stored bytes may unpack to; more must be a decompression bomb."""
     return min(UNPACKED_MAX, max(UNSUSPICIOUS_BYTES, RATIO_MAX * stored))
@@ -168,14 +178,21 @@ class _Content(io.RawIOBase):
             raise
         except Exception as error:  # zlib.error, LZMAError, ZstdError, OSError, EOFError, ValueError: one per library
             return self._end(f"{self._name} is damaged ({_reason(error)}): {amount(self._given)} of its content could be read.")
+        before = self._excess()
         self._given += len(content)
-        if self._given > unpacking_limit(self._stored):
+        grown = self._excess() - before
+        Excess.count += grown
+        if self._given > unpacking_limit(self._stored) or (grown and Excess.count > EXCESS_MAX):
             self._problems.append(
                 f"{self._name} unpacks to far more than a dump holds: only the first {amount(self._given)} of its content were read "
-                f"(limit: {RATIO_MAX} times the file's size, and {amount(UNPACKED_MAX)}). To read all of it, unpack it first."
+                f"(limit: {RATIO_MAX} times the file's size, {amount(UNPACKED_MAX)}, and for all files together {amount(EXCESS_MAX)} beyond "
+                f"{USUAL_RATIO} times their size). To read all of it, unpack it first."
             )
             self._frame = None
         return content
+
+    def _excess(self) -> int:
+        return max(0, self._given - USUAL_RATIO * self._stored)
 
     def _next_frame(self, frame: _Decompressor) -> bytes:
         """Return the first bytes of the next frame; b"" if only padding or garbage follows, which gzip ignores, too."""

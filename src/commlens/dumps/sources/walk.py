@@ -12,6 +12,7 @@ from typing import Final
 
 from commlens.blackbox.reader import reason
 from commlens.dumps.sources.archives import Allowance, members, named_like_archive
+from commlens.dumps.sources.compression import Excess
 from commlens.dumps.sources.remote import is_url, remote_sources
 from commlens.dumps.sources.source import FilePart, Held, Source
 from commlens.errors import CommandError, FormatError, MissingDependency
@@ -64,6 +65,7 @@ def open_sources(
         MissingDependency: a URL needs a package that is not installed.
     """
     named = paths if isinstance(paths, Paths) else name_paths(paths)
+    Excess.count = 0
     yield from _Walk(problems, prefix).sources(named.given, named.listed)
 
 

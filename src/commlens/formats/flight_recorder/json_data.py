@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, Final
 
 import msgspec
@@ -11,7 +12,8 @@ from commlens.errors import FormatError
 
 __all__ = ["read_json"]
 
-_SPACE: Final = " \t\r\n"
+_SPACE: Final = re.compile(r"[ \t\r\n]*")
+_ENTRIES_MAX: Final = 1_000_000
 
 
 def read_json(data: bytes) -> tuple[Any, bool]:
@@ -42,7 +44,7 @@ def _salvage(data: bytes) -> dict[str, Any]:
             if key == "entries" and text[at : at + 1] == "[":
                 found[key] = items = []
                 at = _skip_space(text, at + 1)
-                while text[at] != "]":
+                while text[at] != "]" and len(items) < _ENTRIES_MAX:
                     item, at = decode(text, at)
                     items.append(item)
                     at = _skip_space(text, at)
@@ -56,9 +58,7 @@ def _salvage(data: bytes) -> dict[str, Any]:
 
 
 def _skip_space(text: str, at: int) -> int:
-    while text[at] in _SPACE:
-        at += 1
-    return at
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr] # it matches nothing, too
 
 
 def _skip_sign(text: str, at: int, sign: str) -> int:
