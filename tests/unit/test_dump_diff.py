@@ -92,3 +92,11 @@ class TestCommand:
         (tmp_path / "x.json").write_text("{}")
         assert commands.main(["compare", two[0], str(tmp_path / "x.json")]) == 2
         assert "is a dump and" in capsys.readouterr().err
+
+
+def test_dumps_without_a_readable_rank_are_too_little_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "nccl_trace_rank_0").write_bytes(b"\x80\x02}q\x00.")
+    assert commands.main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 3
+    assert "nothing was compared" in capsys.readouterr().out

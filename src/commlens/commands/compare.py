@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EXIT_SAME = 0
 EXIT_CHANGED = 1
+EXIT_UNREADABLE = 3
 
 
 class CompareCommand:
@@ -23,7 +24,8 @@ class CompareCommand:
     Traces: collectives that are new, gone, moved or changed. Times, lines of code and the order of issue are ignored. Folders with
     one file per rank are compared rank by rank. Golden files of tests are traces too.
     Dumps, from any source: which ranks progressed from the first to the second, and which did not.
-    Exit status: 0 if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor dump.
+    Exit status: 0 if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor dump, 3 if no rank
+    of one of the dumps could be read.
     """
 
     name = "compare"
@@ -104,4 +106,6 @@ def _compare_dumps(found: list[DumpFiles], *, json: bool) -> int:
         print_differences([one.sentence for one in movement.ranks], movement.answer)
         for note in movement.notes:
             print(note)
+    if not before or not after:
+        return EXIT_UNREADABLE
     return EXIT_CHANGED if movement else EXIT_SAME
