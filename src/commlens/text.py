@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,8 @@ _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 TEXT_MAX: Final = 4096
 """Longest text of a foreign file that is kept, in characters. A path has at most so many bytes."""
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
+_UNCLEAN_JSON: Final = re.compile(rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]")
+"""Escapes and bytes that may stand for control characters, which a terminal would obey."""
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -67,15 +70,29 @@ def csv_cell(text: str) -> str:
 
 def printable(name: str) -> str:
     """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any bytes."""
+    if name.isprintable():
+        return name
     text = name.encode("utf-8", "backslashreplace").decode("utf-8")
-    return text if text.isprintable() else "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def clean(text: str) -> str:
-    """A text from a foreign file, so that every output can hold it: lone surrogates are escaped, and long texts are cut."""
+    """A text from a foreign file, so that every output can hold it: not too long, and lone surrogates and control characters escaped."""
     if len(text) > TEXT_MAX:
         text = f"{text[:TEXT_MAX]}... (cut: {len(text)} characters)"
-    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return text if text.isprintable() else "\n".join(map(printable, text.split("\n")))
+
+
+def clean_json(content: bytes, *, always: bool = False) -> bytes:
+    """JSON with all texts clean; the same if it cannot be read. Without ``always``, texts are only cut if one has control characters."""
+    if not always and not _UNCLEAN_JSON.search(content):
+        return content
+    import msgspec
+
+    try:
+        return msgspec.json.encode(clean_all(msgspec.json.decode(content)))
+    except (ValueError, RecursionError, OverflowError):
+        return content  # its reader says what is wrong
 
 
 def clean_all(value: Any) -> Any:

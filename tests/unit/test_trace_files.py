@@ -24,8 +24,9 @@ from commlens.model.trace import Cause, Coverage, Depth, Owner, Phase, TraceData
 from commlens.model.trace_changes import Change, Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.reports.trace_terminal import render
+from commlens.text import clean
 
-names = st.text(max_size=12)
+names = st.text(max_size=12).map(clean)  # as every reader returns them
 small = st.integers(0, 1 << 70)
 frames = st.builds(Frame, names, st.integers(0, 10_000), names, st.sampled_from(FrameKind))
 owners = st.builds(Owner, names, names, st.lists(names, max_size=2).map(tuple))

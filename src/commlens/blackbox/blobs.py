@@ -9,7 +9,7 @@ import msgspec
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX
 from commlens.model.collective import SETUP, Channel, CollectiveArgs, ProcessGroup, TensorSpec
-from commlens.text import parse_ranks
+from commlens.text import clean_json, parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
 _Line = Annotated[int, msgspec.Meta(ge=-1, le=1 << 31)]
@@ -115,16 +115,26 @@ BlobJson = GroupJson | ArgsJson | StackJson | ExceptionJson | TextJson | SetupJs
 _Kind = TypeVar("_Kind", GroupJson, ArgsJson, StackJson, ExceptionJson, TextJson, SetupJson)
 
 _decode_blob: Final = msgspec.json.Decoder(BlobJson).decode
-decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode
+_decode_evidence: Final = msgspec.json.Decoder(EvidenceJson).decode
 
 
 def decode_blob(payload: bytes) -> BlobJson | None:
     """Decode and check a blob's payload; None if it is not a blob of this version."""
     try:
-        blob: BlobJson = _decode_blob(payload)
+        blob: BlobJson = _decode_blob(clean_json(payload))
     except (ValueError, RecursionError):  # msgspec's errors and UnicodeDecodeError are ValueErrors
         return None
     return blob
+
+
+def decode_evidence(payload: bytes) -> EvidenceJson:
+    """Decode and check the payload of an evidence slot.
+
+    Raises:
+        ValueError: it is not one of this version.
+    """
+    evidence: EvidenceJson = _decode_evidence(clean_json(payload))
+    return evidence
 
 
 def decode_args(blob: ArgsJson, reduce_code: int) -> CollectiveArgs:

@@ -10,6 +10,7 @@ import msgspec
 
 from commlens.blackbox import layout as L
 from commlens.errors import FormatError
+from commlens.text import clean_json
 
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
 """Largest box in bytes; a header that claims more is rejected."""
@@ -149,7 +150,7 @@ def read_identity(header: bytes, name: str) -> Identity:
     try:
         if zlib.crc32(text) != about_crc:
             raise ValueError
-        about = msgspec.json.decode(text, type=dict[str, Any]) if text else {}
+        about = msgspec.json.decode(clean_json(text), type=dict[str, Any]) if text else {}
     except (ValueError, RecursionError):
         problems.append("the text about the process (job, host, script) is damaged")
     return Identity(

@@ -267,7 +267,7 @@ class BoxReader:
         threads: tuple[ThreadJson, ...] | None = None
         if best is not None:
             try:
-                threads = decode_evidence(best[2]).threads
+                threads = decode_evidence(bytes(best[2])).threads
             except (ValueError, RecursionError):
                 threads = None
         if best is None or threads is None:

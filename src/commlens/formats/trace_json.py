@@ -17,7 +17,7 @@ import msgspec
 from commlens.atomic_write import write_whole
 from commlens.errors import FormatError
 from commlens.model.trace import SCHEMA, TraceData
-from commlens.text import TEXT_MAX, clean_all
+from commlens.text import TEXT_MAX, clean_json
 
 UNPACKED_MAX: Final = 1 << 30
 """Most bytes that a compressed trace is unpacked to."""
@@ -87,7 +87,7 @@ def read_trace(path: Path) -> TraceData:
     Raises:
         FormatError: the file is neither, or is damaged. The message says what the file is.
     """
-    content, cut = _cut_texts(_content(path))
+    content, cut = _clean_texts(_content(path))
     try:
         head = msgspec.json.decode(content, type=_Head)
     except msgspec.ValidationError:
@@ -113,16 +113,13 @@ def read_trace(path: Path) -> TraceData:
     return data
 
 
-def _cut_texts(content: bytes) -> tuple[bytes, list[str]]:
-    """Cut texts of many kilobytes. Return the JSON and, if texts were cut, a sentence about them."""
-    if all(content.find(b'"', at, at + _TEXT_BYTES) >= 0 for at in range(0, len(content) - _TEXT_BYTES, _TEXT_BYTES)):
-        return content, []  # between two quotation marks are never so many bytes
-    try:
-        whole = msgspec.json.decode(content)
-        cut = msgspec.json.encode(clean_all(whole))
-    except (ValueError, RecursionError, OverflowError):
-        return content, []  # its reader says what is wrong
-    return cut, [f"Texts of more than {TEXT_MAX} characters were cut."] if len(cut) < len(content) - _TEXT_BYTES // 2 else []
+def _clean_texts(content: bytes) -> tuple[bytes, list[str]]:
+    """Clean texts, and cut those of many kilobytes. Return the JSON and, if texts were cut, a sentence about them."""
+    # A text is not long if there is a quotation mark in every piece.
+    is_long = any(content.find(b'"', at, at + _TEXT_BYTES) < 0 for at in range(0, len(content) - _TEXT_BYTES, _TEXT_BYTES))
+    cleaned = clean_json(content, always=is_long)
+    was_cut = len(cleaned) < len(content) - _TEXT_BYTES // 2
+    return cleaned, [f"Texts of more than {TEXT_MAX} characters were cut."] if is_long and was_cut else []
 
 
 def _content(path: Path) -> bytes:

@@ -185,8 +185,8 @@ class _Content(io.RawIOBase):
         if self._given > unpacking_limit(self._stored) or (grown and Excess.count > EXCESS_MAX):
             self._problems.append(
                 f"{self._name} unpacks to far more than a dump holds: only the first {amount(self._given)} of its content were read "
-                f"(limit: {RATIO_MAX} times the file's size, {amount(UNPACKED_MAX)}, and for all files together {amount(EXCESS_MAX)} beyond "
-                f"{USUAL_RATIO} times their size). To read all of it, unpack it first."
+                f"(limit: {RATIO_MAX} times the file's size, {amount(UNPACKED_MAX)}, and for all files together {amount(EXCESS_MAX)} "
+                f"beyond {USUAL_RATIO} times their size). To read all of it, unpack it first."
             )
             self._frame = None
         return content

@@ -42,7 +42,8 @@ def _salvage(data: bytes) -> dict[str, Any]:
             key, at = decode(text, _skip_space(text, at))
             at = _skip_sign(text, at, ":")
             if key == "entries" and text[at : at + 1] == "[":
-                found[key] = items = []
+                items: list[Any] = []
+                found[key] = items
                 at = _skip_space(text, at + 1)
                 while text[at] != "]" and len(items) < _ENTRIES_MAX:
                     item, at = decode(text, at)

@@ -10,7 +10,7 @@ import re
 import time
 from typing import Final, NamedTuple
 
-from commlens.text import clean
+from commlens.text import clean, printable
 
 INTERESTING: Final = re.compile(
     rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
@@ -96,8 +96,8 @@ class WorkerField(NamedTuple):
 
 
 def parse_origin(line: str) -> Origin:
-    """Strip the prefixes of torch, torchrun and srun from a line and return the rank in them."""
-    text = _ANSI.sub("", line)
+    """Strip colours, and the prefixes of torch, torchrun and srun, from a line and return the rank in them."""
+    text = printable(_ANSI.sub("", line).expandtabs())
     rank = local = None
     label = _LABEL.match(text)
     if label:
