@@ -267,6 +267,48 @@ def refused_by_the_backend(rank: int, size: int) -> Results:
 
 
 @oddity
+def groups_of_a_former_world(rank: int, size: int) -> Results:
+    """``torch.distributed.nn.functional`` keeps the default group of its import as its default argument."""
+    former, used = dist.group.WORLD, dist.new_group(list(range(size)))
+    x = torch.full((2,), float(rank))
+    dist.all_reduce(x, group=used)
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size)
+    for step in range(4):
+        for group in (former, None, used) if step % 2 else (None, used):
+            opts = dist.AllreduceOptions()
+            (group or dist.group.WORLD).allreduce([x], opts).wait()
+            x = x.clone() / size
+        dist.broadcast(x, step % size)
+    return [x]
+
+
+@oddity
+def wrong_splits(rank: int, size: int) -> Results:
+    """Gloo refuses an all_to_all in its wait: on all ranks, whatever the splits; or on one that alone uses a group."""
+    x, found = torch.ones(2 * size), []
+    alone = dist.new_group(list(range(size)))
+    splits = {
+        "sum": ([2] * size, [3 + rank] * size),
+        "count": ([2] * size, [2 * size]),
+        "only one": ([], [3] * size if rank % 2 else [1] * size),
+    }
+    for receive, send in splits.values():
+        for group in (None, alone) if rank == 1 else (None,):
+            try:
+                dist.all_to_all_single(torch.empty(2 * size), x, receive, send, group=group)
+            except RuntimeError as error:
+                assert type(error) is RuntimeError, error  # the backend's own
+            else:
+                raise AssertionError("the backend took it")
+        y = torch.full((2,), float(rank))
+        dist.all_reduce(y)
+        found.append(y)
+    return found
+
+
+@oddity
 def groups_made_again(rank: int, size: int) -> Results:
     """Groups that are destroyed and made again, with other numbers of operations on each."""
     x = torch.full((2,), float(rank))

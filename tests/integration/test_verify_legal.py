@@ -89,3 +89,4 @@ def judge(bare: tuple[Path, str], verified: tuple[Path, str], way: str, job: str
         assert found[name]["bits"] == expected[name]["bits"], f"rank {rank} computes another result under verification"
     assert "stops verifying" not in outputs
     assert "records in Python" not in outputs
+    assert "the job goes on" not in outputs

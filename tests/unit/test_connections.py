@@ -16,6 +16,9 @@ class Group:
     def abort(self) -> None:
         pass
 
+    def rank(self) -> int:
+        return 0
+
 
 def pair() -> tuple[socket.socket, socket.socket]:
     """Return both ends of a TCP connection between two ephemeral ports, as gloo's are."""
@@ -59,3 +62,7 @@ def test_only_the_groups_own_connections_are_closed(earlier: tuple[socket.socket
 
 def test_a_group_that_was_made_before_recording_is_left_alone() -> None:
     connections.abort(Group())
+
+
+def test_a_rank_that_is_no_member_of_a_group_has_no_group() -> None:
+    connections.note(-100, {})  # torch's GroupMember.NON_GROUP_MEMBER

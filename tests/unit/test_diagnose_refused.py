@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 from builders import Die, Job, S, Stay, all_reduce, collective, recv
 
 from commlens.diagnosis.examine import diagnose_logs
@@ -64,6 +65,46 @@ def test_a_mismatch_that_was_caught_is_over() -> None:
 
     logs = refuse(Job(4).run(program).logs(), raises=False)
     for log in logs:
+        log.observation = Observation(End.CLEAN, 0)
+        log.closed = True
+    assert diagnose_logs(logs).kind == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "told"),
+    [
+        ("due to shape mismatches. All shapes across devices must be valid.", "mismatch/shape", "shape mismatches. All shapes"),
+        ("due to structure mismatches. Containers must have the same elements.", "dead", "structure mismatches. Containers"),
+        (": rank 1 did not take part within 4 s.", "missing", "rank 1 did not take part within 4 s"),
+    ],
+)
+def test_a_call_of_a_function_that_no_record_shows(reason: str, kind: str, told: str) -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+
+    logs = Job(3).run(program).logs()
+    for log in logs:
+        text = f"Cannot apply desired operation{'' if reason[0] == ':' else ' '}{reason} Operation: `train.gather` (#1) Input shapes: ..."
+        log.exception = f"DistributedOperationException: {text}"
+        log.observation = Observation(End.FAILED, 1, ended_ns=S)
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == (kind, [], [0, 1, 2])
+    assert told in verdict.summary
+    assert "`train.gather`" in verdict.findings[0].explanation
+    assert "peer" not in verdict.summary
+
+
+def test_a_call_that_the_backend_refused_on_one_rank_counts_for_nobody() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 8, line=10)
+        if rank == 1:
+            yield collective("all_to_all", job.world, 8, line=11)
+
+    logs = Job(2).run(program).logs()
+    for log in logs:
+        for op in log.collectives:
+            if op.in_flight:
+                op.state, op.error, op.done_ns = State.FAILED, "RuntimeError: Split sizes doesn't match total dim 0 size", op.announced_ns
         log.observation = Observation(End.CLEAN, 0)
         log.closed = True
     assert diagnose_logs(logs).kind == "healthy"

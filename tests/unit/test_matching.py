@@ -127,6 +127,20 @@ def test_splits_are_compared_pair_by_pair() -> None:
     assert "rank 1 sends 24 elements to rank 3, which expects 27" in answer.detail
 
 
+@pytest.mark.parametrize(("refused", "culprits"), [((0, 1, 2), None), ((1,), (1,)), ((0, 1), (0, 1))])
+@pytest.mark.parametrize("wrong", [(3, 3, 3), (6,), (1, 2)], ids=str)
+def test_splits_that_the_backend_refuses_are_no_disagreement_unless_a_peer_has_sent(
+    refused: tuple[int, ...], culprits: tuple[int, ...] | None, wrong: tuple[int, ...]
+) -> None:
+    def args(rank: int) -> CollectiveArgs:
+        spec = (TensorSpec((6,), "float32", "cpu"),)
+        splits = wrong if rank in refused else (2, 2, 2)
+        return CollectiveArgs("all_to_all", "alltoall_base_", spec, spec, input_splits=splits, output_splits=(2, 2, 2))
+
+    answer = compare_collectives({rank: args(rank) for rank in range(3)}, (0, 1, 2))
+    assert (answer.minority if isinstance(answer, Disagree) else None) == culprits
+
+
 def test_empty_splits_are_even() -> None:
     one = asked("all_to_all", spec((8, 3)), outputs=(spec((8, 3)),))
     assert odd_one(one, one) == Agree()

@@ -26,7 +26,8 @@ def sockets() -> dict[Path, str]:
 
 def note(process_group: Any, before: dict[Path, str]) -> None:
     """Note the sockets that were opened since there were those ``before`` as a new group's."""
-    _sockets[process_group] = dict(sockets().items() - before.items())
+    if hasattr(process_group, "rank"):  # not torch's number for "this rank is no member"
+        _sockets[process_group] = dict(sockets().items() - before.items())
 
 
 def abort(process_group: Any) -> None:

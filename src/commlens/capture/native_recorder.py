@@ -66,7 +66,7 @@ class NativeGroups(Groups):
         self._engine = engine
 
     def started_again(self) -> None:
-        """Forget all groups: a new default group starts their names again."""
+        """Count a new default group, which starts the groups' names again."""
         super().started_again()
         self._engine.forget_groups()
 

@@ -243,6 +243,7 @@ class Session:
 
         verifier = self.recorder.verifier
         safely(self.recorder.sweep)
+        safely(self.recorder.groups.before_destroy)
         # gloo's thread may be waiting for the GIL to free the last op's tensors, and torch 2.6 joins that thread with the GIL
         # held: a deadlock of its own (4 of 24 bare runs), to which the sweep would add.
         time.sleep(0.2 if torch_patches.torch_version() < (2, 7) else 0.01)

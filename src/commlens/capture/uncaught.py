@@ -17,11 +17,11 @@ from commlens.errors import DistributedOperationException
 
 def record_exception(writer: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write an uncaught exception into the black box, and a refusal also into torchelastic's error file."""
-    first_line = str(error).strip().splitlines()[:1]
-    frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
-    text = f"{kind.__name__}: {first_line[0][:500]}" if first_line else kind.__name__
-    writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     refusal = _refusal_in(error)
+    told = " ".join(str(error).split()) if refusal is error else next(iter(str(error).strip().splitlines()), "")
+    frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
+    text = f"{kind.__name__}: {told[:500]}" if told else kind.__name__
+    writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     if refusal is not None:
         _write_error_file(str(refusal))
 

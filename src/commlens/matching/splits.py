@@ -11,6 +11,11 @@ from commlens.model.collective import CollectiveArgs, TensorSpec
 from commlens.text import ranks_phrase, tensors_phrase
 
 
+def splits_fit(rows: int, splits: Sequence[int], size: int) -> bool:
+    """Return whether a rank's splits fit its own tensor; if not, its backend refuses the call and sends nothing."""
+    return not splits or (len(splits) == size and sum(splits) == rows)
+
+
 def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
     """Compare the elements sent and expected for every pair of ranks. Blame the ranks involved in the most mismatched pairs."""
     size = len(group_ranks)
@@ -19,6 +24,14 @@ def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[
     position = {rank: i for i, rank in enumerate(group_ranks)}
     if not size or any(rank not in position for rank in by_rank):
         return Unknown(("splits",))
+    refused = tuple(sorted(rank for rank, args in by_rank.items() if not _fit(args, size)))
+    if len(refused) == len(by_rank):
+        return None  # nothing was sent
+    if refused:
+        valid = tuple(sorted(set(by_rank) - set(refused)))
+        sides = tuple(Party(ranks, _show(by_rank[ranks[0]])) for ranks in (valid, refused))
+        detail = f"the splits of {ranks_phrase(refused)} do not fit {'its' if len(refused) == 1 else 'their'} own tensors"
+        return Disagree("splits", Severity.ILLEGAL, refused, sides, detail)
     incomplete = False
     broken: list[tuple[int, int, int, int]] = []
     for sender, parts in sends.items():
@@ -42,6 +55,16 @@ def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[
     if len(broken) > 1:
         detail += f"; {len(broken)} mismatched pairs, {ranks_phrase(worst)} in most of them"
     return Disagree("splits", Severity.ILLEGAL, minority, tuple(parties), detail)
+
+
+def _fit(args: CollectiveArgs, size: int) -> bool:
+    """Return whether a rank's own splits and tensors fit each other, as gloo and NCCL check before they send."""
+    if len(args.inputs) != 1 or len(args.outputs) != 1:
+        return True  # the list form
+    if not args.input_splits and not args.output_splits:
+        return wire_numel(args.inputs[0]) == wire_numel(args.outputs[0])
+    pairs = ((args.inputs[0], args.input_splits), (args.outputs[0], args.output_splits))
+    return all(splits_fit(spec.shape[0] if spec.shape else 0, splits, size) for spec, splits in pairs)
 
 
 def _parts(specs: Sequence[TensorSpec], splits: Sequence[int], size: int) -> list[int] | None:

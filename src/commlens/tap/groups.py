@@ -158,11 +158,16 @@ class Groups:
         return group
 
     def started_again(self) -> None:
-        """Forget all groups: a new default group starts their names again."""
+        """Count a new default group, which starts the groups' names again. Former groups that are still alive keep their incarnation."""
         self.incarnation += 1
         self.by_name = {}
-        self._by_id = {}
+        self._by_id = {identity: group for identity, group in self._by_id.items() if group.ref() is not None}
         self.mesh_dims = {}
+
+    def before_destroy(self) -> None:
+        """Know all groups by their present incarnation: a program may go on to use one that it has destroyed."""
+        for process_group in list(c10d._world.pg_map):
+            self.find(process_group)
 
     def name_mesh_dim(self, group_name: str, mesh_dim: str) -> None:
         """Name a group by its dimension in a DeviceMesh. A group that spans the world exists before the mesh that names it."""

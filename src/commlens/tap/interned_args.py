@@ -117,8 +117,10 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
         L.FLAG_ANY_SOURCE if spec.name == "recv_any_source_" else 0,
     )
     named = [int(arguments[i]) for i in (spec.root, spec.peer) if i >= 0]
-    args.refused_locally = any(not 0 <= rank < len(group.ranks) for rank in named) or (
-        args.channel.refuses_at_issue and will_be_refused(content, len(group.ranks))
+    args.refused_locally = (
+        args.tag < 0
+        or any(not 0 <= rank < len(group.ranks) for rank in named)
+        or (args.channel.refuses_at_issue and will_be_refused(content, len(group.ranks)))
     )
     return args
 

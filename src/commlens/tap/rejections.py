@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commlens.matching.error_texts import may_be_peer_error
+from commlens.matching.splits import splits_fit
 
 
 def was_not_issued(op: str, error: BaseException) -> bool:
@@ -45,6 +46,11 @@ def will_be_refused(content: dict[str, Any], size: int) -> bool:
         return [tensor[:2] for tensor in outputs] != [inputs[0][:2]] * size
     if name == "reduce_scatter_":
         return len(inputs) != size
+    if name == "alltoall_base_":
+        if not content["is"] and not content["os"]:
+            return bool(math.prod(inputs[0][0]) != math.prod(outputs[0][0]))
+        pairs = ((inputs[0][0], content["is"]), (outputs[0][0], content["os"]))
+        return not all(splits_fit(shape[0] if shape else 0, splits, size) for shape, splits in pairs)
     if name == "_allgather_base_":
         return bool(math.prod(outputs[0][0]) != math.prod(inputs[0][0]) * size)
     if name == "_reduce_scatter_base_":

@@ -116,8 +116,8 @@ class Announcer:
         )  # fmt: skip
 
     def forget_groups(self) -> None:
-        """Forget all channels: the next default group starts the groups' names again."""
-        self._channels.clear()
+        """Forget the channels of groups that are gone."""
+        self._channels = {identity: channel for identity, channel in self._channels.items() if channel.group.ref() is not None}
 
     def peers_changed(self) -> None:
         """Look up every channel's peers again, after boards were created."""

@@ -59,9 +59,9 @@ def _add_refusals(context: Context) -> None:
     """If strict verification raised, add to the first root cause that nothing was sent."""
     refused = [rank for rank, view in sorted(context.job.views.items()) if view.exit.refused]
     cause = next((case.finding for case in context.cases if case.finding.root_cause), None)
-    if not refused or cause is None:
-        return
-    op = cause.collective
+    op = cause.collective if cause is not None else None
+    if not refused or cause is None or (op is None and cause.why == "exception"):
+        return  # or the cause tells it: a function's call was refused
     known = op is not None and cause.kind.startswith("mismatch/")
     name = f"{op.op} #{op.sequence_number}" if op is not None and known else "the collective in which the others waited"
     cause.evidence.append(

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import get_args
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
-from commlens.diagnosis.index import RankView
+from commlens.diagnosis.index import RankView, Track
+from commlens.matching.error_texts import may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
-from commlens.model.verdict import Finding
+from commlens.model.verdict import Finding, Kind
 from commlens.text import capital, count, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase
 
 MOTIONLESS = 3  # stall timeouts
 _IDLE = frozenset({"run_forever", "serve_forever", "main_loop"})  # of asyncio, Jupyter and Ray, which wait for requests
+
+
+_OPERATION = " Operation: "  # in the text of a refusal
 
 
 def find_fewer(context: Context) -> None:
@@ -21,7 +26,7 @@ def find_fewer(context: Context) -> None:
     for key in sorted(context.job.users):
         views = [context.job.views[rank] for rank in context.job.users[key]]
         complete = len(views) == len(key[2]) and all(view.exit.kind == "clean" and not view.wrapped for view in views)
-        last = {view.rank: view.tracks[key].last for view in views}
+        last = {view.rank: _last_sent(view.tracks[key]) for view in views}
         if not complete or key in mismatched or len(set(last.values())) != 2:
             continue
         most, least = max(last.values()), min(last.values())
@@ -174,7 +179,10 @@ def find_ended(context: Context) -> None:
     if not failed or any(case.finding.kind == "dead" for case in context.cases):
         return
     peers = [rank for rank in failed if views[rank].exit.kind == "peer"]
-    if peers:
+    refused = [rank for rank in peers if views[rank].exit.refused and _OPERATION in (views[rank].log.exception or "")]
+    if refused:
+        context.add(_refused_call(context, refused), None, views[refused[0]].exit.source)
+    elif peers:
         first = min(peers, key=lambda rank: (views[rank].exit.at_ns or 1 << 62, rank))
         end, op = views[first].exit, views[first].last_op
         finding = Finding(
@@ -186,6 +194,7 @@ def find_ended(context: Context) -> None:
             would_raise_confidence="The records of the missing ranks would show it.",
         )  # fmt: skip
         context.add(finding, op, end.source)
+    if peers:
         return
     stopped = [rank for rank in failed if views[rank].exit.kind == "terminated"]
     first, text = stopped[0], views[stopped[0]].exit.text
@@ -196,3 +205,27 @@ def find_ended(context: Context) -> None:
         next_step="look at the scheduler's log (preemption, time limit), or for the sender of the signal",
     )  # fmt: skip
     context.add(finding, views[first].last_op, None)
+
+
+def _refused_call(context: Context, ranks: list[int]) -> Finding:
+    """Return the finding for a refusal that no record shows: of a call of a user's function, which is no collective."""
+    views = context.job.views
+    reason, _, operation = (views[ranks[0]].log.exception or "").partition(": ")[2].partition(_OPERATION)
+    reason = reason.removeprefix("Cannot apply desired operation").lstrip(":").strip().removeprefix("due to ").rstrip(".")
+    kind = f"mismatch/{reason.split(' ')[0]}"
+    return Finding(
+        kind=kind if kind in get_args(Kind) else "missing" if "did not take part" in reason else "dead",  # type: ignore[arg-type]
+        why="exception", root_cause=True, culprits=[], victims=ranks, confidence="medium",
+        summary=f"strict verification refused a call on {ranks_phrase(ranks)}: {reason}", explanation=f"It was {operation.strip()}",
+        next_step="compare the arguments with which these ranks make this call",
+        evidence=[f"rank {rank} {views[rank].exit.text}." for rank in ranks[:4]],
+        would_raise_confidence="The exception's whole text is in the output of these ranks.",
+    )  # fmt: skip
+
+
+def _last_sent(track: Track) -> int:
+    """Return the number of the last collective that the backend did not refuse because of the call's own arguments."""
+    number = track.last
+    while (op := track.ops.get(number)) is not None and op.state is State.FAILED and not may_be_peer_error(op.error or ""):
+        number -= 1
+    return number
