@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from commlens.diagnosis.columns import RankOps, SharedIds, reduce_all
+from commlens.formats.columns import RankColumns
+from commlens.model.collective import Collective
+
 
 def entry(number: int, name: str = "nccl:all_reduce", **changes: Any) -> dict[str, Any]:
     """One entry: completed, of the default group."""
@@ -44,3 +48,9 @@ def dump(entries: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
         "entries": entries,
         **changes,
     }
+
+
+def operation(rows: RankColumns, row: int) -> Collective:
+    """One operation of a rank, as diagnosis sees it."""
+    (dump,) = reduce_all([rows])
+    return RankOps(dump, dump.channels, SharedIds()).op(row)

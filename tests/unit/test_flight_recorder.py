@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flight_recorder_dumps import dump, entry
+from flight_recorder_dumps import dump, entry, operation
 
 from commlens.dumps import detect
 from commlens.errors import FormatError
@@ -33,7 +33,7 @@ def test_entries_become_columns_and_objects_only_when_asked_for():
     assert rows.sequence.tolist() == [1, 2, 3] and rows.duration_ns.tolist() == [-1, 1_500_000, -1]
     assert rows.status == {"0": (3, -1, 2)} and rows.status_groups == {"0": "0"}
     assert len(rows.args) == 2, "equal operations share what they asked for"
-    last = rows.log([2]).collectives[0]
+    last = operation(rows, 2)
     assert (last.op, last.args.dispatcher_op, last.state, last.sequence_number) == ("all_gather", "_all_gather_base", State.ISSUED, 3)
     assert last.args.inputs[0].dtype == "float32" and last.channel.device == "cuda" and last.channel.group.ranks == (0, 1, 2, 3)
     assert last.source is not None and last.source.where == "train.py:81"
@@ -65,7 +65,6 @@ def test_a_batch_ends_as_the_entry_that_closes_it():
     )
     assert rows.coalesced.tolist() == [0, 1, 1, 1, 0] and rows.closes.tolist() == [False, False, False, True, False]
     assert set(rows.state.tolist()) == {2}
-    assert rows.log([3]).collectives[0].coalesced_members == 2
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -131,7 +130,7 @@ def test_native_gloo_knows_only_what_it_let_go_of():
     ]
     rows = columns_from_table(dump(entries, pg_config={"": {"name": "", "desc": "", "ranks": "[]"}}))
     assert rows.origin == "gloo-recorder" and rows.state.tolist() == [3, 0]
-    assert [one.state for one in rows.log([0, 1]).collectives] == [State.UNKNOWN, State.ISSUED]
+    assert [operation(rows, row).state for row in (0, 1)] == [State.COMPLETED, State.ISSUED]
     assert [(one.group.name, one.group.ranks, one.group.description, one.device) for one in rows.channels] == [
         ("0", (), "default_pg", "cpu"),
         ("4", (), "", "cpu"),

@@ -223,13 +223,14 @@ def test_no_file_takes_much_time_or_memory(name):
     code = textwrap.dedent(
         """
         import resource, sys
+        from commlens.diagnosis.columns import reduce_all
         from commlens.errors import FormatError
         import commlens.formats.flight_recorder.reader as fr
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
         data = sys.stdin.buffer.read()
         try:
             rows = fr.read_flight_recorder_pickle(data, "bomb")
-            rows.log(range(len(rows)))
+            reduce_all([rows])
         except FormatError as error:
             print(error)
         """

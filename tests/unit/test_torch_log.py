@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import pytest
+from flight_recorder_dumps import operation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -43,12 +44,12 @@ def ranks_3(prefix: str = "[rank{}]:[E626 06:24:4{}.903881913 ProcessGroupNCCL.c
 def test_who_timed_out_in_what_and_who_had_not_come():
     found = read("some chatter", *ranks_3(), "epoch 3")
     assert sorted(found) == [0, 1, 2]
-    stuck = found[1].log([0]).collectives[0]
+    stuck = operation(found[1], 0)
     assert (stuck.op, stuck.sequence_number, stuck.in_flight) == ("all_reduce", 808, True)
     assert stuck.args.inputs[0].numel == 9801523 and stuck.channel.group.description == "default_pg"
     assert found[1].created_ns[0] - found[0].created_ns[0] == 1_000_000_000
     assert {rank: rows.status["0"] for rank, rows in found.items()} == {0: (811, -1, 807), 1: (811, -1, 807), 2: (807, -1, 807)}
-    assert len(found[2]) == 0 and all(rows.origin == "torch-log" and not rows.troubles for rows in found.values())
+    assert len(found[2]) == 0 and all(rows.origin == "torch-log" and not rows.timeouts for rows in found.values())
 
 
 def test_newer_words_a_subgroup_and_the_stack_of_the_failed_collective():
@@ -65,7 +66,7 @@ def test_newer_words_a_subgroup_and_the_stack_of_the_failed_collective():
     )
     (rows,) = found.values()
     assert rows.rank == 5 and rows.state.tolist() == [STARTED] and rows.status == {"3": (1118, 1116, 1115)}
-    stuck = rows.log([0]).collectives[0]
+    stuck = operation(rows, 0)
     assert (stuck.op, stuck.channel.group.name, stuck.channel.group.label) == ("all_gather", "3", "mesh_tp")
     assert stuck.source is not None and stuck.source.where == "model.py:88"
 
@@ -82,7 +83,7 @@ def test_newer_words_a_subgroup_and_the_stack_of_the_failed_collective():
 def test_a_group_that_is_not_named_is_told_but_no_row_says_it(line):
     (rows,) = read(line).values()
     assert len(rows) == 0 and rows.status == {} and rows.channels == []
-    assert rows.troubles[0].startswith("all_reduce #64 timed out after ")
+    assert rows.timeouts[0].startswith("all_reduce #64 timed out after ")
 
 
 @pytest.mark.parametrize("op", ["SEND", "RECV", "COALESCED"])
@@ -91,7 +92,7 @@ def test_messages_are_told_but_no_row_says_them(op):
         f"[rank1]: [Rank 1] {CAUGHT}{WORK.format(9, op, 4, 4)}",
         "[rank1]: [PG ID 2 PG GUID 9(pp) Rank 1] Timeout at NCCL work: 9, last enqueued NCCL work: 9, last completed NCCL work: 8.",
     ).values()
-    assert len(rows) == 0 and rows.troubles == [f"{op.lower()} #9 timed out after 600 s in group pp"]
+    assert len(rows) == 0 and rows.timeouts == [f"{op.lower()} #9 timed out after 600 s in group pp"]
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from commlens.diagnosis.columns import ColumnOps, Integers
+from commlens.diagnosis.columns import ColumnOps
 from commlens.diagnosis.index import Track
+from commlens.formats.columns import Integers
 
 _NUMBERS_MAX = 256  # of one channel: later differences follow from the first one
 _RANKS_OF_A_KIND = 3  # that represent all ranks with equal ops and lines

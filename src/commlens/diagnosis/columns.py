@@ -8,71 +8,34 @@ lines of the user's code are kept. An :class:`Interner` stores once what many ra
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns, Status
+from commlens.formats.columns import COMPLETED, STARTED, Integers, RankColumns
 from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State, user_frame
 from commlens.model.ops import POINT_TO_POINT, UNEVEN
-from commlens.model.ranklog import Observation
-
-Integers = npt.NDArray[Any]
-
-IN_FLIGHT, RUNNING, DONE = 0, 1, 2
-"""``RankDump.state``: enqueued; known to run on the device; completed, or no longer tracked by its recorder."""
 
 _LINES = 4  # of the user's code kept of each stack
-_COPIED = (
-    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "problems", "channels", "groups", "troubles",
+_KEPT = (
+    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "problems", "channels", "groups", "timeouts",
     "exception", "exception_stack", "observation",
 )  # fmt: skip
 
 
 @dataclass(slots=True)
-class RankDump:
-    """One rank's dump, as columns: one value for each operation, in the order of issue."""
+class RankDump(RankColumns):
+    """One rank's columns, reduced to what diagnosis needs: one row per operation, the user's lines as ``stacks``.
 
-    rank: int
-    world_size: int = 0
-    host: str = ""
-    job: str = ""
-    source: str = ""
-    origin: str = "flight-recorder"
-    version: str = ""
-    captured_ns: int = 0
-    possible_ranks: tuple[int, ...] = ()  # ranks that may have written a dump of unknown rank
-    problems: list[str] = field(default_factory=list)
-    issued: int = 0  # operations, including overwritten ones
+    ``state`` is at most ``COMPLETED``, also for an operation that its recorder no longer tracks. ``coalesced`` numbers the batches of
+    point-to-point operations only. ``status`` is by group name. ``possible_ranks`` is empty if the rank is known.
+    """
+
     timed: bool = False  # it records when an operation starts on the device
     only_active: bool = False  # it holds no completed operation, though there were some
     unbroken: int = 0  # number of records, if their ids are consecutive; else 0
-    channels: list[Channel] = field(default_factory=list)
-    groups: list[Channel] = field(default_factory=list)  # all process groups of the rank, used or not
-    troubles: list[str] = field(default_factory=list)  # sentences about timeouts that a text log does not attribute to an operation
-    exception: str = ""
-    exception_stack: Stack = ()
-    observation: Observation = field(default_factory=Observation)
-    status: dict[str, Status] = field(default_factory=dict)  # by group name: last enqueued, started and completed
-    args: list[CollectiveArgs] = field(default_factory=list)
-    sites: list[Stack] = field(default_factory=list)  # user lines of the call sites
-
-    channel: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # index into ``channels``
-    args_index: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # index into ``args``
-    site: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # index into ``sites``; -1: no stack
-    number: Integers = field(default_factory=lambda: np.zeros(0, "int64"))  # sequence number
-    state: Integers = field(default_factory=lambda: np.zeros(0, "uint8"))
-    record: Integers = field(default_factory=lambda: np.zeros(0, "int64"))  # the recorder's id
-    peer: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # -1: a collective, or any peer
-    batch: Integers = field(default_factory=lambda: np.zeros(0, "int32"))  # the same for all members of a point-to-point batch
-    created_ns: Integers = field(default_factory=lambda: np.zeros(0, "int64"))
-    completed_ns: Integers = field(default_factory=lambda: np.zeros(0, "int64"))
-
-    def __len__(self) -> int:
-        return len(self.number)
 
     @property
     def wrapped(self) -> bool:
@@ -90,7 +53,7 @@ class Interner:
 
     def intern(self, dump: RankDump) -> RankDump:
         """Replace the shared values of a dump from another process by this interner's objects."""
-        dump.args, dump.sites = self.args(dump.args), self.sites(dump.sites)
+        dump.args, dump.stacks = self.args(dump.args), self.sites(dump.stacks)
         dump.channels = [self._channels.setdefault(one, one) for one in dump.channels]
         dump.groups = [self._channels.setdefault(one, one) for one in dump.groups]
         return dump
@@ -118,7 +81,7 @@ def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
     args, args_index, keep = _merge_coalesced(rows)
     sites, site = _user_sites(rows, keep)
     dump = RankDump(
-        **{name: getattr(rows, name) for name in _COPIED},
+        **{name: getattr(rows, name) for name in _KEPT},
         possible_ranks=rows.possible_ranks if rows.rank < 0 else (),
         issued=rows.issued - (len(rows) - len(keep)),
         timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any()),
@@ -126,20 +89,16 @@ def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
         unbroken=len(rows) if len(rows) and int(rows.record_id[-1]) - int(rows.record_id[0]) + 1 == len(rows) else 0,
         status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
         args=interner.args(args),
-        sites=interner.sites(sites),
+        stacks=interner.sites(sites),
+        args_index=args_index[keep].astype("int32"),
+        stack=site.astype("int32"),
+        state=np.minimum(rows.state[keep], COMPLETED),
     )
-    state = rows.state[keep]
-    dump.channel = rows.channel[keep].astype("int32")
-    dump.args_index = args_index[keep].astype("int32")
-    dump.site = site.astype("int32")
-    dump.number = rows.sequence[keep].astype("int64")
-    dump.state = np.where((state == COMPLETED) | (state == RETIRED), DONE, np.where(state == STARTED, RUNNING, IN_FLIGHT)).astype("uint8")
-    dump.record = rows.record_id[keep].astype("int64")
+    for name in ("channel", "sequence", "record_id", "created_ns", "completed_ns"):
+        setattr(dump, name, getattr(rows, name)[keep])
     p2p = is_message(args, dump.args_index)
     dump.peer = np.where(p2p, rows.peer[keep], -1).astype("int32")
-    dump.batch = np.where(p2p, rows.coalesced[keep], 0).astype("int32")
-    dump.created_ns = rows.created_ns[keep].astype("int64")
-    dump.completed_ns = rows.completed_ns[keep].astype("int64")
+    dump.coalesced = np.where(p2p, rows.coalesced[keep], 0).astype("int32")
     return dump
 
 
@@ -268,13 +227,13 @@ class RankOps:
 
     def _make(self, row: int) -> Collective:
         dump = self.dump
-        site, peer = int(dump.site[row]), int(dump.peer[row])
-        done = int(dump.state[row]) == DONE
+        site, peer = int(dump.stack[row]), int(dump.peer[row])
+        done = int(dump.state[row]) == COMPLETED
         created = int(dump.created_ns[row])
         return Collective(
-            index=int(dump.record[row]) + 1,
+            index=int(dump.record_id[row]) + 1,
             channel=self.channels[int(dump.channel[row])],
-            sequence_number=int(dump.number[row]),
+            sequence_number=int(dump.sequence[row]),
             args=dump.args[int(dump.args_index[row])],
             state=State.COMPLETED if done else State.ISSUED,
             announced_ns=created,
@@ -282,7 +241,7 @@ class RankOps:
             returned_ns=created,
             done_ns=int(dump.completed_ns[row]),
             learned_how=LearnedHow.NATIVE_RECORDER if done else LearnedHow.NOT_YET,
-            stack=dump.sites[site] if site >= 0 else (),
+            stack=dump.stacks[site] if site >= 0 else (),
             peer=peer if peer >= 0 else None,
         )
 
@@ -292,7 +251,7 @@ class ColumnOps(Mapping[int, Collective]):
 
     def __init__(self, columns: RankOps, rows: Integers) -> None:
         self.columns = columns
-        numbers = columns.dump.number[rows]
+        numbers = columns.dump.sequence[rows]
         if len(numbers) > 1 and not (numbers[1:] > numbers[:-1]).all():
             numbers, first = np.unique(numbers[::-1], return_index=True)  # the last of those that share a number
             rows = rows[::-1][first]
@@ -328,7 +287,7 @@ class ColumnOps(Mapping[int, Collective]):
     def tokens(self) -> Integers:
         """Return an id of each operation's signature and source line."""
         dump = self.columns.dump
-        sites: Integers = self.columns.ids.sites(dump.sites)[dump.site[self.rows]]
+        sites: Integers = self.columns.ids.sites(dump.stacks)[dump.stack[self.rows]]
         return self.signatures() * (1 << 32) + sites
 
 
@@ -358,7 +317,7 @@ class ColumnHistory(Sequence[Collective]):
         """Return the history as two texts with one letter per operation: with its line and sizes, and without."""
         dump = self.columns.dump
         args = dump.args_index.astype("int64")
-        sites = self.columns.ids.sites(dump.sites)[dump.site]
+        sites = self.columns.ids.sites(dump.stacks)[dump.stack]
         codes: dict[str, int] = {}
         op = np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args] if len(dump) else args
         where = dump.channel.astype("int64") * (1 << 20) + (dump.peer.astype("int64") + 1)

@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from commlens.diagnosis.columns import DONE, RUNNING, ColumnHistory, ColumnOps, Integers, RankDump, RankOps, SharedIds, is_message
+from commlens.diagnosis.columns import ColumnHistory, ColumnOps, RankDump, RankOps, SharedIds, is_message
 from commlens.diagnosis.index import FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track
 from commlens.diagnosis.process_exit import attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
+from commlens.formats.columns import COMPLETED, STARTED, Integers
 from commlens.model.collective import Channel, ChannelKey
 from commlens.model.ops import ROOTED
 from commlens.model.ranklog import RankLog
@@ -33,7 +34,7 @@ ChannelName = tuple[str, str, tuple[int, ...]]
 def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
     """Return the facts about the rank's process, with its newest operations."""
     length = len(dump)
-    in_flight = np.flatnonzero(dump.state != DONE)[:_IN_FLIGHT_MAX].tolist()
+    in_flight = np.flatnonzero(dump.state != COMPLETED)[:_IN_FLIGHT_MAX].tolist()
     rows = sorted({*in_flight, *range(max(0, length - recent), length)})
     return RankLog(
         rank=dump.rank,
@@ -176,8 +177,8 @@ def _index(view: RankView, columns: RankOps, limit: int) -> dict[ChannelKey, Cha
 def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int) -> None:
     """Find the operation that blocks the rank, and the first in flight of each other channel and pair."""
     dump = columns.dump
-    open_rows = np.flatnonzero(dump.state != DONE).tolist()
-    view.running = {int(dump.record[row]) + 1 for row in open_rows if dump.state[row] == RUNNING}
+    open_rows = np.flatnonzero(dump.state != COMPLETED).tolist()
+    view.running = {int(dump.record_id[row]) + 1 for row in open_rows if dump.state[row] == STARTED}
     view.timed = dump.timed
     first_of: dict[object, int] = {}
     for row in open_rows:
@@ -188,8 +189,8 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
         return
     first = open_rows[0]
     view.routine_since = max(1, first // 2, first - _ROUTINE_WINDOW)  # learn the routine from the operations before
-    batch = int(dump.batch[first])
-    parts = [row for row in open_rows if batch and int(dump.batch[row]) == batch] or [first]
+    batch = int(dump.coalesced[first])
+    parts = [row for row in open_rows if batch and int(dump.coalesced[row]) == batch] or [first]
     op = columns.op(first)
     age = max(0, view.now_ns - op.announced_ns)
     stuck = not view.log.captured_ns or age >= limit
@@ -198,7 +199,7 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
 
 
 def _track(ops: ColumnOps) -> Track:
-    done = ops.columns.dump.state[ops.rows] == DONE
+    done = ops.columns.dump.state[ops.rows] == COMPLETED
     completed = ops.numbers[done]
     newest = int(completed[-1]) if len(completed) else 0
     return Track(ops, first=int(ops.numbers[0]), last=int(ops.numbers[-1]), completed=newest, open=ops.numbers[~done].tolist())
@@ -209,7 +210,7 @@ def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None
     if not message.any():
         return
     dump = columns.dump
-    ended = dump.state == DONE
+    ended = dump.state == COMPLETED
 
     def pair(row: int) -> PairKey:
         return (columns.channels[int(dump.channel[row])].key, int(dump.peer[row]), dump.args[int(dump.args_index[row])].op)

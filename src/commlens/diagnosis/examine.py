@@ -74,8 +74,8 @@ def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), st
     from commlens.diagnosis.dump_index import index_dumps
     from commlens.diagnosis.select_dumps import select_dumps
 
-    timeouts = sorted({f"{ranks_phrase([dump.rank])}: {text}" if dump.rank >= 0 else text for dump in dumps for text in dump.troubles})
-    waiting = sorted({dump.rank for dump in dumps if dump.troubles and dump.rank >= 0})
+    timeouts = sorted({f"{ranks_phrase([dump.rank])}: {text}" if dump.rank >= 0 else text for dump in dumps for text in dump.timeouts})
+    waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
     chosen, notes = select_dumps(dumps)
     missing = [*problems, *notes]
     if not chosen and not timeouts:

@@ -14,9 +14,9 @@ from commlens.diagnosis.columns import RankDump
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase
 
-_LISTS = ("channels", "groups", "args", "sites", "problems")
-_ROW_COLUMNS = ("number", "state", "record", "peer", "batch", "created_ns", "completed_ns")
-_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("site", "sites"))  # a column, and the table that it indexes
+_LISTS = ("channels", "groups", "args", "stacks", "problems")
+_ROW_COLUMNS = ("sequence", "state", "record_id", "peer", "coalesced", "created_ns", "completed_ns")
+_INDEX_COLUMNS = (("channel", "channels"), ("args_index", "args"), ("stack", "stacks"))  # a column, and the table that it indexes
 
 
 def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
@@ -129,11 +129,11 @@ def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
             parts.append(np.where(column >= 0, column + offset, column))
             offset += len(getattr(dump, table))
         values[name] = np.concatenate(parts)[order].astype("int32")
-    shift = max(int(dump.batch.max(initial=0)) for dump in dumps) + 1
-    batches = [np.where(dump.batch > 0, dump.batch + shift * place, 0) for place, dump in enumerate(dumps)]
-    values["batch"] = np.concatenate(batches)[order].astype("int32")
+    shift = max(int(dump.coalesced.max(initial=0)) for dump in dumps) + 1
+    batches = [np.where(dump.coalesced > 0, dump.coalesced + shift * place, 0) for place, dump in enumerate(dumps)]
+    values["coalesced"] = np.concatenate(batches)[order].astype("int32")
     values |= {name: [one for dump in dumps for one in getattr(dump, name)] for name in _LISTS}
-    values["record"] = np.arange(len(order), dtype="int64")  # each ring buffer counts from 0
+    values["record_id"] = np.arange(len(order), dtype="int64")  # each ring buffer counts from 0
     return dataclasses.replace(
         first,
         **values,
@@ -156,7 +156,7 @@ def _add_text_logs(kept: Sequence[RankDump], text_logs: Sequence[RankDump]) -> l
         dump = by_rank.setdefault(log.rank, log)
         if dump is log:
             continue
-        dump.troubles = [*dump.troubles, *log.troubles]
+        dump.timeouts = [*dump.timeouts, *log.timeouts]
         dump.exception = dump.exception or log.exception
         dump.exception_stack = dump.exception_stack or log.exception_stack
         if dump.observation.end is End.UNKNOWN:

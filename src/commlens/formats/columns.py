@@ -1,14 +1,14 @@
 """One rank's operations as columns, the result of every reader and the input of diagnosis.
 
 A dump of 2,000 operations becomes a few arrays and a few dozen interned objects, so that thousands of ranks can be aligned without
-an object per operation. :meth:`RankColumns.log` creates objects for the few operations around a fault.
+an object per operation.
 
 Imports numpy, so only code that reads dumps imports this module.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Final
@@ -16,9 +16,9 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State
+from commlens.model.collective import Channel, CollectiveArgs, Frame, FrameKind, Stack
 from commlens.model.frames import frame_kind
-from commlens.model.ranklog import Observation, RankLog
+from commlens.model.ranklog import Observation
 
 __all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "RankColumns", "StackTable", "Status", "stack_of"]
 
@@ -28,8 +28,6 @@ STARTED: Final = 1
 COMPLETED: Final = 2
 RETIRED: Final = 3
 """``state``: the recorder no longer tracks it, for an unknown reason: it completed, failed or timed out."""
-
-_STATES: Final = (State.ISSUED, State.ISSUED, State.COMPLETED, State.UNKNOWN)
 
 Status = tuple[int, int, int]
 """Last enqueued, started and completed sequence number of a process group; -1 if none."""
@@ -121,6 +119,7 @@ class RankColumns:
     version: str = ""  # of the file format
     captured_ns: int = 0  # Unix ns; 0 if unknown
     problems: list[str] = field(default_factory=list)  # sentences about unreadable parts
+    issued: int = 0  # operations ever recorded, as far as the file shows; a ring buffer drops the oldest
     possible_ranks: tuple[int, ...] = ()  # ranks in every group of the file, one of which wrote it; empty if unknown
     channels: list[Channel] = field(default_factory=list)
     args: list[CollectiveArgs] = field(default_factory=list)
@@ -128,7 +127,7 @@ class RankColumns:
     status: dict[str, Status] = field(default_factory=dict)  # by the process-local group id
     status_groups: dict[str, str] = field(default_factory=dict)  # process-local group id: group name, if known
     groups: list[Channel] = field(default_factory=list)  # all process groups in the file, used or not
-    troubles: list[str] = field(default_factory=list)  # sentences about failures that cannot be aligned across ranks, so they blame no rank
+    timeouts: list[str] = field(default_factory=list)  # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
     exception: str = ""  # cause of the process's death in a log: the last line of a traceback, a CUDA error
     exception_stack: Stack = ()
     observation: Observation = field(default_factory=Observation)  # how the process ended, according to a log
@@ -154,63 +153,14 @@ class RankColumns:
     def __len__(self) -> int:
         return len(self.sequence)
 
-    @property
-    def issued(self) -> int:
-        """The number of operations that the rank ever recorded, as far as the file shows; a ring buffer drops the oldest."""
-        return max(int(self.record_id.max()) + 1, len(self)) if len(self) else 0
-
     def set_columns(self, columns: dict[str, Any]) -> None:
         """Set all columns, converted to their declared types."""
         for name, dtype in DTYPES.items():
             setattr(self, name, np.asarray(columns[name], dtype))
+        self.issued = max(int(self.record_id.max(initial=-1)) + 1, len(self))
 
     def in_groups(self, names: Collection[str]) -> RankColumns:
         """Return only the operations of some process groups, given by name, description or mesh dimension."""
         wanted = [not {one.group.name, one.group.description, one.group.label}.isdisjoint(names) for one in self.channels]
         mask = np.array([*wanted, False])[self.channel]
         return replace(self, **{name: getattr(self, name)[mask] for name in DTYPES})
-
-    def log(self, indices: Iterable[int]) -> RankLog:
-        """Return these operations as objects in a log of the rank."""
-        chosen = [int(index) for index in indices]
-        members: dict[int, int] = {}
-        if any(self.closes[index] for index in chosen):
-            numbers, counts = np.unique(self.coalesced[~self.closes], return_counts=True)
-            members = dict(zip(numbers.tolist(), counts.tolist(), strict=True))
-        return RankLog(
-            rank=self.rank,
-            world_size=self.world_size,
-            job=self.job,
-            host=self.host,
-            collectives=[self._collective(index, members) for index in chosen],
-            issued=self.issued,
-            captured_ns=self.captured_ns,
-            exception=self.exception or None,
-            exception_stack=self.exception_stack,
-            observation=self.observation,
-            initialised=True,
-            source=self.source,
-            problems=list(self.problems),
-            versions={self.origin: self.version} if self.version else {},
-        )
-
-    def _collective(self, index: int, members: dict[int, int]) -> Collective:
-        created, done, duration = int(self.created_ns[index]), int(self.completed_ns[index]), int(self.duration_ns[index])
-        state = _STATES[int(self.state[index])]
-        stack, peer = int(self.stack[index]), int(self.peer[index])
-        return Collective(
-            index=int(self.record_id[index]) + 1,
-            channel=self.channels[int(self.channel[index])],
-            sequence_number=int(self.sequence[index]),
-            args=self.args[int(self.args_index[index])],
-            state=state,
-            announced_ns=created,
-            entered_ns=created,
-            done_ns=done,
-            learned_how=LearnedHow.NATIVE_RECORDER if state is State.COMPLETED else LearnedHow.NOT_YET,
-            stack=self.stacks[stack] if stack >= 0 else (),
-            peer=peer if peer >= 0 else None,
-            coalescing_id=int(self.coalesced[index]),
-            coalesced_members=members.get(int(self.coalesced[index]), 0) if self.closes[index] else 0,
-            duration_ns=duration if duration >= 0 else None,
-        )

@@ -67,77 +67,29 @@ WIRE_OPS: Final[dict[str, str]] = {
 }
 """Dispatcher name without ``c10d::`` (torch 2.6 to 2.15) to wire op."""
 
-RECORDER_OPS: Final[dict[str, str]] = {
-    "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce",
-    "_all_gather_base": "all_gather",
-    "all_gather_into_tensor": "all_gather",
-    "all_gather_into_tensor_coalesced": "all_gather",
-    "all_gather_single": "all_gather",
-    "all_gather_v": "all_gather",
-    "allgather": "all_gather",
-    "allgather_coalesced": "all_gather",
-    "_allgather_base": "all_gather",
-    "_reduce_scatter_base": "reduce_scatter",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "reduce_scatter_tensor_coalesced": "reduce_scatter",
-    "reduce_scatter_single": "reduce_scatter",
-    "reduce_scatter_v": "reduce_scatter",
-    "allreduce": "all_reduce",
-    "allreduce_coalesced": "all_reduce",
-    "all_reduce_coalesced": "all_reduce",
-    "all_reduce_barrier": "barrier",
-    "alltoall": "all_to_all",
-    "alltoall_base": "all_to_all",
-    "all_to_all_single": "all_to_all",
-    "all_to_all_v_single": "all_to_all",
-    "recvAnySource": "recv",
-    "recv_any_source": "recv",
-    "coalesced": COALESCED,
-    "ALLGATHER_coalesced": COALESCED,
-    "REDUCE_SCATTER_coalesced": COALESCED,
-    "ALLREDUCE_coalesced": COALESCED,
-}
-"""Name in the profiler and recorder of torch's backends (torch 2.2 to 2.15) to wire op."""
-
-WATCHDOG_OPS: Final[dict[str, str]] = {
-    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce", "_ALLREDUCE_SPARSE": "all_reduce", "BROADCAST": "broadcast",
-    "_BROADCAST_OOP": "broadcast", "REDUCE": "reduce", "_REDUCE_OOP": "reduce", "ALLGATHER": "all_gather", "_ALLGATHER_BASE": "all_gather",
-    "ALLGATHER_COALESCED": "all_gather", "ALLGATHER_INTO_TENSOR_COALESCED": "all_gather", "REDUCE_SCATTER": "reduce_scatter",
-    "_REDUCE_SCATTER_BASE": "reduce_scatter", "REDUCE_SCATTER_TENSOR_COALESCED": "reduce_scatter", "ALLTOALL": "all_to_all",
-    "ALLTOALL_BASE": "all_to_all", "GATHER": "gather", "SCATTER": "scatter", "BARRIER": "barrier", "SEND": "send", "RECV": "recv",
-    "RECVANYSOURCE": "recv",
-}  # fmt: skip
-"""c10d's OpType, as the watchdog prints it, to wire op."""
-
-FUNCTIONAL_OPS: Final[dict[str, str]] = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "reduce_scatter",
-    "all_to_all_single": "all_to_all",
-    "shard_dim_alltoall": "all_to_all",
-}
-"""Name of a functional collective to wire op."""
-
-NCCL_NAMES: Final[dict[str, str]] = {
-    "allreduce_": "all_reduce",
+NCCL_NAMES: Final[dict[str, str]] = WIRE_OPS | {
     "allreduce_coalesced_": "allreduce_coalesced",
-    "broadcast_": "broadcast",
-    "reduce_": "reduce",
-    "allgather_": "all_gather",
     "_allgather_base_": "_all_gather_base",
-    "allgather_coalesced_": "all_gather",
     "allgather_into_tensor_coalesced_": "all_gather_into_tensor_coalesced",
-    "reduce_scatter_": "reduce_scatter",
     "_reduce_scatter_base_": "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced_": "reduce_scatter_tensor_coalesced",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-    "gather_": "gather",
-    "scatter_": "scatter",
-    "barrier": "barrier",
     "monitored_barrier_": "barrier",
 }
 """Dispatcher name to the name in NCCL's recorder."""
+
+
+def _key(name: str) -> str:
+    return name.replace("_", "").lower()
+
+
+_BY_KEY: Final = {_key(name): op for name, op in WIRE_OPS.items()} | {
+    "allreducesparse": "all_reduce", "allreducebarrier": "barrier", "broadcastoop": "broadcast", "reduceoop": "reduce",
+    "allgatherintotensor": "all_gather", "allgathersingle": "all_gather", "allgatherv": "all_gather",
+    "reducescattertensor": "reduce_scatter", "reducescattersingle": "reduce_scatter", "reducescatterv": "reduce_scatter",
+    "alltoallsingle": "all_to_all", "alltoallvsingle": "all_to_all", "sharddimalltoall": "all_to_all", "coalesced": COALESCED,
+}  # fmt: skip
+"""Wire op by any of torch's names for a collective, without underscores and in lower case: in the dispatcher, in recorders (torch 2.2
+to 2.15), c10d's OpType in the watchdog's messages, and functional collectives."""
 
 
 def wire_op(dispatcher_name: str) -> str:
@@ -149,21 +101,18 @@ def wire_op(dispatcher_name: str) -> str:
 def recorder_wire_op(name: str) -> str:
     """Return the wire op of a name in a recorder: ``"all_gather"`` for ``"_all_gather_base"``. An unknown op keeps its name."""
     closes = name.endswith("_coalesced") and name[:1].isupper()
-    return COALESCED if closes else RECORDER_OPS.get(name, name)
+    return COALESCED if closes else _BY_KEY.get(_key(name), name)
 
 
 def watchdog_wire_op(op_type: str) -> str:
     """Return the wire op of an OpType: ``"all_gather"`` for ``"_ALLGATHER_BASE"``. An unknown op keeps its name in lower case."""
-    return WATCHDOG_OPS.get(op_type, op_type.strip("_").lower())
+    return _BY_KEY.get(_key(op_type), op_type.strip("_").lower())
 
 
 def api_wire_op(name: str) -> str:
     """Return the wire op of a name in CommDebugMode: ``"all_gather"`` for ``"c10d_functional.all_gather_into_tensor"``."""
-    name = name.rsplit(".", 1)[-1]
-    if name in WIRE_OPS:
-        return WIRE_OPS[name]
-    name = name.removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_autograd")
-    return FUNCTIONAL_OPS.get(name, name)
+    name = name.rsplit(".", 1)[-1].removesuffix("_").removesuffix("_out").removesuffix("_coalesced").removesuffix("_autograd")
+    return _BY_KEY.get(_key(name), name)
 
 
 def matches_by_tag(backend: str) -> bool:

@@ -2,7 +2,7 @@
 
 Only collectives that timed out become operations. The progress of process groups is in :attr:`RankColumns.status`, the end of a process
 in :attr:`RankColumns.exception` and :attr:`RankColumns.observation`. A collective in a process group that the log does not name is only
-in :attr:`RankColumns.troubles`: it cannot be aligned across ranks, so it blames no rank.
+in :attr:`RankColumns.timeouts`: it cannot be aligned across ranks, so it blames no rank.
 """
 
 from __future__ import annotations

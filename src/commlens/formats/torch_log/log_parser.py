@@ -178,7 +178,7 @@ class LogParser:
         found = []
         for rank, about in sorted(self._ranks.items()):
             columns = self._columns_of(rank, about)
-            if len(columns) or columns.status or columns.troubles or columns.exception or columns.observation.end is not End.UNKNOWN:
+            if len(columns) or columns.status or columns.timeouts or columns.exception or columns.observation.end is not End.UNKNOWN:
                 found.append(columns)
         return found
 
@@ -197,8 +197,8 @@ class LogParser:
         columns.channels = list(places)
         for (group_rank, _), timeout in about.unassigned.items():
             rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
-            columns.troubles.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
-        del columns.troubles[_NOTES_MAX:]
+            columns.timeouts.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
+        del columns.timeouts[_NOTES_MAX:]
         if about.stack and len(lists["sequence"]) == 1:
             columns.stacks = [stack_of(about.stack)]
             lists["stack"] = [0]
@@ -214,7 +214,7 @@ class LogParser:
         timeouts = {number: timeout for number, timeout in sorted(known.failed.items()) if timeout is not None}
         for timeout in timeouts.values():
             if not name or watchdog_wire_op(timeout.op) in _CANNOT_PLACE:
-                columns.troubles.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
+                columns.timeouts.append(f"{_timed_out(timeout)}{_group_phrase(group)}")
         if not name:  # a process-local number, which differs between ranks
             return
         channel = Channel(ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda")
