@@ -133,7 +133,7 @@ def test_an_exception_and_the_line_that_raised_it():
         "torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ",
     )
     assert sorted(found) == [0, 1, 2]
-    log = found[2].log([])
+    log = found[2]
     assert log.exception == "ValueError: no such batch"
     assert [frame.where for frame in log.exception_stack] == ["train.py:31", "train.py:57"]
 

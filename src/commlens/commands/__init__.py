@@ -1,7 +1,7 @@
 """The command line: one file per verb, and the list of verbs.
 
 A verb's module is imported only when the verb is used, so that ``commlens --help`` starts at once. A command is a class with
-``name``, ``add_arguments(parser)`` and ``run(arguments) -> exit status``; the docstring of the class is its help.
+``add_arguments(parser)`` and ``run(arguments) -> exit status``; the docstring of the class is its help.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from commlens.errors import CommandError, CommlensError, did_you_mean
 
 class Command(Protocol):
     """The interface of a verb's class."""
-
-    name: str
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the verb's options."""
@@ -110,6 +108,24 @@ class _Paragraphs(argparse.HelpFormatter):
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n\n".join(super(_Paragraphs, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Declare the program to run and its own arguments, which are passed on unchanged."""
+    parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+
+
+def program_of(arguments: argparse.Namespace, example: str) -> list[str]:
+    """Return the program and its arguments.
+
+    Raises:
+        CommandError: there is none; the message ends with the example.
+    """
+    program: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    if not program:
+        raise CommandError(f"Which program? For example: commlens {example}")
+    return program
 
 
 def _dispatch(arguments: list[str]) -> int:

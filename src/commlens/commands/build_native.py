@@ -18,15 +18,11 @@ class BuildNativeCommand:
     records in Python.
     """
 
-    name = "build-native"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         parser.add_argument("-o", "--output", metavar="DIR", help="build into this folder; set COMMLENS_NATIVE_DIR to it to use the build")
         parser.add_argument("-f", "--force", action="store_true", help="build again even if there is a build")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Build, and print what was built and where it is."""
         import importlib.util
 
         if importlib.util.find_spec("torch") is None:

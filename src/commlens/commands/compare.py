@@ -28,10 +28,7 @@ class CompareCommand:
     of one of the dumps could be read.
     """
 
-    name = "compare"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the verb's options."""
         parser.add_argument("before", metavar="BEFORE", help="a trace file, a folder with one per rank, or a job's dump")
         parser.add_argument("after", metavar="AFTER", help="the same kind, taken later")
         parser.add_argument(
@@ -41,7 +38,6 @@ class CompareCommand:
         parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read, compare and print."""
         found = [_discover(path) for path in (arguments.before, arguments.after)]
         are_dumps = [_holds_dumps(files) for files in found]
         if all(are_dumps):
@@ -63,9 +59,9 @@ class CompareCommand:
             page = compare_page(before.ranks, after.ranks, comparison, names=(printable(arguments.before), printable(arguments.after)))
             write_whole(Path(arguments.html), page, overwrite=arguments.force)
         if arguments.json:
-            import msgspec
+            from commlens.reports.json_report import print_json
 
-            print(msgspec.json.format(msgspec.json.encode(comparison), indent=2).decode())
+            print_json(comparison)
         else:
             from commlens.reports.trace_terminal import print_comparison
 
@@ -89,8 +85,6 @@ def _holds_dumps(found: DumpFiles) -> bool:
 
 
 def _compare_dumps(found: list[DumpFiles], *, json: bool) -> int:
-    import msgspec
-
     from commlens.diagnosis.dump_diff import compare_positions, position_of
     from commlens.dumps.parallel import read_ranks
 
@@ -99,7 +93,9 @@ def _compare_dumps(found: list[DumpFiles], *, json: bool) -> int:
     movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
     if json:
-        print(msgspec.json.format(msgspec.json.encode(movement), indent=2).decode())
+        from commlens.reports.json_report import print_json
+
+        print_json(movement)
     else:
         from commlens.reports.trace_terminal import print_differences
 

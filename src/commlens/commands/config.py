@@ -22,10 +22,7 @@ class ConfigCommand:
     If a setting is given in several places, the last of these wins: its default, the YAML file, the environment, the command line.
     """
 
-    name = "config"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         parser.add_argument("--config-file", metavar="FILE", help="use this YAML file instead of the usual one")
         parser.add_argument("-y", "--yes", action="store_true", help="ask nothing: keep the file's values, and default the rest")
         parser.add_argument("-f", "--force", action="store_true", help="overwrite the file without asking")
@@ -34,7 +31,6 @@ class ConfigCommand:
         show.add_argument("--config-file", metavar="FILE", default=argparse.SUPPRESS, help="read this YAML file instead of the usual one")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print the settings, or ask for them."""
         if arguments.action == "show":
             return _show(arguments.config_file)
         return _write(arguments.config_file, take_defaults=arguments.yes, force=arguments.force)

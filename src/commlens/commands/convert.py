@@ -25,10 +25,7 @@ class ConvertCommand:
     Exit status: 0 everything was written, 2 wrong usage or a file could not be written, 3 too little evidence could be read.
     """
 
-    name = "convert"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the verb's options."""
         parser.add_argument("paths", nargs="+", metavar="PATH", help="dumps as for commlens diagnose: files, folders, archives, URLs, -")
         parser.add_argument("--to", required=True, choices=FORMATS, help="convert to this format")
         parser.add_argument(
@@ -38,7 +35,6 @@ class ConvertCommand:
         add_selection(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read the dumps, write the files, and print what was left out."""
         from commlens.dumps.discover import discover
         from commlens.dumps.parallel import read_ranks
 

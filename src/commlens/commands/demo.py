@@ -38,10 +38,7 @@ class DemoCommand:
     Exit status: 0 the verdict was correct, 1 it was not, 2 wrong usage.
     """
 
-    name = "demo"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         parser.add_argument("scenario", nargs="?", default=DEFAULT, help=f"the scenario to run (default: {DEFAULT})")
         parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
         parser.add_argument("--nproc-per-node", type=int, default=4, metavar="N", help="start N processes: 2, 4 or 8 (default: 4)")
@@ -51,7 +48,6 @@ class DemoCommand:
         parser.add_argument("--dump-dir", type=Path, metavar="DIR", help="save the dump here (default: a new temporary folder)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the job, and compare the verdict with the known fault."""
         if arguments.list:
             print_list()
             return 0

@@ -27,10 +27,7 @@ class DiagnoseCommand:
     3 too little evidence could be read.
     """
 
-    name = "diagnose"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the verb's options."""
         parser.add_argument(
             "paths",
             nargs="+",
@@ -46,7 +43,6 @@ class DiagnoseCommand:
         _add_entries(parser.add_argument_group("the records around the fault, side by side"))
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read the evidence, diagnose it, and print the verdict."""
         side_by_side = arguments.entries is not None or arguments.stacks
         if arguments.json and side_by_side:
             raise CommandError(

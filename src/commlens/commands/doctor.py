@@ -13,10 +13,7 @@ class DoctorCommand:
     Run it before a job, or for a bug report. It changes nothing and calls no compiler.
     """
 
-    name = "doctor"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         parser.add_argument("--config-file", metavar="FILE", help="use this YAML file instead of the usual one")
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -11,17 +11,13 @@ class DumpCommand:
     It reads the black boxes from outside, so it needs no help from the job and does not disturb it.
     """
 
-    name = "dump"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         parser.add_argument(
             "job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)"
         )
         parser.add_argument("-o", "--output", metavar="DIR", help="save below this folder (default: the setting dump_dir, commlens-dumps)")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Save the dumps, and print their folders."""
         from commlens.config import load_settings
         from commlens.watch.jobs import find_jobs
         from commlens.watch.snapshot import dump

@@ -11,8 +11,6 @@ class LaunchCommand:
     If the job stalls or dies, the verdict is printed at once. All of torchrun's options are accepted.
     """
 
-    name = "launch"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Accept everything: torchrun's own parser reads it, together with our settings."""
         parser.usage = "commlens launch [commlens's settings] [torchrun's options] script.py ... | -m module ..."
@@ -22,7 +20,6 @@ class LaunchCommand:
         parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run torchrun in this process."""
         from commlens.launch.torchrun import launch
 
         return launch(arguments.arguments)

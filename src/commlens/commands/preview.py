@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commlens.commands import add_program, program_of
 from commlens.errors import CommandError, MissingDependency
 
 if TYPE_CHECKING:
@@ -25,10 +26,7 @@ class PreviewCommand:
     commlens preview --world-size 1024 --rank 3 --fake-tensors --network h100-ib train.py --lr 0.1
     """
 
-    name = "preview"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options, then the program and its own arguments, which are passed through."""
         from commlens.traces.network import PRESETS, parse_bandwidth, parse_duration
 
         parser.usage = "commlens preview --world-size N [options] script.py ... | -m module ..."
@@ -38,7 +36,6 @@ class PreviewCommand:
         parser.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
         parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: also trace tensor ops")
         parser.add_argument("--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
-        parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
         group = parser.add_argument_group("time estimate", "needs a preset or figures; figures replace the preset's")
         group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))
         bandwidth, duration = _figure(parse_bandwidth), _figure(parse_duration)
@@ -48,13 +45,10 @@ class PreviewCommand:
         group.add_argument("--inter-latency", type=duration, metavar="TIME", help="per hop between nodes: 4us")
         group.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks per node (default: the preset's, else 8)")
         group.add_argument("--step-time", type=duration, metavar="TIME", help="duration of a step, to show communication's share: 1.2s")
-        parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+        add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the program; print the summary and the estimate."""
-        program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-        if not program:
-            raise CommandError("Which program? For example: commlens preview --world-size 64 train.py --lr 0.1")
+        program = program_of(arguments, "preview --world-size 64 train.py --lr 0.1")
         if arguments.steps is not None and arguments.steps < 1:
             raise CommandError(f"--steps {arguments.steps} would run nothing: give 1 or more.")
         network = _network(arguments)

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from commlens.errors import CommandError
+from commlens.commands import add_program, program_of
 
 
 class RunCommand:
@@ -15,26 +15,19 @@ class RunCommand:
     For example: srun commlens run train.py; torchrun -m commlens run train.py; accelerate launch -m commlens run train.py.
     """
 
-    name = "run"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the settings, then the program with its own arguments, which are passed on unchanged."""
         from commlens.launch.options import add_settings
 
         parser.usage = "commlens run [settings] script.py ... | commlens run [settings] -m module ..."
         add_settings(parser)
-        parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
-        parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+        add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Replace this process by the program."""
         from commlens.config import settings_environment, variable_of
         from commlens.launch import worker
         from commlens.launch.options import OPTIONS, settings_from
 
-        program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-        if not program:
-            raise CommandError("Name the program to run, for example: commlens run train.py --lr 0.1")
+        program = program_of(arguments, "run train.py --lr 0.1")
         given = settings_from(arguments)
         # Pass on only what was given here: the worker finds the rest in the same places.
         chosen = {name for name in OPTIONS if given.origins[name] == "command line"}

@@ -17,16 +17,12 @@ class StatusCommand:
     It reads the black boxes from outside, so it also shows ranks that are stuck, stopped or dead.
     """
 
-    name = "status"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options."""
         parser.add_argument(
             "job", nargs="?", metavar="JOB|PID", help="a job's name or a prefix of it, or a rank's pid (default: all jobs that run)"
         )
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Print a table for each job, with a row for each rank."""
         from concurrent.futures import ThreadPoolExecutor
 
         from commlens.config import load_settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from commlens.errors import CommandError
+from commlens.commands import add_program, program_of
 
 DIRECTORY = "commlens-trace"
 
@@ -15,10 +15,7 @@ class TraceCommand:
     Under torchrun, write one file per rank: torchrun --nproc-per-node 2 -m commlens trace train.py; or: commlens launch --trace.
     """
 
-    name = "trace"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the options, then the program and its own arguments, which are passed through."""
         parser.usage = "commlens trace [options] script.py ... | commlens trace [options] -m module ..."
         parser.add_argument("--steps", metavar="FIRST:LAST", help="trace only these optimizer steps, counted from 0; 2:4 for steps 2 and 3")
         parser.add_argument(
@@ -34,16 +31,12 @@ class TraceCommand:
             help=f"folder for trace-rank0.json, ... or trace.json (default {DIRECTORY})",
         )
         parser.add_argument("--no-summary", action="store_true", help="print no summary at the end")
-        parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
-        parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
+        add_program(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Run the program in this interpreter, unchanged."""
         from commlens.launch import trace_worker
 
-        program = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
-        if not program:
-            raise CommandError("Which program? For example: commlens trace train.py --lr 0.1")
+        program = program_of(arguments, "trace train.py --lr 0.1")
         trace_worker.run(
             program,
             module=arguments.module,

@@ -36,10 +36,7 @@ class ViewCommand:
     any file, write an empty page that shows a trace dropped on it. Exit status: 0, or 2 if a file is not a trace.
     """
 
-    name = "view"
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the verb's options."""
         from commlens.traces.network import PRESETS
 
         parser.add_argument("paths", nargs="*", metavar="PATH", help="trace files (x.json, x.json.gz), or folders with one per rank")
@@ -62,7 +59,6 @@ class ViewCommand:
         files.add_argument("--force", action="store_true", help="overwrite existing files")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        """Read the traces, filter them, and print or write the output."""
         from commlens.traces.files import read_ranks
 
         if not arguments.paths:
@@ -172,10 +168,10 @@ def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
 
         sys.stdout.write(to_json_lines(ranks.to_rows()))
     elif arguments.json:
-        import msgspec
+        from commlens.reports.json_report import print_json
 
         summaries = [trace.to_summary() for trace in ranks]
-        print(msgspec.json.format(msgspec.json.encode(summaries if len(summaries) > 1 else summaries[0]), indent=2).decode())
+        print_json(summaries if len(summaries) > 1 else summaries[0])
     elif arguments.ops:
         from commlens.reports.trace_terminal import print_ops
 
