@@ -170,6 +170,14 @@ export interface VerdictPage {
   timeline: Timeline;
   tables: Table[];
   stacks: StackClass[];
+  source: SourceLines | null;
+}
+
+/** The lines of source around the culprit's. */
+export interface SourceLines {
+  first: number;
+  line: number;
+  lines: string[];
 }
 
 /** The names of the roles on the page. */

@@ -1,6 +1,6 @@
 import { CopyButton } from "../shared/copy";
 import { count } from "../shared/words";
-import type { Finding, VerdictPage } from "./data";
+import type { Finding, SourceLines, VerdictPage } from "./data";
 
 const HEADLINES: Record<string, string> = { healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler" };
 
@@ -37,6 +37,7 @@ export function Summary({ page }: { page: VerdictPage }) {
               <code>{first.source_file}{first.function ? ` ${first.function}` : ""}</code>
               <CopyButton label="Copy the source line" text={first.source_file} bare />
             </dd>
+            {page.source && <dd class="source"><Source source={page.source} /></dd>}
           </>
         )}
       </dl>
@@ -46,6 +47,18 @@ export function Summary({ page }: { page: VerdictPage }) {
       </div>
       {others.length > 0 && <Others findings={others} />}
     </section>
+  );
+}
+
+function Source({ source }: { source: SourceLines }) {
+  const width = String(source.first + source.lines.length).length;
+  return (
+    <pre aria-label="Source">
+      {source.lines.map((text, index) => {
+        const number = source.first + index;
+        return <span key={number} class={number === source.line ? "at" : ""}><span class="number">{String(number).padStart(width)}</span> {text}{"\n"}</span>;
+      })}
+    </pre>
   );
 }
 

@@ -205,6 +205,14 @@ class Ranks(msgspec.Struct):
     source: list[int] = []  # the file
 
 
+class SourceLines(msgspec.Struct):
+    """The lines of source around the culprit's."""
+
+    first: int  # number of the first one
+    line: int  # number of the culprit's
+    lines: list[str]
+
+
 class VerdictPage(msgspec.Struct, kw_only=True):
     """The page."""
 
@@ -219,3 +227,4 @@ class VerdictPage(msgspec.Struct, kw_only=True):
     timeline: Timeline
     tables: list[Table]
     stacks: list[StackClass]
+    source: SourceLines | None = None
