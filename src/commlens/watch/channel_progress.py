@@ -18,6 +18,50 @@ Issue = tuple[SignatureId, int, int]
 MAX_PENDING: Final = 4096  # sequence numbers per channel that may wait for the slowest rank
 
 
+Blocks = dict[int, tuple[int, int]]
+"""By block of sequence numbers: how many were added, and the exclusive or of their digests."""
+
+
+class ChannelDigest:
+    """What was issued on a channel, in a form that nodes can compare without knowing how far the other is.
+
+    Sequence numbers are summed up in blocks of several lengths: short ones show a difference at once, long ones still overlap if a
+    channel is fast and the nodes look at it a second apart. Blocks with equal counts hold the same sequence numbers.
+    """
+
+    LENGTHS: Final = (1, 16, 256, 4096)
+    KEPT: Final = 16  # blocks of each length
+
+    def __init__(self) -> None:
+        self._blocks: list[dict[int, list[int]]] = [{} for _ in self.LENGTHS]
+
+    def add(self, number: int, digest: int) -> None:
+        """Add what was issued under a sequence number."""
+        # The number is mixed in, because an exclusive or of equal digests would be 0.
+        value = (digest * 0x9E3779B1 + number * 0x85EBCA77) & 0xFFFFFFFF
+        for blocks, length in zip(self._blocks, self.LENGTHS, strict=True):
+            block = blocks.get(number // length)
+            if block is None:
+                block = blocks[number // length] = [0, 0]
+                if len(blocks) > self.KEPT:
+                    del blocks[min(blocks)]
+            block[0] += 1
+            block[1] ^= value
+
+    def blocks(self) -> list[Blocks]:
+        """Return the newest blocks of each length."""
+        return [{number: (count, value) for number, (count, value) in blocks.items()} for blocks in self._blocks]
+
+
+def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
+    """Return whether two nodes issued something else on a channel, as far as their blocks overlap."""
+    return any(
+        number in other and other[number][0] == block[0] and other[number][1] != block[1]
+        for mine, other in zip(ours, theirs, strict=False)
+        for number, block in mine.items()
+    )
+
+
 @dataclass(slots=True)
 class ChannelProgress:
     """The collectives of one channel: for each sequence number what the first rank issued, until all ranks have passed it."""
@@ -34,6 +78,8 @@ class ChannelProgress:
     seen_pairs: set[tuple[int, int, int]] = field(default_factory=set)  # stacks that met, with the difference of their steps
     is_concurrent: bool = False  # several threads issue on it at once, so that the order is unknown
     reported: set[int] = field(default_factory=set)  # sequence numbers that disagree
+    digest: ChannelDigest | None = None  # of a channel with ranks on other nodes
+    reduce_digest: ChannelDigest | None = None
     order_suspected: bool = False  # source lines or steps met that had never met before
 
     def trim(self) -> int:

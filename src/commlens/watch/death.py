@@ -10,6 +10,7 @@ from commlens.watch.roster import Member
 SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
 STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
 ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
+REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
 STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _STOP_EXIT_CODES: Final = (128 + 15, 128 + 2)
 
@@ -42,6 +43,8 @@ class DeathDetector:
         self.first: Member | None = None  # the first rank that died
         self.alone = False  # it was stopped alone, by a launcher that stops all ranks at once: somebody meant this rank
         self._due: float | None = None
+        self._elsewhere = False
+        self._reporter_until = 0.0
 
     @property
     def is_pending(self) -> bool:
@@ -78,6 +81,20 @@ class DeathDetector:
     def was_job_stopped(self, members: Sequence[Member]) -> bool:
         """Return whether all ranks were stopped from outside, and not because one of them was."""
         return not self.alone and job_was_stopped(members)
+
+    def add_elsewhere(self, now: float) -> None:
+        """Note that a rank of another node died; only the first time counts."""
+        if not self._elsewhere and self._due is None:
+            self._due = now + SETTLE_S
+        self._elsewhere = True
+
+    def wait_for_reporter(self, now: float) -> bool:
+        """Postpone the report because another node makes it. Returns False once that has taken too long."""
+        self._reporter_until = self._reporter_until or now + REPORTER_S
+        if now >= self._reporter_until:
+            return False
+        self._due = now + SETTLE_S
+        return True
 
     def take_due(self, now: float) -> bool:
         """Return whether to report the death now; True only once."""

@@ -15,7 +15,7 @@ from typing import Final
 from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
 from commlens.text import ranks_phrase
-from commlens.watch.channel_progress import MAX_PENDING, Discrepancy
+from commlens.watch.channel_progress import MAX_PENDING, Blocks, Discrepancy
 from commlens.watch.record_reader import RecordReader
 from commlens.watch.roster import Member, Roster
 from commlens.watch.signature_comparison import SignatureComparison
@@ -60,13 +60,14 @@ class DeferredVerification:
         self._clock = clock
         self._members: tuple[tuple[int, int, bool], ...] = ()
         self._readers: list[RecordReader] = []
+        self._is_alone = True
         self._comparison = SignatureComparison(())
         self._missed_before = 0
 
     def poll(self, now: float) -> None:
         """Read the new records and compare them. ``now`` is CLOCK_MONOTONIC, seconds."""
         self._follow(self._roster.current())
-        if len(self._readers) < 2:
+        if not self._readers or self._is_alone:
             return
         began = self._clock()
         read = 0
@@ -85,6 +86,7 @@ class DeferredVerification:
         if now == self._members:
             return
         self._members = now
+        self._is_alone = max((member.world_size for member in members), default=0) < 2
         self._missed_before = self.missed
         self._comparison = SignatureComparison(rank for _, rank, _ in now)
         self._readers = []
@@ -97,6 +99,10 @@ class DeferredVerification:
     def missed(self) -> int:
         """The number of records that were not compared: overwritten before they were read, or skipped to stay within the CPU budget."""
         return self._missed_before + sum(reader.tail.missed for reader in self._readers)
+
+    def digests(self) -> dict[str, list[Blocks]]:
+        """Return what was issued on the channels that reach other nodes, in a form that nodes can compare."""
+        return self._comparison.digests()
 
     def times(self, discrepancy: Discrepancy) -> int:
         """Return how often the channel's ranks have disagreed on this aspect so far."""

@@ -79,7 +79,7 @@ class MismatchReporter:
         self._roster = roster
         self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
         self._due = 0.0
-        self._reported: dict[Key, tuple[str, Discrepancy]] = {}  # with where it was first seen
+        self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}  # with where it was first seen
         self._examined = 0
         self._out_of_step = OutOfStepCheck()
         self._counted: set[tuple[ChannelKey, str]] = set()
@@ -130,6 +130,8 @@ class MismatchReporter:
         """Return the lines for the end of the job: how often ranks disagreed, and what was not compared."""
         lines = []
         for (kind, culprits, _, _), (where, discrepancy) in self._reported.items():
+            if discrepancy is None:
+                continue
             key = (discrepancy.channel.key, discrepancy.aspect)
             times = self.verification.times(discrepancy)
             if times > 1 and key not in self._counted:
@@ -169,7 +171,14 @@ class MismatchReporter:
                         verdicts.append(self._verdict(finding, logs))
         return verdicts[: max(0, REPORTS_MAX - len(self._reported) + len(verdicts))]
 
-    def _add(self, finding: Finding, discrepancy: Discrepancy) -> bool:
+    def examine_job(self) -> list[tuple[Verdict, bool]]:
+        """Compare the records of all nodes, because what they issued differs. Returns new verdicts, as :meth:`poll` does."""
+        if len(self._reported) >= REPORTS_MAX:
+            return []
+        logs = self._read(None)
+        return [(self._verdict(finding, logs), True) for finding in live.find_disagreements(logs) if self._add(finding, None)]
+
+    def _add(self, finding: Finding, discrepancy: Discrepancy | None) -> bool:
         """Remember a finding. Returns whether it is new."""
         key = _key(finding)
         if self._is_reported(key):

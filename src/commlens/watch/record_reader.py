@@ -79,6 +79,7 @@ class RecordReader:
         channels, signatures, stacks = self._channels, self._signatures, self._stacks
         needs_more, needs_all_ranks = comparison.signatures.needs_more, comparison.signatures.needs_all_ranks
         touched: dict[int, ChannelProgress] = {}
+        digest = comparison.signatures.digest
         for index, group, args, stack, number, step, coalescing, tag, flags, peer, members, _, _ in records:
             channel = channels[group]
             if channel is None:
@@ -110,6 +111,8 @@ class RecordReader:
                 if number >= progress.floor:
                     progress.first_issue[number] = (issue, rank)
                     progress.begin = progress.begin or number
+                    if progress.digest is not None:
+                        progress.digest.add(number, digest(signature))
             elif first[1] == rank:  # refused before it was issued, so that its number is used again
                 progress.first_issue[number] = (issue, rank)
             elif first[0] != issue:
@@ -124,7 +127,7 @@ class RecordReader:
         comparison.trim(touched.values())
 
     def _load_channel(self, group: int) -> _RankChannel | None:
-        """Return the channel of a group blob; None if it is unreadable, or if no other rank of it is on this node."""
+        """Return the channel of a group blob; None if it is unreadable, or a group of one rank."""
         blob = self.tail.decoded(group)
         found: _RankChannel | None = None
         if isinstance(blob, GroupJson):
@@ -134,7 +137,7 @@ class RecordReader:
                 channel = None
             if channel is not None:
                 found = self._by_key.get(channel.key)
-                if found is None and sum(rank in self._comparison.local_ranks for rank in channel.group.ranks) > 1:
+                if found is None and len(channel.group.ranks) > 1:
                     found = self._by_key[channel.key] = _RankChannel(self._comparison.channel(channel, 0), channel)
         return found
 

@@ -17,8 +17,10 @@ from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.model.wrapping import fill
-from commlens.text import capital
+from commlens.text import capital, ranks_phrase
+from commlens.watch import remote_evidence
 from commlens.watch.death import STOP_SIGNALS
+from commlens.watch.nodes import Nodes
 from commlens.watch.observer import Observer
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import read_logs
@@ -54,12 +56,14 @@ class Evidence:
     """The ranks' logs and what was observed of their processes, as of now.
 
     Args:
-        roster: the ranks.
+        roster: the ranks of this node.
         observer: of their processes.
+        nodes: the job's other nodes.
         launched: a launcher watches its own workers: after the first death it ends the others with SIGTERM and SIGKILL.
     """
 
-    def __init__(self, roster: Roster, observer: Observer, *, launched: bool) -> None:
+    def __init__(self, roster: Roster, observer: Observer, nodes: Nodes, *, launched: bool) -> None:
+        self.nodes = nodes
         self._roster = roster
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
@@ -70,10 +74,35 @@ class Evidence:
         self.frozen = {member.pid: self._observer.observe(member.pid) for member in self._roster.current() if member.alive and member.here}
 
     def logs(self) -> tuple[list[RankLog], list[str]]:
-        """Return the ranks' logs, each with its observation, and what could not be read, in sentences."""
+        """Return the ranks' logs, each with its observation, and what could not be read, in sentences.
+
+        If this node reports for the job, the logs of the other nodes' ranks are among them.
+        """
+        remote, more = self.remote_logs()
+        logs, problems = read_logs(self._roster.current(), self._by_pid())
+        return [*logs, *remote], [*problems, *more]
+
+    def remote_logs(self) -> tuple[list[RankLog], list[str]]:
+        """Return the logs of the other nodes' ranks, and what is missing, if this node reports for the job; otherwise nothing."""
+        logs: list[RankLog] = []
+        problems: list[str] = []
+        remote, silent = self.nodes.gather() if self.nodes.reporter is None else ({}, [])
+        hosts = {beat.slot: beat.host for beat in self.nodes.others}
+        for slot, content in sorted(remote.items()):
+            more, missing = remote_evidence.unpack(content, hosts.get(slot, "another node"))
+            logs += more
+            problems += missing
+        problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer." for beat in [*silent, *self.nodes.lost]]
+        return logs, problems
+
+    def packed(self) -> bytes:
+        """Return this node's evidence for the node that reports."""
+        return remote_evidence.pack(self._roster.current(), self._by_pid())
+
+    def _by_pid(self) -> dict[int, Observation]:
         members = self._roster.current()
         wait_s = _PY_SPY_WAIT_S if any(member.alive for member in members) else 0.0
-        return read_logs(members, {member.pid: self._observed(member, wait_s) for member in members if member.here})
+        return {member.pid: self._observed(member, wait_s) for member in members if member.here}
 
     def observations(self) -> dict[int, Observation]:
         """Return the observations by rank."""
@@ -133,12 +162,22 @@ class Reporter:
         """Print a verdict, or the ``line`` in its place. A verdict of kind waiting claims no fault, so it is only a notice."""
         self.verdict = verdict
         if line:
-            self.say(line)
+            self.tell(line)
         elif verdict.kind == "waiting":
             sentences = [verdict.summary, verdict.explanation]
-            self.say(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
+            self.tell(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
         else:
             self.say(verdict)
+            self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
+
+    def tell(self, line: str, *, abort: bool = False) -> None:
+        """Print a line here, and on the other nodes if this one reports for the job."""
+        self.say(line)
+        self._announce(line, abort=abort)
+
+    def _announce(self, line: str, *, kind: str = "", abort: bool = False) -> None:
+        if self.evidence.nodes.reporter is None:
+            self.evidence.nodes.announce(line, kind=kind, abort=abort)
 
     def save_dump(self, reason: str = "") -> None:
         """Save the evidence and the last verdict in ``dump_dir``, and print where. An error is printed, too.

@@ -7,6 +7,7 @@ that differ, once for each pair of them.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -15,7 +16,7 @@ from commlens.matching.answer import Answer, Disagree
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Channel
-from commlens.watch.channel_progress import MAX_PENDING, ChannelProgress, Discrepancy, Issue, SequenceNumber
+from commlens.watch.channel_progress import MAX_PENDING, Blocks, ChannelDigest, ChannelProgress, Discrepancy, Issue, SequenceNumber
 from commlens.watch.message_stream import MessageStream, StreamEnd
 from commlens.watch.signatures import CACHE_SIZE, BoundedCache, SignatureId, SignatureTable
 
@@ -65,7 +66,21 @@ class SignatureComparison:
     def channel(self, channel: Channel, era: int) -> ChannelProgress:
         """Return the progress on a channel, which all ranks share."""
         local_ranks = tuple(rank for rank in channel.group.ranks if rank in self.local_ranks)
-        return self._channels.setdefault((channel.key, era), ChannelProgress(channel, local_ranks))
+        progress = self._channels.get((channel.key, era))
+        if progress is None:
+            progress = self._channels[(channel.key, era)] = ChannelProgress(channel, local_ranks)
+            if len(local_ranks) < len(channel.group.ranks):
+                progress.digest, progress.reduce_digest = ChannelDigest(), ChannelDigest()
+        return progress
+
+    def digests(self) -> dict[str, list[Blocks]]:
+        """Return the digests of the channels that other nodes have ranks on, by a name that is the same on all nodes."""
+        found: dict[str, list[Blocks]] = {}
+        for (key, era), progress in self._channels.items():
+            for kind, digest in (("", progress.digest), ("reduce op", progress.reduce_digest)):
+                if digest is not None and any(blocks := digest.blocks()):
+                    found[f"{zlib.crc32(repr((key, era, kind)).encode()):x}"] = blocks
+        return found
 
     def stream(self, channel: Channel, era: int, sender: int, receiver: int) -> MessageStream:
         """Return the messages from one rank to another, which both share."""
@@ -118,6 +133,8 @@ class SignatureComparison:
         number = where[0]
         if first is None:
             progress.reduce_ops[where] = (op, signature, rank)
+            if progress.reduce_digest is not None and not where[1]:
+                progress.reduce_digest.add(number, op)
             if len(progress.reduce_ops) > 2 * MAX_PENDING:
                 del progress.reduce_ops[next(iter(progress.reduce_ops))]
             return

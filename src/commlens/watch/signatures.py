@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import math
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from commlens.blackbox.blobs import ArgsJson, decode_args, decode_blob
 from commlens.model.collective import CollectiveArgs
-from commlens.model.ops import REDUCING
+from commlens.model.ops import REDUCING, UNEVEN
 
 SignatureId = int
 """Identifies an interned signature; 0: unknown."""
@@ -55,12 +57,24 @@ class SignatureTable:
         self.signatures: dict[SignatureId, Signature] = {}
         self.needs_more: set[SignatureId] = set()  # reduce op recorded later, or all ranks compared together
         self.needs_all_ranks: set[SignatureId] = set()
+        self._digests: dict[SignatureId, int] = {}
         self._ids: dict[bytes | tuple[SignatureId, ...], SignatureId] = {}
         self._next_id = itertools.count(1)
 
     def get(self, signature: SignatureId) -> Signature | None:
         """Return the signature, or None if it is unknown or was forgotten."""
         return self.signatures.get(signature)
+
+    def digest(self, signature: SignatureId) -> int:
+        """Return 32 bits of what all ranks of a group must have alike, equal on all nodes; 0 if it is unknown."""
+        digest = self._digests.get(signature)
+        if digest is None:
+            known = self.signatures.get(signature)
+            if len(self._digests) > CACHE_SIZE:
+                self._digests.clear()
+            same = [_must_agree(part) for part in known.parts] if known is not None else []
+            digest = self._digests[signature] = zlib.crc32(repr(same).encode()) if same else 0
+        return digest
 
     def op(self, signature: SignatureId) -> str:
         """Return the wire op; empty if it is unknown."""
@@ -110,3 +124,8 @@ class SignatureTable:
         """Return the arguments with the reduce op that was recorded later; None if they are unknown."""
         known = self.get(signature)
         return decode_args(known.blob, reduce_op) if known is not None and known.blob is not None else None
+
+
+def _must_agree(args: CollectiveArgs) -> tuple[object, ...]:
+    sizes = () if args.op in UNEVEN else tuple(math.prod(tensor.shape) for tensor in args.payload)
+    return (args.op, args.root, tuple(tensor.dtype for tensor in args.payload[:1]), sizes)

@@ -20,18 +20,20 @@ from typing import Final
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase, verb
 from commlens.watch import process
-from commlens.watch.death import DeathDetector, dead_ranks
+from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.jobs import discard_forgotten
 from commlens.watch.mismatch_reporter import MismatchReporter
+from commlens.watch.nodes import Nodes, store_address
 from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
-from commlens.watch.snapshot import add_new_members, sample
-from commlens.watch.stall import Check, Stall, StallDetector, explains, waited_for, waits, waits_recorded
+from commlens.watch.snapshot import add_new_members, read_logs, sample
+from commlens.watch.stall import Check, Stall, StallDetector, Wait, explains, waited_for, waits, waits_recorded
 
 log = logging.getLogger("commlens")
 
@@ -75,7 +77,8 @@ class Watcher:
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
-        evidence = Evidence(self._roster, self._observer, launched=self._launched)
+        self._nodes = Nodes(os.uname().nodename, self._wake)
+        evidence = Evidence(self._roster, self._observer, self._nodes, launched=self._launched)
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
@@ -87,7 +90,8 @@ class Watcher:
         self._generation = -1
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
-        self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster)
+        self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self._read_all)
+        self._held: list[tuple[float, Verdict, bool]] = []  # mismatches that another node will report: until when
         self.reporter.evidence.frozen = {}
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
@@ -106,6 +110,9 @@ class Watcher:
         """
         self._failures = failures or {}
         self._stop.set()
+        self._wake()
+
+    def _wake(self) -> None:
         with contextlib.suppress(OSError):
             os.write(self._roster.wake_fileno, b"\0")
 
@@ -135,6 +142,7 @@ class Watcher:
             log.warning("commlens: the watcher failed and stops; the job goes on without it: %s: %s", type(error).__name__, error)
             log.debug("the watcher's error", exc_info=True)
         finally:
+            self._nodes.leave()
             self._roster.close()
 
     def _finished(self) -> bool:
@@ -162,6 +170,7 @@ class Watcher:
                 self._new_generation(member.restart)
         self._roster.poll()
         self._add_ended()
+        self._meet_nodes()
         if self._deaths.take_due(time.monotonic()):
             self._report_death()
         if not self._over and not self._deaths.is_pending:
@@ -174,9 +183,44 @@ class Watcher:
         """Start anew: torchelastic restarted the workers. The former boxes are removed; if anything was wrong, they were dumped."""
         if self._generation >= 0:
             self._say_final_lines()
+            self._nodes.leave()
             self._roster.forget([member for member in self._roster.members if member.restart < restart], remove_boxes=True)
             self._begin_generation()
         self._generation = restart
+
+    # --- other nodes
+
+    def _meet_nodes(self) -> None:
+        """Tell the job's other nodes about this one, answer the node that reports, and print what it reported."""
+        nodes, members = self._nodes, self._roster.current()
+        if not nodes.joined:
+            address = store_address(members)
+            if address is None:
+                return
+            nodes.join(address, max(self._generation, 0))
+        now_ns = time.monotonic_ns()
+        oldest_ns = min((wait.since_ns for wait in self._waits(now_ns) if wait.kind == "collective"), default=0)
+        age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
+        if nodes.others:
+            nodes.update(digests=self._mismatches.verification.digests())
+        nodes.update(ranks=[member.rank for member in members], wait_id=oldest_ns, wait_s=round(age_s, 1))
+        if (request := nodes.take_request()) is not None:
+            nodes.answer(request, self.reporter.evidence.packed())
+        for host, news in nodes.take_news():
+            self.reporter.say(f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text)
+            if news.kind:
+                self._held.clear()
+                self._over = self._over or self._deaths.first is not None
+                self.reporter.save_dump()
+            if news.abort and self._aborting_since is None:
+                self._end()
+        if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
+            self._deaths.add_elsewhere(time.monotonic())
+
+    def _waits(self, now_ns: int) -> list[Wait]:
+        """Return what the ranks of this node, and those of other nodes, are waiting in."""
+        elsewhere = [Wait(since_ns, -1 - slot, "collective") for slot, since_ns in self._nodes.waits_since(now_ns)]
+        return waits(self._roster.current()) + (elsewhere if self._nodes.reporter is None else [])
 
     # --- deaths
 
@@ -211,19 +255,29 @@ class Watcher:
     def _report_death(self) -> None:
         members = self._roster.current()
         dead = dead_ranks(members)
-        if self._over or not dead:
+        if self._over or not (dead or self._nodes.dead_elsewhere):
+            return
+        if self._deaths.was_job_stopped(members):
+            self._over = True
+            return
+        self._nodes.update(dead=[member.rank for member in dead])
+        if self._nodes.reporter is not None and self._deaths.wait_for_reporter(time.monotonic()):
             return
         self._over = True
-        if self._deaths.was_job_stopped(members):
-            return
         reporter = self.reporter
         verdict = reporter.diagnose()
-        ranks = ranks_phrase(member.rank for member in dead)
+        ranks = ranks_phrase([*(member.rank for member in dead), *self._nodes.dead_elsewhere])
         earlier = self._stalls.stall.verdict if self._stalls.stall is not None else None
         was_killed = any(member.ending is not None and member.ending.signal for member in dead)
-        if earlier is not None and earlier.is_fault and not was_killed and {member.rank for member in dead} <= set(earlier.victims):
+        if (
+            dead
+            and earlier is not None
+            and earlier.is_fault
+            and not was_killed
+            and {member.rank for member in dead} <= set(earlier.victims)
+        ):
             error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
-            reporter.say(f"{ranks} gave up waiting{error}; the verdict above stands.")
+            reporter.tell(f"{ranks} gave up waiting{error}; the verdict above stands.")
         elif self._mismatches.has_reported(verdict):
             reporter.report(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
         elif verdict.kind != "healthy":
@@ -238,7 +292,7 @@ class Watcher:
     def _look_for_mismatches(self) -> None:
         """Compare new records and report ranks that disagree, whether or not it hangs the job: its results may be wrong."""
         try:
-            verdicts = self._mismatches.poll(time.monotonic())
+            verdicts = self._new_mismatches(time.monotonic())
         except Exception as error:  # stalls and deaths are still reported
             self._mismatches.disable()
             log.warning("commlens: deferred verification failed and stops; the job is still watched: %s: %s", type(error).__name__, error)
@@ -250,12 +304,30 @@ class Watcher:
             if may_abort and self.settings.on_mismatch == "abort" and self._abort("on_mismatch", verdict):
                 return
 
+    def _new_mismatches(self, now: float) -> list[tuple[Verdict, bool]]:
+        """Return the mismatches to report, each with whether it may end the job. The node that reports for the job decides first."""
+        verdicts = self._mismatches.poll(now)
+        if self._nodes.reporter is not None:
+            if verdicts:
+                self._nodes.update(disagreements=len(self._held) + len(verdicts))
+                self._held += [(now + REPORTER_S, verdict, may_abort) for verdict, may_abort in verdicts]
+            verdicts = []
+        elif self._nodes.others and self._nodes.take_disagreement(now):
+            verdicts += self._mismatches.examine_job()
+        verdicts += [(verdict, may_abort) for until, verdict, may_abort in self._held if now >= until]
+        self._held = [each for each in self._held if now < each[0]]
+        return verdicts
+
+    def _read_all(self, newest: int | None) -> list[RankLog]:
+        """Read the records of this node's ranks and, if it reports for the job, those of the other nodes'."""
+        return [*read_logs(self._roster.current(), {}, newest=newest)[0], *self.reporter.evidence.remote_logs()[0]]
+
     # --- stalls
 
     def _look_for_stall(self) -> None:
         now_ns = time.monotonic_ns()
         members = self._roster.current()
-        waiting = waits(members)
+        waiting = self._waits(now_ns)
         before = self._stalls.stall
         ended = self._stalls.take_ended(waiting, now_ns)
         if ended is not None and any(member.alive for member in members):
@@ -271,7 +343,7 @@ class Watcher:
             if self._stalls.add_pause(now_ns):
                 self.reporter.say("all ranks here are stopped (by SIGSTOP or a debugger); their waits count from when they go on.")
             return
-        if check is not None:
+        if check is not None and self._nodes.reporter is None:
             self._check(self._stalls.stall, check)
 
     def _check(self, stall: Stall, check: Check) -> None:
@@ -304,7 +376,7 @@ class Watcher:
     def _report_wait_ended(self, stall: Stall, now_ns: int) -> None:
         late = waited_for(stall.verdict) if stall.verdict is not None else []
         what = f"{ranks_phrase(late)} arrived" if late else "the wait ended"
-        self.reporter.say(f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on.")
+        self.reporter.tell(f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on.")
 
     # --- the end
 
@@ -315,19 +387,23 @@ class Watcher:
         members = [member for member in self._roster.current() if member.here and member.box is not None and not member.unreadable]
         size = max((member.world_size for member in members), default=0)
         concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
-        unseen = sorted(set(concerned) - {member.rank for member in members})
+        unseen = sorted(set(concerned) - {member.rank for member in members} - self._nodes.ranks)
         if unseen or verdict.confidence == "low":
             doubt = f"there is no record of {ranks_phrase(unseen)} here" if unseen else "the verdict's confidence is low"
             self.reporter.say(f"the job goes on, although {setting} is set to abort: {doubt}.")
             return False
-        self.reporter.say(f"ending the job, because {setting} is set to abort.")
+        self.reporter.tell(f"ending the job, because {setting} is set to abort.", abort=True)
+        self._end()
+        return True
+
+    def _end(self) -> None:
+        """End this node's ranks."""
         self._over = True
         self._aborting_since = time.monotonic()
         if self._end_job is not None:
             self._end_job()
         else:
             self._signal_ranks(signal.SIGTERM)
-        return True
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():
@@ -354,8 +430,11 @@ class Watcher:
         self._roster.poll()
         self._add_ended()
         self._add_unseen_failures()
-        if self._deaths.first is not None and not self._over:
+        while self._deaths.first is not None and not self._over:
             self._report_death()
+            if not self._over:  # another node reports
+                time.sleep(POLL_S)
+                self._meet_nodes()
         members = self._roster.current()
         self._say_final_lines()
         if any(member.alive and member.here for member in members):

@@ -1,0 +1,371 @@
+"""The watchers of a job's nodes, which meet in the job's own store: one of them reports, with the evidence of all.
+
+Each node has one small value in the store, which it overwrites about once a second: its ranks, how long they have waited, which of
+them died. The reporter is the live node with the lowest rank. It asks for evidence by a number in its value; each node answers with
+its ranks' black boxes. What the reporter prints, the other nodes print as one line. See docs/nodes.md.
+
+All traffic is in a thread of its own. If the store cannot be reached, each node speaks for itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from commlens.watch import process
+from commlens.watch.channel_progress import Blocks, differ
+from commlens.watch.roster import Member
+from commlens.watch.store_client import StoreClient
+
+log = logging.getLogger("commlens")
+
+PERIOD_S: Final = 1.0
+BUSY_PERIOD_S: Final = 0.2  # while evidence is gathered, or a rank has died
+LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
+EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; doubled each time that nothing was found
+_EXAMINE_REST_MAX_S: Final = 64.0
+GATHER_S: Final = 3.0
+READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the reporter's value, and the others' every 10 s
+_READ_ALL_S: Final = 10.0
+LINGER_S: Final = 3 * BUSY_PERIOD_S
+_NEWS_KEPT: Final = 4
+_PREFIX: Final = "commlens/1"  # the number changes with the values' meaning
+
+
+class News(msgspec.Struct, frozen=True):
+    """A line of the reporter for the other nodes."""
+
+    number: int
+    text: str
+    kind: str = ""  # of the verdict that it is the first line of
+    abort: bool = False  # every node ends its ranks
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """A node's value in the store."""
+
+    slot: int
+    host: str
+    ranks: list[int]
+    count: int = 0  # of beats: a node that lives changes it
+    wait_id: int = 0  # identifies its oldest wait; 0: none
+    wait_s: float = 0.0  # the oldest wait's age; the reporter's value holds that of the whole job
+    dead: list[int] = []
+    disagreements: int = 0  # that its ranks have among themselves, so far
+    digests: dict[str, list[Blocks]] = {}  # of the channels that reach other nodes
+    finished: bool = False  # it has left in order
+    asks: int = 0  # the number of its last request for evidence
+    answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
+    news: list[News] = []
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """The node with the lowest order reports."""
+        return (min(self.ranks, default=1 << 62), self.slot)
+
+
+class Address(NamedTuple):
+    """Of the job's store."""
+
+    host: str
+    port: int
+
+
+class _Seen(NamedTuple):
+    beat: Beat
+    changed: float  # time.monotonic()
+
+
+class Nodes:
+    """The other nodes of a job. Its properties may be read and its methods called from the watcher's thread.
+
+    Args:
+        host: this machine's name.
+        wake: wakes the watcher; called from the thread when there is something to do.
+    """
+
+    def __init__(self, host: str, wake: Callable[[], None]) -> None:
+        self._host = host
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._poke = threading.Event()
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._restart = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._mine = Beat(-1, self._host, [])
+        self._seen: dict[int, _Seen] = {}
+        self._announced = 0.0  # time.monotonic() of the last line
+        self._contact = 0.0  # time.monotonic() of the last answer of the store
+        self._asked: tuple[int, int] | None = None
+        self._read_news: dict[int, int] = {}  # slot: highest number
+        self._evidence: bytes | None = None  # to be stored
+        self._disagreements: dict[int, int] = {}  # by slot: how many were examined
+        self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
+        self._gathering = False
+        self._gathered: dict[int, bytes] = {}
+        self._waits: dict[tuple[int, int], int] = {}  # (slot, wait_id): CLOCK_MONOTONIC ns of its begin, on this machine's clock
+
+    # --- the watcher's side
+
+    def join(self, address: Address, restart: int) -> None:
+        """Meet the other nodes in this store; only the first call counts."""
+        if self._thread is None:
+            self._restart = restart
+            self._thread = threading.Thread(target=self._run, args=(address,), name="commlens-nodes", daemon=True)
+            self._thread.start()
+
+    def leave(self, *, finished: bool = True) -> None:
+        """Leave: the others no longer wait for this node. Returns within a second or so."""
+        if self._thread is None:
+            return
+        self.update(finished=finished)
+        self._closing.set()
+        self._poke.set()
+        self._thread.join(2 * PERIOD_S)
+        self._thread = None
+        self._closing.clear()
+        self._reset()
+
+    def update(self, **fields: object) -> None:
+        """Change this node's value."""
+        with self._lock:
+            changed = {name: value for name, value in fields.items() if getattr(self._mine, name) != value}
+            if not changed:
+                return
+            self._mine = msgspec.structs.replace(self._mine, **changed)
+        if changed.keys() & {"dead", "finished"}:
+            self._poke.set()
+
+    @property
+    def joined(self) -> bool:
+        """Whether :meth:`join` was called."""
+        return self._thread is not None
+
+    @property
+    def others(self) -> list[Beat]:
+        """The other nodes that live, by slot; empty without a store."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._contact > LOST_S:
+                return []
+            return [seen.beat for seen in self._seen.values() if now - seen.changed <= LOST_S and not seen.beat.finished]
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks of the other nodes that live."""
+        return {rank for beat in self.others for rank in beat.ranks}
+
+    @property
+    def lost(self) -> list[Beat]:
+        """The nodes that have fallen silent without leaving, while the store still answers."""
+        now = time.monotonic()
+        with self._lock:
+            if now - self._contact > LOST_S:
+                return []
+            return [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and not seen.beat.finished]
+
+    @property
+    def dead_elsewhere(self) -> list[int]:
+        """The ranks of other nodes that died."""
+        with self._lock:
+            return sorted(rank for seen in self._seen.values() for rank in seen.beat.dead)
+
+    @property
+    def reporter(self) -> Beat | None:
+        """The node that reports; None if it is this one."""
+        first = min(self.others, key=lambda beat: beat.order, default=None)
+        return first if first is not None and first.order < self._mine.order else None
+
+    def waits_since(self, now_ns: int) -> list[tuple[int, int]]:
+        """Return the slot and begin (CLOCK_MONOTONIC ns of this machine) of each other node's oldest wait."""
+        reporter = self.reporter
+        found: list[tuple[int, int]] = []
+        for beat in self.others if reporter is None else [reporter]:
+            if beat.wait_id:
+                key = (beat.slot, beat.wait_id)
+                # Ages are old by up to a period: keep the first estimate, so that a wait does not seem to begin anew.
+                since_ns = self._waits.setdefault(key, now_ns - int(beat.wait_s * 1e9))
+                found.append((beat.slot, since_ns))
+        self._waits = {key: since for key, since in self._waits.items() if any(since == other for _, other in found)}
+        return found
+
+    def announce(self, text: str, *, kind: str = "", abort: bool = False) -> None:
+        """Let the other nodes print a line."""
+        with self._lock:
+            news = self._mine.news
+            self._announced = time.monotonic()
+            number = (news[-1].number if news else 0) + 1
+            self._mine = msgspec.structs.replace(self._mine, news=[*news, News(number, text, kind, abort)][-_NEWS_KEPT:])
+        self._poke.set()
+
+    def take_news(self) -> list[tuple[str, News]]:
+        """Return the lines of other nodes that were not taken before, each with its node's host."""
+        new: list[tuple[str, News]] = []
+        with self._lock:
+            for slot, seen in self._seen.items():
+                new += [(seen.beat.host, news) for news in seen.beat.news if news.number > self._read_news.get(slot, 0)]
+                if seen.beat.news:
+                    self._read_news[slot] = seen.beat.news[-1].number
+        return new
+
+    def take_disagreement(self, now: float) -> bool:
+        """Return whether nodes seem to disagree, so that all records should be compared; not too often."""
+        others = self.others
+        told = {beat.slot: beat.disagreements for beat in others}
+        if any(count > self._disagreements.get(slot, 0) for slot, count in told.items()):
+            self._disagreements.update(told)
+            return True
+        if now < self._examine_at:
+            return False
+        seen: dict[str, list[Blocks]] = dict(self._mine.digests)
+        for beat in others:
+            for channel, blocks in beat.digests.items():
+                if channel in seen and differ(seen[channel], blocks):
+                    self._examine_at = now + self._examine_rest_s
+                    self._examine_rest_s = min(2 * self._examine_rest_s, _EXAMINE_REST_MAX_S)
+                    return True
+                seen.setdefault(channel, blocks)
+        return False
+
+    def take_request(self) -> tuple[int, int] | None:
+        """Return the request for evidence that is to be answered; once."""
+        with self._lock:
+            request, self._asked = self._asked, None
+        return request
+
+    def answer(self, request: tuple[int, int], evidence: bytes) -> None:
+        """Store this node's evidence."""
+        with self._lock:
+            self._evidence = evidence
+            self._mine = msgspec.structs.replace(self._mine, answered=request)
+        self._poke.set()
+
+    def gather(self, *, timeout_s: float = GATHER_S) -> tuple[dict[int, bytes], list[Beat]]:
+        """Ask the other nodes for their evidence.
+
+        Returns:
+            The evidence by slot, and the nodes that did not answer in time.
+        """
+        asked = self.others
+        if not asked:
+            return {}, []
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            self._gathering, self._gathered = True, {}
+            self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1)
+            self._poke.set()
+            while len(self._gathered) < len(asked) and (left := end - time.monotonic()) > 0:
+                self._changed.wait(left)
+            self._gathering = False
+            gathered = dict(self._gathered)
+        return gathered, [beat for beat in asked if beat.slot not in gathered]
+
+    # --- the thread
+
+    def _run(self, address: Address) -> None:
+        slot = -1
+        known = False
+        while not self._closing.is_set():
+            client: StoreClient | None = None
+            try:
+                client = StoreClient(*address, timeout_s=PERIOD_S)
+                if slot < 0:
+                    slot = client.add(self._key("nodes"), 1) - 1
+                    self.update(slot=slot)
+                while True:
+                    last = self._closing.is_set()
+                    self._exchange(client, slot)
+                    known = True
+                    if last:
+                        # The store may end with this process: let the others read the news.
+                        time.sleep(LINGER_S if time.monotonic() - self._announced < PERIOD_S and self.others else 0.0)
+                        return
+                    self._poke.wait(self._period_s())
+                    self._poke.clear()
+            except OSError as error:
+                log.debug("commlens: the job's store at %s:%d: %s", *address, error)
+            except Exception as error:  # never harm the job
+                log.warning("commlens: the watcher no longer meets the other nodes: %s: %s", type(error).__name__, error)
+                return
+            finally:
+                if client is not None:
+                    client.close()
+            self._closing.wait(PERIOD_S if not known else BUSY_PERIOD_S)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([_PREFIX, str(self._restart), *map(str, parts)])
+
+    def _period_s(self) -> float:
+        with self._lock:
+            waited = max((seen.beat.wait_s for seen in self._seen.values()), default=0.0)
+            busy = self._gathering or self._mine.dead or max(waited, self._mine.wait_s) > 2 * PERIOD_S
+        return BUSY_PERIOD_S if busy else PERIOD_S
+
+    def _exchange(self, client: StoreClient, slot: int) -> None:
+        """Publish this node's value and read the others'."""
+        with self._lock:
+            evidence, self._evidence = self._evidence, None
+            self._mine = mine = msgspec.structs.replace(self._mine, count=self._mine.count + 1)
+        if evidence is not None:
+            client.set(self._key("evidence", slot), evidence)
+        client.set(self._key("node", slot), msgspec.msgpack.encode(mine))
+        count = client.add(self._key("nodes"), 0)
+        beats = [beat for value in client.get(self._to_read(client, slot, count)) if (beat := _decoded(value)) is not None]
+        now = time.monotonic()
+        with self._changed:
+            self._contact = now
+            for beat in beats:
+                before = self._seen.get(beat.slot)
+                if before is None or before.beat.count != beat.count:
+                    self._seen[beat.slot] = _Seen(beat, now)
+                if beat.asks and beat.order < mine.order and mine.answered != (beat.slot, beat.asks):
+                    self._asked = (beat.slot, beat.asks)
+            wanted = [beat.slot for beat in beats if mine.asks and beat.answered == (slot, mine.asks) and beat.slot not in self._gathered]
+        if wanted:
+            values = client.get([self._key("evidence", other) for other in wanted])
+            with self._changed:
+                self._gathered.update(zip(wanted, values, strict=True))
+                self._changed.notify_all()
+        if self._asked or any(beat.news or beat.dead for beat in beats):
+            self._wake()
+
+    def _to_read(self, client: StoreClient, slot: int, count: int) -> list[str]:
+        with self._lock:
+            known = [other for other in self._seen if not self._seen[other].beat.finished]
+        new = [other for other in range(count) if other != slot and other not in self._seen]
+        if count > READ_ALL_NODES and self._mine.count % int(_READ_ALL_S / PERIOD_S):
+            reporter = self.reporter
+            known, new = ([reporter.slot] if reporter is not None else known), []
+        # A node may have drawn its slot and not yet stored its value.
+        return [self._key("node", other) for other in known] + [key for other in new if client.has([key := self._key("node", other)])]
+
+
+def _decoded(value: bytes) -> Beat | None:
+    try:
+        return msgspec.msgpack.decode(value, type=Beat)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def store_address(members: Sequence[Member]) -> Address | None:
+    """Return where the job's store is, from the environment of a rank; None if all ranks are on this node, or if it does not say."""
+    if not any(member.world_size > len(members) for member in members):
+        return None
+    for member in members:
+        if not (member.alive and member.here):
+            continue
+        environ = process.environment(member.pid)
+        host, port, local = (environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"))
+        if not host or not port.isdigit():
+            continue
+        return None if local == environ.get("WORLD_SIZE") else Address(host, int(port))
+    return None

@@ -1,0 +1,81 @@
+"""Evidence that travels between the nodes of a job: black boxes, compressed, with the observations of their processes."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+
+import msgspec
+
+from commlens.blackbox.reader import SIZE_MAX, read_box
+from commlens.errors import FormatError
+from commlens.model.ranklog import Observation, RankLog
+from commlens.watch.roster import Member
+
+_FAST = 1
+
+
+class _Rank(msgspec.Struct):
+    rank: int
+    world_size: int
+    local_rank: int | None
+    restart: int
+    pid: int
+    observation: Observation
+    captured_ns: int
+    box: bytes  # compressed; empty if it has none
+
+
+def pack(members: Sequence[Member], observations: dict[int, Observation]) -> bytes:
+    """Pack the members' boxes. A box that cannot be read travels as one that does not exist.
+
+    Args:
+        members: of this node.
+        observations: by pid.
+    """
+    ranks: list[_Rank] = []
+    for member in members:
+        box = b""
+        if member.box is not None:
+            try:
+                box = zlib.compress(member.box.copy(), _FAST)
+            except FormatError:
+                box = b""
+        observation = observations.get(member.pid, Observation())
+        place = (member.rank, member.world_size, member.local_rank, member.restart, member.pid)
+        ranks.append(_Rank(*place, observation, time.time_ns(), box))
+    return msgspec.msgpack.encode(ranks)
+
+
+def unpack(content: bytes, host: str) -> tuple[list[RankLog], list[str]]:
+    """Return the logs of a node's ranks, and what could not be read, in sentences."""
+    try:
+        ranks = msgspec.msgpack.decode(content, type=list[_Rank])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return [], [f"The evidence of node {host} could not be read: {error}."]
+    logs: list[RankLog] = []
+    problems: list[str] = []
+    for each in ranks:
+        log: RankLog | None = None
+        try:
+            if each.box:
+                log = read_box(_inflated(each.box), name=f"rank {each.rank}'s black box on {host}", captured_ns=each.captured_ns)
+        except (FormatError, zlib.error) as error:
+            problems.append(str(error))
+        if log is None:
+            log = RankLog(
+                rank=each.rank, world_size=each.world_size, host=host, pid=each.pid, local_rank=each.local_rank,
+                restart=each.restart, captured_ns=each.captured_ns,
+            )  # fmt: skip
+        log.observation = each.observation
+        logs.append(log)
+    return logs, problems
+
+
+def _inflated(content: bytes) -> bytes:
+    stream = zlib.decompressobj()
+    box = stream.decompress(content, SIZE_MAX)
+    if stream.unconsumed_tail:
+        raise FormatError("A black box of another node is larger than any can be.")
+    return box

@@ -1,0 +1,118 @@
+"""Nodes of one machine: each a network namespace, a host name and a folder of black boxes of its own. Needs root and ``ip netns``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+PORT = 29511
+BRIDGE = "clbr0"
+
+
+def _ip(*arguments: str) -> bool:
+    return subprocess.run(["ip", *arguments], capture_output=True, timeout=20, check=False).returncode == 0
+
+
+@dataclass
+class Node:
+    """One node: where a command runs, and what the commands that were started on it printed."""
+
+    number: int
+    folder: Path
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @property
+    def namespace(self) -> str:
+        """The network namespace."""
+        return f"cl{os.getpid()}n{self.number}"
+
+    @property
+    def address(self) -> str:
+        """The IP address that the other nodes reach."""
+        return f"10.99.0.{self.number + 1}"
+
+    @property
+    def box_dir(self) -> Path:
+        """The folder of its black boxes."""
+        return self.folder / "box"
+
+    @property
+    def log(self) -> Path:
+        """The output of its commands."""
+        return self.folder / "log"
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        """Start a command on this node."""
+        self.box_dir.mkdir(parents=True, exist_ok=True)
+        inside = f'hostname node{self.number}; exec "$@"'
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside, "sh", *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
+                     "COMMLENS_BOX_DIR": str(self.box_dir), **environment},
+            )  # fmt: skip
+        self.processes.append(process)
+        return process
+
+    @property
+    def output(self) -> str:
+        """What its commands have printed so far."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+@contextlib.contextmanager
+def nodes(count: int, folder: Path) -> Iterator[list[Node]]:
+    """Make nodes that reach each other, and end everything that runs on them."""
+    made = [Node(number, folder / f"node{number}") for number in range(count)]
+    hub = f"cl{os.getpid()}hub"
+    try:
+        assert _ip("netns", "add", hub)
+        assert _ip("-n", hub, "link", "add", BRIDGE, "type", "bridge")
+        _ip("-n", hub, "link", "set", BRIDGE, "up")
+        for node in made:
+            node.folder.mkdir(parents=True, exist_ok=True)
+            assert _ip("netns", "add", node.namespace)
+            assert _ip("link", "add", "eth0", "netns", node.namespace, "type", "veth", "peer", "name", f"port{node.number}", "netns", hub)
+            _ip("-n", hub, "link", "set", f"port{node.number}", "master", BRIDGE, "up")
+            _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", "eth0")
+            _ip("-n", node.namespace, "link", "set", "eth0", "up")
+            _ip("-n", node.namespace, "link", "set", "lo", "up")
+        yield made
+    finally:
+        for node in made:
+            pids = subprocess.run(["ip", "netns", "pids", node.namespace], capture_output=True, text=True, timeout=20, check=False)
+            for pid in pids.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            for process in node.processes:
+                process.wait(10)
+            _ip("netns", "del", node.namespace)
+        _ip("netns", "del", hub)
+
+
+def launch(made: Sequence[Node], program: Sequence[str], *, per_node: int = 2, options: Sequence[str] = (), **settings: str) -> None:
+    """Start ``commlens launch`` on every node."""
+    for node in made:
+        node.start(
+            [sys.executable, "-m", "commlens", "launch", f"--nnodes={len(made)}", f"--node-rank={node.number}",
+             f"--nproc-per-node={per_node}", f"--master-addr={made[0].address}", f"--master-port={PORT}", *options, *program],
+            {"COMMLENS_DUMP_DIR": str(node.folder / "dump"), **settings},
+        )  # fmt: skip
+
+
+def wait(made: Sequence[Node], timeout_s: float) -> list[int | None]:
+    """Wait until all commands have ended. Returns the exit status of each node's last command; None: it still runs."""
+    end = time.monotonic() + timeout_s
+    for node in made:
+        for process in node.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, end - time.monotonic()))
+    return [node.processes[-1].poll() for node in made]

@@ -1,0 +1,86 @@
+"""The client of the job's store, against torch's real TCPStore with both of its servers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from commlens.watch.store_client import StoreClient
+
+dist = pytest.importorskip("torch.distributed")
+
+
+@pytest.fixture(params=[True, False], ids=["libuv", "threads"])
+def store(request: pytest.FixtureRequest) -> Iterator:
+    yield dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=request.param, timeout=timedelta(seconds=10))
+
+
+@pytest.fixture
+def client(store) -> Iterator[StoreClient]:
+    client = StoreClient("127.0.0.1", store.port)
+    yield client
+    client.close()
+
+
+def test_values_pass_between_torch_and_the_client(store, client: StoreClient):
+    client.set("commlens/a", b"\0one\xff")
+    assert client.get(["commlens/a"]) == [b"\0one\xff"]
+    assert store.get("commlens/a") == b"\0one\xff"
+    store.set("commlens/b", "two")
+    assert client.get(["commlens/b", "commlens/a"]) == [b"two", b"\0one\xff"]
+
+
+def test_counters(store, client: StoreClient):
+    assert client.add("commlens/n", 1) == 1
+    assert store.add("commlens/n", 1) == 2
+    assert client.add("commlens/n", 0) == 2
+
+
+def test_a_missing_key_is_no_wait(store, client: StoreClient):
+    assert not client.has(["commlens/never"])
+    client.set("commlens/now", b"")
+    assert client.has(["commlens/now"])
+    assert not client.has(["commlens/now", "commlens/never"])
+    client.delete("commlens/now")
+    client.delete("commlens/now")
+    assert not client.has(["commlens/now"])
+
+
+def test_many_keys_and_large_values(client: StoreClient):
+    keys = [f"commlens/{number}" for number in range(300)]
+    for number, key in enumerate(keys):
+        client.set(key, bytes([number % 256]) * (1 + number * 100))
+    assert [len(value) for value in client.get(keys)] == [1 + number * 100 for number in range(300)]
+    client.set("commlens/large", bytes(3_000_000))
+    assert client.get(["commlens/large"]) == [bytes(3_000_000)]
+
+
+def test_a_store_that_does_not_answer_is_an_error_in_time():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = StoreClient("127.0.0.1", silent.getsockname()[1], timeout_s=0.3)
+        began = time.monotonic()
+        with pytest.raises(OSError, match="timed out"):
+            client.add("commlens/n", 1)
+        assert time.monotonic() - began < 5
+        client.close()
+
+
+def test_something_else_than_a_store_is_an_error():
+    def answer():
+        with server.accept()[0] as connection:
+            connection.recv(100)
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        client = StoreClient("127.0.0.1", server.getsockname()[1], timeout_s=2)
+        with pytest.raises(OSError):
+            client.get(["commlens/a"])
+        client.close()
+        thread.join(5)
