@@ -34,6 +34,8 @@ READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only 
 _READ_ALL_S: Final = 10.0
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
+LAST: Final = (-1, 1)
+"""The request that the evidence of a node that leaves answers."""
 _PREFIX: Final = "commlens/1"  # the number changes with the values' meaning
 
 
@@ -112,6 +114,7 @@ class Nodes:
         self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
         self._gathering = False
         self._gathered: dict[int, bytes] = {}
+        self._left: dict[int, bytes] = {}  # the last evidence of nodes that have left
         self._waits: dict[tuple[int, int], int] = {}  # (slot, wait_id): CLOCK_MONOTONIC ns of its begin, on this machine's clock
 
     # --- the watcher's side
@@ -123,11 +126,13 @@ class Nodes:
             self._thread = threading.Thread(target=self._run, args=(address,), name="commlens-nodes", daemon=True)
             self._thread.start()
 
-    def leave(self, *, finished: bool = True) -> None:
-        """Leave: the others no longer wait for this node. Returns within a second or so."""
+    def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
+        """Leave: the others no longer wait for this node, but have its last evidence. Returns within a second or so."""
         if self._thread is None:
             return
-        self.update(finished=finished)
+        if evidence is not None and self.others:
+            self.answer(LAST, evidence())
+        self.update(finished=True)
         self._closing.set()
         self._poke.set()
         self._thread.join(2 * PERIOD_S)
@@ -161,8 +166,15 @@ class Nodes:
 
     @property
     def ranks(self) -> set[int]:
-        """The ranks of the other nodes that live."""
-        return {rank for beat in self.others for rank in beat.ranks}
+        """The ranks of the other nodes that live or have left their evidence."""
+        with self._lock:
+            left = [self._seen[slot].beat for slot in self._left]
+        return {rank for beat in [*self.others, *left] for rank in beat.ranks}
+
+    def host(self, slot: int) -> str:
+        """Return the host of another node."""
+        with self._lock:
+            return self._seen[slot].beat.host if slot in self._seen else "another node"
 
     @property
     def lost(self) -> list[Beat]:
@@ -257,7 +269,7 @@ class Nodes:
         """
         asked = self.others
         if not asked:
-            return {}, []
+            return dict(self._left), []
         end = time.monotonic() + timeout_s
         with self._changed:
             self._gathering, self._gathered = True, {}
@@ -266,7 +278,7 @@ class Nodes:
             while len(self._gathered) < len(asked) and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._gathering = False
-            gathered = dict(self._gathered)
+            gathered = {**self._left, **self._gathered}
         return gathered, [beat for beat in asked if beat.slot not in gathered]
 
     # --- the thread
@@ -330,10 +342,12 @@ class Nodes:
                 if beat.asks and beat.order < mine.order and mine.answered != (beat.slot, beat.asks):
                     self._asked = (beat.slot, beat.asks)
             wanted = [beat.slot for beat in beats if mine.asks and beat.answered == (slot, mine.asks) and beat.slot not in self._gathered]
-        if wanted:
-            values = client.get([self._key("evidence", other) for other in wanted])
+            left = [beat.slot for beat in beats if beat.answered == LAST and beat.slot not in self._left]
+        if wanted or left:
+            values = client.get([self._key("evidence", other) for other in [*wanted, *left]])
             with self._changed:
-                self._gathered.update(zip(wanted, values, strict=True))
+                self._gathered.update(zip(wanted, values, strict=False))
+                self._left.update(zip(left, values[len(wanted) :], strict=True))
                 self._changed.notify_all()
         if self._asked or any(beat.news or beat.dead for beat in beats):
             self._wake()

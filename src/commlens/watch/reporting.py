@@ -87,9 +87,8 @@ class Evidence:
         logs: list[RankLog] = []
         problems: list[str] = []
         remote, silent = self.nodes.gather() if self.nodes.reporter is None else ({}, [])
-        hosts = {beat.slot: beat.host for beat in self.nodes.others}
         for slot, content in sorted(remote.items()):
-            more, missing = remote_evidence.unpack(content, hosts.get(slot, "another node"))
+            more, missing = remote_evidence.unpack(content, self.nodes.host(slot))
             logs += more
             problems += missing
         problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer." for beat in [*silent, *self.nodes.lost]]

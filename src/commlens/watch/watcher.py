@@ -142,7 +142,7 @@ class Watcher:
             log.warning("commlens: the watcher failed and stops; the job goes on without it: %s: %s", type(error).__name__, error)
             log.debug("the watcher's error", exc_info=True)
         finally:
-            self._nodes.leave()
+            self._nodes.leave()  # if not done: an error
             self._roster.close()
 
     def _finished(self) -> bool:
@@ -437,6 +437,7 @@ class Watcher:
                 self._meet_nodes()
         members = self._roster.current()
         self._say_final_lines()
+        self._nodes.leave(self.reporter.evidence.packed)
         if any(member.alive and member.here for member in members):
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
