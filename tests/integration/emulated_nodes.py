@@ -1,4 +1,7 @@
-"""Nodes of one machine: each a network namespace, a host name and a folder of black boxes of its own. Needs root and ``ip netns``."""
+"""Nodes on one machine: each has a network namespace, a host name and a folder of black boxes of its own.
+
+Where there is no ``ip netns``, or no right to use it, a node only has a folder of black boxes of its own, on the loopback interface.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,7 @@ class Node:
 
     number: int
     folder: Path
+    isolated: bool  # has a network namespace
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -36,7 +40,7 @@ class Node:
     @property
     def address(self) -> str:
         """The IP address that the other nodes reach."""
-        return f"10.99.0.{self.number + 1}"
+        return f"10.99.0.{self.number + 1}" if self.isolated else "127.0.0.1"
 
     @property
     def box_dir(self) -> Path:
@@ -51,16 +55,33 @@ class Node:
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start a command on this node."""
         self.box_dir.mkdir(parents=True, exist_ok=True)
-        inside = f'hostname node{self.number}; exec "$@"'
+        inside = ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", f'hostname node{self.number}; exec "$@"', "sh"]
         with self.log.open("ab") as log:
             process = subprocess.Popen(
-                ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", inside, "sh", *command],
+                [*(inside if self.isolated else []), *command],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self.folder, start_new_session=True,
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR",
-                     "COMMLENS_BOX_DIR": str(self.box_dir), **environment},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0" if self.isolated else "lo", "OMP_NUM_THREADS": "1",
+                     "TORCH_CPP_LOG_LEVEL": "ERROR", "COMMLENS_BOX_DIR": str(self.box_dir), **environment},
             )  # fmt: skip
         self.processes.append(process)
         return process
+
+    def pull_the_cable(self) -> None:
+        """Cut the node off from the others."""
+        assert _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def kill(self) -> None:
+        """Kill everything that was started on this node."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
+        pids = listed.stdout.split() if self.isolated else []
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        for process in self.processes:
+            process.wait(10)
 
     @property
     def output(self) -> str:
@@ -71,31 +92,32 @@ class Node:
 @contextlib.contextmanager
 def nodes(count: int, folder: Path) -> Iterator[list[Node]]:
     """Make nodes that reach each other, and end everything that runs on them."""
-    made = [Node(number, folder / f"node{number}") for number in range(count)]
     hub = f"cl{os.getpid()}hub"
+    isolated = _ip("netns", "add", hub) and _ip("-n", hub, "link", "add", BRIDGE, "type", "bridge")
+    made = [Node(number, folder / f"node{number}", isolated) for number in range(count)]
     try:
-        assert _ip("netns", "add", hub)
-        assert _ip("-n", hub, "link", "add", BRIDGE, "type", "bridge")
-        _ip("-n", hub, "link", "set", BRIDGE, "up")
         for node in made:
             node.folder.mkdir(parents=True, exist_ok=True)
-            assert _ip("netns", "add", node.namespace)
-            assert _ip("link", "add", "eth0", "netns", node.namespace, "type", "veth", "peer", "name", f"port{node.number}", "netns", hub)
-            _ip("-n", hub, "link", "set", f"port{node.number}", "master", BRIDGE, "up")
-            _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", "eth0")
-            _ip("-n", node.namespace, "link", "set", "eth0", "up")
-            _ip("-n", node.namespace, "link", "set", "lo", "up")
+            if isolated:
+                _connect(node, hub)
+        if isolated:
+            _ip("-n", hub, "link", "set", BRIDGE, "up")
         yield made
     finally:
         for node in made:
-            pids = subprocess.run(["ip", "netns", "pids", node.namespace], capture_output=True, text=True, timeout=20, check=False)
-            for pid in pids.stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            for process in node.processes:
-                process.wait(10)
+            node.kill()
             _ip("netns", "del", node.namespace)
         _ip("netns", "del", hub)
+
+
+def _connect(node: Node, hub: str) -> None:
+    port = f"port{node.number}"
+    assert _ip("netns", "add", node.namespace)
+    assert _ip("link", "add", "eth0", "netns", node.namespace, "type", "veth", "peer", "name", port, "netns", hub)
+    _ip("-n", hub, "link", "set", port, "master", BRIDGE, "up")
+    _ip("-n", node.namespace, "addr", "add", f"{node.address}/24", "dev", "eth0")
+    _ip("-n", node.namespace, "link", "set", "eth0", "up")
+    _ip("-n", node.namespace, "link", "set", "lo", "up")
 
 
 def launch(made: Sequence[Node], program: Sequence[str], *, per_node: int = 2, options: Sequence[str] = (), **settings: str) -> None:

@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from commlens.text import ranks_phrase
 from commlens.watch import process
 from commlens.watch.channel_progress import Blocks, differ
 from commlens.watch.roster import Member
@@ -100,6 +101,7 @@ class Nodes:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._restart = 0
+        self._address = ""
         self._reset()
 
     def _reset(self) -> None:
@@ -123,6 +125,7 @@ class Nodes:
         """Meet the other nodes in this store; only the first call counts."""
         if self._thread is None:
             self._restart = restart
+            self._address = f"{address.host}:{address.port}"
             self._thread = threading.Thread(target=self._run, args=(address,), name="commlens-nodes", daemon=True)
             self._thread.start()
 
@@ -177,13 +180,16 @@ class Nodes:
             return self._seen[slot].beat.host if slot in self._seen else "another node"
 
     @property
-    def lost(self) -> list[Beat]:
-        """The nodes that have fallen silent without leaving, while the store still answers."""
+    def unknown(self) -> list[str]:
+        """What is not known of other nodes, in sentences: nodes that fell silent without leaving, or a store that does."""
         now = time.monotonic()
         with self._lock:
-            if now - self._contact > LOST_S:
-                return []
-            return [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and not seen.beat.finished]
+            beats = [seen.beat for seen in self._seen.values() if not seen.beat.finished]
+            if beats and now - self._contact > LOST_S:
+                what = f"the job's store at {self._address} has not answered for {now - self._contact:.0f} s"
+                return [f"Of {ranks_phrase(rank for beat in beats for rank in beat.ranks)} on other nodes nothing is known: {what}."]
+            silent = [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and not seen.beat.finished]
+        return [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) no longer answers." for beat in silent]
 
     @property
     def dead_elsewhere(self) -> list[int]:

@@ -91,7 +91,7 @@ class Evidence:
             more, missing = remote_evidence.unpack(content, self.nodes.host(slot))
             logs += more
             problems += missing
-        problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer." for beat in [*silent, *self.nodes.lost]]
+        problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer in time." for beat in silent] + self.nodes.unknown
         return logs, problems
 
     def packed(self) -> bytes:
