@@ -117,7 +117,10 @@ class Node:
 
     def __init__(self, size: int, *, world_size: int = 0, capacity: int = 64) -> None:
         self.ranks = [Rank(rank, world_size or size, capacity=capacity) for rank in range(size)]
-        self.members = [SimpleNamespace(pid=rank.box.pid, rank=rank.rank, world_size=len(self.ranks), box=Memory(rank.box), alive=True) for rank in self.ranks]
+        self.members = [
+            SimpleNamespace(pid=each.box.pid, rank=each.rank, world_size=len(self.ranks), box=Memory(each.box), alive=True)
+            for each in self.ranks
+        ]
         roster = SimpleNamespace(current=lambda: self.members)
         self.verification = DeferredVerification(roster, clock=lambda: 0.0)  # type: ignore[arg-type]
         self.reporter = MismatchReporter(self.verification, roster, read=lambda newest: [rank.log(newest) for rank in self.ranks])  # type: ignore[arg-type]

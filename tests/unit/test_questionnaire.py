@@ -21,9 +21,10 @@ from conftest import SOURCE, RunCommlens
 pytestmark = pytest.mark.launches
 
 TERMINAL = (
-    "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); from commlens.commands import main; sys.exit(main(sys.argv[1:]))"
+    "import fcntl, signal, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from commlens.commands import main; sys.exit(main(sys.argv[1:]))"
 )
-"""Takes the terminal as its own first, so that Ctrl-C reaches it."""
+"""Takes the terminal as its own first, so that Ctrl-C reaches it, and heeds it even if the tests run in the background of a shell."""
 
 
 def at_a_terminal(home: Path, answers: str, *arguments: str, interrupt_at: str = "", **environ: str) -> tuple[int, str]:
