@@ -10,7 +10,9 @@ from commlens.model.ranklog import RankLog
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.text import count, group_phrase, ranks_phrase
 from commlens.watch.channel_progress import Discrepancy
+from commlens.watch.death import REPORTER_S
 from commlens.watch.deferred_verification import DeferredVerification
+from commlens.watch.nodes import Nodes
 from commlens.watch.roster import Roster
 from commlens.watch.signature_comparison import ChannelKey
 from commlens.watch.snapshot import read_logs
@@ -78,6 +80,8 @@ class MismatchReporter:
         self.verification = verification
         self._roster = roster
         self._read = read or (lambda newest: read_logs(roster.current(), {}, newest=newest)[0])
+        self.held: list[tuple[float, Verdict, bool]] = []  # for the node that reports for the job: until when, verdict, may it abort
+        self._found_here = 0
         self._due = 0.0
         self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}  # with where it was first seen
         self._examined = 0
@@ -111,6 +115,24 @@ class MismatchReporter:
             verdicts += [(verdict, True) for verdict in self._examine(complete)]
         if shifts and self._out_of_step.is_due(now):
             verdicts += [(verdict, False) for verdict in self._examine_shifts(shifts, now)]
+        return verdicts
+
+    def poll_job(self, now: float, nodes: Nodes) -> list[tuple[Verdict, bool]]:
+        """Compare the new records here, and what the nodes issued. Returns verdicts as :meth:`poll` does.
+
+        If another node reports for the job, it decides first: what was found here is returned only if that takes too long.
+        """
+        verdicts = self.poll(now)
+        if nodes.reporter is not None:
+            if verdicts:
+                nodes.update(disagreements=self._found_here + len(verdicts))
+                self._found_here += len(verdicts)
+                self.held += [(now + REPORTER_S, *each) for each in verdicts]
+            verdicts = []
+        elif nodes.others and nodes.take_disagreement(now):
+            verdicts += self.examine_job()
+        verdicts += [(verdict, may_abort) for until, verdict, may_abort in self.held if now >= until]
+        self.held = [each for each in self.held if now < each[0]]
         return verdicts
 
     def disable(self) -> None:

@@ -21,6 +21,7 @@ from commlens.text import ranks_phrase
 from commlens.watch import process
 from commlens.watch.channel_progress import Blocks, differ
 from commlens.watch.roster import Member
+from commlens.watch.stall import Wait, waits
 from commlens.watch.store_client import StoreClient
 
 log = logging.getLogger("commlens")
@@ -101,7 +102,7 @@ class Nodes:
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._restart = 0
-        self._address = ""
+        self._address = Address("", 0)
         self._reset()
 
     def _reset(self) -> None:
@@ -121,13 +122,29 @@ class Nodes:
 
     # --- the watcher's side
 
-    def join(self, address: Address, restart: int) -> None:
-        """Meet the other nodes in this store; only the first call counts."""
+    def meet(self, members: Sequence[Member], restart: int, digests: Callable[[], dict[str, list[Blocks]]]) -> bool:
+        """Tell the other nodes about this one. Returns False if there are none, or none are known yet.
+
+        Args:
+            members: this node's ranks.
+            restart: torchelastic's restart count.
+            digests: returns the digests of the channels that reach other nodes.
+        """
         if self._thread is None:
-            self._restart = restart
-            self._address = f"{address.host}:{address.port}"
+            address = store_address(members)
+            if address is None:
+                return False
+            self._restart, self._address = max(restart, 0), address
             self._thread = threading.Thread(target=self._run, args=(address,), name="commlens-nodes", daemon=True)
             self._thread.start()
+        now_ns = time.monotonic_ns()
+        everywhere = waits(members) + (self.waits(now_ns) if self.reporter is None else [])
+        oldest_ns = min((wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0)
+        age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
+        if self.others:
+            self.update(digests=digests())
+        self.update(ranks=[member.rank for member in members], wait_id=oldest_ns, wait_s=round(age_s, 1))
+        return True
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
         """Leave: the others no longer wait for this node, but have its last evidence. Returns within a second or so."""
@@ -152,11 +169,6 @@ class Nodes:
             self._mine = msgspec.structs.replace(self._mine, **changed)
         if changed.keys() & {"dead", "finished"}:
             self._poke.set()
-
-    @property
-    def joined(self) -> bool:
-        """Whether :meth:`join` was called."""
-        return self._thread is not None
 
     @property
     def others(self) -> list[Beat]:
@@ -186,7 +198,7 @@ class Nodes:
         with self._lock:
             beats = [seen.beat for seen in self._seen.values() if not seen.beat.finished]
             if beats and now - self._contact > LOST_S:
-                what = f"the job's store at {self._address} has not answered for {now - self._contact:.0f} s"
+                what = f"the job's store at {self._address.host}:{self._address.port} has not answered for {now - self._contact:.0f} s"
                 return [f"Of {ranks_phrase(rank for beat in beats for rank in beat.ranks)} on other nodes nothing is known: {what}."]
             silent = [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and not seen.beat.finished]
         return [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) no longer answers." for beat in silent]
@@ -203,17 +215,16 @@ class Nodes:
         first = min(self.others, key=lambda beat: beat.order, default=None)
         return first if first is not None and first.order < self._mine.order else None
 
-    def waits_since(self, now_ns: int) -> list[tuple[int, int]]:
-        """Return the slot and begin (CLOCK_MONOTONIC ns of this machine) of each other node's oldest wait."""
+    def waits(self, now_ns: int) -> list[Wait]:
+        """Return each other node's oldest wait; if another node reports for the job, its value holds the oldest of all."""
         reporter = self.reporter
-        found: list[tuple[int, int]] = []
+        found: list[Wait] = []
         for beat in self.others if reporter is None else [reporter]:
             if beat.wait_id:
-                key = (beat.slot, beat.wait_id)
                 # Ages are old by up to a period: keep the first estimate, so that a wait does not seem to begin anew.
-                since_ns = self._waits.setdefault(key, now_ns - int(beat.wait_s * 1e9))
-                found.append((beat.slot, since_ns))
-        self._waits = {key: since for key, since in self._waits.items() if any(since == other for _, other in found)}
+                since_ns = self._waits.setdefault((beat.slot, beat.wait_id), now_ns - int(beat.wait_s * 1e9))
+                found.append(Wait(since_ns, -1 - beat.slot, "collective"))
+        self._waits = {key: since_ns for key, since_ns in self._waits.items() if any(since_ns == wait.since_ns for wait in found)}
         return found
 
     def announce(self, text: str, *, kind: str = "", abort: bool = False) -> None:

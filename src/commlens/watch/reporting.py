@@ -82,6 +82,10 @@ class Evidence:
         logs, problems = read_logs(self._roster.current(), self._by_pid())
         return [*logs, *remote], [*problems, *more]
 
+    def records(self, newest: int | None) -> list[RankLog]:
+        """Return the logs of all ranks without observations; of those of this node only the ``newest`` records, if that is given."""
+        return [*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]]
+
     def remote_logs(self) -> tuple[list[RankLog], list[str]]:
         """Return the logs of the other nodes' ranks, and what is missing, if this node reports for the job; otherwise nothing."""
         logs: list[RankLog] = []

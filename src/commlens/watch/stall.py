@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from commlens.config import Settings
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
+from commlens.text import ranks_phrase
 from commlens.watch.observer import WINDOW_S
 from commlens.watch.roster import Member
 
@@ -86,6 +87,23 @@ def explains(death: Verdict, earlier: Verdict) -> bool:
     """Return whether ranks that died held up the collective for which an earlier verdict named others."""
     same = death.collective is not None and death.collective == earlier.collective and death.group == earlier.group
     return earlier.is_fault and same and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
+
+
+def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:
+    """Return why a job must not be ended because of a verdict: it is not sure, or ranks are out of sight; "" if it may be.
+
+    Args:
+        verdict: of a fault.
+        members: the ranks of this node.
+        elsewhere: the ranks of other nodes whose evidence is known.
+    """
+    seen = [member for member in members if member.here and member.box is not None and not member.unreadable]
+    size = max((member.world_size for member in seen), default=0)
+    concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
+    unseen = sorted(set(concerned) - {member.rank for member in seen} - elsewhere)
+    if unseen:
+        return f"there is no record of {ranks_phrase(unseen)} here"
+    return "the verdict's confidence is low" if verdict.confidence == "low" else ""
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:

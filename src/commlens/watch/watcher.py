@@ -20,20 +20,19 @@ from typing import Final
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
-from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase, verb
 from commlens.watch import process
-from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
+from commlens.watch.death import DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.jobs import discard_forgotten
 from commlens.watch.mismatch_reporter import MismatchReporter
-from commlens.watch.nodes import Nodes, store_address
+from commlens.watch.nodes import Nodes
 from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
-from commlens.watch.snapshot import add_new_members, read_logs, sample
-from commlens.watch.stall import Check, Stall, StallDetector, Wait, explains, waited_for, waits, waits_recorded
+from commlens.watch.snapshot import add_new_members, sample
+from commlens.watch.stall import Check, Stall, StallDetector, explains, reason_to_go_on, waited_for, waits, waits_recorded
 
 log = logging.getLogger("commlens")
 
@@ -90,8 +89,7 @@ class Watcher:
         self._generation = -1
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
-        self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self._read_all)
-        self._held: list[tuple[float, Verdict, bool]] = []  # mismatches that another node will report: until when
+        self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
         self.reporter.evidence.frozen = {}
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
@@ -192,35 +190,21 @@ class Watcher:
 
     def _meet_nodes(self) -> None:
         """Tell the job's other nodes about this one, answer the node that reports, and print what it reported."""
-        nodes, members = self._nodes, self._roster.current()
-        if not nodes.joined:
-            address = store_address(members)
-            if address is None:
-                return
-            nodes.join(address, max(self._generation, 0))
-        now_ns = time.monotonic_ns()
-        oldest_ns = min((wait.since_ns for wait in self._waits(now_ns) if wait.kind == "collective"), default=0)
-        age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
-        if nodes.others:
-            nodes.update(digests=self._mismatches.verification.digests())
-        nodes.update(ranks=[member.rank for member in members], wait_id=oldest_ns, wait_s=round(age_s, 1))
+        nodes = self._nodes
+        if not nodes.meet(self._roster.current(), self._generation, self._mismatches.verification.digests):
+            return
         if (request := nodes.take_request()) is not None:
             nodes.answer(request, self.reporter.evidence.packed())
         for host, news in nodes.take_news():
             self.reporter.say(f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text)
             if news.kind:
-                self._held.clear()
+                self._mismatches.held.clear()
                 self._over = self._over or self._deaths.first is not None
                 self.reporter.save_dump()
             if news.abort and self._aborting_since is None:
                 self._end()
         if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
             self._deaths.add_elsewhere(time.monotonic())
-
-    def _waits(self, now_ns: int) -> list[Wait]:
-        """Return what the ranks of this node, and those of other nodes, are waiting in."""
-        elsewhere = [Wait(since_ns, -1 - slot, "collective") for slot, since_ns in self._nodes.waits_since(now_ns)]
-        return waits(self._roster.current()) + (elsewhere if self._nodes.reporter is None else [])
 
     # --- deaths
 
@@ -292,7 +276,7 @@ class Watcher:
     def _look_for_mismatches(self) -> None:
         """Compare new records and report ranks that disagree, whether or not it hangs the job: its results may be wrong."""
         try:
-            verdicts = self._new_mismatches(time.monotonic())
+            verdicts = self._mismatches.poll_job(time.monotonic(), self._nodes)
         except Exception as error:  # stalls and deaths are still reported
             self._mismatches.disable()
             log.warning("commlens: deferred verification failed and stops; the job is still watched: %s: %s", type(error).__name__, error)
@@ -304,30 +288,12 @@ class Watcher:
             if may_abort and self.settings.on_mismatch == "abort" and self._abort("on_mismatch", verdict):
                 return
 
-    def _new_mismatches(self, now: float) -> list[tuple[Verdict, bool]]:
-        """Return the mismatches to report, each with whether it may end the job. The node that reports for the job decides first."""
-        verdicts = self._mismatches.poll(now)
-        if self._nodes.reporter is not None:
-            if verdicts:
-                self._nodes.update(disagreements=len(self._held) + len(verdicts))
-                self._held += [(now + REPORTER_S, verdict, may_abort) for verdict, may_abort in verdicts]
-            verdicts = []
-        elif self._nodes.others and self._nodes.take_disagreement(now):
-            verdicts += self._mismatches.examine_job()
-        verdicts += [(verdict, may_abort) for until, verdict, may_abort in self._held if now >= until]
-        self._held = [each for each in self._held if now < each[0]]
-        return verdicts
-
-    def _read_all(self, newest: int | None) -> list[RankLog]:
-        """Read the records of this node's ranks and, if it reports for the job, those of the other nodes'."""
-        return [*read_logs(self._roster.current(), {}, newest=newest)[0], *self.reporter.evidence.remote_logs()[0]]
-
     # --- stalls
 
     def _look_for_stall(self) -> None:
         now_ns = time.monotonic_ns()
         members = self._roster.current()
-        waiting = self._waits(now_ns)
+        waiting = waits(members) + self._nodes.waits(now_ns)
         before = self._stalls.stall
         ended = self._stalls.take_ended(waiting, now_ns)
         if ended is not None and any(member.alive for member in members):
@@ -384,12 +350,8 @@ class Watcher:
         """End the job, if it is not being ended and the evidence is complete. Returns whether it is being ended."""
         if self._aborting_since is not None:
             return True
-        members = [member for member in self._roster.current() if member.here and member.box is not None and not member.unreadable]
-        size = max((member.world_size for member in members), default=0)
-        concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
-        unseen = sorted(set(concerned) - {member.rank for member in members} - self._nodes.ranks)
-        if unseen or verdict.confidence == "low":
-            doubt = f"there is no record of {ranks_phrase(unseen)} here" if unseen else "the verdict's confidence is low"
+        doubt = reason_to_go_on(verdict, self._roster.current(), self._nodes.ranks)
+        if doubt:
             self.reporter.say(f"the job goes on, although {setting} is set to abort: {doubt}.")
             return False
         self.reporter.tell(f"ending the job, because {setting} is set to abort.", abort=True)
