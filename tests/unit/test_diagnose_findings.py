@@ -204,7 +204,7 @@ def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
     [
         (Stay(70, "train", Observation(End.RUNNING, window_s=5, proc_state="R", cpu_s=4.0, stack_moved=False)), "user-code"),
         (Stay(70, "load_batch", Observation(End.RUNNING, window_s=5, proc_state="S", cpu_s=0.0, stack_moved=True)), "data-loading"),
-        (Stay(73, "upload", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000)), "user-code"),
+        (Stay(73, "send_results", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000)), "user-code"),
         (Stay(74, "pack", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, children_cpu_s=3.0)), "user-code"),
         (Stay(75, "train", Observation(End.RUNNING, window_s=5, cpu_s=0.2, stack_moved=False, running_fraction=0.9)), "user-code"),
         (
@@ -229,16 +229,22 @@ def test_waiting_for_a_rank_that_works_is_no_fault(stay: Stay, why: str) -> None
 @pytest.mark.parametrize(
     ("stay", "words"),
     [
-        (Stay(71, "save_checkpoint"), "is in a checkpoint and shows no work"),
-        (Stay(73, "upload", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, unsent_bytes=9000)), "that nobody takes"),
+        (Stay(71, "save_checkpoint"), "is saving or loading and shows no work"),
+        (
+            Stay(73, "report", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, unsent_bytes=9000)),
+            "that nobody takes",
+        ),
     ],
 )
 def test_a_wait_for_an_unknown_reason_is_no_fault(stay: Stay, words: str) -> None:
     """Nothing shows that a rank that sleeps while it saves is wrong: it may wait for a disk or a server."""
-    verdict = judge(Job(4).run(training(at(0, 5, stay))).logs())
+    job = Job(4).run(training(at(0, 5, stay)))
+    verdict = judge(job.logs())
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("waiting", [], "low")
     assert words in verdict.summary
     assert "the reason is unknown" in verdict.summary
+    assert judge(job.logs(after_s=900)).kind == "waiting"
+    assert blame(judge(job.logs(after_s=1000)))[::2] == ("missing", [0])
 
 
 ENDLESS = Stay(70, "retry", Observation(End.RUNNING, window_s=9, proc_state="R", cpu_s=9.0, stack_moved=False))
@@ -250,7 +256,9 @@ def test_a_rank_that_works_for_too_long_may_be_in_an_endless_loop() -> None:
     assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [2], "train.py:70", "low")
     assert "has been in train.py:70 retry for 8 min 20 s" in verdict.explanation
     assert any("Before, rank 2 spent at most" in text for text in verdict.findings[0].evidence)
-    assert judge(logs, stall_timeout_s=90.0).kind == "waiting"
+    logs[0].stall_timeout_s = 90.0
+    assert judge(logs).kind == "waiting"
+    logs[0].stall_timeout_s = 0.0
     logs[2].expecting = "a long search"
     assert judge(logs).kind == "waiting"
 

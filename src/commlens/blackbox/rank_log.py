@@ -23,7 +23,7 @@ from commlens.blackbox.blobs import (
     decode_setup,
 )
 from commlens.blackbox.copy import Parts
-from commlens.blackbox.header import INT_MAX, about_text, read_live
+from commlens.blackbox.header import INT_MAX, about_number, about_text, read_live
 from commlens.model.collective import (
     Channel,
     Collective,
@@ -201,6 +201,7 @@ class BoxReader:
             exception_stack=exception_stack,
             initialised=status.initialised,
             timeout_s=status.timeout_s,
+            stall_timeout_s=about_number(about, "stall_timeout"),
             coverage=[text for text in coverage if isinstance(text, str)],
             source=self.name,
             problems=self.problems,

@@ -71,7 +71,7 @@ def make_box(settings: config.Settings, folder: str, place: Place, box_writer: C
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name),
+                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_timeout},
                 )
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")

@@ -36,7 +36,7 @@ _COMPILING = re.compile(
 _CHECKPOINT_FILES = re.compile(r"torch/serialization\.py|torch/distributed/checkpoint/|/safetensors/|/orbax/|/tensorstore/")
 _CHECKPOINT_NAMES = re.compile(
     r"(save|write|load|restore|dump|store|read|upload|resume).*(checkpoint|ckpt|state_dict)|(checkpoint|ckpt).*(save|write|load|restore)|"
-    r"^_?(save|load)_(model|state|pretrained|weights|training_state)$|^_*(upload|push_to_hub)",
+    r"^_?load_(model|state|pretrained|weights|training_state)$|^_*(maybe_|do_)?(save|checkpoint|snapshot|upload|push_to_hub)(_|$)",
     re.IGNORECASE,
 )
 _DATA_FILES = re.compile(

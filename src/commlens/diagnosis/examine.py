@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.index import STALL_TIMEOUT_S, JobIndex, index_logs
+from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.wait_graph import Graph, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
@@ -39,14 +39,12 @@ class ExaminedJob(NamedTuple):
         return answer if isinstance(answer, Disagree) else None
 
 
-def diagnose_logs(logs: Sequence[RankLog], **options: Any) -> Verdict:
+def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
     """Return the verdict of :func:`examine_logs`, which takes the same arguments."""
-    return examine_logs(logs, **options).verdict
+    return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
 
 
-def examine_logs(
-    logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, stall_timeout_s: float = STALL_TIMEOUT_S
-) -> ExaminedJob:
+def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
     A pure function; the order of the logs does not matter.
@@ -55,10 +53,9 @@ def examine_logs(
         logs: the ranks' records. Of several jobs, the one with most ranks is diagnosed.
         problems: sentences about unreadable evidence; they become part of the verdict's missing evidence.
         stalled_after_s: a collective that has been in flight for less than this in a running process is not stuck.
-        stall_timeout_s: several of these must pass before ranks that visibly work, or in no collective, are called missing.
     """
     chosen, notes = select_job(logs)
-    examined = _examine(index_logs(chosen, stalled_after_s, stall_timeout_s), [*problems, *notes])
+    examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes])
     return examined if chosen else _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from commlens.diagnosis.columns import RankOps
 
 STALL_TIMEOUT_S: Final = 60.0
-"""The default of the setting; a dump does not say what it was."""
+"""The setting's default, for logs that do not hold it."""
 
 _ROUNDS = 3  # of the outermost loop, which show that it is one over steps
 
@@ -173,9 +173,10 @@ class JobIndex:
         return {rank: self.views[rank].tracks[key] for rank in self.users.get(key, ())}
 
 
-def index_logs(logs: Sequence[RankLog], stalled_after_s: float, stall_timeout_s: float = STALL_TIMEOUT_S) -> JobIndex:
+def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records."""
     limit = int(stalled_after_s * 1e9)
+    stall_timeout_s = max((log.stall_timeout_s for log in logs), default=0.0) or STALL_TIMEOUT_S
     exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
     size = world_size(logs)
     no_record, elsewhere = absent_ranks(logs, size)

@@ -88,6 +88,7 @@ class RankLog(msgspec.Struct):
     exception_stack: Stack = ()
     initialised: bool = False  # init_process_group has returned
     timeout_s: float = 0.0  # of the default process group; 0 if unknown
+    stall_timeout_s: float = 0.0  # the setting; 0 if unknown
     observation: Observation = msgspec.field(default_factory=Observation)
     coverage: list[str] = []  # sentences about ops that the tap cannot see in this process
     source: str = ""  # file name

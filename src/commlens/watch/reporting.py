@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
@@ -142,7 +141,7 @@ class Reporter:
         self._settings = settings
         self._diagnose = diagnose
         self._host = os.uname().nodename
-        self._limits: dict[str, Any] = {"stalled_after_s": min(1.0, settings.stall_timeout / 2), "stall_timeout_s": settings.stall_timeout}
+        self._stalled_after_s = min(1.0, settings.stall_timeout / 2)
 
     def preload(self) -> None:
         """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
@@ -158,7 +157,7 @@ class Reporter:
         self.preload()
         assert self._diagnose is not None
         self.logs, problems = self.evidence.logs()
-        self._diagnosed = self._diagnose(self.logs, problems=problems, **self._limits)
+        self._diagnosed = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
         return self._diagnosed
 
     def report(self, verdict: Verdict, line: str = "") -> None:
@@ -219,7 +218,7 @@ class Reporter:
             from commlens.reports.verdict_page import verdict_html
 
             logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs()[0]
-            examined = examine_logs(logs, **self._limits)
+            examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(folder, host=self._host, page=page, verdict=self.verdict.to_json())
         except Exception as error:  # the dump is saved, and the verdict was printed

@@ -122,9 +122,9 @@ class Context:
         """Return the longest time that one of these ranks has been waiting, in ns."""
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
-    def waits_too_long(self, ranks: Iterable[int], *, at_least_ns: int = 0) -> bool:
-        """Return whether one of these ranks has waited for so long that work is no excuse."""
-        return self.longest_wait(ranks) >= max(TOO_LONG * self.job.stall_timeout_ns, at_least_ns)
+    def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG, at_least_ns: int = 0) -> bool:
+        """Return whether one of these ranks has waited for so many stall timeouts that work is no excuse."""
+        return self.longest_wait(ranks) >= max(timeouts * self.job.stall_timeout_ns, at_least_ns)
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.activity import Activity, longest_gap_ns
-from commlens.diagnosis.findings.context import Context, first_line, most_waited, op_at, prose
+from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import missing_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
@@ -25,7 +25,7 @@ _WORK = {
     "data-loading": "loading data",
     "finished": "shutting down",
 }
-_NO_WORK = {"checkpoint-io": "in a checkpoint", "compilation": "compiling", "initialising": "initialising"}
+_NO_WORK = {"checkpoint-io": "saving or loading", "compilation": "compiling", "initialising": "initialising"}
 LONGER_THAN_BEFORE = 3  # times the longest time between two collectives
 
 
@@ -80,7 +80,8 @@ def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
     if log.expecting is not None or (doing.why in ("compilation", "checkpoint-io") and not doing.unclear):
         return False
     waiting = [edge.rank for edge in context.graph.edges_into(node)]
-    return context.waits_too_long(waiting, at_least_ns=LONGER_THAN_BEFORE * longest_gap_ns(log))
+    timeouts = 2 * TOO_LONG if doing.unclear else TOO_LONG
+    return context.waits_too_long(waiting, timeouts=timeouts, at_least_ns=LONGER_THAN_BEFORE * longest_gap_ns(log))
 
 
 def _missing(context: Context, absence: Absence) -> None:
