@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from boxes import MONO, Box
 from watch_ranks import Rank, eventually
 
 from commlens.blackbox import job_dirs
@@ -135,6 +136,18 @@ def test_a_clean_end_leaves_nothing(job: Job) -> None:
     assert job.said == []
     assert not job.folder.exists()
     assert job.saved == []
+
+
+def test_ranks_in_another_container_do_not_keep_the_watcher_and_keep_their_boxes(job: Job) -> None:
+    job.start(1)
+    other = Box(1, 2, pid=job.ranks[0].pid, job=job.folder.name, host=os.uname().nodename)
+    other.heartbeat(MONO, time.time_ns())
+    other.write(job.folder)
+    job.watch(stall_timeout=60.0)
+    job.ranks[0].tell("phase 2")
+    job.ranks[0].tell("exit 0", answers=False)
+    eventually(job.ended)
+    assert [job_dirs.box_rank(box) for box in job_dirs.boxes(job.folder)] == [1]
 
 
 def test_a_rank_that_is_working_is_no_fault(job: Job) -> None:

@@ -24,6 +24,7 @@ from commlens.capture.rank_environment import Place
 log = logging.getLogger("commlens")
 _SCARCE = 64 << 20  # bytes; /dev/shm of a container has no more unless it is asked for
 _KEEP_S = 60.0
+_CLAIM = ".watcher"
 
 
 def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | None:
@@ -113,6 +114,8 @@ def _move_stale_boxes(job_dir: Path) -> None:
                 aside = job_dir.with_name(f"{job_dir.name}.before-{int(box.stat().st_mtime)}")
                 aside.mkdir(mode=0o700, exist_ok=True)
                 box.rename(aside / box.name)
+    if not any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(job_dir)):
+        (job_dir / _CLAIM).unlink(missing_ok=True)  # of a watcher that was killed with that job
     if shutil.disk_usage(job_dir).free < _SCARCE:
         for job in [job for job in job_dir.parent.iterdir() if job != job_dir]:
             for box in job_dirs.boxes(job):
@@ -159,7 +162,7 @@ def _about(job: str) -> dict[str, Any]:
 def start_watcher(settings: config.Settings, job_dir: Path) -> None:
     """Start the node's watcher process, which survives a SIGKILL of this one. Only the lowest local rank does."""
     local_rank = rank_environment.local_rank()
-    if local_rank > 0 or (local_rank < 0 and not _claim(job_dir / ".watcher")):
+    if local_rank > 0 or (local_rank < 0 and not _claim(job_dir / _CLAIM)):
         return
     environ = {**os.environ, **config.settings_environment(settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ.pop("COMMLENS", None)

@@ -86,6 +86,8 @@ class Session:
             folder = job_box.folder_of(settings, place, early=early)
             if folder is None:
                 self.given_up = not early
+                if not early:
+                    log.warning("commlens: process %d is not recorded: a rank started it, and has its rank or its job", self.pid)
                 return
             self.given_up = True  # until everything below has worked
             from commlens.capture import engine

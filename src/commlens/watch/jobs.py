@@ -35,7 +35,7 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
                 f"No job is recorded on this machine by this user (looked in {where}). "
                 "Start one with `commlens launch`, `commlens run` or COMMLENS=1."
             )
-        running = [job for job in jobs if not _is_over(job, 0.0)]
+        running = [job for job in jobs if not is_over(job)]
         if not running:
             raise EvidenceError(f"No recorded job runs on this machine. These have ended and left black boxes: {_names(jobs)}.")
         return running
@@ -72,10 +72,10 @@ def discard_forgotten(mine: Sequence[Path], *, after_s: float = FORGOTTEN_AFTER_
     for folder in mine:
         with contextlib.suppress(OSError):
             for job in sorted(folder.parent.iterdir()):
-                if job not in mine and job_dirs.boxes(job) and _is_over(job, after_s):
+                if job not in mine and job_dirs.boxes(job) and is_over(job, after_s):
                     save.discard_job(job)
 
 
-def _is_over(job: Path, after_s: float) -> bool:
+def is_over(job: Path, after_s: float = 0.0) -> bool:
     """Return whether all ranks of a job on this node ended that long ago."""
     return all(job_dirs.is_leftover(box, before_s=time.time() - after_s) for box in job_dirs.boxes(job))

@@ -25,7 +25,7 @@ from commlens.text import ranks_phrase, verb
 from commlens.watch import process
 from commlens.watch.death import DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
-from commlens.watch.jobs import discard_forgotten
+from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
 from commlens.watch.observer import WINDOW_S, Observer
@@ -146,7 +146,7 @@ class Watcher:
     def _finished(self) -> bool:
         if self._launched:
             return self._stop.is_set()
-        members = self._roster.current()
+        members = [member for member in self._roster.current() if member.here]
         if not members:
             return time.monotonic() - self._started > NEVER_SEEN_S
         return not any(member.alive for member in members) and not self._deaths.is_pending
@@ -404,10 +404,12 @@ class Watcher:
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
             self._look_back(members)
-        self._roster.forget(members, remove_boxes=True)  # also those that have been damaged since, which are not recognised any more
+        # Also those that have been damaged since, which are not recognised any more.
+        self._roster.forget([member for member in members if member.here], remove_boxes=True)
         for folder in self.folders:
             with contextlib.suppress(OSError):
-                save.discard_job(folder)
+                if is_over(folder):  # else ranks in another container use it
+                    save.discard_job(folder)
 
     def _say_final_lines(self) -> None:
         for line in self._mismatches.final_lines():
