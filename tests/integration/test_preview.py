@@ -173,6 +173,7 @@ def test_a_script_that_raises_is_shown_until_there(tmp_path):
         (["--world-size", "4", "--network", "h100", "x.py"], "There is no network preset 'h100'. Did you mean"),
         (["--world-size", "4", "--step-time", "1s", "x.py"], "--step-time needs a network"),
         (["--world-size", "4"], "Which program?"),
+        (["--world-size", "4", "--output", "x.py", "x.py"], "File already exists, will not overwrite without --force: x.py"),
     ],
 )
 def test_wrong_usage_is_a_sentence(tmp_path, arguments, message):

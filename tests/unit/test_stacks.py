@@ -1,15 +1,19 @@
-"""Looking at other threads' stacks, which go on meanwhile."""
+"""Looking at other threads' stacks, which go on meanwhile; and the stacks of exceptions."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from commlens.capture.stacks import all_threads
+from commlens.capture.uncaught import hide_our_frames
+from conftest import SOURCE
 
 
 class Guard:
@@ -91,3 +95,21 @@ def test_every_other_thread_innermost_frame_first_and_the_main_thread_first() ->
     assert "test_every_other_thread_innermost_frame_first_and_the_main_thread_first" in functions
     idle_file, idle_line, _ = next(frame for thread in threads if thread["name"] == "idler" for frame in thread["f"] if frame[2] == "idle")  # type: ignore[attr-defined]
     assert idle_file == __file__ and idle_line == idle.__code__.co_firstlineno + 2
+
+
+def test_frames_of_commlens_are_left_out_of_tracebacks():
+    """An exception that passes through commlens, raised from another that does."""
+    through = "def through(call):\n    try:\n        call()\n    except ValueError as error:\n        raise KeyError from error"
+    ours = compile(through, f"{SOURCE}/commlens/tap/x.py", "exec")
+    names: dict[str, Any] = {}
+    exec(ours, names)
+
+    def users():
+        raise ValueError
+
+    try:
+        names["through"](users)
+    except KeyError as error:
+        hide_our_frames(error)
+        functions = [[frame.name for frame in traceback.extract_tb(each.__traceback__)] for each in (error, error.__cause__)]
+    assert functions == [["test_frames_of_commlens_are_left_out_of_tracebacks"], ["users"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +55,11 @@ def test_a_job_that_has_ended_is_found_by_name_only(tmp_path: Path, ranks: dict[
         rank.end()
     with pytest.raises(EvidenceError, match=r"No recorded job runs on this machine\. These have ended and left black boxes: .*train-1"):
         find_jobs(None, root)
+
+
+def test_a_process_that_is_not_recorded_gets_advice(tmp_path: Path, ranks: dict[str, Rank]) -> None:
+    with pytest.raises(EvidenceError, match=rf"The process {os.getpid()} \(.*pytest.*\) is not recorded.*COMMLENS=1.*py-spy dump"):
+        find_jobs(str(os.getpid()), str(tmp_path))
 
 
 def test_no_job_at_all(tmp_path: Path) -> None:

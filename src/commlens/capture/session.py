@@ -305,10 +305,11 @@ class Session:
 
     def record_exception(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Write the exception that ends the process into the box."""
-        from commlens.capture.uncaught import record_exception
+        from commlens.capture.uncaught import hide_our_frames, record_exception
 
         self.exception_seen = True
         record_exception(self.writer, kind, error, trace)
+        hide_our_frames(error)
 
     def _hook_excepthook(self) -> None:
         previous = sys.excepthook
@@ -318,7 +319,7 @@ class Session:
         def commlens_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if self.is_open:
                 safely(self.record_exception, kind, error, trace)
-            previous(kind, error, trace)
+            previous(kind, error, error.__traceback__ or trace)
 
         sys.excepthook = commlens_excepthook
 

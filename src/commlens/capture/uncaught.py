@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 import traceback
 from pathlib import Path
@@ -13,6 +14,8 @@ from typing import Any
 
 from commlens.blackbox import layout as L
 from commlens.errors import DistributedOperationException
+
+_OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")  # the scenarios are user programs
 
 
 def record_exception(writer: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -24,6 +27,25 @@ def record_exception(writer: Any, kind: type[BaseException], error: BaseExceptio
     writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     if refusal is not None:
         _write_error_file(str(refusal))
+
+
+def hide_our_frames(error: BaseException) -> None:
+    """Take commlens's frames out of the traceback of an exception, and of those that it was raised from."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return
+        frames = []
+        trace = seen.__traceback__
+        while trace is not None:
+            if not _OURS.match(trace.tb_frame.f_code.co_filename):
+                frames.append(trace)
+            trace = trace.tb_next
+        for frame, following in zip(frames, [*frames[1:], None], strict=True):
+            frame.tb_next = following
+        if frames:
+            seen.__traceback__ = frames[0]
+        seen = seen.__cause__ or seen.__context__
 
 
 def _refusal_in(error: BaseException) -> BaseException | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commlens.commands import add_program, program_of
-from commlens.errors import CommandError, MissingDependency
+from commlens.errors import CommandError, MissingDependency, OutputError
 
 if TYPE_CHECKING:
     from commlens.model.network import Network
@@ -36,6 +36,7 @@ class PreviewCommand:
         parser.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
         parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: also trace tensor ops")
         parser.add_argument("--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
+        parser.add_argument("--force", action="store_true", help="overwrite an existing file")
         group = parser.add_argument_group("time estimate", "needs a preset or figures; figures replace the preset's")
         group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))
         bandwidth, duration = _figure(parse_bandwidth), _figure(parse_duration)
@@ -51,6 +52,8 @@ class PreviewCommand:
         program = program_of(arguments, "preview --world-size 64 train.py --lr 0.1")
         if arguments.steps is not None and arguments.steps < 1:
             raise CommandError(f"--steps {arguments.steps} would run nothing: give 1 or more.")
+        if arguments.output and not arguments.force and Path(arguments.output).exists():
+            raise OutputError(f"File already exists, will not overwrite without --force: {arguments.output}")
         network = _network(arguments)
         trace, error = _preview(program, arguments, network.ranks_per_node if network is not None else arguments.ranks_per_node or 8)
         if arguments.output:
@@ -103,7 +106,7 @@ def _preview(program: list[str], arguments: argparse.Namespace, ranks_per_node: 
     if isinstance(error, CommandError):
         print(f"commlens: {error}", file=sys.stderr)
     elif isinstance(error, Exception):
-        error.__traceback__ = worker.users_part(error.__traceback__)
+        worker.show_from_program(error)
         sys.__excepthook__(type(error), error, error.__traceback__)
     elif isinstance(error, SystemExit) and error.code is not None and not isinstance(error.code, int):
         print(error.code, file=sys.stderr)

@@ -6,6 +6,7 @@ import builtins
 import importlib.machinery
 import importlib.util
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -14,8 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commlens.capture.uncaught import hide_our_frames
 from commlens.errors import CommandError, CommlensError, MissingDependency
 from commlens.launch import autoload
+
+_STARTER = re.compile("|".join(map(re.escape, (str(Path(__file__).parents[1]) + os.sep, runpy.__file__, "<frozen runpy>"))))
+"""Files of the frames that lead to the program."""
 
 
 def interpreter_flags() -> list[str]:
@@ -100,7 +105,7 @@ def run_here(program: Sequence[str], *, module: bool) -> NoReturn:
         raise
     except Exception as error:
         # The traceback begins in the user's program, as without commlens.
-        error.__traceback__ = users_part(error.__traceback__)
+        show_from_program(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
     sys.exit(0)
@@ -114,13 +119,13 @@ def execute(program: Sequence[str], *, module: bool) -> None:
         _run_script(program)
 
 
-def users_part(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Return a traceback without the frames of commlens that led to the program."""
-    ours = str(Path(__file__).parents[1])
-    part = trace
-    while part is not None and part.tb_frame.f_code.co_filename.startswith((ours, runpy.__file__, "<frozen runpy>")):
-        part = part.tb_next
-    return part or trace
+def show_from_program(error: BaseException) -> None:
+    """Begin the traceback of an exception in the program, and leave out the frames of commlens."""
+    trace = error.__traceback__
+    while trace is not None and _STARTER.match(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    error.__traceback__ = trace or error.__traceback__
+    hide_our_frames(error)
 
 
 def _switch_on(reason: str) -> None:

@@ -11,6 +11,8 @@ from typing import Final
 from commlens.blackbox import job_dirs
 from commlens.dumps import save
 from commlens.errors import CommandError, EvidenceError
+from commlens.text import printable
+from commlens.watch import process
 
 FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 
@@ -50,6 +52,13 @@ def find_jobs(wanted: str | None, box_dir: str | None) -> list[Path]:
     found = found or [job for job in jobs if job.name.startswith(wanted) or save.dump_name([job]).startswith(wanted)]
     if len(found) == 1:
         return found
+    words = (process.read_text(f"/proc/{wanted}/cmdline") or "").replace("\0", " ").strip() if wanted.isdigit() else ""
+    if words and not found:
+        raise EvidenceError(
+            f"The process {wanted} ({printable(words[:80])}) is not recorded: it is no rank, or it was started without commlens. "
+            "Start the job with `commlens launch`, `commlens run` or COMMLENS=1 to record it. "
+            f"`py-spy dump --pid {wanted}` shows its Python stack now."
+        )
     if found:
         raise CommandError(f"{wanted!r} matches several jobs: {_names(found)}. Give more of the name.")
     if not jobs:
