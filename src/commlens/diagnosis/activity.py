@@ -98,6 +98,8 @@ def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity |
     """Return why the process cannot run its own code: stopped, starved of CPU, or its threads wait for the GIL."""
     where = frame_phrase(frame)
     if seen.proc_state in ("T", "t") or (seen.stopped_fraction or 0.0) > _STOPPED:
+        if seen.proc_state == "t":
+            return Activity("stopped", False, "is stopped by a debugger, which traces it", frame, ["its process is in state t"], True)
         return Activity("stopped", False, "is stopped (by SIGSTOP or a debugger)", frame, ["its process is in state T"], True)
     if seen.holds_gil:
         return Activity("holding-gil", False, f"holds the GIL{_in(where)}{since}", frame, ["its other threads have not run since"], True)

@@ -142,7 +142,8 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, str | None]:
     if mismatch.uncertain:
         return "low", "Issue the group's collectives from one thread: with several, their order is uncertain."
     if mismatch.tie:
-        return "medium", "A third rank's record, or a run with more steps before the fault, would show which one is wrong."
+        record = "The other ranks' records, or a" if len(mismatch.key[2]) > len(mismatch.ops) and mismatch.pair is None else "A"
+        return "medium", f"{record} run with more steps before the fault would show which one is wrong."
     few = mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2
     return "medium" if mismatch.by_history or few else "high", None
 

@@ -8,14 +8,15 @@ from typing import NamedTuple
 
 from commlens.diagnosis.activity import Activity, longest_gap_ns
 from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
-from commlens.diagnosis.findings.next_steps import missing_step
+from commlens.diagnosis.findings.next_steps import ended_step, missing_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State, user_lines
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, count, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
+_RECENT = 512  # records in which a line is looked for
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
 """Reasons that need no observation over time."""
 _WORK = {
@@ -100,7 +101,9 @@ def _missing(context: Context, absence: Absence) -> None:
     gap = longest_gap_ns(view.log)
     if too_long and gap:
         evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")
-    if not finished and context.job.knows.stacks:
+    if finished:
+        evidence += _steps_evidence(context, absence)
+    elif context.job.knows.stacks:
         evidence += _stack_evidence(view)
     evidence += _failure_evidence(view)
     sure = doing.observed or doing.why in _SURE
@@ -121,7 +124,10 @@ def _missing(context: Context, absence: Absence) -> None:
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
             *_waits(context, absence),
         ),
-        next_step=missing_step(doing, culprits, op), evidence=evidence, would_raise_confidence=more,
+        next_step=ended_step(op, ranks, waiting)
+        if finished and not op.is_setup and _is_first_of_its_line(context, absence.edge)
+        else missing_step(doing, culprits, op),
+        evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(absence.blocked))
 
@@ -184,6 +190,24 @@ def _signs(absence: Absence) -> list[str]:
         if doing.signs:
             same[joined(doing.signs)].append(rank)
     return [f"{ranks_phrase(ranks)}: {text}." for text, ranks in same.items()][:4]
+
+
+def _steps_evidence(context: Context, absence: Absence) -> list[str]:
+    """``"rank 2 did 7 optimizer steps in all, 1 fewer than ranks 0-1,3 so far."``; nothing where ranks differ or count none."""
+    ended, going = ({context.job.views[rank].log.steps for rank in ranks} for ranks in (absence.ranks, absence.waiting))
+    if len(ended) != 1 or len(going) != 1 or not max(ended):
+        return []
+    did, fewer = max(ended), max(going) - max(ended)
+    than = f"{abs(fewer)} {'fewer' if fewer > 0 else 'more'} than" if fewer else "as many as"
+    return [f"{ranks_phrase(absence.ranks)} did {count(did, 'optimizer step')} in all, {than} {ranks_phrase(absence.waiting)} so far."]
+
+
+def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
+    """Return whether a waiting rank issued nothing from this line before, so that it is not one more iteration."""
+    view, op = context.job.views[edge.rank], edge.op
+    if op.is_point_to_point or op.source is None or view.wrapped:
+        return False
+    return not any(one.call_lines == op.call_lines for one in view.history[-_RECENT:] if one.index < op.index)
 
 
 def _stack_evidence(view: RankView) -> list[str]:

@@ -11,6 +11,9 @@ from commlens.diagnosis.index import RankView
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, ranks_phrase, verb
 
+_HOSTS_MAX = 4
+_CRASHES = ("SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+
 
 def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = None) -> str:
     """Recommend a step for ranks that do not arrive in ``op``."""
@@ -21,7 +24,9 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
     steps = {
         "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers deliver no data",
         "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
-        "stopped": f"resume {subject} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
+        "stopped": f"detach the debugger from {subject}"
+        if "traces" in doing.phrase
+        else f"resume {subject} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
         "holding-gil": f"look at {where} on {subject}: the C code called there should release the GIL",
         "throttled": f"give {subject} more CPU: its cgroup's quota (cpu.max) starves it",
         "uninterruptible-io": f"look at the storage of {subject}'s host: the kernel waits for it (dmesg, mount)",
@@ -34,6 +39,37 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
     if doing.frame is not None:
         return f"look at {where} on {subject}"
     return f"take a stack of {subject} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
+
+
+def ended_step(op: Collective, ended: Sequence[int], waiting: Sequence[int]) -> str:
+    """Recommend a step for ranks that finished without a collective, whose line the waiting ranks had not reached before."""
+    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
+    without = f"{ranks_phrase(ended)} {verb(ended, 'ends', 'end')} without {op.op}{where}"
+    alone = f"{ranks_phrase(waiting)} alone {verb(waiting, 'issues', 'issue')} {op.op}{where}"
+    sides = {1: without, -1: alone}.get((len(ended) < len(waiting)) - (len(ended) > len(waiting)), f"{without}, or {alone}")
+    return f"find the branch in which {sides}"
+
+
+def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
+    """Recommend a step for ranks that are inside of a collective that makes no progress."""
+    hosts = {view.log.host for view in views}
+    backend = op.channel.group.backend
+    if "" in hosts or len(hosts) > 1:
+        logs = "NCCL_DEBUG=INFO, " if "ccl" in backend else "" if backend else "NCCL_DEBUG=INFO or GLOO logs, "
+        between = f"between {', '.join(sorted(hosts))}" if 1 < len(hosts) <= _HOSTS_MAX and "" not in hosts else "between these ranks"
+        return f"look at the network and the drivers {between} ({logs}dmesg, link counters)"
+    if op.channel.device == "cpu":
+        return "take C++ stacks of these ranks (py-spy dump --native): they share a host, so no network is between them"
+    return "look at the devices and drivers of these ranks (NCCL_DEBUG=INFO, dmesg, nvidia-smi -q): they share a host"
+
+
+def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
+    """Recommend a step for ranks that do not come out of a collective that completed on others."""
+    subject = ranks_phrase(ranks)
+    output = f"the output of {verb(ranks, 'its', 'their')} {verb(ranks, 'process', 'processes')}"
+    if op.channel.device == "cpu":
+        return f"look at {output} on {subject}, and at C++ stacks (py-spy dump --native)"
+    return f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at {output}"
 
 
 def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]) -> str:
@@ -89,9 +125,10 @@ def death_step(view: RankView, frame: Frame | None) -> str:
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
     if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
-    if end.why == "killed" and end.suggests_mismatch:
-        return f"look at the output of {rank} before it aborted{after}"
+    if end.why == "killed" and (end.suggests_mismatch or end.text.endswith(_CRASHES)):
+        return f"look at the output of {rank} before it {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
     if end.why == "killed":
         where = f" ({line})" if line else ""
-        return f"look at dmesg and the scheduler's log for the sender of the signal, and at the last lines of {rank}'s output{where}"
+        kernel = "dmesg and " if view.log.observation.oom_killed is None else ""  # else it is known that its memory was not the reason
+        return f"look at {kernel}the scheduler's log for the sender of the signal, and at the last lines of {rank}'s output{where}"
     return f"look at {rank}'s output{after}"

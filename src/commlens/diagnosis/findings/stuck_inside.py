@@ -9,13 +9,13 @@ from typing import NamedTuple
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
-from commlens.diagnosis.findings.next_steps import missing_step
+from commlens.diagnosis.findings.next_steps import left_behind_step, missing_step, stuck_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
-from commlens.text import duration, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import duration, op_phrase, ranks_and_verb, ranks_phrase
 
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
 """Activities that keep a rank from taking part in a collective that it has entered."""
@@ -91,7 +91,7 @@ def _no_progress(context: Context, meeting: Meeting) -> Finding:
     return Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
         summary=f"{ranks_and_verb(inside, 'is', 'are')} inside {meeting.name}{rest}", explanation=_explanation(context, meeting),
-        next_step="look at the network and the drivers between these ranks (NCCL_DEBUG=INFO or GLOO logs, dmesg, link counters)",
+        next_step=stuck_step(meeting.op, meeting.views),
         evidence=errors, would_raise_confidence=more,
     )  # fmt: skip
 
@@ -143,8 +143,7 @@ def _left_behind(context: Context, nodes: list[Node], ranks: list[int]) -> None:
             f"It needs data from every rank, so all of it had arrived: a device, driver or process of {subject} makes no progress.",
             context.waiting_behind(ranks, victims),
         ),
-        next_step=f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at the output of {verb(ranks, 'its', 'their')} "
-        f"{verb(ranks, 'process', 'processes')}",
+        next_step=left_behind_step(op, ranks),
     )  # fmt: skip
     context.add(finding, op, op.source, blocked=len(blocked))
 

@@ -1,0 +1,98 @@
+"""The recommended step never names what the evidence has excluded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from builders import Die, Job, Stay, Step, all_reduce
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.collective import State
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.verdict import Verdict
+
+
+def training(fault: object = None, extra: bool = False, backend: str = "gloo") -> object:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        group = job.group("0", range(job.size), "default_pg", backend)
+        for i in range(5):
+            if fault is not None and (rank, i) == (1, 4):
+                yield fault
+            yield all_reduce(group, line=20)
+            yield Step()
+        if extra and rank == 0:
+            yield all_reduce(group, line=70, function="evaluate")
+
+    return program
+
+
+def judge(logs: list[RankLog]) -> Verdict:
+    return diagnose_logs(logs)
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(2, "rank 1 ends without all_reduce at train.py:70 evaluate, or rank 0 alone"), (4, "rank 0 alone")]
+)
+def test_one_more_iteration_is_not_advised_where_the_line_is_new(size: int, words: str) -> None:
+    verdict = judge(Job(size).run(training(extra=True)).logs())
+    assert words in verdict.next_step
+    assert "iterations" not in verdict.next_step
+    assert any("5 optimizer steps in all, as many as rank 0" in text for text in verdict.findings[0].evidence)
+
+
+def test_fewer_steps_are_told() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            if rank != 1 or i < 4:
+                yield Step()
+            if rank != 1 or i < 5:
+                yield all_reduce(job.world, line=20)
+
+    verdict = judge(Job(4).run(program).logs())
+    assert "as many iterations as the others" in verdict.next_step
+    assert "rank 1 did 4 optimizer steps in all, 2 fewer than ranks 0,2-3 so far." in verdict.findings[0].evidence
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend", "device", "said", "not_said"),
+    [
+        (["n1"], "gloo", "cpu", "py-spy dump --native", "link counters"),
+        (["n1", "n2"], "gloo", "cpu", "between n1, n2", "NCCL"),
+        (["n1"], "nccl", "cuda", "NCCL_DEBUG", "link counters"),
+        (["n1", "n2"], "nccl", "cuda", "NCCL_DEBUG=INFO, dmesg, link counters", "GLOO"),
+    ],
+)
+def test_no_network_within_a_host_and_no_other_backends_log(hosts: list[str], backend: str, device: str, said: str, not_said: str) -> None:
+    logs = Job(4).run(training(backend=backend)).logs()
+    for log in logs:
+        log.host, log.closed = hosts[log.rank % len(hosts)], False
+        log.observation = Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False)
+        for op in log.collectives:
+            op.channel = msgspec.structs.replace(op.channel, device=device)
+        op.state, op.done_ns, op.wait_ended_ns = State.ISSUED, 0, 0
+    verdict = judge(logs)
+    assert verdict.kind == "stuck-inside"
+    assert said in verdict.next_step and not_said not in verdict.next_step
+
+
+@pytest.mark.parametrize(
+    ("seen", "said", "not_said"),
+    [
+        (Observation(End.KILLED, signal="SIGKILL"), "dmesg", "crashed"),
+        (Observation(End.KILLED, signal="SIGKILL", oom_killed=False), "for the sender of the signal", "dmesg"),
+        (Observation(End.KILLED, signal="SIGBUS"), "before it crashed", "sender"),
+        (Observation(End.KILLED, signal="SIGSEGV"), "before it crashed", "aborted"),
+        (Observation(End.KILLED, signal="SIGABRT"), "before it aborted", "sender"),
+    ],
+)
+def test_the_signal_decides_where_to_look(seen: Observation, said: str, not_said: str) -> None:
+    verdict = judge(Job(4).run(training(Die(seen))).logs())
+    assert said in verdict.next_step and not_said not in verdict.next_step
+
+
+def test_a_debugger_is_not_resumed_by_a_signal() -> None:
+    for state, said in (("t", "detach the debugger from rank 1"), ("T", "kill -CONT")):
+        stopped = Stay(61, "tune", Observation(End.RUNNING, window_s=5, proc_state=state, stopped_fraction=1.0))
+        assert said in judge(Job(4).run(training(stopped)).logs()).next_step
