@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from emulated_nodes import Node, launch, nodes, wait
 
+import commlens
+
 PROGRAM = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
@@ -88,6 +90,10 @@ def test_a_mismatch_and_a_stall_on_the_second_node_are_told_on_both(two: list[No
     assert first.count("ending the job, because on_stall") == second.count("ending the job, because on_stall") == 1
     reports = [json.loads(path.read_text()) for path in two[0].folder.glob("dump/*/verdict*.json")]
     assert [report["culprits"] for report in reports] == [[3]]
+    # The reporter's dump holds all ranks, so that it can be diagnosed without the other node's.
+    (dump,) = two[0].folder.glob("dump/*")
+    verdict = commlens.diagnose([dump])
+    assert (verdict.kind, verdict.culprits, verdict.missing_evidence) == ("missing", [3], [])
 
 
 def test_a_death_on_the_second_node_is_told_on_both(two: list[Node]):

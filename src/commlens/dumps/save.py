@@ -12,7 +12,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -35,7 +35,7 @@ from commlens.dumps.detect import (
 from commlens.errors import DumpError, FormatError
 from commlens.model.ranklog import Observation
 
-__all__ = ["BOX_BYTES_MAX", "discard_job", "dump_name", "save_dump", "save_reports"]
+__all__ = ["BOX_BYTES_MAX", "SavedRank", "add_node", "discard_job", "dump_name", "save_dump", "save_reports"]
 
 BOX_BYTES_MAX: Final = SIZE_MAX
 """Largest box that is saved, in bytes."""
@@ -174,14 +174,10 @@ def save_dump(
                 known = newest.get(status.rank)
                 if known is None or known.created_ns < status.created_ns:
                     newest[status.rank] = status
-            name = f"observed-{job_dirs.safe_name(host)}.json"
+            name = _observed_name(host)
             pids, saved_ns = _saved_before(folder, name)
             pids |= {rank: status.pid for rank, status in newest.items()}
-            ranks = {
-                str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())
-            }
-            about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job or job_dir.name, "saved": saved_ns | saved}
-            _write(folder, name, _json({**about, "problems": notes, "ranks": ranks}))
+            _write_observed(folder, host, job or job_dir.name, saved_ns | saved, observations, pids, notes)
         except OSError as error:
             if created and not saved:
                 _discard(target)
@@ -195,16 +191,51 @@ def save_dump(
     return target
 
 
-def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Path:
+class SavedRank(NamedTuple):
+    """A rank of another node, for :func:`add_node`."""
+
+    rank: int
+    pid: int
+    observation: Observation
+    box: bytes  # empty if there is none
+    captured_ns: int  # Unix ns
+
+
+def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str) -> None:
+    """Add the ranks of another node to a dump, as that node would save them.
+
+    Args:
+        folder: the result of :func:`save_dump`.
+        ranks: all of the node.
+        host: the node's name.
+        job: the job's id.
+
+    Raises:
+        DumpError: one of the files could not be written.
+    """
+    saved = {job_dirs.box_name(each.rank, each.pid): each for each in ranks if each.box}
+    try:
+        with _opened_folder(folder) as opened:
+            for name, each in saved.items():
+                _write(opened, name, each.box)
+            times = {name: each.captured_ns for name, each in saved.items()}
+            observations = {each.rank: each.observation for each in ranks}
+            _write_observed(opened, host, job, times, observations, {each.rank: each.pid for each in ranks}, [])
+    except OSError as error:
+        raise DumpError(f"The ranks of {host} could not be added to the dump in {folder}: {reason(error)}.") from error
+
+
+def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_all_nodes: bool = False) -> Path:
     """Save a verdict and its page beside a dump: ``verdict.json`` and ``index.html``.
 
-    If several nodes save into the folder, each has its own verdict, and the file names contain the host.
+    If several nodes save into the folder and none reports for all of them, each has its own verdict, and the file names contain the host.
 
     Args:
         folder: the result of :func:`save_dump`.
         host: this machine's name.
         page: HTML.
         verdict: JSON.
+        for_all_nodes: whether the verdict is that of the whole job.
 
     Returns:
         The page's path.
@@ -212,10 +243,10 @@ def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes) -> Pat
     Raises:
         DumpError: one of the files could not be written.
     """
-    own = f"observed-{job_dirs.safe_name(host)}.json"
+    own = _observed_name(host)
     try:
         with _opened_folder(folder) as opened:
-            shared = any(_OBSERVED_NAME.fullmatch(name) and name != own for name in _names(opened))
+            shared = not for_all_nodes and any(_OBSERVED_NAME.fullmatch(name) and name != own for name in _names(opened))
             suffix = f"-{job_dirs.safe_name(host)}" if shared else ""
             _write(opened, f"verdict{suffix}.json", verdict)
             _write(opened, f"index{suffix}.html", page)
@@ -248,6 +279,19 @@ def _saved_before(folder: int, name: str) -> tuple[dict[int, int], dict[str, int
         if rank.isdecimal() and job_dirs.box_name(int(rank), entry.pid) in present
     }
     return pids, {name: at_ns for name, at_ns in before.saved.items() if name in present}
+
+
+def _observed_name(host: str) -> str:
+    return f"observed-{job_dirs.safe_name(host)}.json"
+
+
+def _write_observed(
+    folder: int, host: str, job: str, saved: Mapping[str, int], observations: Mapping[int, Observation], pids: Mapping[int, int],
+    notes: Sequence[str],
+) -> None:  # fmt: skip
+    ranks = {str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())}
+    about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, "saved": saved}
+    _write(folder, _observed_name(host), _json({**about, "problems": notes, "ranks": ranks}))
 
 
 def _known_fields(observation: Observation) -> dict[str, Any]:

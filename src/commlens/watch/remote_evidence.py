@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from commlens.blackbox.reader import SIZE_MAX, read_box
+from commlens.dumps.save import SavedRank
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.watch.roster import Member
@@ -25,6 +26,15 @@ class _Rank(msgspec.Struct):
     observation: Observation
     captured_ns: int
     box: bytes  # compressed; empty if it has none
+
+
+class NodeEvidence(msgspec.Struct):
+    """What a node sent."""
+
+    host: str
+    ranks: list[SavedRank] = []  # with their boxes, as they are saved in a dump
+    logs: list[RankLog] = []
+    problems: list[str] = []  # what could not be read, in sentences
 
 
 def pack(members: Sequence[Member], observations: dict[int, Observation]) -> bytes:
@@ -48,29 +58,31 @@ def pack(members: Sequence[Member], observations: dict[int, Observation]) -> byt
     return msgspec.msgpack.encode(ranks)
 
 
-def unpack(content: bytes, host: str) -> tuple[list[RankLog], list[str]]:
-    """Return the logs of a node's ranks, and what could not be read, in sentences."""
+def unpack(content: bytes, host: str) -> NodeEvidence:
+    """Read what another node sent with :func:`pack`."""
+    found = NodeEvidence(host)
     try:
         ranks = msgspec.msgpack.decode(content, type=list[_Rank])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return [], [f"The evidence of node {host} could not be read: {error}."]
-    logs: list[RankLog] = []
-    problems: list[str] = []
+        return NodeEvidence(host, problems=[f"The evidence of node {host} could not be read: {error}."])
     for each in ranks:
         log: RankLog | None = None
+        box = b""
         try:
-            if each.box:
-                log = read_box(_inflated(each.box), name=f"rank {each.rank}'s black box on {host}", captured_ns=each.captured_ns)
+            box = _inflated(each.box) if each.box else b""
+            if box:
+                log = read_box(box, name=f"rank {each.rank}'s black box on {host}", captured_ns=each.captured_ns)
         except (FormatError, zlib.error) as error:
-            problems.append(str(error))
+            found.problems.append(str(error))
         if log is None:
             log = RankLog(
                 rank=each.rank, world_size=each.world_size, host=host, pid=each.pid, local_rank=each.local_rank,
                 restart=each.restart, captured_ns=each.captured_ns,
             )  # fmt: skip
         log.observation = each.observation
-        logs.append(log)
-    return logs, problems
+        found.logs.append(log)
+        found.ranks.append(SavedRank(each.rank, each.pid, each.observation, box, each.captured_ns))
+    return found
 
 
 def _inflated(content: bytes) -> bytes:

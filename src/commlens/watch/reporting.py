@@ -67,6 +67,7 @@ class Evidence:
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
         self.frozen: dict[int, Observation] = {}  # by pid
+        self.remote: dict[str, list[save.SavedRank]] = {}  # the last evidence of other nodes, by host
 
     def freeze(self) -> None:
         """Keep the observations of the living ranks as of now: how the launcher ends them later says nothing about the fault."""
@@ -91,9 +92,10 @@ class Evidence:
         problems: list[str] = []
         remote, silent = self.nodes.gather() if self.nodes.reporter is None else ({}, [])
         for slot, content in sorted(remote.items()):
-            more, missing = remote_evidence.unpack(content, self.nodes.host(slot))
-            logs += more
-            problems += missing
+            found = remote_evidence.unpack(content, self.nodes.host(slot))
+            self.remote[found.host] = found.ranks
+            logs += found.logs
+            problems += found.problems
         problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer in time." for beat in silent] + self.nodes.unknown
         return logs, problems
 
@@ -200,6 +202,11 @@ class Reporter:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:
             return
+        for host, ranks in self.evidence.remote.items():
+            try:
+                save.add_node(saved, ranks, host=host, job=folders[0].name)
+            except CommlensError as error:
+                self.say(str(error))
         is_new = saved != self.dump
         self.dump = saved
         page = self._save_page(saved)
@@ -220,7 +227,9 @@ class Reporter:
             logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs()[0]
             examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
             page = verdict_html(examined._replace(verdict=self.verdict))
-            return save.save_reports(folder, host=self._host, page=page, verdict=self.verdict.to_json())
+            return save.save_reports(
+                folder, host=self._host, page=page, verdict=self.verdict.to_json(), for_all_nodes=bool(self.evidence.remote)
+            )
         except Exception as error:  # the dump is saved, and the verdict was printed
             log.warning("commlens: the verdict's page could not be written: %s: %s", type(error).__name__, error)
             log.debug("the page's error", exc_info=True)
