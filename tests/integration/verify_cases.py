@@ -540,6 +540,25 @@ def ddp_never_comes(c: Context) -> None:
         model(torch.ones(2, 4)).sum().backward()
 
 
+@case(
+    "DDP", "missing", DETECTED, "rank 1 did not take part", "DistributedDataParallel", "Held up by this", "of group outer for rank 2",
+    sizes=(4,), timeout_s=2.0,
+)  # fmt: skip
+def ddp_held_up(c: Context) -> None:
+    """A rank does something else, and others wait for a rank that waits for it, in another group."""
+    inner, outer = dist.new_group([1, 2], group_desc="inner"), dist.new_group([0, 2, 3], group_desc="outer")
+    model = DistributedDataParallel(torch.nn.Linear(4, 4), process_group=inner) if c.rank in (1, 2) else None
+    for step in range(2):
+        if step and c.odd:
+            time.sleep(4)  # reported
+        if step and c.rank == 2:
+            time.sleep(0.5)  # the others' time is over first
+        if model is not None:
+            model(torch.ones(2, 4)).sum().backward()  # reported
+        if not c.odd:
+            dist.all_reduce(torch.ones(4), group=outer)  # reported
+
+
 @case("DDP", "mismatch/shape", DETECTED, "DistributedDataParallel")
 def ddp_other_model(c: Context) -> None:
     """The model's parameters have other dimensions: the constructor compares them."""
@@ -693,6 +712,23 @@ def never_comes(c: Context) -> None:
     if c.odd:
         time.sleep(3)  # reported
     dist.all_reduce(torch.ones(4))  # reported
+
+
+@case(
+    ABSENT, "missing", PREVENTED, "rank 1 did not take part within", "Held up by this", "waits in all_reduce #1 of group outer for rank 2",
+    sizes=(4,), timeout_s=2.0, usable=False,
+)  # fmt: skip
+def held_up(c: Context) -> None:
+    """It does something else, and others wait for a rank that waits for it, in another group."""
+    inner, outer = dist.new_group([1, 2], group_desc="inner"), dist.new_group([0, 2, 3], group_desc="outer")
+    if c.odd:
+        time.sleep(4)  # reported
+    if c.rank == 2:
+        time.sleep(0.5)  # the others' time is over first
+    if c.rank in (1, 2):
+        dist.all_reduce(torch.ones(4), group=inner)  # reported
+    if not c.odd:
+        dist.all_reduce(torch.ones(4), group=outer)  # reported
 
 
 @case(ABSENT, "dead", PREVENTED, "rank 1 has ended", "has finished", sizes=BOTH, usable=False, leaves=True)

@@ -1,9 +1,10 @@
-"""Find ranks that wait for each other, by their boards."""
+"""Find ranks that wait for each other, and the ranks that others wait for, by their boards."""
 
 from __future__ import annotations
 
 import time
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 from commlens.blackbox import board as B
 from commlens.verification.messages import CycleStep
@@ -14,7 +15,7 @@ Step = tuple[int, int, int]  # a rank, and the key of the channel and the number
 
 
 class Cycles:
-    """Finds the cycle that this rank waits in."""
+    """Finds the cycle that this rank waits in, and the ranks at the end of a chain of waits."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -27,17 +28,42 @@ class Cycles:
         path: list[Step] = []
         rank = self._peers.rank
         while True:
-            state = self._waits_in(rank)
+            state = self.waits_in(rank)
             if state is None:
                 return None
             path.append((rank, *state))
-            successors = self._absent_from(*state)
+            successors = self.absent_from(*state)
             if self._peers.rank in successors:
                 return self._canonical(path) if len(path) > 1 else None
-            following = next((r for r in sorted(successors) if r not in {step[0] for step in path} and self._waits_in(r) is not None), None)
+            following = next((r for r in sorted(successors) if r not in {step[0] for step in path} and self.waits_in(r) is not None), None)
             if following is None:
                 return None
             rank = following
+
+    def chain(self, ranks: Iterable[int], longer_than_ns: int) -> list[Step]:
+        """Return the waits that lead from late ranks to those that hold them up: each rank of a wait is one that the wait before lacks.
+
+        Args:
+            ranks: the late ranks. If one of them does not wait, there is no chain.
+            longer_than_ns: a rank that has waited for less was late by itself.
+        """
+        path: list[Step] = []
+        missed = set(ranks)
+        while missed and all(self.waits_in(rank, longer_than_ns) for rank in missed):
+            rank = min(missed)
+            if rank in {self._peers.rank, *(step[0] for step in path)}:
+                return []
+            path.append((rank, *(self.waits_in(rank) or (0, 0))))
+            missed = self.absent_from(*path[-1][1:])
+        return path if missed else []
+
+    def held_up(self, ranks: set[int], longer_than_ns: int) -> set[int]:
+        """Return these ranks and all that have waited for so long for one of them, or for one that does."""
+        for rank in self._peers.ranks() - ranks:
+            state = self.waits_in(rank, longer_than_ns)
+            if state is not None and self.absent_from(*state) & ranks:
+                return self.held_up(ranks | {rank}, longer_than_ns)
+        return ranks
 
     def describe(self, step: Step) -> CycleStep:
         """Return a step as a refusal shows it."""
@@ -48,7 +74,7 @@ class Cycles:
         blob = (board.blob(seen[1]) if seen is not None else None) or {}
         group = (board.channel(key) or {}).get("group", "?")
         collective = f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of group {group}"
-        return CycleStep(rank, collective, str(blob.get("where", "")), sorted(self._absent_from(key, number)))
+        return CycleStep(rank, collective, str(blob.get("where", "")), sorted(self.absent_from(key, number)))
 
     def _canonical(self, cycle: list[Step]) -> list[Step]:
         """Return the cycle in the form that every rank in it finds.
@@ -57,20 +83,28 @@ class Cycles:
         """
         steps = []
         for at, (rank, key, number) in enumerate(cycle):
-            missed = self._absent_from(*cycle[at - 1][1:])  # by the rank that waits for this one
-            steps.append((next(r for r in sorted(missed | {rank}) if r == rank or self._waits_in(r) == (key, number)), key, number))
+            missed = self.absent_from(*cycle[at - 1][1:])  # by the rank that waits for this one
+            steps.append((next(r for r in sorted(missed | {rank}) if r == rank or self.waits_in(r) == (key, number)), key, number))
         first = steps.index(min(steps))
         return steps[first:] + steps[:first]
 
-    def _waits_in(self, rank: int) -> tuple[int, int] | None:
-        """Return the channel's key and the number of the collective that a rank has waited in for long, if its board says so."""
+    def waits_in(self, rank: int, longer_than_ns: int = CYCLE_AFTER_NS) -> tuple[int, int] | None:
+        """Return the channel's key and the number of the collective that a rank has waited in for so long, if its board says so."""
         board = self._peers.known(rank)
         if board is None or board.word(B.THREADS) != 1:
             return None
         key, number, since = board.word(B.WAITING), board.word(B.WAITING_NUMBER), board.word(B.WAITING_SINCE)
-        return (key, number) if key and since and time.monotonic_ns() - since > CYCLE_AFTER_NS else None
+        waits = key and since and time.monotonic_ns() - since > longer_than_ns and self.absent_from(key, number)
+        return (key, number) if waits else None
 
-    def _absent_from(self, key: int, number: int) -> set[int]:
+    def announced(self, key: int, number: int) -> dict[int, dict[str, Any]]:
+        """Return the arguments of a collective by rank, of those that have announced it."""
+        boards = {rank: board for rank in self._peers.members(key) if (board := self._peers.known(rank)) is not None}
+        seen = {rank: board.announced(slot, number) for rank, board in boards.items() if (slot := board.slot(key))}
+        blobs = {rank: boards[rank].blob(entry[1]) for rank, entry in seen.items() if entry is not None}
+        return {rank: blob for rank, blob in blobs.items() if blob is not None}
+
+    def absent_from(self, key: int, number: int) -> set[int]:
         """Return the ranks that have not announced this collective, as far as boards show."""
         absent = set()
         for rank in self._peers.members(key):

@@ -80,7 +80,9 @@ def mismatch_text(answer: Disagree, subject: Subject, rows: Sequence[Row]) -> st
     return "\n".join([first, "", _operation(subject, rows, answer.aspect), f"{heading}:", *_table(answer.aspect, rows)])
 
 
-def absence_text(kind: str, subject: Subject, rows: Sequence[Row], absent: Mapping[int, str], waited_s: float) -> str:
+def absence_text(
+    kind: str, subject: Subject, rows: Sequence[Row], absent: Mapping[int, str], waited_s: float, behind: Sequence[CycleStep] = ()
+) -> str:
     """Return the message for ranks that do not arrive.
 
     Args:
@@ -89,6 +91,7 @@ def absence_text(kind: str, subject: Subject, rows: Sequence[Row], absent: Mappi
         rows: the ranks that have arrived.
         absent: the whereabouts of the others, by rank: "has finished", "is in load_batch (train.py:30)".
         waited_s: how long the others have waited, in seconds.
+        behind: further ranks that wait, for those that wait.
     """
     ranks = ranks_phrase(absent)
     if kind == "dead":
@@ -96,7 +99,8 @@ def absence_text(kind: str, subject: Subject, rows: Sequence[Row], absent: Mappi
     else:
         fact = f"{ranks} did not take part within {waited_s:.0f} s"
     table = _table("missing", [*rows, *(Row(rank, None, where) for rank, where in absent.items())])
-    return "\n".join([f"Cannot apply desired operation: {fact}.", "", _operation(subject, rows, "missing"), "Ranks:", *table])
+    held_up = ["Held up by this:", *map(_wait_line, behind)] if behind else []
+    return "\n".join([f"Cannot apply desired operation: {fact}.", "", _operation(subject, rows, "missing"), "Ranks:", *table, *held_up])
 
 
 def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: str) -> str:
@@ -121,14 +125,16 @@ def tag_text(subject: Subject, rows: tuple[Row, Row], waited_s: float, where: st
 def cycle_text(steps: Sequence[CycleStep]) -> str:
     """Return the message for ranks that wait for each other in a cycle."""
     lines = ["Cannot apply desired operation: ranks wait for each other, and none of them can continue.", "", "Cycle:"]
-    for step in steps:
-        lines.append(f"  - Rank {step.rank}: waits in {step.collective} for {ranks_phrase(step.absent)}   {step.where}".rstrip())
-    lines.append("")
+    lines += [*map(_wait_line, steps), ""]
     if all(step.collective.startswith("recv") for step in steps):
         lines.append("Each receives before it sends: let one of them send first.")
     else:
         lines.append("They issue the same collectives in different orders: let all of them use the same order.")
     return "\n".join(lines)
+
+
+def _wait_line(step: CycleStep) -> str:
+    return f"  - Rank {step.rank}: waits in {step.collective} for {ranks_phrase(step.absent)}   {step.where}".rstrip()
 
 
 def leaves_text(answer: LeafDisagreement, subject: Subject, rows: Sequence[Row]) -> str:

@@ -59,6 +59,10 @@ class Peers:
         """Return a rank's board, or this rank's own, if it has been opened."""
         return self.own() if rank == self.rank else self._boards.get(rank)
 
+    def ranks(self) -> set[int]:
+        """Return the ranks whose boards have been opened."""
+        return set(self._boards)
+
     def __getitem__(self, rank: int) -> PeerBoard:
         board = self.known(rank)
         if board is None:

@@ -23,7 +23,7 @@ from commlens.text import frame_phrase, ranks_phrase
 from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
-from commlens.verification.messages import absence_text, cycle_text, tag_text
+from commlens.verification.messages import Subject, absence_text, cycle_text, tag_text
 from commlens.verification.peers import Peers, is_gone, process_state
 from commlens.verification.refusals import Refusals
 
@@ -182,6 +182,7 @@ class Waiting:
         """
         pending = self._lacking(channel)
         if pending is not None and (absent := needed(pending.args, pending.absent, self._peers.rank)):
+            self._board.set_waiting(channel.key, pending.number, _now() - waited_ns)
             self._check(pending, absent, waited_ns)
 
     def refuse_failed(self, channels: Iterable[VerifiedChannel], *, timed_out: bool) -> None:
@@ -237,9 +238,26 @@ class Waiting:
             self._refuse_missing(pending, absent, waited_ns)
 
     def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> NoReturn:
-        where = {rank: self._whereabouts(rank) for rank in absent}
-        self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
-        self._refuse_absence("missing", pending, where, waited_ns)
+        """Refuse the collective for ranks that are late, or the one in which they wait themselves for others: those hold up all of them."""
+        cycles, compared, half = self._cycles, self._comparison, int(waited_ns) // 2
+        chain = cycles.chain(absent, half)
+        if not chain:
+            absent = [rank for rank in absent if not cycles.waits_in(rank, half)] or absent
+            where = {rank: self._whereabouts(rank) for rank in absent}
+            self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
+            text = absence_text("missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9)
+            members = cycles.held_up(set(pending.channel.members), half)
+            self._refusals.post(pending, "missing", text, ranks=members)
+        steps = [(self._peers.rank, pending.channel.key, pending.number), *chain]
+        last, key, number = steps[-1]
+        late = [rank for rank in sorted(cycles.absent_from(key, number)) if not cycles.waits_in(rank)]
+        description = self._peers[last].channel(key) or {}
+        subject = Subject(str(description.get("group", "?")), description.get("ranks", []), number & B.NUMBER_MASK)
+        rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
+        where = {rank: self._whereabouts(rank) for rank in late}
+        text = absence_text("missing", subject, rows, where, waited_ns / 1e9, [cycles.describe(step) for step in steps[:-1]])
+        members = cycles.held_up({rank for _, each, _ in steps for rank in self._peers.members(each)}, half)
+        self._refusals.post(pending, "missing", text, about=(key, number), ranks=members)
 
     def _refuse_absence(self, kind: str, pending: Pending, absent: dict[int, str], waited_ns: float) -> NoReturn:
         compared = self._comparison
