@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,3 +121,37 @@ def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
     wrong = bench.start("-m", "commlens", "dump", "no-such-job")
     assert wrong.end() == 2
     os.kill(int(pid), signal.SIGCONT)
+
+
+def test_a_rank_that_rank_0_starts_is_one_of_the_job(bench: Bench) -> None:
+    """As Lightning starts its ranks: without RANK, and before rank 0 has a box. A worker of a rank is none."""
+    (bench.folder / "lightning.py").write_text("""
+import os, subprocess, sys, time
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "2"}
+import torch, torch.distributed as dist
+rank = int(os.environ.get("LOCAL_RANK", 0))
+if "LOCAL_RANK" not in os.environ:
+    child = subprocess.Popen([sys.executable, *sys.argv], env={**os.environ, "LOCAL_RANK": "1"})
+dist.init_process_group("gloo", rank=rank, world_size=2)
+dist.all_reduce(torch.ones(2))
+worker = subprocess.run([sys.executable, "-c", "import torch"], env={**os.environ, "RANK": str(rank)}, check=True)
+print("training", flush=True)
+if rank == 1:
+    time.sleep(60)
+dist.all_reduce(torch.ones(2))
+""")
+    program = bench.start("lightning.py", COMMLENS="1", MASTER_PORT=free_port(), COMMLENS_STALL_TIMEOUT="2", COMMLENS_ON_STALL="abort")
+    program.until("training")
+    program.until("ending the job", stream="err")
+    assert program.end() != 0
+    assert "rank 1 never reached all_reduce #2" in program.error.replace("\n         ", " "), program.report()
+    assert program.error.count("VERDICT") == 1 and "ranks are recorded" not in program.error, program.report()
+    assert gone(bench)
+    assert not bench.processes(), "no orphan"
+    assert bench.dumped == ["rank0", "rank1"]
+
+
+def free_port() -> str:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])

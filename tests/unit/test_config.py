@@ -267,7 +267,7 @@ def test_no_debug_wins_over_the_environment_and_the_file(given, debug, tmp_path,
 
 
 def test_a_worker_that_accelerate_started_alone_is_told():
-    from commlens.launch.worker import lone_worker
+    from commlens.launch.recording import lone_worker
 
     alone = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}
     assert "commlens launch --nproc-per-node N" in (lone_worker(alone) or "")

@@ -162,3 +162,20 @@ def test_calls_that_returned_are_no_fault() -> None:
         for number in range(4)
     ]  # fmt: skip
     assert verdict(*logs).kind == "healthy"
+
+
+def test_a_rank_that_runs_here_without_being_recorded() -> None:
+    """Nobody knows what it does, but it is not on another node."""
+    stranger = RankLog(1, WORLD, "job-1", "n03", 1001, unrecorded="COMMLENS=1 is not in its environment: start it with COMMLENS=1")
+    waiting = [rank(number, init(), inside=False, issued="all_reduce") for number in (0, 2, 3)]
+    found = verdict(*waiting, stranger)
+    assert (found.kind, found.culprits, found.confidence) == ("missing", [1], "low")
+    assert "rank 1 (pid 1001) runs on this node but is not recorded" in found.summary and "start it with COMMLENS=1" in found.next_step
+    assert not any("another node" in text for text in [found.summary, *found.missing_evidence])
+
+
+def test_a_process_that_has_no_box_yet() -> None:
+    early = RankLog(1, WORLD, "job-1", "n03", 1001, observation=IDLE)
+    found = verdict(*(rank(number, init()) for number in (0, 2, 3)), early)
+    assert (found.kind, found.why, found.culprits) == ("missing", "initialising", [1])
+    assert "has not called init_process_group yet" in found.explanation and "py-spy" in found.next_step

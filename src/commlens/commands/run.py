@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 
 from commlens.commands import add_program, program_of
 
@@ -35,7 +33,4 @@ class RunCommand:
         environment = {name: value for name, value in settings_environment(given.settings).items() if name in names}
         if arguments.commlens_config_file:
             environment["COMMLENS_CONFIG_FILE"] = arguments.commlens_config_file
-        alone = worker.lone_worker(os.environ)
-        if alone is not None:
-            print(f"commlens: {alone}", file=sys.stderr)
         worker.run(program, module=arguments.module, environment=environment)

@@ -124,7 +124,7 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
     why, named = classify_frames(log, frames)
     otherwise: Why = "user-code" if frame is not None else "unknown"
     signs, moves, watched = movement(seen)
-    phrase = _phrase(why, where, since)
+    phrase = _phrase(why, where, since) if log.source or frames or log.collectives else "has not called init_process_group yet"
     if log.expecting is not None:
         return Activity(why or "user-code", True, f"is in a block marked as slow ({log.expecting})", frame, signs, watched)
     if end.kind == "terminated":
@@ -132,6 +132,8 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
         return Activity(why or otherwise, False, f"was {(where and f'in {where}') or 'elsewhere'}", frame, [end.text], watched)
     if moves:
         return Activity(why or otherwise, True, phrase, frame, signs, watched)
+    if not (log.source or frames or log.collectives):
+        return Activity("initialising", not watched, phrase, None, signs, watched)
     if active_ns_ago > 0:
         return Activity(why or "user-code", True, phrase, frame, [*signs, f"it was active {duration(active_ns_ago)} before"], watched)
     if seen.proc_state == "D":

@@ -180,8 +180,9 @@ def _looked_at(job: JobIndex) -> str:
 def _missing_evidence(job: JobIndex) -> list[str]:
     """Return sentences about ranks without records, unreadable records and overwritten ones."""
     notes: list[str] = []
-    if job.no_record:
-        notes.append(f"{capital(ranks_phrase(job.no_record))} of {job.size} left no record.")
+    if lost := [rank for rank in job.no_record if rank not in job.strangers]:
+        notes.append(f"{capital(ranks_phrase(lost))} of {job.size} left no record.")
+    notes += [f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}." for rank, log in sorted(job.strangers.items())]
     if job.elsewhere:
         hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
         of = f" of {', '.join(hosts[:4])}" if hosts else ""

@@ -161,6 +161,7 @@ class JobIndex:
     knows: Capabilities = BLACK_BOXES
     stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
     unlisted: frozenset[ChannelKey] = frozenset()  # groups whose ranks no file lists: those that use it are known
+    strangers: Mapping[int, RankLog] = field(default_factory=dict)  # of no_record: ranks whose process runs without being recorded
     moving: bool = False  # collectives still completed while the job was dumped
 
     @cached_property
@@ -179,8 +180,11 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     stall_timeout_s = max((log.stall_timeout_s for log in logs), default=0.0) or STALL_TIMEOUT_S
     exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
     size = world_size(logs)
+    strangers = {log.rank: log for log in logs if log.unrecorded}
+    logs = [log for log in logs if not log.unrecorded]
     no_record, elsewhere = absent_ranks(logs, size)
-    job = JobIndex({}, {}, size, no_record, elsewhere, limit, stall_timeout_ns=int(stall_timeout_s * 1e9))
+    no_record, elsewhere = sorted({*no_record, *strangers}), [rank for rank in elsewhere if rank not in strangers]
+    job = JobIndex({}, {}, size, no_record, elsewhere, limit, strangers=strangers, stall_timeout_ns=int(stall_timeout_s * 1e9))
     for log in logs:
         view = _index_log(log, exits[log.rank], job)
         job.views[log.rank] = view

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +84,30 @@ def start_from_environment() -> None:
 
 def start(settings: config.Settings) -> None:
     """Record with these settings; :func:`commlens.capture.session.start` has the details."""
+    if not session.is_started() and (alone := lone_worker(os.environ)) is not None and _is_child_of(b"accelerate"):
+        log.warning("commlens: %s", alone)
     session.start(settings, make_verifier=_make_verifier, dump=_dump)
+
+
+def lone_worker(environ: Mapping[str, str]) -> str | None:
+    """Return a warning if Accelerate was to start several processes and started only this one.
+
+    ``accelerate launch --cpu --num_processes 2`` does that without mpirun (Accelerate 1.15).
+    """
+    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+    if "ACCELERATE_MIXED_PRECISION" not in environ or "MASTER_PORT" not in environ or any(name in environ for name in ranks):
+        return None
+    return (
+        "Accelerate was asked to start several processes but started only this one, as it does on a CPU without mpirun. "
+        "`commlens launch --nproc-per-node N script.py` starts N of them; so does `accelerate launch --multi_gpu --num_processes N` "
+        "with ACCELERATE_USE_CPU=true."
+    )
+
+
+def _is_child_of(program: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return program in Path(f"/proc/{os.getppid()}/cmdline").read_bytes()
+    return False
 
 
 def _require_torch(caller: str) -> None:

@@ -60,21 +60,6 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
     run_here(program, module=module)
 
 
-def lone_worker(environ: Mapping[str, str]) -> str | None:
-    """Return a warning if Accelerate was to start several processes and started only this one.
-
-    ``accelerate launch --cpu --num_processes 2`` does that without mpirun (Accelerate 1.15).
-    """
-    ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-    if "ACCELERATE_MIXED_PRECISION" not in environ or "MASTER_PORT" not in environ or any(name in environ for name in ranks):
-        return None
-    return (
-        "Accelerate was asked to start several processes but started only this one, as it does on a CPU without mpirun. "
-        "`commlens launch --nproc-per-node N script.py` starts N of them; so does `accelerate launch --multi_gpu --num_processes N` "
-        "with ACCELERATE_USE_CPU=true."
-    )
-
-
 def check_program(program: Sequence[str], *, module: bool) -> None:
     """Refuse a script that cannot be read, before anything starts.
 

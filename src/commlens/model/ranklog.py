@@ -73,6 +73,7 @@ class RankLog(msgspec.Struct):
     local_rank: int | None = None
     restart: int = 0  # torchelastic's restart count
     collectives: list[Collective] = []  # oldest first, by index; a wrapped ring buffer starts late
+    unrecorded: str = ""  # why the process keeps no black box although it has loaded torch, and what to do, in a clause
     setups: list[Collective] = []  # calls that make process groups, oldest first; their arguments are the group and the label in "module"
     issued: int = 0  # number ever recorded; more than len(collectives) if the ring buffer wrapped
     stacks: list[ThreadStack] = []  # taken by the rank's own watchdog thread

@@ -8,7 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
-from commlens.model.collective import FrameKind
+from commlens.model.frames import frame_kind
 from commlens.model.ranklog import End, Observation
 from commlens.watch import process
 from commlens.watch.cgroup import Cgroup
@@ -90,7 +90,7 @@ class Observer:
         self._tcp_at = 0  # CLOCK_MONOTONIC ns
         self._rank_ends: set[tuple[bytes, int]] = set()  # local addresses of the ranks' connections
 
-    def add(self, pid: int, start_ticks: int, classify: Classify = lambda _: FrameKind.USER) -> None:
+    def add(self, pid: int, start_ticks: int, classify: Classify = lambda file: frame_kind(file, [])) -> None:
         """Observe a process. ``classify`` returns the kind of code in a file, for stacks that py-spy reads."""
         subject = _Subject(pid, start_ticks, classify)
         subject.cgroup = Cgroup.of(pid)
@@ -236,9 +236,9 @@ class Observer:
         return seen
 
     def _watchdog_is_silent(self, subject: _Subject) -> bool:
-        """Return whether the watchdog thread does not run, so that the stacks in the box are old."""
-        pulse = subject.samples[-1].pulse if subject.samples else Pulse()
-        return bool(pulse.heartbeat_ns) and not pulse.closed and _silent_s(pulse, time.monotonic_ns()) > SILENT_S
+        """Return whether no watchdog thread runs, so that the stacks in the box are old, or there is no box."""
+        pulse = subject.samples[-1].pulse if subject.samples else Pulse(closed=True)
+        return not pulse.closed and (not pulse.heartbeat_ns or _silent_s(pulse, time.monotonic_ns()) > SILENT_S)
 
     def _start_py_spy(self, subject: _Subject) -> None:
         self._collect(subject, 0.0)

@@ -141,8 +141,12 @@ class Roster:
         new: list[Member] = []
         for worker in self.workers():
             if self.find(worker.pid, worker.start_ticks) is None:
-                new.append(self._adopt(Member.of(worker, process.Handle(worker.pid, worker.start_ticks))))
+                new.append(self.adopt(worker))
         return new
+
+    def adopt(self, worker: Worker) -> Member:
+        """Add a process that has no box, or none yet."""
+        return self._adopt(Member.of(worker, process.Handle(worker.pid, worker.start_ticks)))
 
     def find(self, pid: int, start_ticks: int) -> Member | None:
         """Return the process of this node with this pid and start time; 0 means that the start is unknown."""

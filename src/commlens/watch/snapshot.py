@@ -14,6 +14,7 @@ from commlens.model.ranklog import Observation, RankLog
 from commlens.watch.observer import Observer, Pulse
 from commlens.watch.process import Ending
 from commlens.watch.roster import Member, Roster
+from commlens.watch.strangers import why_unrecorded
 
 _LOOK_EVERY_S = 0.1
 
@@ -39,7 +40,7 @@ def sample(members: list[Member], observer: Observer) -> None:
 def read_logs(members: list[Member], observations: dict[int, Observation], *, newest: int | None = None) -> tuple[list[RankLog], list[str]]:
     """Read the members' boxes, or only the ``newest`` records of each.
 
-    A rank without a box, which has not reached ``init_process_group`` or ended before, gets an empty log.
+    A rank without a box, which has not imported torch, ended before or is not recorded, gets an empty log.
 
     Returns:
         The logs, each with its observation, and what could not be read, in sentences.
@@ -47,6 +48,7 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
     logs: list[RankLog] = []
     problems: list[str] = []
     host = os.uname().nodename
+    joined = any(member.status is not None and member.status.initialised for member in members)
     for member in members:
         log: RankLog | None = None
         if member.box is not None:
@@ -59,6 +61,8 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
                 rank=member.rank, world_size=member.world_size, host=host, pid=member.pid, local_rank=member.local_rank,
                 restart=member.restart, captured_ns=time.time_ns(),
             )  # fmt: skip
+            if newest is None and member.box is None and member.alive and member.here:
+                log.unrecorded = why_unrecorded(member.pid, joined=joined)
         log.observation = observations.get(member.pid, Observation())
         logs.append(log)
     # The log of a rank without a box lacks the job's name.

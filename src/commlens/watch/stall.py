@@ -12,6 +12,7 @@ from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase
 from commlens.watch.observer import WINDOW_S
 from commlens.watch.roster import Member
+from commlens.watch.strangers import why_unrecorded
 
 SAMPLE_S: Final = 0.1  # between samples of the processes while a stall is suspected
 SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
@@ -97,7 +98,8 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
         members: the ranks of this node.
         elsewhere: the ranks of other nodes whose evidence is known.
     """
-    seen = [member for member in members if member.here and member.box is not None and not member.unreadable]
+    here = [member for member in members if member.here and not member.unreadable]
+    seen = [member for member in here if member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))]
     size = max((member.world_size for member in seen), default=0)
     concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
     unseen = sorted(set(concerned) - {member.rank for member in seen} - elsewhere)

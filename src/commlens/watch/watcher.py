@@ -33,6 +33,7 @@ from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import add_new_members, sample
 from commlens.watch.stall import Check, Stall, StallDetector, explains, reason_to_go_on, waited_for, waits, waits_recorded
+from commlens.watch.strangers import Strangers, has_torch
 
 log = logging.getLogger("commlens")
 
@@ -91,6 +92,7 @@ class Watcher:
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
         self.reporter.evidence.frozen = {}
+        self._strangers = Strangers(self._roster, self._observer)
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
     # --- from other threads
@@ -149,7 +151,7 @@ class Watcher:
         members = [member for member in self._roster.current() if member.here]
         if not members:
             return time.monotonic() - self._started > NEVER_SEEN_S
-        return not any(member.alive for member in members) and not self._deaths.is_pending
+        return not any(member.alive and member.box is not None for member in members) and not self._deaths.is_pending
 
     def _pause_s(self) -> float:
         if self._stalls.stall is not None:
@@ -172,6 +174,8 @@ class Watcher:
         if self._deaths.take_due(time.monotonic()):
             self._report_death()
         if not self._over and not self._deaths.is_pending:
+            for line in self._strangers.lines_at_start(time.monotonic()):
+                self.reporter.say(line)
             self._look_for_stall()
         if self._aborting_since is not None and time.monotonic() - self._aborting_since > KILL_AFTER_S:
             self._aborting_since = None
@@ -217,7 +221,8 @@ class Watcher:
             self._observer.ended(member.pid, member.ending or process.Ending(), clean=member.said_goodbye, at_ns=member.ended_ns)
         members, now = self._roster.current(), time.monotonic()
         ended = [member for member in ended if member in members and not self._over]
-        if any(member.ended_well is not False for member in ended):
+        # A program that never called init_process_group may only have prepared its rank's real one.
+        if any(member.ended_well is not False and (member.status is None or member.status.initialised) for member in ended):
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now, alone=lambda: self._is_alone(members)):
             self.reporter.evidence.freeze()
@@ -317,6 +322,9 @@ class Watcher:
         reporter = self.reporter
         if check.age_s < ENDING_MAX_S + check.patience_s and self._is_one_ending():
             return  # its death explains more than the wait does
+        if self._strangers.find(time.monotonic()):
+            stall.next_check = check.now + 1.0  # observe them first
+            return
         verdict = reporter.diagnose()
         self._on_signals(self._roster.wait(0))
         if self._add_ended() or self._over:
@@ -369,7 +377,8 @@ class Watcher:
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():
-            if member.alive and member.here and process.is_running(member.pid, member.start_ticks):
+            is_rank = self._launched or member.box is not None or has_torch(member.pid)
+            if is_rank and member.alive and member.here and process.is_running(member.pid, member.start_ticks):
                 with contextlib.suppress(OSError):
                     os.kill(member.pid, number)
 

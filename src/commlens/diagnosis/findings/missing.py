@@ -229,13 +229,16 @@ def _failure_evidence(view: RankView) -> list[str]:
 def find_unrecorded(context: Context, nodes: list[Node]) -> None:
     """Presume ranks without a record on this node dead; those of another node may be anywhere."""
     others = any(case.finding.root_cause for case in context.cases)
-    groups: dict[tuple[Instance, str], list[Node]] = defaultdict(list)
+    groups: dict[tuple[Instance, str, str], list[Node]] = defaultdict(list)
     for node in nodes:
-        groups[(most_waited(context.graph.edges_into(node)).instance, node.kind)].append(node)
-    for (_, kind), members in sorted(groups.items()):
+        stranger = context.job.strangers.get(node.rank)
+        why = stranger.unrecorded if stranger is not None else ""
+        groups[(most_waited(context.graph.edges_into(node)).instance, node.kind, why)].append(node)
+    for (_, kind, why), members in sorted(groups.items()):
         edges = context.graph.edges_into(members[0])
         ranks, waiting = [node.rank for node in members], sorted({edge.rank for edge in edges})
-        _unrecorded(context, ranks, waiting, edges, context.blocked_by(members), dead=kind == "no-record", others=others)
+        dead = kind == "no-record" and not why
+        _unrecorded(context, ranks, waiting, edges, context.blocked_by(members), dead=dead, others=others)
 
 
 def _unrecorded(
@@ -243,7 +246,13 @@ def _unrecorded(
 ) -> None:  # fmt: skip
     op = most_waited(edges).op
     subject, they_wait = ranks_phrase(ranks), context.waits(edges, "waits", "wait")
-    if dead:
+    strangers = [context.job.strangers[rank] for rank in ranks if rank in context.job.strangers]
+    if strangers:
+        pids = joined([f"pid {log.pid}" for log in strangers[:8]])
+        runs = verb(ranks, "runs on this node but is", "run on this node but are")
+        summary = f"{subject} ({pids}) {runs} not recorded; {they_wait} for {verb(ranks, 'it', 'them')}"
+        step = f"take a stack of {verb(ranks, 'it', 'them')} (py-spy dump --pid {strangers[0].pid}); {strangers[0].unrecorded}"
+    elif dead:
         summary = f"{subject} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
         ended = "it ended before it could record anything, or its black box is lost"
         if len(ranks) > 1:

@@ -34,7 +34,7 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
         "finished": f"make {subject} run as many iterations as the others (uneven data: Join, or drop the last batches)",
         "initialising": f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}",
     }
-    if doing.why in steps:
+    if doing.why in steps and (doing.why != "initialising" or doing.frame is not None):
         return steps[doing.why]
     if doing.frame is not None:
         return f"look at {where} on {subject}"

@@ -1,0 +1,97 @@
+"""Ranks without a black box, found by the environment of real processes that do nothing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from watch_ranks import eventually
+
+from commlens.blackbox import job_dirs
+from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, ProcessGroup, State
+from commlens.watch import strangers
+from commlens.watch.strangers import Meeting, find_strangers, meeting_of, unrecorded_lines, why_unrecorded
+
+PORT = str(20000 + os.getpid() % 10000)
+SLEEPS = "import time; time.sleep(60)"
+
+
+@pytest.fixture
+def run() -> Iterator[Any]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(program: str = SLEEPS, **environ: str) -> int:
+        started.append(subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "WORLD_SIZE": "3", **environ}))
+        return started[-1].pid
+
+    yield start
+    for process in started:
+        for child in strangers.process.children(process.pid):
+            os.kill(child, 9)
+        process.kill()
+        process.wait()
+
+
+def test_found_by_its_environment(run: Any) -> None:
+    """Not a rank's child, another job's rank, or what is no rank."""
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPS!r}])"
+    rank = run(child, RANK="1", MASTER_PORT=PORT)
+    lightning = run(LOCAL_RANK="2", MASTER_PORT=PORT)
+    run(RANK="1", MASTER_PORT="1")
+    run(MASTER_PORT=PORT)
+    meeting = Meeting("127.0.0.1", PORT, 3, 0)
+    eventually(lambda: len(strangers.process.children(rank)) == 1 and strangers.process.environment(strangers.process.children(rank)[0]))
+    found = find_strangers(meeting, {0}, restart=2)
+    assert [(worker.rank, worker.pid, worker.restart) for worker in found] == [(1, rank, 2), (2, lightning, 2)]
+    assert find_strangers(meeting, {0, 1, 2}, restart=0) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"COMMLENS": ""}, "COMMLENS=1 is not in its environment"),
+        ({"COMMLENS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "TORCH_DEVICE_BACKEND_AUTOLOAD"),
+        ({"COMMLENS": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "1"}, "may lack commlens"),
+    ],
+)
+def test_why(run: Any, monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], reason: str) -> None:
+    pid = run(**environ)
+    eventually(lambda: "COMMLENS" in strangers.process.environment(pid))
+    assert why_unrecorded(pid, joined=True) == "", "it has not loaded torch: it may still be recorded"
+    monkeypatch.setattr(strangers, "has_torch", lambda pid: True)
+    assert reason in why_unrecorded(pid, joined=True)
+    assert (why_unrecorded(pid, joined=False) == "") is (reason == "may lack commlens"), "it may still import torch"
+
+
+def member(rank: int, pid: int, *, place: str = "", size: int = 3) -> Any:
+    group = ProcessGroup("default_pg", tuple(range(size)))
+    call = Collective(0, Channel(group, SETUP), 1, CollectiveArgs("init_process_group", ""), State.COMPLETED, 1, module=place)
+    box = SimpleNamespace(log=lambda newest: SimpleNamespace(setups=[call])) if place else None
+    return SimpleNamespace(rank=rank, pid=pid, box=box, alive=True, here=True, world_size=size)
+
+
+def test_where_the_ranks_meet(run: Any) -> None:
+    known = member(0, os.getpid(), place="tcp://localhost:29511")
+    assert meeting_of([known]) == Meeting("localhost", "29511", 3, 0)
+    assert meeting_of([member(0, os.getpid(), place="file:///tmp/x")]) is None
+
+
+def test_the_line_at_the_start(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = run(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SLEEPS!r}])")
+    eventually(lambda: len(strangers.process.children(parent)) == 1)
+    child = strangers.process.children(parent)[0]
+    assert job_dirs.parent_of(child) == parent
+    recorded = [member(0, parent, place="tcp://127.0.0.1:29500"), member(1, os.getpid(), place="tcp://127.0.0.1:29500")]
+    assert unrecorded_lines(recorded) == ["2 of 3 ranks are recorded: no process of rank 2 was found on this node."]
+    monkeypatch.setattr(strangers, "has_torch", lambda pid: pid == child)
+    (line,) = unrecorded_lines([*recorded, member(2, child)])
+    assert line.startswith(f"2 of 3 ranks are recorded: rank 2 (pid {child}) is a child of rank 0 and is not recorded: COMMLENS=1 is not")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    elsewhere = [member(0, os.getpid(), place="tcp://node1:29500"), member(1, os.getpid(), place="tcp://node1:29500")]
+    assert unrecorded_lines(elsewhere) == [], "the third rank may be on another node"
+    assert unrecorded_lines([*recorded, member(2, os.getpid(), place="tcp://127.0.0.1:29500")]) == []
