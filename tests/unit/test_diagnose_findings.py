@@ -325,7 +325,7 @@ def test_ranks_that_stand_still_outside_of_collectives() -> None:
 
 
 WORKS = Observation(End.RUNNING, window_s=9, proc_state="S", cpu_s=0.0, stack_moved=False, children_cpu_s=8.0)
-IDLE = (Frame("/lib/python3.11/selectors.py", 468, "select", FrameKind.PYTHON), Frame("/lib/a.py", 6, "run_forever", FrameKind.PYTHON))
+IDLE = (Frame("/lib/selectors.py", 468, "select", FrameKind.PYTHON), Frame("/lib/asyncio/a.py", 6, "run_forever", FrameKind.PYTHON))
 
 
 @pytest.mark.parametrize("also", [Stay(44, "build", WORKS), Stay(44, "main", None, IDLE), None])

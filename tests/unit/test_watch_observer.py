@@ -103,6 +103,18 @@ def test_work_outside_its_own_threads() -> None:
         assert seen.unsent_bytes > 0
 
 
+def test_one_write_of_a_large_file_shows_before_it_returns(child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = "rchar: 500\nwchar: 100\nsyscr: 9\nsyscw: 3\nread_bytes: 0\nwrite_bytes: {}\ncancelled_write_bytes: 7\n"
+    read = process.read_text
+    disk = iter([0, 5_000_000])
+    monkeypatch.setattr(process, "read_text", lambda path: counts.format(next(disk)) if path == f"/proc/{child.pid}/io" else read(path))
+    observer = observer_of(child)
+    observer.sample(child.pid, pulse())
+    time.sleep(0.5)
+    observer.sample(child.pid, pulse())
+    assert observer.observe(child.pid).io_bytes == 5_000_000
+
+
 def test_stopped_is_not_holding_the_gil(child: subprocess.Popen[str]) -> None:
     observer = observer_of(child)
     silent = time.monotonic_ns() - 3 * SECOND

@@ -22,6 +22,7 @@ STACK_INTERVAL_S: Final = 1.0
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
 _COUNTS_EVERY_S: Final = 0.4
+_SWAPS: Final = 10.0  # memory pressure, percent
 
 _Counted = TypeVar("_Counted", bound="tuple[Any, ...]")  # CLOCK_MONOTONIC ns, and counters so far
 
@@ -48,7 +49,7 @@ class _Counts(NamedTuple):
     """Counters so far."""
 
     at_ns: int  # CLOCK_MONOTONIC
-    io_bytes: int | None  # of the process and its children
+    io_bytes: tuple[int, int] | None  # of the process and its children, as process.io_bytes returns them
     children_cpu_s: float  # of its child processes and theirs
     net_bytes: int
 
@@ -135,7 +136,8 @@ class Observer:
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in filter(None, map(process.read_stat, children)))
         io_bytes = process.io_bytes(subject.pid)
         if io_bytes is not None:
-            io_bytes += sum(process.io_bytes(pid) or 0 for pid in children)
+            calls, disks = zip(io_bytes, *filter(None, map(process.io_bytes, children)), strict=True)
+            io_bytes = sum(calls), sum(disks)
         inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
         tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp and self._tcp[inode].remote not in self._rank_ends}
         moved = 0
@@ -224,7 +226,9 @@ class Observer:
         if len(subject.counts) > 1:
             before, after = subject.counts[0], subject.counts[-1]
             if before.io_bytes is not None and after.io_bytes is not None:
-                seen.io_bytes = max(0, after.io_bytes - before.io_bytes)
+                swaps = (subject.pressure or 0.0) >= _SWAPS  # then pages are read again and again, and that is no work
+                kinds = zip(before.io_bytes, after.io_bytes, strict=True)
+                seen.io_bytes = max(0, *[later - earlier for earlier, later in kinds][: 1 if swaps else 2])
             seen.children_cpu_s = round(max(0.0, after.children_cpu_s - before.children_cpu_s), 3)
             seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
         throttled = _throttled_fraction(subject)

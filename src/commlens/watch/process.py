@@ -115,10 +115,14 @@ def is_running(pid: int, start_ticks: int) -> bool:
     return stat is not None and not stat.ended and start_ticks in (0, stat.start_ticks)
 
 
-def io_bytes(pid: int) -> int | None:
-    """Return the bytes read and written so far, including the page cache and pipes."""
-    counts = re.findall(r"^[rw]char: (\d+)$", read_text(f"/proc/{pid}/io") or "", re.MULTILINE)
-    return sum(map(int, counts)) if counts else None
+def io_bytes(pid: int) -> tuple[int, int] | None:
+    """Return the bytes read and written so far: by calls that have returned, and from and to disks.
+
+    The first count includes the page cache and pipes. A single write or copy of a large file moves only the second until it returns,
+    and so do reads of a file that is mapped into memory.
+    """
+    counts = [int(count) for count in re.findall(r"^(?:[rw]char|(?:read|write)_bytes): (\d+)$", read_text(f"/proc/{pid}/io") or "", re.M)]
+    return (counts[0] + counts[1], counts[2] + counts[3]) if len(counts) == 4 else None
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from commlens.model.verdict import Finding, Kind
 from commlens.text import capital, count, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase
 
 MOTIONLESS = 3  # stall timeouts
-_IDLE = frozenset({"run_forever", "serve_forever", "main_loop"})  # of asyncio, Jupyter and Ray, which wait for requests
+_IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})  # of servers, gRPC and Ray, which wait for requests
 
 
 _OPERATION = " Operation: "  # in the text of a refusal
@@ -165,7 +165,7 @@ def _is_motionless(view: RankView, limit_ns: int) -> bool:
     if view.exit.ended or view.blocks or works or not watched or log.expecting is not None or log.observation.proc_state in ("T", "t"):
         return False
     for frame in stack.frames if stack is not None else ():
-        if frame.function in _IDLE:
+        if frame.function in _IDLE or "/asyncio/" in frame.file:
             return False
         if frame.kind is FrameKind.USER:
             break
