@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sys
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -54,6 +55,40 @@ def synthetic_batch(rank: int, step: int, size: int = 32) -> tuple[torch.Tensor,
     generator = torch.Generator().manual_seed(1000 * rank + step)
     x = torch.randn(size, 16, generator=generator)
     return x, torch.sin(x).sum(dim=1, keepdim=True)
+
+
+def batches(rank: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Load each step's batch. Yields the step, the inputs and the targets."""
+    for step in range(STEPS):
+        pause(0.02)
+        yield step, *synthetic_batch(rank, step)
+
+
+def compute_gradients(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Run forward and backward, and return the loss."""
+    model.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(x), y)
+    loss.backward()
+    return loss
+
+
+def average_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Average the gradients over a group, one parameter after the other."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad, group=group)
+        parameter.grad /= dist.get_world_size(group)
+
+
+def flat_gradients(model: torch.nn.Module) -> torch.Tensor:
+    """Return a copy of all gradients as one vector."""
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def set_gradients(model: torch.nn.Module, flat: torch.Tensor) -> None:
+    """Reverse :func:`flat_gradients`."""
+    parameters = list(model.parameters())
+    for parameter, part in zip(parameters, flat.split([one.numel() for one in parameters]), strict=True):
+        parameter.grad = part.view_as(parameter).clone()
 
 
 def say(line: str) -> None:

@@ -9,11 +9,6 @@ from torch.nn.parallel import DistributedDataParallel
 from commlens.scenarios import lab
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
 def mean_loss(loss: torch.Tensor) -> torch.Tensor:
     losses = [torch.empty(1) for _ in range(dist.get_world_size())]
     dist.all_gather(losses, loss.detach().view(1))  # fault: ddp-skip-backward
@@ -33,8 +28,7 @@ def main() -> None:
     rank, _ = lab.begin()
     model = DistributedDataParallel(lab.small_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
+    for step, x, y in lab.batches(rank):
         loss = train_step(model, optimizer, x, y, step)
         lab.report(step, loss)
     # Delete the reducer before its group: as the last owner, it destroys the group while holding the GIL, and a thread of gloo

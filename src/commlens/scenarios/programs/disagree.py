@@ -8,17 +8,8 @@ import torch.distributed as dist
 from commlens.scenarios import lab
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
-def flat_gradients(model: torch.nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def average_gradients(model: torch.nn.Module, step: int) -> None:
-    flat = flat_gradients(model)
+    flat = lab.flat_gradients(model)
     if lab.strikes("skip-then-other", step):
         return  # "this batch was bad, skip its gradients"
     if lab.strikes("skip-then-same", step):
@@ -33,12 +24,7 @@ def average_gradients(model: torch.nn.Module, step: int) -> None:
         dist.all_reduce(flat, op=dist.ReduceOp.MAX)  # fault: mismatch-reduce-op
     else:
         dist.all_reduce(flat, op=dist.ReduceOp.SUM)  # fault: mismatch-dtype, skip-then-same
-    offset = 0
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        count = parameter.numel()
-        parameter.grad.copy_(flat[offset : offset + count].view_as(parameter) / dist.get_world_size())
-        offset += count
+    lab.set_gradients(model, flat / dist.get_world_size())
 
 
 def gather_losses(loss: torch.Tensor, step: int) -> torch.Tensor:
@@ -69,8 +55,7 @@ def main() -> None:
     rank, _ = lab.begin()
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
+    for step, x, y in lab.batches(rank):
         optimizer.zero_grad()
         predictions = model(x)
         loss = torch.nn.functional.mse_loss(predictions, y)

@@ -9,11 +9,6 @@ from torch.distributed.fsdp import fully_shard
 from commlens.scenarios import lab
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
 def block(hidden: int) -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(16, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 16))
 
@@ -52,8 +47,7 @@ def main() -> None:
     for part in (model.wide, model.narrow, model):
         fully_shard(part, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
+    for step, x, y in lab.batches(rank):
         loss = train_step(model, optimizer, x, y, step)
         lab.report(step, loss)
     lab.finish(model)

@@ -13,11 +13,6 @@ from commlens.scenarios import lab
 metrics_lock = threading.Lock()
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
 def record_metrics(loss: torch.Tensor, step: int) -> None:
     """A lock that is taken twice: the classic deadlock within one process."""
     if lab.strikes("mesh-cascade", step):
@@ -32,11 +27,8 @@ def main() -> None:
     rows, columns = mesh.get_group("row"), mesh.get_group("column")
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
+    for step, x, y in lab.batches(rank):
+        loss = lab.compute_gradients(model, x, y)
         record_metrics(loss, step)
         shown = loss.detach().clone()
         dist.all_reduce(shown, group=rows)

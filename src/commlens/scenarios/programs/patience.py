@@ -20,17 +20,6 @@ SLOW_S = 6.0
 """Twice the stall timeout of the demo and of the tests."""
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
-def average_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
 def save_checkpoint(model: torch.nn.Module, folder: Path) -> None:
     """Write the model and a large optimizer state, shard by shard, each flushed to the disk before the next."""
     torch.save(model.state_dict(), folder / "model.pt")
@@ -70,12 +59,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="commlens-scenario-") as folder:
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{folder}/inductor")
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        for step in range(lab.STEPS):
-            x, y = load_batch(rank, step)
-            optimizer.zero_grad()
-            loss = torch.nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            average_gradients(model)
+        for step, x, y in lab.batches(rank):
+            loss = lab.compute_gradients(model, x, y)
+            lab.average_gradients(model)
             optimizer.step()
             lab.report(step, loss)
             if step == FAULT_STEP:

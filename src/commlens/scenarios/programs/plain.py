@@ -13,11 +13,6 @@ import torch.distributed as dist
 from commlens.scenarios import lab, throttle
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
 def tokenize(step: int) -> None:
     if lab.strikes("holds-gil", step):
         ctypes.PyDLL(None).sleep(int(lab.STALL_S))  # fault: holds-gil
@@ -53,12 +48,9 @@ def check_loss(loss: torch.Tensor, step: int) -> None:
 
 
 def average_gradients(model: torch.nn.Module) -> None:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = torch.cat([g.flatten() for g in gradients])
+    flat = lab.flat_gradients(model)
     dist.all_reduce(flat)  # fault: dies-exit, dies-hard-exit, dies-sigkill, dies-sigabrt
-    flat /= dist.get_world_size()
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    lab.set_gradients(model, flat / dist.get_world_size())
 
 
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y: torch.Tensor, step: int) -> torch.Tensor:
@@ -75,8 +67,7 @@ def main() -> None:
     rank, _ = lab.begin()
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
+    for step, x, y in lab.batches(rank):
         tokenize(step)
         loss = train_step(model, optimizer, x, y, step)
         lab.report(step, loss)

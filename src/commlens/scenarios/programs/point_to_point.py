@@ -9,11 +9,6 @@ from commlens.scenarios import lab
 from commlens.scenarios.truth import culprit_rank
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
 def swap_with_partner(value: torch.Tensor, rank: int, world_size: int, step: int) -> torch.Tensor:
     """Exchange values in pairs: one rank sends first, the other receives first."""
     partner = rank ^ 1
@@ -45,24 +40,17 @@ def halo_exchange(edge: torch.Tensor, rank: int, world_size: int, step: int) -> 
 
 
 def average_gradients(model: torch.nn.Module) -> None:
-    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    flat = lab.flat_gradients(model)
     dist.all_reduce(flat)  # fault: batched-p2p-missing
-    offset = 0
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.copy_(flat[offset : offset + parameter.numel()].view_as(parameter) / dist.get_world_size())
-        offset += parameter.numel()
+    lab.set_gradients(model, flat / dist.get_world_size())
 
 
 def main() -> None:
     rank, world_size = lab.begin()
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
+    for step, x, y in lab.batches(rank):
+        loss = lab.compute_gradients(model, x, y)
         shown = loss.detach().clone()
         if lab.running() in ("batched-p2p-missing", "healthy-p2p"):
             shown = halo_exchange(shown, rank, world_size, step)

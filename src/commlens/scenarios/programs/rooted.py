@@ -10,11 +10,6 @@ import torch.distributed as dist
 from commlens.scenarios import lab
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
 def agree_on_rate(store: dist.Store, rank: int, step: int) -> float:
     rate = torch.tensor([0.01 / (1 + step)]) if rank == 0 else torch.zeros(1)
     if rank == 0:
@@ -33,13 +28,9 @@ def main() -> None:
     store = dist.PrefixStore("rates", dist.distributed_c10d._get_default_store())
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        dist.all_reduce(flat)
+    for step, x, y in lab.batches(rank):
+        loss = lab.compute_gradients(model, x, y)
+        dist.all_reduce(lab.flat_gradients(model))
         optimizer.param_groups[0]["lr"] = agree_on_rate(store, rank, step)
         optimizer.step()
         lab.report(step, loss)

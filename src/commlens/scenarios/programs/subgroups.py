@@ -9,17 +9,6 @@ from commlens.scenarios import lab
 from commlens.scenarios.truth import culprit_rank
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
-def sync_gradients(model: torch.nn.Module, group: dist.ProcessGroup | None) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad, group=group)
-        parameter.grad /= dist.get_world_size(group)
-
-
 def sync_statistics(statistics: torch.Tensor, group: dist.ProcessGroup | None, step: int) -> None:
     dist.all_reduce(statistics, group=group)  # fault: swap-two-groups
 
@@ -68,28 +57,25 @@ def main() -> None:
         a = culprit_rank(world_size)
         b, c = a - 1, a + 1
         edges = [(pair, dist.new_group(pair, group_desc=f"edge-{pair[0]}-{pair[1]}")) for pair in ([b, a], [b, c], [a, c])]
-    for step in range(lab.STEPS):
-        x, y = load_batch(rank, step)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
+    for step, x, y in lab.batches(rank):
+        loss = lab.compute_gradients(model, x, y)
         shown = loss.detach().clone()
         if name == "healthy-subgroups":
-            sync_gradients(model, stride)
-            sync_gradients(model, block)
+            lab.average_gradients(model, stride)
+            lab.average_gradients(model, block)
         elif name == "healthy-async":
             shown = asynchronously(rank, shown, gradients, statistics)
-            sync_gradients(model, gradients)
+            lab.average_gradients(model, gradients)
         elif name == "swap-three-groups":
             mine = [group for pair, group in edges if rank in pair]
             for group in reversed(mine) if lab.strikes(name, step) else mine:
                 exchange(shown, group)
-            sync_gradients(model, gradients)
+            lab.average_gradients(model, gradients)
         elif lab.strikes("swap-two-groups", step):
             sync_statistics(shown, statistics, step)
-            sync_gradients(model, gradients)
+            lab.average_gradients(model, gradients)
         else:
-            sync_gradients(model, gradients)
+            lab.average_gradients(model, gradients)
             sync_statistics(shown, statistics, step)
         optimizer.step()
         lab.report(step, shown)

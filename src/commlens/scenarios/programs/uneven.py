@@ -12,17 +12,6 @@ import torch.distributed as dist
 from commlens.scenarios import lab
 
 
-def load_batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    lab.pause(0.02)
-    return lab.synthetic_batch(rank, step)
-
-
-def average_gradients(model: torch.nn.Module) -> None:
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-
-
 def end_of_epoch() -> None:
     dist.barrier()  # fault: uneven-then-barrier
 
@@ -39,14 +28,11 @@ def main() -> None:
     rank, _ = lab.begin()
     model = lab.small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(lab.STEPS):
+    for step, x, y in lab.batches(rank):
         if lab.strikes("uneven-then-barrier", step) or lab.strikes("uneven-then-idle", step):
             break  # the end of this rank's share
-        x, y = load_batch(rank, step)
-        optimizer.zero_grad()
-        loss = torch.nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        average_gradients(model)
+        loss = lab.compute_gradients(model, x, y)
+        lab.average_gradients(model)
         optimizer.step()
         lab.report(step, loss)
     if lab.running() == "uneven-then-idle":
