@@ -34,26 +34,30 @@ class TimeEstimate(msgspec.Struct):
     seconds: list[float]
 
 
-class TracePage(msgspec.Struct, kw_only=True):
-    """The content of a trace's page."""
+def trace_page(
+    traces: Sequence[TraceData],
+    *,
+    name: str,
+    text: str,
+    names: Sequence[str],
+    notes: Sequence[str],
+    ranks: RankClasses | None,
+    estimates: Sequence[TimeEstimate] | None,
+) -> bytes:
+    """Render the page of a trace, or of the traces of several ranks, one for each class.
 
-    name: str  # for the title
-    text: str  # shown where no script runs
-    traces: list[TraceData]  # one per class of ranks
-    names: list[str]  # one per trace
-    notes: list[str]
-    ranks: RankClasses | None = None
-    estimates: list[TimeEstimate] | None = None  # one per trace
-
-
-def trace_page(page: TracePage) -> bytes:
-    """Render the page of a trace, or of the traces of several ranks."""
-    head: dict[str, Any] = {"kind": "trace", "names": page.names, "notes": page.notes}
-    if page.ranks is not None:
-        head["ranks"] = page.ranks
-    if page.estimates is not None:
-        head["estimates"] = page.estimates
-    return _page(f"{page.name}: commlens trace", head, page.traces, page.text)
+    Args:
+        traces: the traces, with a name and an estimate for each.
+        name: the run's name, for the title.
+        text: shown where no script runs.
+        names: one per trace.
+        notes: sentences about the input.
+        ranks: how the ranks differ.
+        estimates: one per trace.
+    """
+    about = {"ranks": ranks, "estimates": estimates}
+    head = {"kind": "trace", "names": names, "notes": notes, **{key: value for key, value in about.items() if value is not None}}
+    return _page(f"{name}: commlens trace", head, traces, text)
 
 
 def compare_page(traces: tuple[TraceData, TraceData], comparison: Comparison, *, names: tuple[str, str], notes: Sequence[str]) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from commlens.model.network import Network
 from commlens.model.trace import TraceData
-from commlens.reports.trace_page import RankClasses, TimeEstimate, TracePage, trace_page
+from commlens.reports.trace_page import RankClasses, TimeEstimate, trace_page
 from commlens.traces.network import collective_seconds, preset
 from commlens.traces.summarise import answer
 
@@ -33,15 +33,13 @@ def page_of(
     text = answer(traces[0])
     network = preset(network) if isinstance(network, str) else network
     return trace_page(
-        TracePage(
-            name=name,
-            text=f"{ranks.answer}\n{text}" if ranks is not None else text,
-            traces=[*traces],
-            names=[*names] or [name] * len(traces),
-            notes=[*notes],
-            ranks=ranks,
-            estimates=None if network is None else [_time_estimate(data, network) for data in traces],
-        )
+        traces,
+        name=name,
+        text=f"{ranks.answer}\n{text}" if ranks is not None else text,
+        names=names or [name] * len(traces),
+        notes=notes,
+        ranks=ranks,
+        estimates=None if network is None else [_time_estimate(data, network) for data in traces],
     )
 
 

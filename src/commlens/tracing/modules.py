@@ -127,7 +127,7 @@ class ModuleTracker:
 
     def __init__(self) -> None:
         self.rows: list[ModuleRow] = []
-        self.on_enter: list[Callable[[ModuleCall, Module], None]] = []
+        self.on_enter: list[Callable[[ModuleCall, Module], Any]] = []
         self.on_leave: list[Callable[[ModuleCall], None]] = []
         self._tables: list[_CallTable] = []
         self._thread = _ThreadState(self._tables)

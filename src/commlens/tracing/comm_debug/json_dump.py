@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+from commlens.tracing.comm_debug.modules import GLOBAL
 from commlens.tracing.comm_debug.sections import Section, shown
 from commlens.tracing.ops import OpRecord
 
@@ -11,17 +13,15 @@ _EXTRA_PASSES = ("checkpointing", "optimizer", "unclassified")
 """Passes for which PyTorch's format lacks some or all keys. Those keys are written only when they have content."""
 
 
-def document(root: Section, noise_level: int) -> dict[str, Any]:
+def document(sections: Iterable[Section], noise_level: int) -> dict[str, Any]:
     """Return the whole tree."""
-    documents: dict[int, dict[str, Any]] = {id(root): _section(root, noise_level)}
-    todo = [root]
-    while todo:
-        section = todo.pop()
-        for child in section.children:
-            documents[id(child)] = _section(child, noise_level)
-            documents[id(section)]["children"].append(documents[id(child)])
-            todo.append(child)
-    return documents[id(root)]
+    documents: dict[str, dict[str, Any]] = {}
+    for section in sections:
+        module = section.module
+        entry = documents[module.path] = _section(section, noise_level)
+        if module.parent is not None:
+            documents[module.parent.path]["children"].append(entry)
+    return documents[GLOBAL]
 
 
 def _section(section: Section, noise_level: int) -> dict[str, Any]:
@@ -34,9 +34,9 @@ def _section(section: Section, noise_level: int) -> dict[str, Any]:
         return [_operation(record) for record in shown(section.operations.get(which, []), noise_level)]
 
     entry = {
-        "fqn": section.path,
-        "module_type": section.module_type if with_modules else "",
-        "parameters": [[name, str(placements)] for name, placements in section.parameters.items()] if with_modules else [],
+        "fqn": section.module.path,
+        "module_type": section.module.type if with_modules else "",
+        "parameters": [[name, str(placements)] for name, placements in section.module.placements.items()] if with_modules else [],
         "children": [],
         "collectives_forward": collectives("forward"),
         "collectives_backward": collectives("backward"),

@@ -65,7 +65,7 @@ class CommDebugMode:
             self._ops = OpsMode(tracer.modules, tracer.on_collective, shapes=False)
             self._ops.on_unissued.append(self._count)
             tracer.on_collective.append(self._issued)
-            tracer.modules.on_enter.append(lambda call, module: self._modules.entered(call, module))
+            tracer.modules.on_enter.append(lambda call, module: self._modules.of_row(call.row))
             tracer.start()
             self._ops.__enter__()
         elif self._ops is not None:
@@ -175,7 +175,7 @@ class CommDebugMode:
             counts[which] = defaultdict(int)
         counts[which][packet] += 1
 
-    def _sections(self) -> Section:
+    def _sections(self) -> list[Section]:
         return sections(self._modules, self.comm_module_counts, self._records())
 
     def _records(self) -> list[OpRecord]:

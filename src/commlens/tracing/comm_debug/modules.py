@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from commlens.model.trace import Phase
 
 if TYPE_CHECKING:
-    from commlens.tracing.modules import ModuleCall, ModuleRow
+    from commlens.tracing.modules import ModuleRow
     from commlens.tracing.tracer import Tracer
 
 GLOBAL = "Global"
@@ -48,13 +48,8 @@ class SeenModules:
         self.root = SeenModule(GLOBAL, "", 0, None, None)
         self.by_path: dict[str, SeenModule] = {GLOBAL: self.root}
 
-    def entered(self, call: ModuleCall, module: Any) -> None:
-        """Record a call of a module."""
-        if call.row.path not in self.by_path:
-            self.of_row(call.row)
-
     def of_row(self, row: ModuleRow) -> SeenModule:
-        """Return the module of a tracker's row."""
+        """Return the module of a tracker's row; record it if it is new."""
         seen = self.by_path.get(row.path)
         if seen is None:
             parent = self.of_row(row.parent) if row.parent is not None else self.root

@@ -1,10 +1,9 @@
-"""The output of CommDebugMode as plain data: one section per module, for the table and the JSON."""
+"""The output of CommDebugMode: one section per module, for the table and the JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from commlens.model.trace import Phase
 from commlens.tracing.comm_debug.modules import SeenModule, SeenModules
@@ -25,36 +24,22 @@ TRIVIAL = frozenset(
 )
 
 
-@dataclass
-class Section:
-    """One module of a context, or ``"Global"``."""
+class Section(NamedTuple):
+    """One module of a context, or ``"Global"``, with what was counted in it."""
 
-    path: str
-    depth: int
-    module_type: str
-    parameters: dict[str, Any]  # placements by name
+    module: SeenModule
     collectives: Mapping[str, Mapping[Any, int]]  # by pass and packet, including modules inside
-    operations: dict[str, list[OpRecord]]  # by pass, own ops only
-    children: list[Section] = field(default_factory=list)
+    operations: Mapping[str, list[OpRecord]]  # by pass, own ops only
 
 
-def sections(modules: SeenModules, counts: Mapping[str, Mapping[str, Mapping[Any, int]]], records: list[OpRecord]) -> Section:
-    """Return the tree of sections, rooted at ``"Global"``."""
+def sections(modules: SeenModules, counts: Mapping[str, Mapping[str, Mapping[Any, int]]], records: list[OpRecord]) -> list[Section]:
+    """Return the sections in the order of the tree, ``"Global"`` first."""
     operations: dict[str, dict[str, list[OpRecord]]] = {}
     for record in records:
         by_pass = operations.setdefault(modules.nearest(record.site).path, {})
         by_pass.setdefault(PASSES[record.phase], []).append(record)
-
-    def section(module: SeenModule) -> Section:
-        own = operations.get(module.path, {})
-        return Section(module.path, module.depth, module.type, module.placements, counts.get(module.path, {}), own)
-
-    made: dict[str, Section] = {}
-    for module in modules.root.with_descendants():
-        made[module.path] = section(module)
-        if module.parent is not None:
-            made[module.parent.path].children.append(made[module.path])
-    return made[modules.root.path]
+    tree = modules.root.with_descendants()
+    return [Section(module, counts.get(module.path, {}), operations.get(module.path, {})) for module in tree]
 
 
 def shown(records: list[OpRecord], noise_level: int) -> list[OpRecord]:

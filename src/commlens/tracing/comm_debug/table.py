@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from commlens.tracing.comm_debug.sections import Section, shown
 
@@ -18,9 +18,9 @@ HEADINGS = {
 }
 
 
-def table(root: Section, noise_level: int) -> str:
+def table(sections: Iterable[Section], noise_level: int) -> str:
     """Return the table with ANSI colours."""
-    return "".join(f"{line}\n" for line in _lines(root, noise_level))
+    return "".join(f"{line}\n" for section in sections for line in _section(section, noise_level))
 
 
 def without_colours(text: str) -> str:
@@ -28,23 +28,16 @@ def without_colours(text: str) -> str:
     return _ANSI.sub("", text)
 
 
-def _lines(root: Section, noise_level: int) -> Iterator[str]:
-    todo = [root]
-    while todo:
-        section = todo.pop()
-        todo.extend(reversed(section.children))
-        yield from _section(section, noise_level)
-
-
 def _section(section: Section, noise_level: int) -> Iterator[str]:
-    indent = " " * 4 * section.depth
-    yield f"{indent}{section.path}"
+    module = section.module
+    indent = " " * 4 * module.depth
+    yield f"{indent}{module.path}"
     if noise_level > 0:
-        if section.module_type:
-            yield f"{indent}*module type: {section.module_type}"
-        if section.parameters:
+        if module.type:
+            yield f"{indent}*module type: {module.type}"
+        if module.placements:
             yield f"{indent}*Parameter List"
-            for name, placements in section.parameters.items():
+            for name, placements in module.placements.items():
                 yield f"{indent} *{name}: {placements}"
     for which, heading in HEADINGS.items():
         collectives = section.collectives.get(which, {})
