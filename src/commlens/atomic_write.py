@@ -11,13 +11,9 @@ from commlens.errors import OutputError
 
 
 def write_whole(path: Path, content: bytes, *, overwrite: bool = True, hint: str = "without --force") -> None:
-    """Write a temporary file beside the target and rename it.
+    """Write a temporary file beside the target and rename it. The target's folder is created if missing.
 
-    Args:
-        path: the file. Its folder is created if missing.
-        content: the bytes to write.
-        overwrite: whether an existing file may be replaced.
-        hint: ends the error message "will not overwrite <hint>".
+    ``hint`` ends the error message "will not overwrite <hint>".
 
     Raises:
         OutputError: the file could not be written.

@@ -28,11 +28,7 @@ __all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read
 
 
 def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the black box") -> BoxStatus:
-    """Read the identity and live words in a box's header.
-
-    Args:
-        buffer: at least the file's first 4096 bytes.
-        name: name of the file for errors.
+    """Read the identity and live words in a box's header, its first 4096 bytes.
 
     Raises:
         FormatError: the file is not a black box of this version, or its header is damaged.
@@ -64,11 +60,8 @@ def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int 
 class OpenBox:
     """A black box kept open for polling.
 
-    The descriptor keeps a deleted or replaced box readable. A truncated box gives a :class:`FormatError` or a partial log.
-
-    Args:
-        path: the file. Only regular files are opened, so that a named pipe cannot block the reader.
-        name: name for errors; by default the path.
+    The descriptor keeps a deleted or replaced box readable. A truncated box gives a :class:`FormatError` or a partial log. Only regular
+    files are opened, so that a named pipe cannot block the reader.
 
     Raises:
         FormatError: the file cannot be opened.

@@ -81,10 +81,7 @@ def introduce(scenario: Scenario, world_size: int, stall_timeout: float) -> None
 
 
 def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir: Path) -> int:
-    """Run a scenario under ``commlens launch`` until it ends, and show its output.
-
-    Returns:
-        The exit status of ``commlens launch``.
+    """Run a scenario under ``commlens launch`` until it ends, show its output, and return the exit status.
 
     Raises:
         CommandError: the job took longer than TIMEOUT_S.
@@ -118,11 +115,7 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
 
 
 def show(lines: Iterable[str]) -> int:
-    """Print the job's output, without torchrun's long report after the verdict.
-
-    Returns:
-        How many lines were left out.
-    """
+    """Print the job's output, without torchrun's long report after the verdict. Returns how many lines were left out."""
     has_verdict = ours = False
     left_out = 0
     for line in lines:

@@ -54,15 +54,9 @@ _YES_NO: Final = {"y": "yes", "n": "no"}
 
 
 def ask(present: Settings, read: Callable[[str], str], say: Callable[[str], None]) -> dict[str, Any]:
-    """Ask every question, with the present values as the defaults.
+    """Ask every question, with the present values as the defaults, and return the answers by setting.
 
-    Args:
-        present: the values that an empty answer keeps.
-        read: shows a prompt and returns a line; its EOFError and KeyboardInterrupt are passed on.
-        say: prints a line.
-
-    Returns:
-        The answers by setting.
+    ``read`` shows a prompt and returns a line; its EOFError and KeyboardInterrupt are passed on.
     """
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
@@ -83,12 +77,7 @@ def ask(present: Settings, read: Callable[[str], str], say: Callable[[str], None
 
 
 def settings_file(answers: Mapping[str, Any], kept: Mapping[str, Any]) -> str:
-    """Return the text of the settings file.
-
-    Args:
-        answers: the answers by setting.
-        kept: the file's other settings, which no question is about.
-    """
+    """Return the text of the settings file: the answers, and its other settings, which no question is about."""
     lines = [
         "# Settings of commlens, written by `commlens config`. Run it again to change them.",
         "# COMMLENS_* variables and the command line override this file; `commlens config show` prints the settings in force.",

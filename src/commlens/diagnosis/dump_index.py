@@ -55,11 +55,9 @@ def _log(dump: RankDump, columns: RankOps, recent: int) -> RankLog:
 
 
 def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
-    """Index the dumps of one job, in time linear in their records.
+    """Index the dumps of one job, one for each rank, in time linear in their records.
 
-    Args:
-        dumps: one for each rank.
-        stalled_after_s: a collective that has been in flight for less than this in a running job is not stuck.
+    A collective that has been in flight for less than ``stalled_after_s`` in a running job is not stuck.
     """
     ids = SharedIds()
     unified = _unify_channels(dumps)

@@ -197,11 +197,7 @@ def _in_flight_elsewhere(rows: RankColumns, channel: int, messages: bool = False
 def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: int, columns: int) -> EntryTable:
     """Put the ranks that did the same into one column, and choose the sequence numbers around the fault.
 
-    Args:
-        entries: of each rank.
-        selection: the selection that the entries were collected for.
-        rows: maximum number of sequence numbers.
-        columns: maximum number of columns: culprits first, then ranks with an op in flight, then the most common kinds.
+    At most ``rows`` numbers and ``columns`` columns: culprits first, then ranks with an op in flight, then the most common kinds.
     """
     ranks = sorted(entries, key=lambda one: one.rank)
     group = Counter(one.group for one in ranks if one.group).most_common(1)

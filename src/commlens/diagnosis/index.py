@@ -364,11 +364,7 @@ def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
 def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> bool | None:
     """Return whether a rank without a record of a collective has issued it; None if the records do not show it.
 
-    Args:
-        view: the rank.
-        key: the collective's channel.
-        number: its sequence number.
-        since_ns: when another rank issued it.
+    ``since_ns`` is when another rank issued it.
     """
     track = view.tracks.get(key)
     if key[3] == SETUP:

@@ -174,12 +174,8 @@ def _read_files(batch: Batch, problems: list[str], ranks: Collection[int] | None
 def read_ranks(files: DumpFiles, problems: list[str], *, ranks: Collection[int] | None = None) -> Iterator[RankColumns]:
     """Yield the columns of each rank once. Only one rank's operations are in memory at a time, except for black boxes.
 
-    Text logs hold few operations, so they are read only if there is nothing else.
-
-    Args:
-        files: the discovered files.
-        problems: is extended by a sentence per file that is left out.
-        ranks: read only these ranks.
+    Text logs hold few operations, so they are read only if there is nothing else. ``problems`` is extended by a sentence per file that
+    is left out.
     """
     from commlens.formats.rank_log_columns import columns_from_log
 

@@ -78,10 +78,6 @@ def read_evidence(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
     Logs of different jobs are never mixed. Without ``job``, the job with the most boxes in a folder is read; if there are several
     folders, the one of their jobs that was alive last.
 
-    Args:
-        paths: files and folders.
-        job: read this job and no other.
-
     Raises:
         CommandError: a path does not exist.
     """
@@ -90,12 +86,9 @@ def read_evidence(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
 
 
 def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *, job: str | None = None) -> Evidence:
-    """Read black boxes and observations that :func:`~commlens.dumps.discover.discover` has found.
+    """Read black boxes and observations that :func:`~commlens.dumps.discover.discover` has found, of one job.
 
-    Args:
-        files: in any order.
-        problems: sentences about unreadable files so far; the list is extended and becomes the result's.
-        job: read this job and no other.
+    ``problems`` is extended by sentences about unreadable files, and becomes the result's.
     """
     boxes: list[_Box] = []
     observed: list[_Observed] = []

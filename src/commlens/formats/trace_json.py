@@ -65,12 +65,7 @@ def _text_only(value: Any) -> Any:
 
 
 def write_trace(data: TraceData, path: Path, *, overwrite: bool = True) -> None:
-    """Save a trace atomically.
-
-    Args:
-        data: the trace.
-        path: the file, compressed if it ends with ``.gz``. Its folder is created if missing.
-        overwrite: whether an existing file may be replaced.
+    """Save a trace atomically, compressed if the name ends with ``.gz``. The folder is created if missing.
 
     Raises:
         OutputError: the file could not be written.

@@ -17,11 +17,9 @@ from commlens.text import ranks_phrase, tensors_phrase
 
 
 def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int] = ()) -> Answer:
-    """Compare the records of one collective, one for each rank that has any.
+    """Compare the arguments of one collective, by global rank.
 
-    Args:
-        by_rank: each rank's arguments, by global rank.
-        group_ranks: the group's global ranks in group order; without them, all_to_all and uneven lists cannot be compared.
+    Without the group's global ranks in group order, all_to_all and uneven lists cannot be compared.
     """
     if len(by_rank) < 2:
         return Agree()

@@ -16,15 +16,10 @@ Pair = tuple[Collective | None, Collective | None]
 
 
 def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *, complete: bool) -> list[Pair]:
-    """Pair the messages from one rank to another.
+    """Pair the messages from one rank to another, both in order of issue.
 
     Sequence numbers count from the first message, so with a single tag they align even if older records were overwritten. With
-    several tags they only align if no record is missing.
-
-    Args:
-        sends: the sender's records, in order of issue.
-        receives: the receiver's records, in order of issue.
-        complete: whether both ranks still have all their records.
+    several tags they only align if no record is missing: if both are complete.
 
     Returns:
         All pairs, including those with only one side; none if the pairing cannot be determined.

@@ -31,12 +31,9 @@ def process_prefixes(torch_folder: str, commlens_folder: str) -> KindPrefixes:
 
 
 def kind_prefixes(about: dict[str, Any]) -> KindPrefixes:
-    """Return the prefixes by which to classify a process's files.
+    """Return the prefixes by which to classify a process's files, from ``"prefixes"`` in the JSON about the process.
 
     Packages beside torch in site-packages are libraries: shown if the stack has no user frame.
-
-    Args:
-        about: the JSON about the process; its folders are under ``"prefixes"``.
     """
     named = about.get("prefixes")
     named = named if isinstance(named, dict) else {}

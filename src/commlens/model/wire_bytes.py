@@ -17,16 +17,9 @@ RULE_IN_SHORT: Final = "through one rank's link in one direction, by the ring al
 
 
 def wire_bytes(op: str, world_size: int, input_bytes: int, output_bytes: int) -> int:
-    """Return the bytes through one rank's link in one direction.
+    """Return the bytes through one rank's link in one direction, rounded down; 0 for a group of one rank and for ops without data.
 
-    Args:
-        op: the wire op, "all_reduce".
-        world_size: number of ranks of the group.
-        input_bytes: bytes that the rank contributes. In-place ops (all_reduce, broadcast) contribute as much as they receive.
-        output_bytes: bytes that the rank receives.
-
-    Returns:
-        Bytes, rounded down; 0 for a group of one rank and for ops without data.
+    In-place ops (all_reduce, broadcast) contribute as many input bytes as they receive.
     """
     if world_size <= 1:
         return 0

@@ -33,14 +33,7 @@ def room(width: int | None = None, height: int | None = None) -> tuple[int, int,
 
 
 def print_entries(table: EntryTable, *, stacks: bool = False, width: int | None = None, file: IO[str] | None = None) -> None:
-    """Print the table.
-
-    Args:
-        table: what to print.
-        stacks: also print the stacks, each once.
-        width: characters; those of the terminal by default, 100 without one.
-        file: standard output by default.
-    """
+    """Print the table and, with ``stacks``, each stack once."""
     wide = room(width)[2]
     print_parts(_parts(table, wide, stacks), file, wide)
 
@@ -77,13 +70,7 @@ def _title(table: EntryTable) -> str:
 
 
 def _grid(table: EntryTable, width: int, names: dict[Stack, str] | None) -> Table:
-    """Return one row for each number, and the source lines below the fault.
-
-    Args:
-        table: what to print.
-        width: of the screen.
-        names: filled with the stacks and their names; None shows no stacks.
-    """
+    """Return one row for each number, and the source lines below the fault. ``names`` is filled with the stacks' names; None shows none."""
     usual = [None if table.messages else _usual(table.columns, row) for row in range(len(table.numbers))]
     marks = [_mark(table, number) for number in table.numbers]
     mark_width, kinds = max(map(len, marks)), len(table.columns)

@@ -15,13 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: int | None = None) -> None:
-    """Print an estimate as a table by mesh dimension.
-
-    Args:
-        estimate: the estimate.
-        file: standard output by default.
-        width: columns; the terminal's by default.
-    """
+    """Print an estimate as a table by mesh dimension."""
     net = estimate.network
     out = console(file, width)
     out.print()

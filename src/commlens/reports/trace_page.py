@@ -44,31 +44,14 @@ def trace_page(
     ranks: RankClasses | None,
     estimates: Sequence[TimeEstimate] | None,
 ) -> bytes:
-    """Render the page of a trace, or of the traces of several ranks, one for each class.
-
-    Args:
-        traces: the traces, with a name and an estimate for each.
-        name: the run's name, for the title.
-        text: shown where no script runs.
-        names: one per trace.
-        notes: sentences about the input.
-        ranks: how the ranks differ.
-        estimates: one per trace.
-    """
+    """Render the page of a trace, or of one trace for each class of ranks. ``text`` is shown where no script runs."""
     about = {"ranks": ranks, "estimates": estimates}
     head = {"kind": "trace", "names": names, "notes": notes, **{key: value for key, value in about.items() if value is not None}}
     return _page(f"{name}: commlens trace", head, traces, text)
 
 
 def compare_page(traces: tuple[TraceData, TraceData], comparison: Comparison, *, names: tuple[str, str], notes: Sequence[str]) -> bytes:
-    """Render the page of a comparison.
-
-    Args:
-        traces: the two traces to show side by side.
-        comparison: what changed.
-        names: the names of the two runs.
-        notes: sentences about the selection of the traces.
-    """
+    """Render the page of a comparison, with two traces side by side. The notes are about their selection."""
     head = {"kind": "compare", "names": names, "notes": notes, "comparison": comparison}
     return _page(f"{names[0]} and {names[1]}: commlens compare", head, traces, str(comparison))
 

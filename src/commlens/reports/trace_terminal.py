@@ -24,14 +24,7 @@ _MAX_CHANGES = 40
 
 
 def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
-    """Print a summary.
-
-    Args:
-        summary: the summary.
-        file: standard output by default.
-        width: columns; the terminal's by default (80 without one, at most 120).
-        colour: use colour; by default only on a terminal that supports it.
-    """
+    """Print a summary. The other arguments are those of :func:`commlens.reports.console.console`."""
     print_parts(_summary(summary), file, width, colour)
 
 
@@ -62,15 +55,7 @@ def print_events(
     file: IO[str] | None = None,
     width: int | None = None,
 ) -> None:
-    """Print every collective, in order.
-
-    Args:
-        rows: the result of ``Trace.to_rows()``.
-        whys: the reason of each row.
-        with_rank: the rows are from several ranks, so show the rank.
-        file: standard output by default.
-        width: columns; the terminal's by default.
-    """
+    """Print every collective, in order: the result of ``Trace.to_rows()`` with the reason of each row."""
     steps = any(row["step"] or row["last_step"] for row in rows)
     counted = any(row["count"] > 1 for row in rows)
     carrying = any(row["dtype"] for row in rows)

@@ -62,12 +62,7 @@ Amounts = dict[Kind, Fraction]
 
 
 def compare(before: TraceData, after: TraceData) -> Comparison:
-    """Compare two traces. If they cover different numbers of optimizer steps, compare the averages per step.
-
-    Args:
-        before: a trace.
-        after: another trace, usually of the same rank of the same program.
-    """
+    """Compare two traces. If they cover different numbers of optimizer steps, compare the averages per step."""
     notes = _notes(before, after)
     steps_before, steps_after = before.steps, after.steps
     per_step = steps_before != steps_after and steps_before > 0 and steps_after > 0

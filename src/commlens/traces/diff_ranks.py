@@ -48,14 +48,7 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
 
 
 def compare_page(before: RankTraces, after: RankTraces, comparison: Comparison, *, names: tuple[str, str]) -> bytes:
-    """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or the first, side by side.
-
-    Args:
-        before: one run.
-        after: the other run.
-        comparison: the result of :func:`compare_ranks`.
-        names: the names of the two runs.
-    """
+    """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or the first, side by side."""
     one, other = before[before.ranks[0]].data, after[after.ranks[0]].data
     notes = []
     both = [rank for rank in before.ranks if rank in after.by_rank]

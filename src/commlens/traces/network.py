@@ -70,12 +70,7 @@ PRESETS: Final[dict[str, Network]] = {
 
 
 def estimate(data: TraceData, network: Network | str, *, step_time: float | None = None) -> Estimate:
-    """Estimate the time of every collective of a trace.
-
-    Args:
-        data: the trace.
-        network: the network, or a preset's name.
-        step_time: seconds per step, to compute the share.
+    """Estimate the time of every collective of a trace on a network, or on a preset. ``step_time`` is in seconds.
 
     Raises:
         CommandError: unknown preset.
@@ -102,13 +97,7 @@ def collective_seconds(
 ) -> float:
     """Return the seconds that one collective takes in the model at the top of this module.
 
-    Args:
-        op: the wire op, "all_reduce".
-        ranks: global ranks of the group.
-        wire_bytes: bytes through one rank's link (model/wire_bytes.py).
-        network: the network.
-        rank: this rank, for point-to-point.
-        peer: the other rank, for point-to-point.
+    ``wire_bytes`` pass one rank's link (model/wire_bytes.py); ``rank`` and ``peer`` matter for point-to-point only.
     """
     size = len(ranks)
     if size <= 1:
@@ -168,9 +157,7 @@ def preset(name: str) -> Network:
 def network_from(name: str | None, given: Mapping[str, Any]) -> Network | None:
     """Return a preset with some figures replaced, or a network of the figures alone; None if neither is given.
 
-    Args:
-        name: the preset.
-        given: fields of :class:`Network`; None for those not given.
+    Figures that are None are not given.
 
     Raises:
         CommandError: unknown preset, or too few figures without a preset.

@@ -20,15 +20,9 @@ def page_of(
     ranks: RankClasses | None = None,
     network: Network | str | None = None,
 ) -> bytes:
-    """Return the HTML page.
+    """Return the HTML page of one trace, or of one trace for each class of ranks.
 
-    Args:
-        traces: one trace, or one for each class of ranks.
-        name: the run's name, for the title.
-        names: the name of each trace; ``name`` by default.
-        notes: sentences about the input.
-        ranks: how the ranks differ, if there are several.
-        network: a network to estimate times for, or a preset's name.
+    ``name`` is the run's; ``names`` are the traces', by default the same. A network may be a preset's name.
     """
     text = answer(traces[0])
     network = preset(network) if isinstance(network, str) else network

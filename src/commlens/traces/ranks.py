@@ -172,11 +172,7 @@ class RankTraces:
     def to_html(self, *, name: str, names: Sequence[str] = (), notes: Sequence[str] = (), network: Network | str | None = None) -> bytes:
         """Return an HTML page with the trace of one rank of each class.
 
-        Args:
-            name: the run's name, for the title.
-            names: the name of each rank's trace, in the order of the ranks; ``name`` by default.
-            notes: sentences about the input.
-            network: a network to estimate times for, or a preset's name.
+        ``names`` are those of the ranks' traces, in the order of the ranks; the others are as for :func:`~commlens.traces.page.page_of`.
         """
         if len(self) == 1:
             return page_of([trace.data for trace in self], name=name, names=names, notes=notes, network=network)

@@ -17,12 +17,7 @@ _ORDER = [*(phase.value for phase in Phase), "unclassified"]
 
 
 def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
-    """Summarise a trace.
-
-    Args:
-        data: the trace.
-        unfiltered: number of collectives before filtering, if the trace was filtered.
-    """
+    """Summarise a trace. ``unfiltered`` is the number of collectives before filtering, if the trace was filtered."""
     calls, total, known = _amount(data)
     coverage, complete = _coverage(data)
     return Summary(

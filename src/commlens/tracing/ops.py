@@ -125,13 +125,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     supports_higher_order_operators = True
 
     def __init__(self, modules: ModuleTracker, on_collective: list[Callable[[RawEvent], None]], *, shapes: bool = True) -> None:
-        """Create a mode.
-
-        Args:
-            modules: the tracer's modules, which show where the thread is.
-            on_collective: the tracer's listeners for collectives; the mode adds its own while it is entered.
-            shapes: keep the shapes of plain tensors too.
-        """
+        """Create a mode for a tracer with these modules and listeners. ``shapes``: keep the shapes of plain tensors too."""
         super().__init__()
         self.on_unissued: list[Callable[[Any, Phase | None, str | None], None]] = []
         """Called with packet, phase and path for communicating ops that issued nothing: on fake tensors, or on a backend that

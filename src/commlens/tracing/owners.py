@@ -37,11 +37,7 @@ class Owners:
     def find(self, info: StackInfo, frame: FrameType | None, op: str, tensor: tuple[int, str] | None) -> tuple[Owner | None, str | None]:
         """Return the owner of a collective and the path of its module.
 
-        Args:
-            info: the facts of the stack.
-            frame: the innermost frame of the stack.
-            op: the wire op.
-            tensor: number of elements and dtype of its first tensor.
+        ``tensor`` is the number of elements and dtype of its first tensor.
         """
         if info.fsdp_depth >= 0:
             (group,) = local_values(frame, info.fsdp_depth, "self")

@@ -22,11 +22,6 @@ class Parameters:
     """The parameters of a tracker's rows."""
 
     def __init__(self, rows: list[ModuleRow]) -> None:
-        """Start without parameters.
-
-        Args:
-            rows: the tracker's growing list of rows.
-        """
         self._rows = rows
         self._known: dict[ModuleRow, tuple[TracedParameter, ...]] = {}
         self._read_rows = 0  # number of rows read so far

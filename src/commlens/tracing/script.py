@@ -35,13 +35,7 @@ class TracedProcess:
     """
 
     def __init__(self, directory: str, *, steps: str | None, depth: str, script: str) -> None:
-        """Prepare.
-
-        Args:
-            directory: folder for the file, created when the trace is saved.
-            steps: optimizer steps to trace, ``"2:4"``; None for all.
-            depth: as in ``commlens.trace``.
-            script: the command line to record in the trace.
+        """Prepare. ``script`` is the command line to record in the trace.
 
         Raises:
             CommandError: ``steps`` is not a range of steps.

@@ -20,11 +20,6 @@ class TraceEvents:
     """Converts the events of one trace and collects their groups."""
 
     def __init__(self, started_ns: int) -> None:
-        """Start without groups.
-
-        Args:
-            started_ns: when the trace began, on the raw events' clock.
-        """
         self.groups: list[ProcessGroup] = []
         self._started_ns = started_ns
         self._indices: dict[tuple[Group, str], int] = {}

@@ -74,11 +74,8 @@ class Tracer:
     ) -> None:
         """Create a tracer; ``start()`` starts it.
 
-        Args:
-            depth: record only collectives, or tensor ops too.
-            steps: record only optimizer steps ``first <= step < last``, counted from 0; None records all.
-            whole_steps: number of recorded steps after which events are summarised. None means ``WHOLE_STEPS``.
-            preview: the process plays one rank of a fake world.
+        Only optimizer steps ``first <= step < last`` are recorded, counted from 0. After ``whole_steps`` recorded steps, by default
+        ``WHOLE_STEPS``, events are summarised. In a preview, the process plays one rank of a fake world.
         """
         self.depth = depth
         self.wanted_steps = steps

@@ -214,12 +214,9 @@ class _Content(io.RawIOBase):
 
 
 def unpacked(stream: BinaryIO, name: str, problems: list[str]) -> io.BufferedReader:
-    """Return a stream of the decompressed content; the stream itself if it is not compressed.
+    """Return a stream of the decompressed content; the stream itself if it is not compressed. Closing the result closes it.
 
-    Args:
-        stream: at its beginning. Closing the result closes it.
-        name: the file's name for problems.
-        problems: is extended while reading, if the content is cut off, damaged or too large.
+    ``problems`` is extended while reading, if the content is cut off, damaged or too large.
 
     Raises:
         MissingDependency: the stream is compressed with Zstandard and the package is not installed.

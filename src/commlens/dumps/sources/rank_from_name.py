@@ -208,13 +208,7 @@ def _small(number: str) -> int:
 
 
 def rank_of_dump(recorded: int, candidates: Sequence[int], name: FileName) -> tuple[int, str]:
-    """Return a dump's rank from its content and its name, and a note if the two contradict each other.
-
-    Args:
-        recorded: rank according to the content; -1 if unknown.
-        candidates: ranks that are in every group of the dump; empty if unknown.
-        name: rank according to the name.
-    """
+    """Return a dump's rank from its content and its name, and a note if the two contradict each other."""
     if recorded >= 0:
         contradicts = name.sure and 0 <= name.rank != recorded
         return recorded, f"its name says rank {name.rank}, but its content is of rank {recorded}" if contradicts else ""

@@ -54,12 +54,6 @@ def open_sources(
     Release each source before taking the next: a member of a compressed archive holds its bytes. Empty files and dot files are
     skipped. A file is opened only to check whether it is an archive.
 
-    Args:
-        paths: files, folders, URLs for fsspec; ``-`` is a list of them on standard input, one per line (or separated by NUL, as
-            ``find -print0`` prints it).
-        problems: is extended by a sentence per file that cannot be read.
-        prefix: keep only files in folders and archives whose name begins with this.
-
     Raises:
         CommandError: a given path does not exist or cannot be read.
         MissingDependency: a URL needs a package that is not installed.

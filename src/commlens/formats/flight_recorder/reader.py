@@ -15,11 +15,7 @@ __all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
 
 
 def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
-    """Read a dump as torch wrote it or as Python pickled it again.
-
-    Args:
-        data: the file's content.
-        source: the file's name, for messages and :attr:`~commlens.formats.columns.RankColumns.source`.
+    """Read a dump as torch wrote it or as Python pickled it again. ``source`` is the file's name.
 
     Raises:
         FormatError: the dump cannot be read; the message names the file.
@@ -31,15 +27,7 @@ def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
 
 
 def read_flight_recorder_json(data: bytes, source: str) -> RankColumns:
-    """Read a dump as JSON, the result of ``_dump_fr_trace_json``. It has no stacks.
-
-    Args:
-        data: the file's content.
-        source: the file's name, for messages and :attr:`~commlens.formats.columns.RankColumns.source`.
-
-    Raises:
-        FormatError: the dump cannot be read; the message names the file.
-    """
+    """Read a dump as JSON, the result of ``_dump_fr_trace_json``; it has no stacks. Like :func:`read_flight_recorder_pickle`."""
     try:
         value, truncated = read_json(data)
         return columns_from_table(build_table(value, truncated=truncated), source)

@@ -22,9 +22,7 @@ _LINE_MAX: Final = 1 << 16  # bytes of a line that are read
 def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
     """Return the columns of each rank with messages in a log; none if the log mentions no collective or failure.
 
-    Args:
-        stream: the content, read once.
-        source: the file's name. The rank is not inferred from it: lines without a rank belong to rank -1.
+    The stream is read once. The rank is not inferred from the file's name: lines without a rank belong to rank -1.
     """
     parser = LogParser(source)
     text = io.BufferedReader(stream) if isinstance(stream, io.RawIOBase) else stream

@@ -46,12 +46,9 @@ class Objects:
     sees_fake_tensors = False
 
     def __init__(self, rank: int, known: dict[Key, Message | None], until: Key | None) -> None:
-        """Play a rank that knows some of the messages from others.
+        """Play a rank that knows some messages from others; None stands for those that could not be learned in earlier runs.
 
-        Args:
-            rank: the rank that this process plays.
-            known: messages from other ranks, learned in earlier runs; None for those that could not be learned.
-            until: raise ``Learned`` when this message is sent, and keep it in ``known``.
+        When the message ``until`` is sent, it is kept in ``known``, and ``Learned`` is raised.
         """
         self.rank = rank
         self.known = known

@@ -38,17 +38,7 @@ class Preview:
         steps: int | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        """Prepare.
-
-        Args:
-            program: the program of every rank.
-            world_size: number of ranks.
-            ranks_per_node: number of ranks on a node.
-            fake_tensors: use tensors without memory.
-            depth: as in ``commlens.trace``.
-            steps: stop after this many optimizer steps.
-            report: receives a sentence for each additional run.
-        """
+        """Prepare, with the arguments of :func:`preview`. ``report`` receives a sentence for each additional run."""
         self._program = program
         self._world_size = world_size
         self._ranks_per_node = ranks_per_node

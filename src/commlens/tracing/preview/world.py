@@ -46,16 +46,7 @@ class FakeWorld:
         known: dict[Key, Message | None] | None = None,
         until: Key | None = None,
     ) -> None:
-        """Describe the world.
-
-        Args:
-            world_size: number of ranks.
-            rank: the rank that this process plays.
-            ranks_per_node: determines ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE``.
-            fake_tensors: use tensors without memory.
-            known: objects from other ranks, learned in earlier runs.
-            until: stop when this object is sent.
-        """
+        """Describe the world. ``known`` are objects from other ranks, learned in earlier runs; stop when ``until`` is sent."""
         self.world_size = world_size
         self.rank = rank
         self.local_world_size = min(ranks_per_node, world_size)
