@@ -153,14 +153,10 @@ def format_ranks(ranks: Iterable[int]) -> str:
 
 
 def parse_ranks(text: str, *, limit: int = 1_000_000) -> tuple[int, ...]:
-    """Reverse :func:`format_ranks`.
-
-    Args:
-        text: for example ``"0-1,3"`` or ``"0-24:8"``; empty gives no ranks.
-        limit: the most ranks accepted, since the text may come from a damaged file.
+    """Reverse :func:`format_ranks`. An empty text gives no ranks.
 
     Raises:
-        ValueError: the text is not a set of ranks, or names more than ``limit`` of them.
+        ValueError: the text is not a set of ranks, or names more than ``limit`` of them, since it may come from a damaged file.
     """
     ranks: list[int] = []
     for part in text.split(","):

@@ -178,13 +178,7 @@ def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
 
 
 class SideTable:
-    """A copy of a side table.
-
-    Args:
-        copy: its bytes; fewer than ``size`` if the file is cut off.
-        size: its size in bytes.
-        head: bytes ever written to it, read no later than the copy.
-    """
+    """A copy of a side table of ``size`` bytes; fewer if the file is cut off. ``head`` is read no later than the copy."""
 
     def __init__(self, copy: bytes, size: int, head: int) -> None:
         self._copy = memoryview(copy)

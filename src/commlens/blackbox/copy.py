@@ -32,14 +32,9 @@ class Parts(msgspec.Struct):
 
 
 def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live: bool, newest: int | None = None) -> Parts:
-    """Copy a box.
+    """Copy a box: all records, or only the ``newest``.
 
-    Args:
-        read: returns the bytes at (offset, length), fewer at the end of the file.
-        size: size of the file.
-        name: name of the file for errors.
-        live: whether the file may change, so that rereading can help.
-        newest: check and copy only this many of the newest records.
+    ``read`` returns the bytes at (offset, length), fewer at the end of the file. Rereading helps only if the file is ``live``.
 
     Raises:
         FormatError: the header is damaged, or not a black box's.
@@ -78,7 +73,6 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
 
 
 def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[int]:
-    """Return the slots to check."""
     (issued,) = L.LIVE_WORD.unpack_from(header, L.NEXT_INDEX)
     if newest is None or newest >= capacity or issued <= newest:
         return range(capacity)

@@ -38,11 +38,7 @@ def memory_backed(path: Path) -> bool:
 
 
 def box_roots(box_dir: str | None) -> list[Path]:
-    """Return candidate folders for black boxes, the best first.
-
-    Args:
-        box_dir: the setting. If given, it is the only candidate, even on a disk: that is the user's choice.
-    """
+    """Return candidate folders for black boxes, the best first. A given one is the only one, even on a disk: the user chose it."""
     if box_dir:
         return [Path(box_dir)]
     candidates = [Path("/dev/shm"), Path(f"/run/user/{os.getuid()}"), Path("/run/shm"), Path("/tmp")]

@@ -38,14 +38,9 @@ def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the blac
 
 
 def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None) -> RankLog:
-    """Read a whole black box, live or copied.
+    """Read a whole black box, live or copied: a file, or its content. A live one is as of now.
 
     Damaged and overwritten records are skipped and reported in ``RankLog.problems``.
-
-    Args:
-        source: the file, or its content.
-        name: name for errors and ``RankLog.source``; by default the path.
-        captured_ns: Unix ns of the copy; by default now, for a live box.
 
     Raises:
         FormatError: the file cannot be opened, is not a black box of this version, or its header is damaged.

@@ -34,12 +34,7 @@ def reduce_code(word: int, index: int) -> int:
 
 
 class BoxTail:
-    """The new records of a box, each returned once.
-
-    Args:
-        box: stays open; its owner closes it.
-        first: index of the first record to return.
-    """
+    """The new records of a box, from index ``first`` on, each returned once. The owner of the box closes it."""
 
     def __init__(self, box: OpenBox, first: int = 1) -> None:
         identity = box.identity

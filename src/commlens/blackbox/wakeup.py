@@ -94,11 +94,7 @@ class _Timespec(ctypes.Structure):
 
 
 class Futexes:
-    """The words of a shared, writable map, as futexes. A word has 8 bytes; the futex is its lower half.
-
-    Args:
-        mapped: the map. It must outlive this object.
-    """
+    """The words of a shared, writable map, which must outlive this, as futexes: the lower half of each word of 8 bytes."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(mapped))

@@ -109,8 +109,7 @@ class BoxWriter:
     def announce(self, record: tuple[int, ...]) -> int:
         """Write a whole record and return the offset of its slot, which the life words need.
 
-        Args:
-            record: a :class:`commlens.blackbox.layout.Record`; the hot path passes a plain tuple, which is 0.3 us faster to make.
+        The hot path passes a plain tuple, which is 0.3 us faster to make than a :class:`commlens.blackbox.layout.Record`.
         """
         index = record[0]
         offset = L.HEADER_SIZE + (index - 1) % self.capacity * L.RECORD_SIZE

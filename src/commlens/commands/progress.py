@@ -12,11 +12,7 @@ _EVERY_S: Final = 0.2
 
 
 class ProgressBar:
-    """A progress bar that is drawn when it is called: a thread would make it unsafe to fork the process.
-
-    Args:
-        label: for example "reading dumps".
-    """
+    """A progress bar that is drawn when it is called: a thread would make it unsafe to fork the process."""
 
     def __init__(self, label: str) -> None:
         self._label = label

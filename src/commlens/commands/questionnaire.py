@@ -100,7 +100,6 @@ def shown(value: Any) -> str:
 
 
 def _line(name: str, value: Any) -> str:
-    """Return ``name: value`` in YAML."""
     import yaml
 
     if value is None:

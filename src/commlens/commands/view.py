@@ -162,7 +162,6 @@ def has_browser() -> bool:
 
 
 def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
-    """Print the output that replaces the summary."""
     if arguments.rows:
         from commlens.reports.trace_csv import to_json_lines
 

@@ -36,13 +36,11 @@ HEAD_BYTES: Final = 4096
 class Kind:
     """A kind of file, and its reader.
 
-    Attributes:
-        name: "black box", "Flight Recorder pickle".
-        read: returns the columns of each rank in the file, opening nothing but the source; None for commlens's own files, which
-            :mod:`commlens.dumps.read` joins.
+    ``read`` returns the columns of each rank in the file, opening nothing but the source; None for commlens's own files, which
+    :mod:`commlens.dumps.read` joins.
     """
 
-    name: str
+    name: str  # "black box", "Flight Recorder pickle"
     read: Callable[[Source], list[RankColumns]] | None = None
 
 

@@ -19,23 +19,14 @@ _NAMED_MAX = 10  # unknown files per folder that are named in a problem; the res
 
 @dataclass
 class DumpFiles:
-    """The dump files at the given paths, by kind.
+    """The dump files at the given paths, by kind."""
 
-    Attributes:
-        paths: the given paths, to walk again.
-        own: black boxes and observations of their processes, for :func:`commlens.dumps.read.read_own_files`.
-        kinds: number of other tools' files by kind.
-        size: stored bytes of all other tools' files, as far as known.
-        problems: sentences about files that cannot be used.
-        prefix: the file name prefix that was asked for.
-    """
-
-    paths: Paths
-    own: list[tuple[Source, Kind]] = field(default_factory=list)
-    kinds: Counter[str] = field(default_factory=Counter)
-    size: int = 0
-    problems: list[str] = field(default_factory=list)
-    prefix: str = ""
+    paths: Paths  # to walk again
+    own: list[tuple[Source, Kind]] = field(default_factory=list)  # black boxes and observations of their processes
+    kinds: Counter[str] = field(default_factory=Counter)  # number of other tools' files by kind
+    size: int = 0  # stored bytes of all other tools' files, as far as known
+    problems: list[str] = field(default_factory=list)  # sentences about files that cannot be used
+    prefix: str = ""  # of file names, as asked for
     _names: dict[str, FileName] = field(default_factory=dict)
     _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)  # None if a source holds its bytes: walk again
 
@@ -55,10 +46,8 @@ def discover(
 ) -> DumpFiles:
     """Walk the paths once and classify every file by its beginning.
 
-    Args:
-        paths: files, folders, archives, URLs, ``-``.
-        prefix: torchfrtrace's: keep only files whose name begins with this, and read the rank after it.
-        own_only: count other tools' dumps as files that are not dumps.
+    ``prefix`` is torchfrtrace's: only files whose name begins with it are kept, and the rank is read after it. With ``own_only``, other
+    tools' dumps count as files that are not dumps.
 
     Raises:
         CommandError: a path does not exist or cannot be read.

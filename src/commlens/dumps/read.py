@@ -39,8 +39,6 @@ class Evidence:
 
 @dataclass
 class _Box:
-    """One readable black box."""
-
     path: Path
     status: BoxStatus
     log: RankLog
@@ -63,8 +61,6 @@ class _Box:
 
 @dataclass
 class _Observed:
-    """One observed-*.json."""
-
     path: Path
     host: str
     job: str
@@ -276,7 +272,6 @@ def _logs_without_box(boxes: list[_Box], observed: list[_Observed], job: str, pr
 
 
 def _runs_here(status: BoxStatus) -> bool:
-    """Return whether the box's process is running on this machine."""
     here = job_dirs.this_machine()
     return (status.boot_id, status.pid_namespace) == here != ("", "") and status.start_ticks == job_dirs.start_ticks(status.pid) != 0
 

@@ -42,15 +42,9 @@ Progress = Callable[[str], None]
 
 
 def build(directory: Path | None = None, *, force: bool = False, progress: Progress = lambda text: None) -> tuple[Build, bool]:
-    """Build for this torch and Python, unless there is a build.
+    """Build for this torch and Python, unless there is a build already. Return the build, and whether it is new.
 
-    Args:
-        directory: the folder of builds; by default :func:`commlens.native.cache.cache_directory`.
-        force: build even if there is a build.
-        progress: called with a few words at each step.
-
-    Returns:
-        The build, and whether it is new.
+    ``progress`` is called with a few words at each step.
 
     Raises:
         NativeEngineError: there is no compiler, it fails, or the folder cannot be written.

@@ -18,13 +18,9 @@ _MICROSECOND = 1000.0
 
 
 def to_perfetto(ranks: Iterable[tuple[int, int, list[Mapping[str, Any]]]]) -> tuple[bytes, int]:
-    """Render rows as JSON.
+    """Render rows as JSON. Returns it, and the number of collectives left out because they are summarised and have no times.
 
-    Args:
-        ranks: for each rank its number, the start of its trace (Unix ns), and its rows (``Trace.to_rows()``).
-
-    Returns:
-        The JSON, and the number of collectives left out because they are summarised and have no times.
+    Of each rank: its number, the start of its trace (Unix ns), and its rows (``Trace.to_rows()``).
     """
     traces = list(ranks)
     origin = min((started for _, started, _ in traces if started), default=0)

@@ -23,11 +23,9 @@ class ReadTraces:
 
 
 def read_ranks(paths: Sequence[str | Path]) -> ReadTraces:
-    """Read traces, one per rank.
+    """Read traces, one per rank, from files and from folders with ``*.json`` and ``*.json.gz`` files.
 
-    Args:
-        paths: trace files, or folders with ``*.json`` and ``*.json.gz`` files. A named file must be a trace; other files of a
-            folder are skipped and noted.
+    A named file must be a trace; other files of a folder are skipped and noted.
 
     Raises:
         FormatError: a named file is not a trace, or a folder has none.

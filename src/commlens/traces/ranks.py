@@ -24,9 +24,6 @@ MOST_CLASSES: Final = 8
 class RankTraces:
     """Traces of several ranks of one job, by rank.
 
-    Args:
-        traces: one per rank, in any order.
-
     Raises:
         CommandError: two traces are from the same rank, or there is no trace.
     """

@@ -114,8 +114,6 @@ class _CallTable:
 
 
 class _ThreadState(threading.local):
-    """A thread's open calls."""
-
     def __init__(self, tables: list[_CallTable]) -> None:
         self.stack: list[ModuleCall] = []
         self.table = _CallTable()

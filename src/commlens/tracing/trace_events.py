@@ -85,7 +85,6 @@ def reduce_op_text(reduce_op: Any) -> str | None:
 
 
 def _api(raw: RawEvent) -> str:
-    """Return the op's name as CommDebugMode prints it."""
     if raw.functional is not None:
         name = str(raw.functional).replace("::", ".")
     elif raw.info.packet is not None:

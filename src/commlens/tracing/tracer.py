@@ -48,8 +48,6 @@ _now = time.monotonic_ns
 
 
 class _Summary:
-    """A summary of events that differ only in time."""
-
     __slots__ = ("count", "first", "last_step")
 
     def __init__(self, first: RawEvent) -> None:

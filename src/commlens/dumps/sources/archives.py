@@ -32,11 +32,7 @@ _ERRORS: Final = (
 
 
 class Allowance:
-    """The number of bytes that a file's members may still unpack to, with those of archives in it.
-
-    Args:
-        stored: the file's size in bytes; -1 if unknown.
-    """
+    """The number of bytes that a file's members may still unpack to, with those of archives in it; by its size, -1 if unknown."""
 
     def __init__(self, stored: int) -> None:
         self.limit = self.left = unpacking_limit(stored) if stored >= 0 else UNPACKED_MAX
@@ -55,14 +51,9 @@ def archive_kind(head: bytes) -> str | None:
 
 
 def members(source: Source, problems: list[str], allowance: Allowance) -> Iterator[Source] | None:
-    """Return the members of an archive, or None if the source is not one.
+    """Return the members of an archive, or None if the source is not one. Their bytes are taken from the outermost file's allowance.
 
     A member of an uncompressed tar file is a reference; any other member holds its bytes, so release each before the next.
-
-    Args:
-        source: the file.
-        problems: is extended by a sentence per member that cannot be read.
-        allowance: of the outermost file; the members' bytes are taken from it.
 
     Raises:
         FormatError: the file cannot be opened.

@@ -94,7 +94,6 @@ class _Zstandard:
         return not self._left
 
     def decompress(self, data: bytes, max_length: int = -1) -> bytes:
-        """Decompress one piece."""
         data = self._left + data
         self._left = data[self.PIECE :]
         return self._one.decompress(data[: self.PIECE])

@@ -41,31 +41,20 @@ _NO_HOST: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class FileName:
-    """Rank and host of the process that wrote a file, as far as its name reveals them.
+    """Rank and host of the process that wrote a file, as far as its name reveals them."""
 
-    Attributes:
-        rank: global rank; -1 if unknown.
-        host: host name, or the name of the node's folder; "" if unknown.
-        node: number of the node; -1 if unknown.
-        local_rank: number of the process on its node; -1 if unknown.
-        sure: whether the name says ``rank`` rather than only holding a number.
-        note: a sentence if the name is ambiguous.
-    """
-
-    rank: int = -1
-    host: str = ""
-    node: int = -1
-    local_rank: int = -1
-    sure: bool = False
-    note: str = ""
+    rank: int = -1  # global; -1 if unknown
+    host: str = ""  # or the name of the node's folder
+    node: int = -1  # number of the node; -1 if unknown
+    local_rank: int = -1  # number of the process on its node; -1 if unknown
+    sure: bool = False  # the name says ``rank`` rather than only holding a number
+    note: str = ""  # a sentence if the name is ambiguous
 
 
 def parse_name(name: str, prefix: str = "") -> FileName:
-    """Infer rank and host from one name.
+    """Infer rank and host from one name: a path, URL, or ``archive!member``. Folders are used if the file's own name says nothing.
 
-    Args:
-        name: a path, URL, or ``archive!member``; folders are used if the file's own name says nothing.
-        prefix: torchfrtrace's: in a file name with this prefix, the number after it is the rank.
+    In a file name with torchfrtrace's prefix, the number after it is the rank.
 
     Examples: ``nccl_trace_rank_3``, ``_dump_9``, ``host42_rank_7.pickle``, ``rank00012.json``, ``trace.3``, ``node-3/gpu2/dump``.
     """
@@ -186,7 +175,6 @@ def _key(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _stated_rank(part: str) -> int:
-    """Return the rank that a part of the name states, or -1."""
     found = [number for match in _RANK.finditer(part) if (number := _small(match[1])) >= 0]
     if found and not re.search(r"local[_-]?rank|node[_-]?rank|group[_-]?rank", part, re.IGNORECASE):
         return found[-1]

@@ -62,23 +62,14 @@ class Held:
 
 @dataclass(slots=True)
 class Source:
-    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's bytes only if it must.
+    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's bytes only if it must."""
 
-    Attributes:
-        name: printable path or URL, with ``!member`` in an archive.
-        place: where the bytes are.
-        size: stored size in bytes; -1 if unknown.
-        modified_ns: Unix ns; 0 if unknown.
-        problems: sentences about unreadable parts. Reading fills the list, so check it afterwards.
-        beginning: the first bytes of an uncompressed file, cached by :meth:`peek_stored`.
-    """
-
-    name: str
+    name: str  # printable path or URL, with ``!member`` in an archive
     place: Place
-    size: int = -1
-    modified_ns: int = 0
-    problems: list[str] = field(default_factory=list)
-    beginning: bytes = field(default=b"", repr=False, compare=False)
+    size: int = -1  # stored bytes; -1 if unknown
+    modified_ns: int = 0  # Unix ns; 0 if unknown
+    problems: list[str] = field(default_factory=list)  # sentences about unreadable parts; filled while reading
+    beginning: bytes = field(default=b"", repr=False, compare=False)  # of an uncompressed file, cached by peek_stored
 
     @property
     def path(self) -> Path | None:

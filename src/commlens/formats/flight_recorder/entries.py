@@ -57,7 +57,6 @@ class _Builder:
             self.table.malformed += 1
 
     def finish(self) -> Table:
-        """Return the table of the added entries."""
         table = self.table
         table.groups, table.names, table.signatures = list(self.groups), list(self.names), list(self.signatures)
         table.frames, table.stacks = list(self.frames), list(self.stacks)

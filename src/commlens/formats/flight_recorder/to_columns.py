@@ -123,8 +123,6 @@ _Key = tuple[str, str]
 
 
 class _Config(NamedTuple):
-    """The process groups in a dump."""
-
     ranks: dict[_Key, tuple[int, ...]]  # global ranks by name and description
     by_name: dict[str, list[tuple[str, tuple[int, ...]]]]  # descriptions and global ranks
 

@@ -36,8 +36,6 @@ class _Group:
 
 @dataclass(slots=True)
 class _Rank:
-    """The state of one rank."""
-
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
     unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out in a group that is not yet known
     times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line

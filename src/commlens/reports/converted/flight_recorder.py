@@ -32,12 +32,7 @@ _STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "schedule
 
 
 def to_pickle(rows: RankColumns, problems: list[str]) -> bytes:
-    """Return one rank's dump as a pickle of protocol 2.
-
-    Args:
-        rows: the rank's operations.
-        problems: receives a sentence on operations that the format cannot represent.
-    """
+    """Return one rank's dump as a pickle of protocol 2. ``problems`` receives a sentence on what the format cannot represent."""
     return pickle.dumps(_dump(rows, problems), protocol=2)
 
 

@@ -26,16 +26,10 @@ _ICON: Final = (
 
 
 def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> bytes:
-    """Return the HTML file.
+    """Return the HTML file, UTF-8.
 
-    Args:
-        page: the kind of page.
-        title: title of the browser's tab.
-        data: the content, anything that msgspec can encode as JSON; None for an empty viewer.
-        text: shown where no script runs (a mail's preview, a text browser), and until the script has run.
-
-    Returns:
-        The HTML, UTF-8.
+    The data is anything that msgspec can encode as JSON; None for an empty viewer. The text is shown where no script runs (a mail's
+    preview, a text browser), and until the script has run.
     """
     script, style = asset(f"{page}.js"), asset(f"{page}.css")
     policy = "; ".join(

@@ -117,7 +117,6 @@ class _Snapshot:
         self.data = live.data
 
     def take(self) -> None:
-        """Take the data now."""
         self.data = run_on_real_tensors(self._live.tracer.data)
         self.data.rank, self.data.world_size = self._world.rank, self._world.world_size
         self.data.coverage.blind += self._world.blind

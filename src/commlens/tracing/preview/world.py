@@ -267,14 +267,12 @@ class _Futures:
         self._lock = threading.Lock()
 
     def begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...]) -> Any:
-        """Return the tensors that the op writes."""
         if spec.name == "barrier" or not spec.tensors:
             return None
         written = arguments[spec.writes[0]] if spec.writes else arguments[spec.tensors[0]]
         return written if isinstance(written, (list, tuple)) else [written]
 
     def returned(self, token: Any, result: Any) -> None:
-        """Remember the tensors of the new work."""
         boxed = result[-1] if type(result) is tuple else result
         if token is not None and boxed is not None:
             with self._lock:
