@@ -64,32 +64,23 @@ __all__ = [
     "verify_operation",
 ]
 
-_FROM = {
-    "CommDebugMode": "commlens.tracing.comm_debug.mode",
-    "CommandError": "commlens.errors",
-    "CommlensError": "commlens.errors",
-    "ConfigError": "commlens.errors",
-    "DistributedOperationException": "commlens.errors",
-    "DumpError": "commlens.errors",
-    "EvidenceError": "commlens.errors",
-    "FormatError": "commlens.errors",
-    "MissingDependency": "commlens.errors",
-    "NativeEngineError": "commlens.errors",
-    "OutputError": "commlens.errors",
-    "SelectionError": "commlens.errors",
-    "Trace": "commlens.traces.trace",
-    "Verdict": "commlens.model.verdict",
-    "assert_comms": "commlens.traces.assertions",
-    "assert_matches_golden": "commlens.traces.assertions",
-    "disable": "commlens.launch.recording",
-    "dump": "commlens.watch.snapshot",
-    "enable": "commlens.launch.recording",
-    "expect_slow": "commlens.launch.recording",
-    "verify_operation": "commlens.verification.operation",
-    "diagnose": "commlens.diagnosis.api",
-    "preview": "commlens.tracing.preview.preview",
-    "trace": "commlens.tracing.api",
-    "verify": "commlens.launch.recording",
+_ERRORS = ("CommandError", "CommlensError", "ConfigError", "DistributedOperationException", "DumpError", "EvidenceError", "FormatError",
+           "MissingDependency", "NativeEngineError", "OutputError", "SelectionError")  # fmt: skip
+_FROM = dict.fromkeys(_ERRORS, "errors") | {
+    "CommDebugMode": "tracing.comm_debug.mode",
+    "Trace": "traces.trace",
+    "Verdict": "model.verdict",
+    "assert_comms": "traces.assertions",
+    "assert_matches_golden": "traces.assertions",
+    "diagnose": "diagnosis.api",
+    "disable": "launch.recording",
+    "dump": "watch.snapshot",
+    "enable": "launch.recording",
+    "expect_slow": "launch.recording",
+    "preview": "tracing.preview.preview",
+    "trace": "tracing.api",
+    "verify": "launch.recording",
+    "verify_operation": "verification.operation",
 }
 
 
@@ -98,7 +89,7 @@ def __getattr__(name: str) -> Any:
 
     if name not in _FROM:
         raise AttributeError(f"module 'commlens' has no attribute {name!r}")
-    value = getattr(import_module(_FROM[name]), name)
+    value = getattr(import_module(f"commlens.{_FROM[name]}"), name)
     globals()[name] = value
     return value
 

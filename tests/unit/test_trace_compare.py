@@ -13,7 +13,7 @@ from traces import Recorder, block, training
 import commlens
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.traces.diff_ranks import compare_ranks
-from commlens.traces.ranks import merge
+from commlens.traces.ranks import RankTraces
 
 Edit = Callable[[TraceEvent], "TraceEvent | None"]
 
@@ -186,7 +186,7 @@ def one_more(rank: int, *layers: int) -> TraceData:
 
 
 def test_all_ranks_alike():
-    merged = merge(ranks())
+    merged = RankTraces(ranks())
     assert merged.answer() == "All 8 ranks issued the same collectives." and merged.differences() == []
     assert merged.classes() == [list(range(8))]
     assert len(merged.to_rows()) == 8 * 32 and {row["rank"] for row in merged.to_rows()} == set(range(8))
@@ -194,17 +194,17 @@ def test_all_ranks_alike():
 
 
 def test_a_rank_that_issued_more():
-    merged = merge(ranks((3, one_more(3, 1))))
+    merged = RankTraces(ranks((3, one_more(3, 1))))
     assert merged.answer() == "Ranks 0-2,4-7 and rank 3 issued different collectives."
     assert merged.differences() == ["rank 3 issued 2 more all_gather on tp in backward of MLP.layers.1 than ranks 0-2,4-7 (2 instead of 0)"]
-    folded = merge(ranks((3, one_more(3, 0, 1, 2))))
+    folded = RankTraces(ranks((3, one_more(3, 0, 1, 2))))
     assert folded.differences() == [
         "rank 3 issued 2 more all_gather on tp in backward of MLP.layers.0-2 each than ranks 0-2,4-7 (2 instead of 0)"
     ]
 
 
 def test_sizes_that_differ():
-    assert merge(ranks((0, training(0, dtype="bfloat16")))).differences()[0] == (
+    assert RankTraces(ranks((0, training(0, dtype="bfloat16")))).differences()[0] == (
         "rank 0: all_gather on dp in forward of MLP.layers.0 is bfloat16 16.0 kB; on ranks 1-7 it is float32 32.0 kB"
     )
 
@@ -212,7 +212,7 @@ def test_sizes_that_differ():
 def test_order_that_differs():
     data = training(5)
     data.events[0], data.events[1] = data.events[1], data.events[0]
-    merged = merge(ranks((5, data)))
+    merged = RankTraces(ranks((5, data)))
     assert merged.answer() == "All 8 ranks issued the same collectives, but not in the same order."
     assert merged.differences() == [
         "rank 5's order differs from rank 0's from #1 on: all_reduce on tp in forward of MLP.layers.0.net2, where rank 0 has all_gather "
@@ -230,33 +230,33 @@ def test_messages_are_compared_by_pairs():
         return training(rank, change=change)
 
     pairs = [commlens.Trace(sends(rank, 2)) for rank in range(8)]
-    assert merge(pairs).answer() == "All 8 ranks issued the same collectives." and merge(pairs).differences() == []
+    assert RankTraces(pairs).answer() == "All 8 ranks issued the same collectives." and RankTraces(pairs).differences() == []
     pairs[3] = commlens.Trace(sends(3, 1))
-    assert merge(pairs).answer() == "All 8 ranks issued the same collectives; some sends and receives do not match."
-    assert merge(pairs).differences() == ["rank 2 sent 4 messages to rank 3 on tp, but rank 3 received 2"]
-    assert merge(pairs[3:]).differences() == []  # whoever sends to rank 3 is not here
+    assert RankTraces(pairs).answer() == "All 8 ranks issued the same collectives; some sends and receives do not match."
+    assert RankTraces(pairs).differences() == ["rank 2 sent 4 messages to rank 3 on tp, but rank 3 received 2"]
+    assert RankTraces(pairs[3:]).differences() == []  # whoever sends to rank 3 is not here
     for event in pairs[3].events:
         event.peer = None
-    assert merge(pairs).differences() == []
+    assert RankTraces(pairs).differences() == []
 
 
 def test_missing_and_double_ranks():
-    assert merge(ranks()[:6]).answer() == "The 6 ranks here issued the same collectives. There is no trace of ranks 6-7."
-    assert merge(ranks()[:1]).answer() == "One trace, from rank 0 of 8."
+    assert RankTraces(ranks()[:6]).answer() == "The 6 ranks here issued the same collectives. There is no trace of ranks 6-7."
+    assert RankTraces(ranks()[:1]).answer() == "One trace, from rank 0 of 8."
     with pytest.raises(commlens.CommandError, match="Two traces are from rank 0"):
-        merge([*ranks(), *ranks()[:1]])
+        RankTraces([*ranks(), *ranks()[:1]])
     with pytest.raises(commlens.CommandError, match="no traces"):
-        merge([])
+        RankTraces([])
 
 
 def test_many_classes():
-    merged = merge(ranks(*((rank, one_more(rank, *range(rank))) for rank in (1, 2, 3))))
+    merged = RankTraces(ranks(*((rank, one_more(rank, *range(rank))) for rank in (1, 2, 3))))
     assert merged.answer() == "The 8 ranks fall into 4 classes that issued different collectives: 0,4-7; 1; 2; 3."
     assert merged.filter(phase="forward").answer() == "All 8 ranks issued the same collectives."
 
 
 def test_runs_are_compared_rank_by_rank():
-    before, after = merge(ranks()), merge(ranks((3, one_more(3, 1)), (5, one_more(5, 1))))
+    before, after = RankTraces(ranks()), RankTraces(ranks((3, one_more(3, 1)), (5, one_more(5, 1))))
     assert not compare_ranks(before, before)
     comparison = compare_ranks(before, after)
     (change,) = comparison.changes
@@ -265,7 +265,7 @@ def test_runs_are_compared_rank_by_rank():
         5,
     ]
     assert comparison.answer.startswith("8 ranks compared. 1 change: 260 collectives instead of 256")
-    partly = compare_ranks(merge(ranks()[:4]), before)
+    partly = compare_ranks(RankTraces(ranks()[:4]), before)
     assert not partly and partly.notes == ["Not compared: ranks 4-7, traced only in the second run."]
-    everywhere = compare_ranks(before, merge([commlens.Trace(one_more(rank, 1)) for rank in range(8)]))
+    everywhere = compare_ranks(before, RankTraces([commlens.Trace(one_more(rank, 1)) for rank in range(8)]))
     assert everywhere.changes[0].sentence.startswith("new: 2 all_gather")

@@ -199,6 +199,3 @@ def conclude(scenario: Scenario, world_size: int, dump_dir: Path, *, given: bool
             print("The job itself ended without an error.")
     print("Next: `commlens demo --list` lists other faults; `commlens launch --nproc-per-node 4 train.py` runs your own job.")
     return 0
-
-
-__all__ = ["DemoCommand", "differences"]

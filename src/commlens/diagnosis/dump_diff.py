@@ -15,8 +15,6 @@ from commlens.text import capital, count, duration, frame_phrase, group_phrase, 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
 
-__all__ = ["Position", "compare_positions", "position_of"]
-
 _ORDER = ("still", "moved", "finished", "again", "only-before", "only-after")
 
 

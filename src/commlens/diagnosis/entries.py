@@ -27,8 +27,6 @@ from commlens.text import frame_phrase, group_phrase, tensors_phrase
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
 
-__all__ = ["EntrySelection", "RankEntries", "collect_entries", "lay_out", "read_entries", "select_entries"]
-
 _BESIDE = 200  # sequence numbers kept on each side of the fault, or of the newest entry
 _ENDS = ("in flight", "started", "done", "retired")  # by state
 _OPEN = ("in flight", "started")

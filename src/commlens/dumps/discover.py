@@ -12,8 +12,6 @@ from commlens.dumps.sources import FileName, Paths, Source, name_paths, open_sou
 from commlens.dumps.sources.source import Held
 from commlens.errors import CommlensError
 
-__all__ = ["DumpFiles", "discover"]
-
 _NAMED_MAX = 10  # unknown files per folder that are named in a problem; the rest is counted
 
 

@@ -26,8 +26,6 @@ from commlens.text import ranks_phrase
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
 
-__all__ = ["import_numpy_single_threaded", "read_ranks", "reduce_foreign"]
-
 T = TypeVar("T")
 Reduce = Callable[[Iterable["RankColumns"]], list[T]]
 

@@ -35,8 +35,6 @@ from commlens.dumps.detect import (
 from commlens.errors import DumpError, FormatError
 from commlens.model.ranklog import Observation
 
-__all__ = ["BOX_BYTES_MAX", "SavedRank", "add_node", "discard_job", "dump_name", "save_dump", "save_reports"]
-
 BOX_BYTES_MAX: Final = SIZE_MAX
 """Largest box that is saved, in bytes."""
 

@@ -20,8 +20,6 @@ from commlens.model.collective import Channel, CollectiveArgs, Frame, FrameKind,
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import Observation
 
-__all__ = ["COMPLETED", "DTYPES", "RETIRED", "SCHEDULED", "STARTED", "RankColumns", "StackTable", "Status", "stack_of"]
-
 SCHEDULED: Final = 0
 """``state``: enqueued, and not known to have started, which is never known without timing."""
 STARTED: Final = 1

@@ -1,17 +1,15 @@
-"""The bytes that a collective moves, by a stated rule."""
+"""The bytes that a collective moves through one rank's link, in one direction.
+
+By the ring algorithm (the bus bytes of nccl-tests), with n ranks: all_reduce 2(n-1)/n of the input; all_gather (n-1)/n of the output;
+reduce_scatter, all_to_all (n-1)/n of the input; gather, scatter (n-1)/n of what the root holds; broadcast, reduce, send, recv all of it;
+barriers nothing.
+"""
 
 from __future__ import annotations
 
 from typing import Final
 
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
-
-RULE: Final = (
-    "bytes through one rank's link, one direction, by the ring algorithm (the bus bytes of nccl-tests), with n ranks: "
-    "all_reduce 2(n-1)/n of the input; all_gather (n-1)/n of the output; reduce_scatter, all_to_all (n-1)/n of the input; "
-    "gather, scatter (n-1)/n of what the root holds; broadcast, reduce, send, recv all of it; barriers nothing"
-)
-"""The rule in words, for reports."""
 
 RULE_IN_SHORT: Final = "through one rank's link in one direction, by the ring algorithm"
 

@@ -59,7 +59,7 @@ def print_events(
     steps = any(row["step"] or row["last_step"] for row in rows)
     counted = any(row["count"] > 1 for row in rows)
     carrying = any(row["dtype"] for row in rows)
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table = data_table()
     for name in ["rank"] * with_rank + ["#"] + ["calls"] * counted + ["step"] * steps:
         table.add_column(name, justify="right", no_wrap=True)
     for name in ["op", "on", *["carries"] * carrying]:
@@ -82,7 +82,7 @@ def print_ops(ops: Sequence[TracedOp], file: IO[str] | None = None, *, width: in
     if not ops:
         print_parts([Text("No tensor ops: only a trace with depth ops has them.")], file, width, None)
         return
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False, show_edge=False, header_style="bold")
+    table = data_table()
     table.add_column("op", no_wrap=True, overflow="ellipsis")
     table.add_column("where", overflow="fold", ratio=1)
     table.add_column("inputs", overflow="fold", ratio=1)

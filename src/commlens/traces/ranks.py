@@ -189,15 +189,6 @@ class RankTraces:
         )
 
 
-def merge(traces: Iterable[Trace]) -> RankTraces:
-    """Combine the traces of several ranks.
-
-    Raises:
-        CommandError: two traces are from the same rank, or there is no trace.
-    """
-    return RankTraces(traces)
-
-
 def _class_name(members: Sequence[int]) -> str:
     return f"rank {members[0]}" + (f", for {ranks_phrase(members)}" if len(members) > 1 else "")
 

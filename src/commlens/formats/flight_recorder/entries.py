@@ -10,8 +10,6 @@ from typing import Any, Final
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.table import INT64_MAX, STATES, Signature, Sizes, Table
 
-__all__ = ["build_table"]
-
 _ITEMS_MAX: Final = 20_000_000  # sizes and frames in total: shared lists let a small file claim billions
 
 

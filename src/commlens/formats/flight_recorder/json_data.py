@@ -10,8 +10,6 @@ import msgspec
 
 from commlens.errors import FormatError
 
-__all__ = ["read_json"]
-
 _SPACE: Final = re.compile(r"[ \t\r\n]*")
 _ENTRIES_MAX: Final = 1_000_000
 

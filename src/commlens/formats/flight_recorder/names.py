@@ -8,8 +8,6 @@ from typing import Final, NamedTuple
 
 from commlens.model.ops import COALESCED, recorder_wire_op
 
-__all__ = ["ProfilingName", "dtype_of", "parse_ranks", "read_name"]
-
 _DEVICES: Final = {
     "nccl": "cuda",
     "ncclx": "cuda",
@@ -23,7 +21,7 @@ _DEVICES: Final = {
 _RANK_MAX: Final = 1 << 31
 _P2P: Final = re.compile(r"(send|recv|recvAnySource) ?(\d{1,9})(?:->|<-)(\d{1,9}|\?|-1)")
 
-_DTYPES: Final = {
+DTYPES: Final = {
     "Byte": "uint8", "Char": "int8", "Short": "int16", "Int": "int32", "Long": "int64", "Half": "float16", "Float": "float32",
     "Double": "float64", "ComplexHalf": "complex32", "ComplexFloat": "complex64", "ComplexDouble": "complex128", "Bool": "bool",
     "BFloat16": "bfloat16", "UInt16": "uint16", "UInt32": "uint32", "UInt64": "uint64",
@@ -63,7 +61,7 @@ def read_name(name: str) -> ProfilingName:
 
 def dtype_of(name: str) -> str:
     """Return ``"float32"`` for ``"Float"``; an unknown name is kept."""
-    return _DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
+    return DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
 
 
 @lru_cache(maxsize=4096)

@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from commlens.formats.flight_recorder.table import Table
 
-__all__ = ["AVAILABLE", "read_table"]
-
 _VERSION: Final = 1  # of _entries.c: an older or newer build is ignored
 
 _native: Any = None

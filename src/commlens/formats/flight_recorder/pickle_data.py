@@ -15,8 +15,6 @@ from typing import Any, Final
 
 from commlens.errors import FormatError
 
-__all__ = ["Pickled", "read_pickle"]
-
 _CONTAINERS_MAX: Final = 4_000_000  # one takes 1 byte in the file and 60 in memory; a ring buffer of 20,000 operations has 160,000
 _LONG_MAX: Final = 64  # bytes of an integer
 _LINE_MAX: Final = 1 << 20  # characters of a protocol 0 line

@@ -11,8 +11,6 @@ from commlens.formats.flight_recorder.pickle_data import read_pickle
 from commlens.formats.flight_recorder.table import Table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 
-__all__ = ["read_flight_recorder_json", "read_flight_recorder_pickle"]
-
 
 def read_flight_recorder_pickle(data: bytes, source: str) -> RankColumns:
     """Read a dump as torch wrote it or as Python pickled it again. ``source`` is the file's name.

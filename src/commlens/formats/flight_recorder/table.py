@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-__all__ = ["INT64_MAX", "STATES", "Signature", "Sizes", "Table"]
-
 INT64_MAX: Final = (1 << 63) - 1
 STATES: Final = {"scheduled": 0, "started": 1, "completed": 2}
 

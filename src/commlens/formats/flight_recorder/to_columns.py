@@ -13,8 +13,6 @@ from commlens.formats.flight_recorder.table import Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.text import TEXT_MAX, clean
 
-__all__ = ["KNOWN_VERSIONS", "columns_from_table"]
-
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
 _DEFAULT_GROUP: Final = "default_pg"
 _INTEGER_MAX: Final = 1 << 62

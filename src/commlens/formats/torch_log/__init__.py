@@ -14,8 +14,6 @@ from commlens.formats.columns import RankColumns
 from commlens.formats.torch_log.lines import INTERESTING
 from commlens.formats.torch_log.log_parser import LogParser
 
-__all__ = ["read_torch_log"]
-
 _LINE_MAX: Final = 1 << 16  # bytes of a line that are read
 
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
+from commlens.formats.flight_recorder.names import DTYPES
 from commlens.model.collective import Channel, CollectiveArgs, TensorSpec
 from commlens.model.ops import BARRIERS, IN_PLACE, NCCL_NAMES, POINT_TO_POINT
 from commlens.text import count
@@ -21,11 +22,7 @@ VERSION: Final = "2.10"
 
 _BACKENDS: Final = frozenset({"nccl", "ncclx", "xccl", "gloo", "rccl", "rcclx", "mccl", "hccl"})
 """The backends that torchfrtrace accepts."""
-_DTYPES: Final = {
-    "uint8": "Byte", "int8": "Char", "int16": "Short", "int32": "Int", "int64": "Long", "float16": "Half", "float32": "Float",
-    "float64": "Double", "complex32": "ComplexHalf", "complex64": "ComplexFloat", "complex128": "ComplexDouble", "bool": "Bool",
-    "bfloat16": "BFloat16", "uint16": "UInt16", "uint32": "UInt32", "uint64": "UInt64",
-}  # fmt: skip
+_DTYPES: Final = {name: of_torch for of_torch, name in DTYPES.items()}
 _MESSAGES_FROM: Final = 1_000_000
 """The first number of messages. torchfrtrace takes a collective and a message with equal numbers for a coalesced group, and fails."""
 _STATES: Final = {STARTED: "started", COMPLETED: "completed", RETIRED: "scheduled"}
