@@ -487,8 +487,10 @@ def test_a_tie_is_said_to_be_a_tie() -> None:
         yield all_reduce(job.world, 100 if rank == 0 else 96, line=20 + rank)
 
     verdict = judge(Job(2).run(program).logs())
-    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [0, 1], "medium")
-    assert any("the rank at fault cannot be determined" in text for text in verdict.findings[0].evidence)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("mismatch/shape", [], [0, 1], "low")
+    assert any(text.startswith("Neither a majority nor their routine") for text in verdict.findings[0].evidence)
+    assert "Rank 0 issues all_reduce of the default group at train.py:20 step (float32[100] SUM); rank 1" in verdict.explanation
+    assert "compare train.py:20 step and train.py:21 step" in verdict.next_step
 
 
 def test_skip_then_another_op() -> None:

@@ -225,6 +225,38 @@ def broken(job: Job, rank: int, items: tuple[Item, ...], fault: str, place: int)
     yield Step()
 
 
+# --- two halves that never agreed -----------------------------------------------------------------------------------------------
+
+TIES = ["skip", "size", "dtype", "op", "reduce_op", "swap"]
+
+
+@settings(SLOW, max_examples=200)
+@given(st.sampled_from(TIES), sizes, steps(plain=True), st.sampled_from(["high", "odd", "node"]), st.integers(1, 2), st.data())
+def test_of_two_halves_that_never_agreed_nobody_is_named(
+    fault: str, size: int, items: tuple[Item, ...], side: str, steps_done: int, data: st.DataObject
+) -> None:
+    applicable = [i for i, item in enumerate(items[:-1]) if applies(fault, item, items, i, size)]
+    if not applicable:
+        return
+    place = data.draw(st.sampled_from(applicable), label="place")
+    odd = {rank for rank in range(size) if (rank % 2 if side == "odd" else rank >= size // 2)}
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(steps_done):
+            yield from broken(job, rank, items, fault, place) if rank in odd else one_step(job, rank, items)
+
+    logs = Job(size).run(program).logs()
+    for log in logs:
+        log.host = "n04" if side == "node" and log.rank in odd else "n03"
+    verdict = judge(logs, 0)
+    roots = [finding for finding in verdict.findings if finding.root_cause and finding.why != "finished"]
+    told = [(f.kind, f.why, f.culprits, f.summary) for f in verdict.findings]
+    assert not any(finding.culprits for finding in roots), told
+    assert all(finding.confidence == "low" for finding in roots), told
+    if side == "node" and roots and roots[0].kind.startswith("mismatch/"):
+        assert "The sides follow the hosts" in roots[0].explanation
+
+
 # --- a mesh on which two ranks swap the order of two groups ---------------------------------------------------------------------
 
 

@@ -266,7 +266,7 @@ def test_ranks_of_other_nodes_are_not_waited_for() -> None:
     node.ranks[0].issue(all_reduce(8), ranks=range(8))
     node.ranks[1].issue(all_reduce(9), ranks=range(8))
     (verdict,) = node.look()
-    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [0, 1]), "of two, nobody is the odd one"
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), "of two, nobody is the odd one"
     node.ranks[0].issue(all_reduce(8), ranks=(0, 4), group="dp")
     node.ranks[1].issue(all_reduce(5), ranks=(1, 5), group="dp")
     assert node.settle() == []

@@ -34,7 +34,7 @@ class Mismatch:
     number: int
     ops: dict[int, Collective]  # by rank, of the ranks that met
     answer: Disagree | None  # None: the arguments agree, and only source lines and steps show that a rank is out of step
-    culprits: tuple[int, ...]
+    culprits: tuple[int, ...]  # on a tie, all ranks that met
     tie: bool  # no side has the majority, and no rank leaves its routine
     by_history: bool = False  # no side has the majority, but the culprits leave their own routine
     shift: Shift | None = None
@@ -177,15 +177,20 @@ def _disagreement(
     here = [shift for shift in shifts if shift.number == number]
     mismatch = Mismatch(key, job.channels[key], number, dict(met), answer, answer.minority, answer.tie)
     mismatch.shift = here[0] if here else None
-    if here and {shift.rank for shift in here} <= set(met):
+    if here and not here[0].unsure and {shift.rank for shift in here} <= set(met):
         mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
     elif answer.tie:
         comparable = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}
-        odd = _ranks_off_routine(job, comparable)
+        flagged = set(_ranks_off_routine(job, comparable))
+        others = [party for party in answer.parties if flagged.isdisjoint(party.ranks)]
+        odd = tuple(sorted(comparable.keys() - set(others[0].ranks))) if flagged and len(others) == 1 else ()
         mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
+        if here and odd and here[0].rank not in odd:
+            mismatch.shift = None
     mismatch.uncertain = any(op.concurrent for op in met.values())
     mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
-    mismatch.departure = mismatch.shift.departure if mismatch.shift is not None else _departure(job, mismatch, answer)
+    shift = mismatch.shift
+    mismatch.departure = _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
     return mismatch
 
 
@@ -201,9 +206,11 @@ def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure
 
 def _out_of_step(job: JobIndex, key: ChannelKey, tracks: Mapping[int, Track], shifts: Sequence[Shift], first: Shift) -> Mismatch:
     """Make a mismatch of the ranks whose shift starts first, and whose arguments agree with those of the others there."""
-    culprits = tuple(sorted(shift.rank for shift in shifts if shift.number == first.number))
-    mismatch = Mismatch(key, job.channels[key], first.number, _ops_at(tracks, first.number), None, culprits, False, shift=first)
-    mismatch.departure = first.departure
+    ops = _ops_at(tracks, first.number)
+    tie = first.unsure and _ranks_off_routine(job, ops) != (first.rank,)
+    culprits = tuple(sorted(ops if tie else (shift.rank for shift in shifts if shift.number == first.number)))
+    mismatch = Mismatch(key, job.channels[key], first.number, ops, None, culprits, tie, shift=first)
+    mismatch.departure = "" if tie else first.departure
     mismatch.silent = not any(track.open for track in tracks.values())
     return mismatch
 

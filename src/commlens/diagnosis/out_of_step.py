@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
@@ -35,6 +36,7 @@ class Shift(msgspec.Struct):
     own: Collective  # issued by the rank under that number
     matches: int  # later collectives that agree with the shift
     departure: Departure
+    unsure: bool = False  # of two ranks, the other may be the one out of step
 
 
 def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
@@ -269,7 +271,14 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
     pairs = ((first, second), (second, first))
     shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops)) is not None]
     odd = [shift for shift in shifts if keeps_routine(job, shift.rank, shift.own) is False]
+    odd = odd if len(odd) == 1 else [shift for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
     if len(odd) == 1:
         return odd
-    # Programs skip a collective more often than they issue one too many.
-    return [shift for shift in shifts if shift.by > 0][:1]
+    return [msgspec.structs.replace(shift, unsure=True) for shift in shifts if shift.by > 0][:1]
+
+
+def _changes_pace(track: Track, op: Collective) -> bool:
+    """Return whether a rank did another number of optimizer steps before this op than before any of its earlier ones."""
+    steps = [track.ops[number].step for number in sorted(track.ops) if number <= op.sequence_number][-_RECENT:]
+    gaps = [later - earlier for earlier, later in pairwise(steps)]
+    return len(gaps) > 2 and gaps[-1] not in gaps[:-1]

@@ -195,12 +195,12 @@ def _vote(
 
 
 def _disagree(aspect: Aspect, severity: Severity, values: Mapping[int, Hashable], show: Callable[..., str]) -> Disagree:
-    """Return the parties of a disagreement, the largest first. The others are the minority, unless two are equally large."""
+    """Return the parties of a disagreement, the largest first. The others are the minority, if the largest holds most of the ranks."""
     sides: dict[Hashable, list[int]] = {}
     for rank in sorted(values):
         sides.setdefault(values[rank], []).append(rank)
     ordered = sorted(sides.items(), key=lambda side: (-len(side[1]), side[1]))
     parties = tuple(Party(tuple(ranks), show(value)) for value, ranks in ordered)
-    tie = len(ordered[0][1]) == len(ordered[1][1])
+    tie = len(ordered[0][1]) * 2 <= len(values)
     minority = () if tie else tuple(sorted(rank for _, ranks in ordered[1:] for rank in ranks))
     return Disagree(aspect, severity, minority, parties, "; ".join(f"{ranks_phrase(p.ranks)}: {p.phrase}" for p in parties))

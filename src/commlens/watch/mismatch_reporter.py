@@ -144,9 +144,11 @@ class MismatchReporter:
         return bool(verdict.findings) and self._is_reported(_key(verdict.findings[0]))
 
     def _is_reported(self, key: Key) -> bool:
-        """Compare with what was reported. Later, when the odd rank can no longer be singled out, more culprits are named."""
+        """Compare with what was reported. Later, when the odd rank can no longer be singled out, more culprits are named, or none."""
         kind, culprits, *where = key
-        return any(kind == known[0] and where == [*known[2:]] and set(known[1]) <= set(culprits) for known in self._reported)
+        return any(
+            kind == known[0] and where == [*known[2:]] and (not culprits or set(known[1]) <= set(culprits)) for known in self._reported
+        )
 
     def final_lines(self) -> list[str]:
         """Return the lines for the end of the job: how often ranks disagreed, and what was not compared."""
@@ -258,7 +260,7 @@ def _finding_without_records(discrepancy: Discrepancy) -> Finding:
     answer, group, number = discrepancy.answer, discrepancy.channel.group, discrepancy.sequence_number
     assert answer is not None
     ranks = sorted(rank for party in answer.parties for rank in party.ranks)
-    culprits = list(answer.minority) or ranks
+    culprits = list(answer.minority)
     where = f"message #{number}" if discrepancy.aspect == "p2p" else f"collective #{number}"
     return Finding(
         kind=f"mismatch/{answer.aspect}",  # type: ignore[arg-type]

@@ -86,10 +86,16 @@ def _demote_consequences(cases: list[Case]) -> None:
 def _follows(case: Case, other: Case, disagrees: bool) -> bool:
     """Return whether ``case`` is a consequence of the disagreement ``other``."""
     mine, theirs = case.finding, other.finding
-    if not mine.culprits or not set(mine.culprits) <= set(theirs.culprits):
+    if not _blamed(case) or not _blamed(case) <= _blamed(other):
         return False
     if mine.kind == "dead":
         return mine.why == "exit" and other.blocked > 0
     if disagrees:
         return case.order > other.order
     return other.blocked > 0 or (mine.why == "finished" and theirs.why == "skipped")
+
+
+def _blamed(case: Case) -> set[int]:
+    """Return the culprits; of a tie, all ranks that disagree."""
+    finding = case.finding
+    return set(finding.culprits or (finding.victims if case.disagrees else ()))

@@ -9,6 +9,7 @@ from commlens.diagnosis.call_paths import Path, part, path_of
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
+from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, separation, tie_step
 from commlens.diagnosis.out_of_step import steps_ahead
 from commlens.diagnosis.wait_graph import Node
 from commlens.model.collective import Collective
@@ -35,7 +36,23 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         shown = mismatch.shift.skipped if mismatch.shift is not None and mismatch.answer is None else op
         paths = _paths(context, mismatch, op)
         finding = _finding(context, mismatch, op, _name(mismatch, shown), blocked, paths)
-        context.add(finding, shown, paths[0].line, blocked=len(blocked), order=order, disagrees=True)
+        line = paths[0].line
+        if mismatch.tie:
+            _name_nobody(context, mismatch, finding)
+            line = line if len({other.source for other in mismatch.ops.values()}) == 1 else None
+        context.add(finding, shown, line, blocked=len(blocked), order=order, disagrees=True)
+
+
+def _name_nobody(context: Context, mismatch: Mismatch, finding: Finding) -> None:
+    """Turn a finding into one on a tie: it tells all sides, and what separates them."""
+    answer, ops = mismatch.answer, mismatch.ops
+    parties = [party.ranks for party in answer.parties] if answer is not None else [(rank,) for rank in sorted(ops)]
+    sides = [side for ranks in parties if (side := [rank for rank in ranks if rank in ops])]
+    finding.culprits, finding.victims = [], sorted({*finding.culprits, *finding.victims})
+    told = describe_sides(sides, ops)
+    finding.explanation = prose(told, separation(context, sides), finding.explanation)
+    if mismatch.astray is None:
+        finding.next_step = tie_step([ops[side[0]] for side in sides])
 
 
 def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, Path]:
@@ -71,7 +88,9 @@ def _finding(
     aborted = sorted(rank for rank in failed if views[rank].exit.kind == "own" and is_absorbed(context, rank))
     held = sorted(set(blocked) - set(culprits))
     skip = _skip_evidence(mismatch, culprits, op, usual, paths)
-    if mismatch.answer is None:
+    if mismatch.tie:
+        sides = []
+    elif mismatch.answer is None:
         sides, skip = skip[:1], skip[1:]
     else:
         sides = _sides(context, mismatch, culprits, members, paths)
@@ -127,7 +146,7 @@ def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list
         evidence.append(f"{name}: {answer.detail}.")
     evidence += skip
     if mismatch.tie:
-        evidence.append("No side has a majority, and no rank departs from its usual routine, so the rank at fault cannot be determined.")
+        evidence.append(UNDECIDED)
     elif mismatch.by_history:
         evidence.append(
             f"No side has a majority, but {ranks_and_verb(culprits, 'departs from its', 'depart from their')} usual routine here."
@@ -143,7 +162,7 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, str | None]:
         return "low", "Issue the group's collectives from one thread: with several, their order is uncertain."
     if mismatch.tie:
         record = "The other ranks' records, or a" if len(mismatch.key[2]) > len(mismatch.ops) and mismatch.pair is None else "A"
-        return "medium", f"{record} run with more steps before the fault would show which one is wrong."
+        return "low", f"{record} run with more steps before the fault would show which one is wrong."
     few = mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2
     return "medium" if mismatch.by_history or few else "high", None
 
@@ -152,6 +171,8 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     subject, shift, answer = ranks_phrase(culprits), mismatch.shift, mismatch.answer
     if answer is None:
         assert shift is not None
+        if mismatch.tie:
+            return f"{subject} are out of step from #{mismatch.number} of {group_phrase(mismatch.channel.group)} on"
         if mismatch.departure == "either":
             own = op_phrase(op, group=False)
             return f"{subject} either skipped {name} or issued an extra {own}; everything after it pairs up wrongly"
@@ -185,6 +206,13 @@ def _skip_evidence(
 ) -> list[str]:  # fmt: skip
     shift, number, subject = mismatch.shift, mismatch.number, ranks_phrase(culprits)
     own = paths[0].phrase
+    if shift is not None and mismatch.tie:
+        other = next(rank for rank in culprits if rank != shift.rank)
+        times = count(shift.by, "collective")
+        return [
+            f"#{number} of rank {shift.rank} matches #{number + shift.by} of rank {other}, and so on for "
+            f"{count(shift.matches, 'collective')}: rank {shift.rank} skipped {times}, or rank {other} issued {times} too many."
+        ]
     if shift is not None and shift.by > 0:
         return [
             f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others, and so on for "

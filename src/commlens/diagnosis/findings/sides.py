@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from commlens.diagnosis.findings.context import Context
 from commlens.model.collective import Collective
-from commlens.text import args_phrase, frame_phrase, group_label, joined, ranks_and_verb, ranks_phrase
+from commlens.text import args_phrase, capital, frame_phrase, group_label, joined, ranks_and_verb, ranks_phrase
 
 _SHOWN = 4  # sides
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
@@ -23,19 +23,21 @@ def group_sides(ops: Mapping[int, Collective]) -> list[list[int]]:
 
 
 def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
-    """``"Ranks 0-3 issue all_reduce float32[4] SUM of the default group at train.py:20 step; ranks 4-7 issue ..."``."""
+    """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM); ranks 4-7 issue ..."``."""
     parts = []
     for ranks in sides[:_SHOWN]:
         op = ops[min(ranks)]
         args, line = args_phrase(op), frame_phrase(op.source)
-        what = f"{op.op}{f' {args}' if args else ''}"
+        what = op.op
         if op.is_point_to_point:
-            what += f" with rank {op.peer}" if op.peer is not None else " with any rank"
+            what += f" {'to' if op.op == 'send' else 'from'} {'any rank' if op.peer is None else f'rank {op.peer}'}"
         else:
-            what += f" of {group_label(op.channel.group, 'the default group')}"
-        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {what}{f' at {line}' if line else ''}")
+            label = group_label(op.channel.group, "")
+            what += f" of {f'group {label}' if label else 'the default group'}"
+        where = f" at {line}" if line else ""
+        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {what}{where}{f' ({args})' if args else ''}")
     more = [rank for ranks in sides[_SHOWN:] for rank in ranks]
-    return "; ".join(parts) + (f"; {ranks_phrase(more)} issue others." if more else ".")
+    return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
 
 
 def tie_step(ops: Sequence[Collective]) -> str:

@@ -37,16 +37,18 @@ def find_fewer(context: Context) -> None:
         op = context.job.views[others[0]].tracks[key].ops[least + 1]
         own = context.job.views[ranks[0]].tracks[key].ops.get(least)
         subject, group = ranks_phrase(ranks), group_phrase(context.job.channels[key].group)
+        is_tie = len(ranks) == len(others)
         finding = Finding(
-            kind="missing", why="skipped", root_cause=True, culprits=ranks, victims=others,
-            confidence="low" if len(ranks) == len(others) else "medium",
-            summary=f"{subject} issued {count(most - least, 'collective')} fewer than the others on {group}",
+            kind="missing", why="skipped", root_cause=True, culprits=[] if is_tie else ranks, victims=sorted(last) if is_tie else others,
+            confidence="low" if is_tie else "medium",
+            summary=f"{subject} issued {count(most - least, 'collective')} fewer than {ranks_phrase(others) if is_tie else 'the others'} "
+            f"on {group}",
             explanation=f"{capital(subject)} issued {least}, the others {most}; all ranks ended normally. The collectives have the same "
             "steps and lines, so the skipped one cannot be determined.",
-            next_step=f"find the iteration in which {subject} skipped one",
+            next_step=f"find the iteration in which {subject} skipped one" + (f", or {ranks_phrase(others)} issued one too many" * is_tie),
             would_raise_confidence="Count steps with an optimizer, or issue from different lines.",
         )  # fmt: skip
-        context.add(finding, op, own.source if own is not None else None)
+        context.add(finding, op, own.source if own is not None and not is_tie else None)
 
 
 def find_setup_mismatch(context: Context) -> None:
