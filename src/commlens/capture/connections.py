@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _DESCRIPTORS = Path("/proc/self/fd")
-_FIRST_EPHEMERAL_PORT = 1024  # gloo lets the kernel choose both ports; a connection to a well-known port is none of gloo's
+_WELL_KNOWN_PORTS = 1023
 _sockets: weakref.WeakKeyDictionary[Any, dict[Path, str]] = weakref.WeakKeyDictionary()  # by group
 
 
@@ -35,10 +35,19 @@ def abort(process_group: Any) -> None:
     with contextlib.suppress(Exception):
         process_group.abort()
     for descriptor, name in _sockets.pop(process_group, {}).items():
-        if _name(descriptor) == name:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(descriptor.name))) as connection:
-                if all(end[1] >= _FIRST_EPHEMERAL_PORT for end in (connection.getsockname(), connection.getpeername())):
-                    connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):
+            copy = os.dup(int(descriptor.name))  # the descriptor may become another's at any moment, the copy stays
+            if _name(_DESCRIPTORS / str(copy)) == name:
+                _shut_down(socket.socket(fileno=copy))
+            else:
+                os.close(copy)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Shut down a connection, unless it goes to a well-known port, which is none of gloo's: the kernel chooses gloo's ports."""
+    with connection:
+        if all(end[1] > _WELL_KNOWN_PORTS for end in (connection.getsockname(), connection.getpeername())):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _name(descriptor: Path) -> str:

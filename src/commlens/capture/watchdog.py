@@ -96,8 +96,9 @@ class Watchdog:
         if self._pipe_descriptor >= 0:
             self._read_pipe()
         if recorder.verifier is not None:
-            if oldest is not None and (waits := list(torch_patches.waits_in_cpp.values())):
-                recorder.verifier.check_wait_in_cpp(oldest.args, now - max(oldest.since, min(waits)))
+            waits = list(torch_patches.waits_in_cpp.values())
+            if oldest is not None and waits and oldest.since >= min(waits):  # issued by the C++ that waits for it
+                recorder.verifier.check_wait_in_cpp(oldest.args, now - oldest.since)
             self._follow_refusal(recorder.verifier, oldest, now)
 
     def _follow_refusal(self, verifier: Verifier, oldest: Token | None, now: int) -> None:
