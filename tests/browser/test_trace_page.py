@@ -67,6 +67,19 @@ def test_the_modules_open_down_to_ops_and_the_level_of_detail_says_which(usual):
     assert row(page, "layers.0-3").count() == 0 and "fold=no" in page.url
 
 
+CLIPPED = "nodes => nodes.filter(node => node.offsetWidth && node.scrollWidth > node.clientWidth).map(node => node.textContent)"
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_names_of_columns_and_lines_of_code_are_not_cut(usual, width):
+    page = usual(width=width)
+    assert page.locator("[role=columnheader]").count() > 10
+    assert page.locator("[role=columnheader]").evaluate_all(CLIPPED) == []
+    lines = page.locator(".cut-line")
+    assert ", at train.py:14" in lines.all_inner_texts()
+    assert [text for text in lines.evaluate_all(CLIPPED) if "(" not in text] == [], "only the function behind the line may be cut"
+
+
 def test_a_collective_says_why_and_a_link_brings_it_back(usual):
     page = usual()
     row(page, "all_reduce", "Collectives in order").click()

@@ -103,6 +103,18 @@ def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
     assert "its stack does not move" in page.inner_text("#evidence")
 
 
+@pytest.mark.parametrize("width", [1280, 390])
+def test_a_mismatchs_graph_fills_its_box(open_page: OpenPage, tmp_path: Path, width: int):
+    page = open_page(write(tmp_path, Job(4).run(disagree).logs()), width=width)
+    page.wait_for_selector("path.edge", state="attached")
+    box = page.locator(".graph-scroll").bounding_box()
+    nodes = [page.locator(".node").nth(at).bounding_box() for at in range(page.locator(".node").count())]
+    assert len(nodes) == 3
+    assert max(node["x"] + node["width"] for node in nodes) - min(node["x"] for node in nodes) > 0.8 * box["width"]
+    assert len({round(node["x"]) for node in nodes}) == (3 if width == 1280 else 1)
+    assert "3 victims" in page.inner_text(".legend")
+
+
 def test_a_rank_can_be_looked_up_and_linked_to(open_page: OpenPage, stuck: Path):
     page = open_page(stuck, anchor="rank-5")
     panel = page.get_by_role("complementary", name="Rank 5")

@@ -25,6 +25,11 @@ export function seconds(value: number): string {
   return `${Number((value * 1e6).toPrecision(3))} us`;
 }
 
+/** The text with no line break between a number and its unit. */
+export function unbroken(text: string): string {
+  return text.replace(/(\d) (ms|s|min|h|B|[kMGTP]B)\b/g, "$1\u00a0$2");
+}
+
 /** `2 ranks`, `1 rank`. */
 export function count(value: number, one: string, many = `${one}s`): string {
   return `${number(value)} ${value === 1 ? one : many}`;

@@ -88,7 +88,7 @@ export function Grid<Row>(props: GridProps<Row>) {
   }
   const first = printing ? 0 : Math.max(0, Math.floor(top / ROW) - OVERSCAN);
   const last = printing ? Math.min(rows.length, 200) : Math.min(rows.length, Math.ceil((top + height) / ROW) + OVERSCAN);
-  const style = { gridTemplateColumns: columns.map((column) => column.width).join(" "), minWidth: `${least(columns)}rem` };
+  const style = { gridTemplateColumns: columns.map(width).join(" "), minWidth: `${least(columns)}rem` };
   const visible = [];
   for (let index = first; index < last; index++) {
     const row = rows[index]!;
@@ -166,9 +166,24 @@ export function Grid<Row>(props: GridProps<Row>) {
   );
 }
 
+/** A column's width, at least as wide as its name. */
+function width<Row>(column: Column<Row>): string {
+  return column.width.replace(/[\d.]+(?=rem)/, (least) => String(Math.max(Number(least), column.name.length * 0.58 + 0.3)));
+}
+
 /** The minimum width of the columns with gaps and padding, in rem, so that all rows are equally wide. */
 function least<Row>(columns: readonly Column<Row>[]): number {
-  return columns.reduce((sum, { width }) => sum + Number(/([\d.]+)rem/.exec(width)?.[1] ?? 0) + 0.8, 0.6);
+  return columns.reduce((sum, column) => sum + Number(/([\d.]+)rem/.exec(width(column))?.[1] ?? 0) + 0.8, 0.6);
+}
+
+/** A sentence in one line, with the line of code at its end: if there is no room, its middle is left out. */
+export function Clipped({ text, line, dim }: { text: string; line: string; dim?: boolean }) {
+  return (
+    <span class={dim ? "cut dim" : "cut"} title={text + line}>
+      <span class="clip">{text}</span>
+      {line && <span class="cut-line">{line}</span>}
+    </span>
+  );
 }
 
 let made = 0;

@@ -42,7 +42,7 @@ export function Modules(props: ModulesProps) {
       cell: (row) => (row.kind === "module" ? <Amount tally={row.row.all.byPhase[phase]!} trace={trace} /> : null),
     }))),
     { id: "calls", name: "Calls", width: "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
-    ...(trace.bytesKnown ? [{ id: "bytes", name: "On the wire", width: "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
+    ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
     ...(hasTime(trace) ? [{ id: "time", name: trace.estimate ? "Estimated" : "Time", width: "minmax(4.8rem, 0.6fr)", numeric: true, cell: (row: TreeRow) => time(row, trace) }] : []),
     ...(narrow || !trace.groupsKnown ? [] : [{ id: "on", name: "On", width: "minmax(8rem, 1fr)", cell: (row: TreeRow) => <On row={row} trace={trace} colours={colours} /> }]),
   ];

@@ -2,7 +2,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Section } from "../shared/page";
 import { colour, onThemeChange } from "../shared/theme";
 import { count, number, seconds, size } from "../shared/words";
-import { type Column, Grid } from "./grid";
+import { Clipped, type Column, Grid } from "./grid";
 import { type Collective, PHASES, type Trace } from "./model";
 import { type Lane, type Span, lanesByOrder, lanesByTime } from "./lanes";
 import * as words from "./words";
@@ -25,18 +25,18 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
   const timed = byTime && trace.timesKnown;
   const rows = useMemo(() => events.map((index) => trace.events[index]!), [trace, events]);
   const sizes: Column<Collective>[] = trace.bytesKnown ? [
-    { id: "bytes", name: "On the wire", width: "minmax(5.4rem, 0.6fr)", numeric: true, cell: (event) => size(event.wireBytes * event.count) },
+    { id: "bytes", name: narrow ? "Bytes" : "On the wire", width: "minmax(5.4rem, 0.6fr)", numeric: true, cell: (event) => size(event.wireBytes * event.count) },
   ] : [];
   const columns: Column<Collective>[] = [
     { id: "number", name: "#", width: narrow ? "2.8rem" : "minmax(3.2rem, 0.4fr)", cell: (event) => number(event.sequence) },
     ...(trace.steps > 1 && !narrow ? [{ id: "step", name: "Step", width: "3.5rem", numeric: true, cell: (event: Collective) => (event.lastStep === event.step ? event.step : `${event.step}-${event.lastStep}`) }] : []),
     {
-      id: "op", name: "Collective", width: narrow ? "minmax(10.5rem, 1fr)" : "minmax(9rem, 1fr)",
+      id: "op", name: "Collective", width: "minmax(10.5rem, 1fr)",
       cell: (event) => <span class="clip"><span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} {trace.groupsKnown && <span class="dim">{trace.groupOf(event).label}</span>}</span>,
     },
     ...(narrow ? sizes : []),
     { id: "where", name: "Where", width: "minmax(12rem, 2fr)", cell: (event) => <span class="clip" title={event.site ?? undefined}>{PHASES[event.phase]} <span class="mono dim">{event.site ?? ""}</span></span> },
-    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2fr)", cell: (event: Collective) => <span class="clip dim" title={words.why(event)}>{[words.why(event), words.sourceWords(event)].filter(Boolean).join(", ")}</span> }]),
+    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2fr)", cell: (event: Collective) => <Clipped text={words.why(event)} line={[words.why(event) && ", ", words.sourceWords(event)].join("")} dim /> }]),
     ...(narrow ? [] : sizes),
     ...(trace.timesKnown && !narrow ? [
       { id: "call", name: "In call", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.returned ? seconds((event.returned - event.started) / 1e9) : "") },

@@ -1,7 +1,7 @@
 import { useMemo, useState } from "preact/hooks";
 import { Section } from "../shared/page";
 import { number, seconds, size } from "../shared/words";
-import { type Column, Grid } from "./grid";
+import { Clipped, type Column, Grid } from "./grid";
 import type { Trace } from "./model";
 import { hasTime } from "./modules";
 import { BY, type By, type Reason, reasons } from "./reasons";
@@ -14,15 +14,20 @@ interface WhyProps {
   onChoose: (reason: Reason) => void;
 }
 
+function parts(sentence: string): { text: string; line: string } {
+  const end = sentence.lastIndexOf(", at ");
+  return end < 0 ? { text: sentence, line: "" } : { text: sentence.slice(0, end), line: sentence.slice(end) };
+}
+
 /** The reasons for the collectives, costliest first. */
 export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
   const [by, setBy] = useState<By>("reason");
   const found = useMemo(() => reasons(trace, events, by), [trace, events, by]);
   const total = found.reduce((sum, reason) => sum + reason.tally.bytes, 0);
   const columns: Column<Reason>[] = [
-    { id: "why", name: BY[by], width: narrow ? "minmax(12rem, 1fr)" : "minmax(17rem, 5fr)", cell: (reason) => <span class="clip" title={reason.sentence}>{reason.sentence}</span> },
+    { id: "why", name: BY[by], width: narrow ? "minmax(12rem, 1fr)" : "minmax(17rem, 5fr)", cell: (reason) => <Clipped {...parts(reason.sentence)} /> },
     { id: "calls", name: "Calls", width: narrow ? "3rem" : "minmax(4rem, 0.5fr)", numeric: true, cell: (reason) => number(reason.tally.calls) },
-    ...(trace.bytesKnown ? [{ id: "bytes", name: "On the wire", width: "minmax(5.5rem, 0.7fr)", numeric: true, cell: (reason: Reason) => size(reason.tally.bytes) }] : []),
+    ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: "minmax(5.5rem, 0.7fr)", numeric: true, cell: (reason: Reason) => size(reason.tally.bytes) }] : []),
     ...(trace.bytesKnown && !narrow ? [{
       id: "share", name: "Share", width: "minmax(4rem, 0.5fr)", numeric: true, cell: (reason: Reason) => (total ? `${Math.round((100 * reason.tally.bytes) / total)} %` : ""),
     }] : []),

@@ -1,5 +1,7 @@
 // The page's data as Python writes it: src/commlens/reports/verdict_page/data.py explains every field.
 
+import { number } from "../shared/words";
+
 export type Role = "culprit" | "victim" | "awaited" | "involved" | "unknown" | "none";
 
 export interface Finding {
@@ -189,5 +191,11 @@ export const ROLES: Record<Role, string> = {
   unknown: "no record",
   none: "not affected",
 };
+
+/** `1 victim`, `3 victims`, `2 not affected`. */
+export function countRole(role: Role, ranks: number): string {
+  const plural = ranks === 1 ? "" : role === "culprit" || role === "victim" ? "s" : "";
+  return `${number(ranks)} ${ROLES[role]}${plural}`;
+}
 
 export const ROLE_ORDER: readonly Role[] = ["culprit", "awaited", "involved", "victim", "unknown", "none"];

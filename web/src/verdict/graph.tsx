@@ -4,6 +4,8 @@ import { Section } from "../shared/page";
 import type { VerdictPage } from "./data";
 import { RankSet, RoleChip } from "./parts";
 
+const AROUND = 34; // the border, padding and margin of the graph, in pixels
+
 interface Placed {
   width: number;
   height: number;
@@ -14,11 +16,12 @@ interface Placed {
 /** The wait-for graph. Nodes are classes of ranks; they are laid out once their sizes are known. */
 export function WaitGraph({ page }: { page: VerdictPage }) {
   const { nodes, edges } = page.graph;
+  const frame = useRef<HTMLDivElement>(null);
   const box = useRef<HTMLDivElement>(null);
   const [placed, setPlaced] = useState<Placed | null>(null);
   const [room, setRoom] = useState(0);
   useEffect(() => {
-    const element = box.current;
+    const element = frame.current;
     if (!element) return;
     const observer = new ResizeObserver(() => setRoom(element.clientWidth));
     observer.observe(element);
@@ -26,12 +29,17 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
   }, []);
   useLayoutEffect(() => {
     const element = box.current;
-    if (!element || nodes.length === 0) return;
+    if (!element || nodes.length === 0 || room === 0) return;
     const sizes = (selector: string) => [...element.querySelectorAll<HTMLElement>(selector)].map((each) => ({ width: each.offsetWidth, height: each.offsetHeight }));
-    const measured = { nodes: sizes(".node"), labels: sizes(".edge-label") };
-    const room = element.clientWidth;
-    const across = place(page, measured, "LR");
-    setPlaced(across.width <= room ? across : place(page, measured, "TB"));
+    const placeAs = (direction: "LR" | "TB") => place(page, { nodes: sizes(".node"), labels: sizes(".edge-label") }, direction);
+    // From left to right if there is room, perhaps with narrower boxes; else from top to bottom.
+    for (const compact of [false, true]) {
+      element.classList.toggle("compact", compact);
+      const across = placeAs("LR");
+      if (across.width <= room - AROUND) return setPlaced(across);
+    }
+    element.classList.remove("compact");
+    setPlaced(placeAs("TB"));
   }, [page, room]);
   const about = nodes.length > 0
     ? "An arrow points from waiting ranks to the ranks that they wait for. Ranks that do the same share a box."
@@ -39,7 +47,8 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
   return (
     <Section id="waiting" title="Wait-for graph" about={about}>
       {nodes.length > 0 && (
-        <div class="graph-scroll" tabIndex={0} role="group" aria-label="The wait-for graph; its content as text follows below">
+        <div ref={frame}>
+        <div class="graph-scroll" style={placed ? { maxWidth: `${placed.width + AROUND}px` } : {}} tabIndex={0} role="group" aria-label="The wait-for graph; its content as text follows below">
           <div class="graph" ref={box} style={placed ? { height: `${placed.height}px`, minWidth: `${placed.width}px` } : { visibility: "hidden" }}>
             {placed && (
               <svg class="graph-edges" width={placed.width} height={placed.height} aria-hidden="true">
@@ -65,6 +74,7 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
               </div>
             ))}
           </div>
+        </div>
         </div>
       )}
       {edges.length > 0 && (

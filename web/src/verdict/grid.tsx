@@ -1,8 +1,7 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Section } from "../shared/page";
 import { Tabs } from "../shared/tabs";
-import { number } from "../shared/words";
-import { ROLES, ROLE_ORDER, type Layout, type Role, type VerdictPage } from "./data";
+import { countRole, ROLES, ROLE_ORDER, type Layout, type Role, type VerdictPage } from "./data";
 import { openRank } from "./parts";
 
 const TALLEST = 440;
@@ -49,7 +48,7 @@ function Legend({ page }: { page: VerdictPage }) {
   return (
     <p class="legend">
       {ROLE_ORDER.filter((role) => counts.get(role)).map((role) => (
-        <span key={role}><i class={`swatch cell-${role}`} />{number(counts.get(role)!)} {ROLES[role]}</span>
+        <span key={role}><i class={`swatch cell-${role}`} />{countRole(role, counts.get(role)!)}</span>
       ))}
     </p>
   );

@@ -1,5 +1,5 @@
 import { CopyButton } from "../shared/copy";
-import { count } from "../shared/words";
+import { count, unbroken } from "../shared/words";
 import type { Finding, SourceLines, VerdictPage } from "./data";
 
 const HEADLINES: Record<string, string> = { healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler" };
@@ -16,18 +16,18 @@ export function Summary({ page }: { page: VerdictPage }) {
         {verdict.why !== "unknown" && verdict.findings.length > 0 && <span class="chip">{verdict.why.replaceAll("-", " ")}</span>}
         {verdict.findings.length > 0 && <span class="chip">{verdict.confidence} confidence</span>}
       </p>
-      <h1 id="verdict-title">{headline(verdict.summary || verdict.kind)}</h1>
+      <h1 id="verdict-title">{unbroken(headline(verdict.summary || verdict.kind))}</h1>
       <dl class="answer">
         {verdict.explanation && (
           <>
             <dt>Why</dt>
-            <dd>{verdict.explanation}</dd>
+            <dd>{unbroken(verdict.explanation)}</dd>
           </>
         )}
         {verdict.next_step && (
           <>
             <dt>Next</dt>
-            <dd><strong>{sentence(verdict.next_step)}</strong></dd>
+            <dd><strong>{unbroken(sentence(verdict.next_step))}</strong></dd>
           </>
         )}
         {first?.source_file && (
