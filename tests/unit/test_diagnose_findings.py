@@ -366,6 +366,14 @@ def test_death_and_its_victims(death: Die, why: str, source: str, size: int) -> 
     assert verdict.victims == [r for r in range(size) if r != 1]
 
 
+@pytest.mark.parametrize("readable", [0, 6])
+def test_a_rank_whose_newest_records_are_unreadable_may_have_arrived(readable: int) -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    logs[1].collectives = logs[1].collectives[:readable]
+    logs[1].problems = ["the others are damaged"]
+    assert blame(judge(logs)) == ("missing", "data-loading", [2], "train.py:57")
+
+
 def test_nobody_saw_how_it_ended() -> None:
     logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
     verdict = judge(logs)

@@ -252,6 +252,16 @@ def test_a_wait_is_not_reported_while_a_rank_is_ending(job: Job, monkeypatch: py
     assert job.said[0] == "dead [1]"
 
 
+def test_a_death_replaces_the_verdict_that_it_explains(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("commlens.watch.watcher.explains", lambda death, earlier: True)
+    job.start()
+    job.watch()
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.heard("missing [1]"))
+    os.kill(job.ranks[1].pid, signal.SIGKILL)
+    eventually(lambda: job.heard("the earlier verdict on rank 1 no longer holds"))
+
+
 def test_damaged_words_are_not_believed_and_damaged_boxes_not_left(job: Job) -> None:
     job.start(2, timeout_s=1800)
     job.watch(stall_timeout=2.0)

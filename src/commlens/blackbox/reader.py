@@ -66,22 +66,29 @@ class OpenBox:
         self.path = path
         self.name = name or str(path)
         self._identity: Identity | None = None
+        self._first_header = b""
         self._descriptor = -1
         self._descriptor = open_regular(path, self.name)
 
     def status(self) -> BoxStatus:
         """Read the identity and the live words: 4 KiB."""
-        header = self.read(0, L.HEADER_SIZE)
-        if self._identity is None or len(header) < L.HEADER_SIZE or header[: L.STATIC.size] != self._identity.raw:
-            self._identity = read_identity(header, self.name)
-        return read_live(header, self._identity)
+        identity = self.identity
+        return read_live(self._read_mended(0, L.HEADER_SIZE), identity)
 
     @property
     def identity(self) -> Identity:
         """The checked static part of the header."""
         if self._identity is None:
-            self._identity = read_identity(self.read(0, L.HEADER_SIZE), self.name)
+            header = self.read(0, L.HEADER_SIZE)
+            self._identity, self._first_header = read_identity(header, self.name), header
         return self._identity
+
+    def _read_mended(self, offset: int, length: int) -> bytes:
+        """Read bytes; of the header, what never changes as it was read first: it may have been damaged since."""
+        found, first = self.read(offset, length), self._first_header
+        if offset or not first or len(found) < L.HEADER_SIZE:
+            return found
+        return first[: L.HEARTBEAT_MONO] + found[L.HEARTBEAT_MONO : L.ABOUT_AT] + first[L.ABOUT_AT :] + found[L.HEADER_SIZE :]
 
     def log(self, *, captured_ns: int | None = None, newest: int | None = None) -> RankLog:
         """Read the whole box, or only its ``newest`` records, which is much cheaper."""
@@ -127,7 +134,7 @@ class OpenBox:
             size = os.fstat(self._descriptor).st_size
         except OSError as error:
             raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
-        return read_parts(self.read, size, self.name, live=True, newest=newest)
+        return read_parts(self._read_mended, size, self.name, live=True, newest=newest)
 
     def read(self, offset: int, length: int) -> bytes:
         """Read bytes from the file, fewer at its end."""

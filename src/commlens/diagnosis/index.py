@@ -361,6 +361,12 @@ def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
 # --- progress of a rank ------------------------------------------------------------------------------------------
 
 
+def lost_newest(view: RankView) -> bool:
+    """Return whether the newest records of a running process are unreadable, so that it may have issued anything."""
+    newest = view.log.collectives[-1].index if view.log.collectives else 0
+    return view.columns is None and not view.died and view.log.issued > newest
+
+
 def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> bool | None:
     """Return whether a rank without a record of a collective has issued it; None if the records do not show it.
 
@@ -370,7 +376,7 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     if key[3] == SETUP:
         return None if key[1] == INIT_GROUP and view.log.initialised else False
     if view.columns is None:
-        return None if track is None and view.wrapped and view.log.collectives else False
+        return None if lost_newest(view) or (track is None and view.wrapped and view.log.collectives) else False
     status = view.columns.dump.status.get(key[1])
     counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
     if status is not None and not counts_messages and number <= status[0]:

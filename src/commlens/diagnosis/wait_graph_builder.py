@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued
+from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued, lost_newest
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.matching.point_to_point import pair_messages
@@ -206,6 +206,8 @@ class _Builder:
             if theirs is None or theirs.last < number:
                 if has_issued(other, key, number, since_ns) is False:
                     arrivals.absent.append(member)
+                elif lost_newest(other):
+                    arrivals.no_record.append(member)
                 continue  # else the rank has issued it, or its record may be overwritten
             met = theirs.ops.get(number)
             if met is not None and met.state is State.FAILED:

@@ -32,7 +32,7 @@ def sample(members: list[Member], observer: Observer) -> None:
     """Sample the members' processes, with the signs of life in their boxes as of the last poll."""
     for member in members:
         if member.alive and member.here:
-            now = member.status
+            now = member.status if member.unreadable is None else None
             pulse = Pulse(now.heartbeat_mono_ns, now.main_stack_since_mono_ns, now.issued, now.closed) if now is not None else Pulse()
             observer.sample(member.pid, pulse)
 
@@ -51,15 +51,18 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
     joined = any(member.status is not None and member.status.initialised for member in members)
     for member in members:
         log: RankLog | None = None
+        unreadable: list[str] = []
         if member.box is not None:
             try:
                 log = member.box.log(newest=newest)
             except FormatError as error:
                 problems.append(str(error))
+                unreadable = ["its black box cannot be read"]
         if log is None:
             log = RankLog(
                 rank=member.rank, world_size=member.world_size, host=host, pid=member.pid, local_rank=member.local_rank,
-                restart=member.restart, captured_ns=time.time_ns(),
+                restart=member.restart, captured_ns=time.time_ns(), issued=len(unreadable), initialised=bool(unreadable),
+                problems=unreadable,
             )  # fmt: skip
             if newest is None and member.box is None and member.alive and member.here:
                 log.unrecorded = why_unrecorded(member.pid, joined=joined)

@@ -273,7 +273,7 @@ class Watcher:
             reporter.report(verdict)
             if earlier is not None and verdict.kind == "dead" and explains(verdict, earlier):
                 late = ranks_phrase(earlier.culprits or earlier.victims)
-                reporter.say(f"this replaces the earlier verdict on {late}: they waited for {ranks}, too.")
+                reporter.say(f"the earlier verdict on {late} no longer holds: the wait was for {ranks}.")
         reporter.save_dump()
 
     # --- mismatches
