@@ -18,7 +18,7 @@ from commlens.text import duration, frame_phrase, size
 
 CPU_WORKING = 0.10  # of one core over the window; a waiting rank uses below 0.02, watchdog thread included
 IO_WORKING = 64 * 1024  # bytes within the window
-NET_WORKING = 1024  # bytes per second: heartbeats of a store or a logger are fewer
+NET_WORKING = 1024  # bytes per second
 _RUNNABLE = 0.3  # of the samples: the process works or, on a busy machine, would if it got a core
 _WINDOW_S = 0.4  # shorter observations say nothing about movement
 _THROTTLED = 0.5

@@ -22,6 +22,7 @@ STACK_INTERVAL_S: Final = 1.0
 _STACKS_FRESH_S: Final = 5.0
 _CGROUP_EVERY_S: Final = 1.0
 _COUNTS_EVERY_S: Final = 0.4
+_CHATTER: Final = 1024  # bytes per second of a connection, for example to a store or another rank that is asked whether it is alive
 _SWAPS: Final = 10.0  # memory pressure, percent
 
 _Counted = TypeVar("_Counted", bound="tuple[Any, ...]")  # CLOCK_MONOTONIC ns, and counters so far
@@ -89,7 +90,6 @@ class Observer:
         self._subjects: dict[int, _Subject] = {}  # by pid
         self._tcp: dict[int, process.TcpSocket] = {}  # by inode
         self._tcp_at = 0  # CLOCK_MONOTONIC ns
-        self._rank_ends: set[tuple[bytes, int]] = set()  # local addresses of the ranks' connections
 
     def add(self, pid: int, start_ticks: int, classify: Classify = lambda file: frame_kind(file, [])) -> None:
         """Observe a process. ``classify`` returns the kind of code in a file, for stacks that py-spy reads."""
@@ -127,11 +127,9 @@ class Observer:
             self._start_py_spy(subject)
 
     def _count(self, subject: _Subject, reaped_cpu_s: float, now: int) -> _Counts:
-        """Read the counters of a process, its children and their connections, without those to ranks, which carry collectives."""
+        """Read the counters of a process, its children and their connections."""
         if now - self._tcp_at > _COUNTS_EVERY_S * 5e8:
             self._tcp, self._tcp_at = process.tcp_sockets(), now
-            held = {inode for pid in self._subjects for inode in process.socket_inodes(pid)}
-            self._rank_ends = {self._tcp[inode].local for inode in held if inode in self._tcp}
         children = process.descendants(subject.pid, {os.getpid(), *self._subjects})
         cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in filter(None, map(process.read_stat, children)))
         io_bytes = process.io_bytes(subject.pid)
@@ -139,10 +137,12 @@ class Observer:
             calls, disks = zip(io_bytes, *filter(None, map(process.io_bytes, children)), strict=True)
             io_bytes = sum(calls), sum(disks)
         inodes = {inode for pid in (subject.pid, *children) for inode in process.socket_inodes(pid)}
-        tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp and self._tcp[inode].remote not in self._rank_ends}
+        tcp = {inode: self._tcp[inode] for inode in inodes if inode in self._tcp}
         moved = 0
         if subject.counts:
-            moved = subject.counts[-1].net_bytes + sum(max(0, one.moved - subject.sockets.get(inode, 0)) for inode, one in tcp.items())
+            before = subject.counts[-1]
+            steps = [one.moved - subject.sockets.get(inode, 0) for inode, one in tcp.items()]
+            moved = before.net_bytes + sum(step for step in steps if step >= _CHATTER * (now - before.at_ns) / 1e9)
         subject.sockets = {inode: one.moved for inode, one in tcp.items()}
         subject.unsent = sum(one.unsent for one in tcp.values())
         return _Counts(now, io_bytes, cpu_s, moved)

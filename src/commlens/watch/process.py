@@ -29,7 +29,6 @@ _DESCENDANTS_MAX: Final = 256
 _NETLINK_SOCK_DIAG: Final = 4
 _SOCK_DIAG_BY_FAMILY: Final = 20
 _DIAG_HEADER: Final = struct.Struct("=IHHIIBBBBI")  # nlmsghdr; family, protocol, extensions, padding and states of inet_diag_req_v2
-_MAPPED: Final = bytes(10) + b"\xff\xff"  # an IPv4 address as an IPv6 one begins so
 
 
 @dataclass(frozen=True)
@@ -159,10 +158,8 @@ def descendants(pid: int, besides: Collection[int]) -> list[int]:
 
 
 class TcpSocket(NamedTuple):
-    """A connection. Its addresses are (address, port)."""
+    """A connection."""
 
-    local: tuple[bytes, int]
-    remote: tuple[bytes, int]
     moved: int  # bytes that the other side has acknowledged, and bytes received
     unsent: int  # bytes written that the other side has not acknowledged
 
@@ -189,16 +186,12 @@ def _add_sockets(answer: bytes, found: dict[int, TcpSocket]) -> bool:
         size, kind = struct.unpack_from("=IH", answer, at)
         if kind != _SOCK_DIAG_BY_FAMILY:
             return False
-        ports = struct.unpack_from(">HH", answer, at + 20)
-        width = 4 if answer[at + 16] == socket.AF_INET else 16
-        local, remote = (answer[begin : begin + width].removeprefix(_MAPPED) for begin in (at + 24, at + 40))
         unsent, _, inode = struct.unpack_from("=III", answer, at + 76)
         attribute, end = at + 88, at + size
         while attribute + 4 <= end:
             length, name = struct.unpack_from("=HH", answer, attribute)
             if name == 2 and length >= 140:  # INET_DIAG_INFO: struct tcp_info
-                moved = sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120))
-                found[inode] = TcpSocket((local, ports[0]), (remote, ports[1]), moved, unsent)
+                found[inode] = TcpSocket(sum(struct.unpack_from("=QQ", answer, attribute + 4 + 120)), unsent)
             attribute += max(4, (length + 3) & ~3)
         at += max(16, (size + 3) & ~3)
     return at > 0 and at >= len(answer)
