@@ -714,6 +714,37 @@ def test_a_thread_that_waits_does_not_excuse_the_main_one() -> None:
     assert blame(judge(job.logs())) == ("missing", "data-loading", [1], "train.py:57")
 
 
+@pytest.mark.parametrize(("size", "on_all"), [(2, True), (4, True), (4, False)])
+def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
+    """No rank is at fault if each runs both threads; if one rank alone does, it is."""
+    side = 7777
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 4, line=20)
+        own = {"line": 20, "handle": "own"}
+        if rank == 0:
+            yield collective("all_gather", job.world, 4, line=70, function="log", is_async=True, handle="side", thread=side)
+            yield all_reduce(job.world, 4, line=20)
+        elif on_all:
+            yield all_reduce(job.world, 4, is_async=True, **own)
+            yield collective("all_gather", job.world, 4, line=70, function="log", thread=side)
+        else:
+            yield all_reduce(job.world, 4, line=20)
+
+    job = Job(size).run(program)
+    for one in job.ranks:
+        for op in one.log.collectives:
+            if op.in_flight and not op.wait_began_ns:
+                op.wait_began_ns, op.wait_thread = op.announced_ns, op.issue_thread
+    verdict = judge(job.logs())
+    assert (verdict.kind, verdict.culprits) == ("mismatch/op", [] if on_all else [0])
+    assert ("two threads of each rank race" in verdict.summary) is on_all
+    if on_all:
+        assert "all_gather at train.py:70 log and all_reduce at train.py:20 step" in verdict.summary
+        assert "from one thread" in verdict.next_step
+
+
 def test_asynchronous_orders_are_legal() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         a, b = job.group("1", range(4)), job.group("2", range(4))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import combinations, takewhile
 
 import msgspec
 
@@ -21,6 +21,8 @@ from commlens.model.ops import UNEVEN
 
 _LOOK_BACK = 2048  # records of a rank that are its routine
 _MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
+
+_NEAR = 8  # numbers before and after a mismatch among which threads may race
 
 _TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
@@ -42,6 +44,7 @@ class Mismatch:
     repeats: int = 0  # later mismatches that are the same
     silent: bool = False  # no rank hangs because of it
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
+    racing: tuple[Collective, Collective] | None = None  # what two threads of each rank issue in any order: of the main one last
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
     astray: str | None = None  # the two did not meet, since their tags differ or one names the wrong rank: how that is known
     refused: bool = False  # strict verification raised on these ranks before anything was sent
@@ -92,8 +95,10 @@ def _align_channel(job: JobIndex, key: ChannelKey) -> list[Mismatch]:
     shifts = find_shifts(job, key)
     mismatches = _disagreements(job, key, tracks, shifts)
     first = min(shifts, key=lambda shift: (shift.number, shift.rank), default=None)
-    if first is None or any(mismatch.shift is first for mismatch in mismatches):
+    if first is None or any(mismatch.shift is first or mismatch.racing is not None for mismatch in mismatches):
         return mismatches
+    if any(_overlaps(job.views[first.rank], key, first.number)):
+        return mismatches  # the order of two threads is no shift
     earlier = [mismatch for mismatch in mismatches if mismatch.number < first.number]
     return [*earlier, _out_of_step(job, key, tracks, shifts, first)]
 
@@ -187,11 +192,38 @@ def _disagreement(
         mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
         if here and odd and here[0].rank not in odd:
             mismatch.shift = None
-    mismatch.uncertain = any(op.concurrent for op in met.values())
+    mismatch.racing = _racing(job, key, number, answer)
+    mismatch.uncertain = mismatch.racing is not None or any(op.concurrent for op in met.values())
     mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
     shift = mismatch.shift
     mismatch.departure = _departure(job, mismatch, answer) if shift is None or mismatch.tie else shift.departure
+    if mismatch.racing is not None:
+        mismatch.culprits, mismatch.tie, mismatch.shift, mismatch.departure = (), True, None, ""
     return mismatch
+
+
+def _racing(job: JobIndex, key: ChannelKey, number: int, answer: Disagree) -> tuple[Collective, Collective] | None:
+    """Return two collectives that two threads have in flight at once, if ranks that disagree each run both threads."""
+    found: dict[Hashable, tuple[Collective, Collective]] = {}
+    for party in answer.parties[:2]:
+        overlaps = [pair for rank in party.ranks if rank in job.views for pair in _overlaps(job.views[rank], key, number)]
+        found = {lines: pair for lines, pair in overlaps if not found or lines in found} if overlaps else {}
+        if not found:
+            return None
+    return next(iter(found.values()))
+
+
+def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
+    """Yield the collectives near a number that two Python threads of a rank had in flight at the same time, and their lines."""
+    track = view.tracks.get(key)
+    near = [
+        op for n in range(number - _NEAR, number + _NEAR) if track is not None and (op := track.ops.get(n)) is not None and op.call_lines
+    ]
+    for own, other in combinations(near, 2):
+        end = own.wait_ended_ns if own.wait_began_ns and own.wait_thread == own.issue_thread else own.returned_ns
+        if own.issue_thread != other.issue_thread and (not end or other.announced_ns < end):
+            pair = (other, own) if own.issue_thread == view.main_thread else (own, other)
+            yield frozenset((own.call_lines, other.call_lines)), pair
 
 
 def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:

@@ -34,6 +34,9 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         order = (first, min(op.announced_ns for op in mismatch.ops.values()))
         op = _odd_op(mismatch)
         shown = mismatch.shift.skipped if mismatch.shift is not None and mismatch.answer is None else op
+        if mismatch.racing is not None:
+            context.add(_race(mismatch, *mismatch.racing), op, mismatch.racing[0].source, blocked=len(blocked), order=order, disagrees=True)
+            continue
         paths = _paths(context, mismatch, op)
         finding = _finding(context, mismatch, op, _name(mismatch, shown), blocked, paths)
         line = paths[0].line
@@ -62,6 +65,21 @@ def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, 
     if not members or mismatch.pair is not None:
         return path_of(op), path_of(mismatch.ops[min(members)]) if members else Path(None, "", "")
     return part(context.job, culprit, op, min(members), mismatch.ops[min(members)])
+
+
+def _race(mismatch: Mismatch, own: Collective, other: Collective) -> Finding:
+    """Make a finding of two threads on each rank whose collectives come in any order: no rank is to blame."""
+    group, answer = group_phrase(mismatch.channel.group), mismatch.answer
+    first, second = (f"{op.op} at {frame_phrase(op.source)}" for op in (own, other))
+    detail = answer.detail if answer is not None else ""
+    return Finding(
+        kind=f"mismatch/{answer.aspect}" if answer is not None else "mismatch/op", why="in-collective", root_cause=True, culprits=[],  # type: ignore[arg-type]
+        victims=sorted(mismatch.ops), confidence="medium",
+        summary=f"two threads of each rank race on {group}: {first} and {second} come in another order on some ranks",
+        explanation=f"The ranks' #{mismatch.number} of {group} disagree: {detail}. The two were in flight at the same time on one rank.",
+        next_step=f"issue the collectives of {group} from one thread, or give each thread a group of its own (new_group)",
+        would_raise_confidence="Which thread comes first changes from run to run, so no rank is at fault.",
+    )  # fmt: skip
 
 
 def _odd_op(mismatch: Mismatch) -> Collective:
