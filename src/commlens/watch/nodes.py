@@ -32,8 +32,8 @@ LOST_S: Final = 5.0  # a node or a store that has been silent for this long is t
 EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; doubled each time that nothing was found
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
-READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the reporter's value, and the others' every 10 s
-_READ_ALL_S: Final = 10.0
+READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successors
+_SUCCESSORS: Final = 8
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
 LAST: Final = (-1, 1)
@@ -66,6 +66,7 @@ class Beat(msgspec.Struct, frozen=True):
     asks: int = 0  # the number of its last request for evidence
     answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
     news: list[News] = []
+    successors: list[int] = []  # of the reporter: the slots of the nodes that would report next
 
     @property
     def order(self) -> tuple[int, int]:
@@ -343,7 +344,10 @@ class Nodes:
         """Publish this node's value and read the others'."""
         with self._lock:
             evidence, self._evidence = self._evidence, None
-            self._mine = mine = msgspec.structs.replace(self._mine, count=self._mine.count + 1)
+            following = sorted((seen.beat.order, other) for other, seen in self._seen.items() if not seen.beat.finished)[:_SUCCESSORS]
+            self._mine = mine = msgspec.structs.replace(
+                self._mine, count=self._mine.count + 1, successors=[other for _, other in following]
+            )
         if evidence is not None:
             client.set(self._key("evidence", slot), evidence)
         client.set(self._key("node", slot), msgspec.msgpack.encode(mine))
@@ -373,11 +377,10 @@ class Nodes:
         with self._lock:
             known = [other for other in self._seen if not self._seen[other].beat.finished]
         new = [other for other in range(count) if other != slot and other not in self._seen]
-        if count > READ_ALL_NODES and self._mine.count % int(_READ_ALL_S / PERIOD_S):
-            reporter = self.reporter
-            known, new = ([reporter.slot] if reporter is not None else known), []
+        if count > READ_ALL_NODES and (reporter := self.reporter) is not None:
+            known, new = list({reporter.slot, *reporter.successors} - {slot}), []
         # A node may have drawn its slot and not yet stored its value.
-        return [self._key("node", other) for other in known] + [key for other in new if client.has([key := self._key("node", other)])]
+        return [self._key("node", other) for other in known] + client.existing([self._key("node", other) for other in new])
 
 
 def _decoded(value: bytes) -> Beat | None:

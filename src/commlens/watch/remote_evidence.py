@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
 
-from commlens.blackbox.reader import SIZE_MAX, read_box
+from commlens.blackbox import layout
+from commlens.blackbox.reader import SIZE_MAX, OpenBox, read_box
 from commlens.dumps.save import SavedRank
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.watch.roster import Member
 
 _FAST = 1
+ALL_RECORDS_UP_TO: Final = 512  # ranks; in a larger job, each rank sends fewer of its newest records
+_RECORDS_MIN: Final = 64
 
 
 class _Rank(msgspec.Struct):
@@ -49,13 +53,28 @@ def pack(members: Sequence[Member], observations: dict[int, Observation]) -> byt
         box = b""
         if member.box is not None:
             try:
-                box = zlib.compress(member.box.copy(), _FAST)
+                box = zlib.compress(_newest(member.box, member.world_size), _FAST)
             except FormatError:
                 box = b""
         observation = observations.get(member.pid, Observation())
         place = (member.rank, member.world_size, member.local_rank, member.restart, member.pid)
         ranks.append(_Rank(*place, observation, time.time_ns(), box))
     return msgspec.msgpack.encode(ranks)
+
+
+def _newest(box: OpenBox, world_size: int) -> bytes:
+    """Return a copy of a box, in a large job with its newest records only, so that all ranks' together stay within some 100 MB."""
+    content = box.copy()
+    if world_size <= ALL_RECORDS_UP_TO:
+        return content
+    status = box.status()
+    keep = max(_RECORDS_MIN, status.capacity * ALL_RECORDS_UP_TO // world_size)
+    image = bytearray(content)
+    blank = bytes(layout.RECORD_SIZE)
+    for index in range(max(1, status.issued - status.capacity + 1), status.issued - keep + 1):
+        at = layout.HEADER_SIZE + (index - 1) % status.capacity * layout.RECORD_SIZE
+        image[at : at + layout.RECORD_SIZE] = blank
+    return bytes(image)
 
 
 def unpack(content: bytes, host: str) -> NodeEvidence:

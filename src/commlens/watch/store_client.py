@@ -16,6 +16,7 @@ _MAGIC: Final = 0x3C85F7CE
 _SIZE: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=q")
 _READY: Final = 0
+_BATCH: Final = 64
 VALUE_MAX: Final = 1 << 30
 """Longest value that is read, in bytes; a larger size means that the other side is no store."""
 
@@ -51,17 +52,20 @@ class StoreClient:
         self._send(bytes([_ADD]), _text(key), _NUMBER.pack(amount))
         return int(_NUMBER.unpack(self._receive(_NUMBER.size))[0])
 
-    def has(self, keys: Sequence[str]) -> bool:
-        """Return whether all these keys exist. Never waits for them."""
-        self._send(bytes([_CHECK]), _SIZE.pack(len(keys)), *map(_text, keys))
-        return self._receive(1)[0] == _READY
+    def existing(self, keys: Sequence[str]) -> list[str]:
+        """Return those of these keys that exist. Never waits for the others."""
+        found: list[str] = []
+        for some in _batches(keys):
+            self._send(*(bytes([_CHECK]) + _SIZE.pack(1) + _text(key) for key in some))
+            answers = self._receive(len(some))
+            found += [key for key, answer in zip(some, answers, strict=True) if answer == _READY]
+        return found
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
-        """Return the values of keys that exist. A key that does not exist may break the connection: see :meth:`has`."""
+        """Return the values of keys that exist. A key that does not exist may break the connection: see :meth:`existing`."""
         values: list[bytes] = []
-        for at in range(0, len(keys), 64):
-            some = keys[at : at + 64]
-            self._send(*(part for key in some for part in (bytes([_GET]), _text(key))))  # one round trip
+        for some in _batches(keys):
+            self._send(*(bytes([_GET]) + _text(key) for key in some))
             values += [self._value() for _ in some]
         return values
 
@@ -97,3 +101,8 @@ class StoreClient:
 def _text(key: str) -> bytes:
     encoded = b"/" + key.encode()  # torch puts all its keys below "/"
     return _SIZE.pack(len(encoded)) + encoded
+
+
+def _batches(keys: Sequence[str]) -> list[Sequence[str]]:
+    """Return keys for one round trip each."""
+    return [keys[at : at + _BATCH] for at in range(0, len(keys), _BATCH)]
