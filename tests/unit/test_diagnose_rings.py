@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 from flight_recorder_dumps import dump, entry
 
 from commlens import diagnose
+
+
+@pytest.mark.parametrize("group", [("0", "default_pg"), ("1", "dp")])
+def test_a_rank_without_a_dump_is_the_suspect_not_the_rank_that_still_waits(tmp_path, group):
+    """After a crash, gloo's works end on the ranks that notice it. Its dumps do not list the groups' ranks."""
+    for rank in (0, 2, 3):
+        entries = [entry(number, "gloo:all_reduce", process_group=group, state="scheduled") for number in range(7)]
+        entries[-1]["retired"] = rank != 3
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_config={"": {}}, pg_status={}), 2))
+    verdict = diagnose([tmp_path])
+    assert (verdict.culprits, verdict.victims, verdict.collective.sequence_number) == ([1], [3], 7)
+    assert verdict.summary.startswith("rank 1 left no record; rank 3 waits")
 
 
 def test_the_rings_of_two_backends_are_one_rank(tmp_path):

@@ -138,7 +138,7 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
                 recorded[name[:2]].add(name[2])
             else:
                 users[name[:2]].add(dump.rank)
-    all_ranks = tuple(sorted({dump.rank for dump in dumps}))
+    all_ranks = range(max((max(dump.rank + 1, dump.world_size) for dump in dumps), default=0))  # also those that left no dump
     one_default = len({name[0] for name in found if name[1] == "default_pg"}) == 1
     for name, channel in list(found.items()):
         if name[2]:
@@ -146,7 +146,7 @@ def _unify_channels(dumps: Iterable[RankDump]) -> dict[ChannelName, Channel]:
         known = [ranks for ranks in recorded[name[:2]] if users[name[:2]] <= set(ranks)]
         ranks = known[0] if len(known) == 1 else tuple(sorted(users[name[:2]]))
         if not known and channel.group.description == "default_pg" and one_default:
-            ranks = all_ranks
+            ranks = tuple(all_ranks)
         full_name = (*name[:2], ranks)
         if full_name not in found:
             found[full_name] = Channel(msgspec.structs.replace(channel.group, ranks=ranks), channel.device)

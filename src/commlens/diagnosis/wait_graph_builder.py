@@ -54,6 +54,8 @@ class _Builder:
                 self._mismatches_by_channel.setdefault(mismatch.key, []).append(i)
         self._instance_indices: dict[tuple[str, Instance], int] = {}
         self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
+        # In logs, a rank that prints nothing is not missing.
+        self._dumped = {rank for rank, view in job.views.items() if view.columns is None or view.columns.dump.origin != "torch-log"}
         self._todo: list[tuple[RankView, Block]] = []
         self._members = 0  # of all collectives in self._arrivals_of
         self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
@@ -222,6 +224,8 @@ class _Builder:
                 arrivals.behind.append(member)
             elif met is not None and met.state is not State.COMPLETED and other.died:
                 arrivals.dead.append(member)
+        if key in self.job.unlisted and next(iter(self.job.tracks_on(key))) in self._dumped:
+            arrivals.no_record += [rank for rank in self.job.no_record if rank not in key[2]]  # it may be one of the group
         arrivals.refused.sort()
         return arrivals
 
