@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from commlens.errors import CommandError
 from commlens.model.trace import Depth, TraceData
 from commlens.traces.trace import Trace
-from commlens.tracing.steps import parse_steps
 from commlens.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class LiveTrace(Trace):
         whole_steps: int | None = None,
         preview: bool = False,
     ) -> None:
-        self.tracer = Tracer(Depth(depth), steps=parse_steps(steps), whole_steps=whole_steps, preview=preview)
+        self.tracer = Tracer(Depth(depth), steps=_parse_steps(steps), whole_steps=whole_steps, preview=preview)
         self._open = 0
         self._finished: TraceData | None = None
         super().__init__(TraceData())
@@ -62,3 +62,29 @@ class LiveTrace(Trace):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.stop()
+
+
+def _parse_steps(steps: str | range | tuple[int, int | None] | None) -> tuple[int, int | None] | None:
+    """Return the first step and the end, as in a slice: ``"2:4"`` is steps 2 and 3, ``"2:"`` all from 2 on.
+
+    A single number is that one step. None means all steps.
+
+    Raises:
+        CommandError: not a range of steps.
+    """
+    if steps is None or isinstance(steps, tuple):
+        return steps
+    if isinstance(steps, range):
+        if steps.step == 1:
+            return steps.start, steps.stop
+    else:
+        first, colon, last = steps.strip().partition(":")
+        try:
+            start = int(first or 0)
+            stop = int(last) if last else None if colon else start + 1
+        except ValueError:
+            pass
+        else:
+            if start >= 0 and (stop is None or stop > start):
+                return start, stop
+    raise CommandError(f"{steps!r} is not a range of steps: give FIRST:LAST counted from 0, for example 2:4 for steps 2 and 3.")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import io
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Final, Protocol
+from typing import BinaryIO, Final, Protocol, TypeVar
 
 from commlens.blackbox.reader import open_regular, reason
 from commlens.dumps.sources.compression import amount, decompressor_for, unpacked
@@ -18,6 +19,7 @@ READ_MAX: Final = 1 << 30
 HELD_MAX: Final = 256 << 20
 """Most bytes of one member of a compressed archive, which is held in memory."""
 
+_Read = TypeVar("_Read")
 _FIRST: Final = 4096  # bytes of the first read: enough to detect the kind of most files
 
 
@@ -62,7 +64,10 @@ class Held:
 
 @dataclass(slots=True)
 class Source:
-    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's bytes only if it must."""
+    """A reference to one file that may be a rank's dump. It can be pickled, and holds the file's bytes only if it must.
+
+    Reading raises FormatError if the file cannot be opened or read, and MissingDependency if it needs a package that is not installed.
+    """
 
     name: str  # printable path or URL, with ``!member`` in an archive
     place: Place
@@ -78,27 +83,16 @@ class Source:
 
     @property
     def plain_path(self) -> Path | None:
-        """The path of an uncompressed local file, for readers that need a descriptor; else None.
-
-        Raises:
-            FormatError: the file cannot be opened.
-        """
+        """The path of an uncompressed local file, for readers that need a descriptor; else None."""
         path = self.path
         return path if path is not None and decompressor_for(self.peek_stored()) is None else None
 
     def peek_stored(self) -> bytes:
-        """Return the first stored bytes of a local file and cache them if they are not compressed; b"" for other places.
-
-        Raises:
-            FormatError: the file cannot be opened.
-        """
+        """Return the first stored bytes of a local file and cache them if they are not compressed; b"" for other places."""
         if not isinstance(self.place, FilePart):
             return b""
         with self.place.open(self.name, []) as stream:
-            try:
-                stored = stream.read(_FIRST)
-            except OSError as error:
-                raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
+            stored = self._tried(lambda: stream.read(_FIRST))
         if decompressor_for(stored) is None:
             self.beginning = stored
         return stored
@@ -107,75 +101,43 @@ class Source:
         """Open the decompressed content as a stream.
 
         The stream ends early, with a sentence in ``problems``, at truncation or damage, or if it looks like a decompression bomb.
-
-        Raises:
-            FormatError: the file cannot be opened.
-            MissingDependency: the file needs a package that is not installed.
         """
-        try:
-            return unpacked(self.place.open(self.name, self.problems), self.name, self.problems)
-        except OSError as error:
-            raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
+        return self._tried(lambda: unpacked(self.place.open(self.name, self.problems), self.name, self.problems))
 
     def read(self, limit: int = READ_MAX) -> bytes:
-        """Return the decompressed content; beyond ``limit`` bytes it is cut, and ``problems`` says so.
-
-        Raises:
-            FormatError: the file cannot be opened or read.
-            MissingDependency: the file needs a package that is not installed.
-        """
-        content = self._plain(limit + 1)
-        if content is None:
-            with self.open() as stream:
-                try:
-                    content = read_up_to(stream, limit + 1)
-                except OSError as error:
-                    raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
+        """Return the decompressed content; beyond ``limit`` bytes it is cut, and ``problems`` says so."""
+        content = self._content(limit + 1)
         if len(content) > limit:
             self.problems.append(f"{self.name} is too large: only its first {amount(limit)} were read.")
-            return content[:limit]
-        return content
-
-    def _plain(self, length: int) -> bytes | None:
-        """Return the beginning of an uncompressed local file; None for any other.
-
-        It skips the buffers that unpacking needs, most of the cost of classifying thousands of files.
-        """
-        if not isinstance(self.place, FilePart):
-            return None
-        problems: list[str] = []
-        with self.place.open(self.name, problems) as raw:
-            try:
-                first = raw.read(min(length, _FIRST))
-                if decompressor_for(first) is not None:
-                    return None
-                content = first + read_up_to(raw, length - len(first)) if len(first) == _FIRST else first
-            except OSError as error:
-                raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
-        self.problems += problems
-        return content
+        return content[:limit]
 
     def head(self, length: int = 4096) -> bytes:
-        """Return the beginning of the decompressed content, adding no problems.
-
-        Raises:
-            FormatError: the file cannot be opened.
-            MissingDependency: the file needs a package that is not installed.
-        """
+        """Return the beginning of the decompressed content, adding no problems."""
         if len(self.beginning) >= min(length, self.size) > 0:
             return self.beginning[:length]
         before = len(self.problems)
-        content = self._plain(length)
-        if content is not None:
+        try:
+            return self._content(length)
+        finally:
             del self.problems[before:]
-            return content
+
+    def _content(self, length: int) -> bytes:
+        if isinstance(self.place, FilePart):  # without the buffers that unpacking needs, most of the cost of classifying files
+            problems: list[str] = []
+            with self.place.open(self.name, problems) as raw:
+                first = self._tried(lambda: raw.read(min(length, _FIRST)))
+                if decompressor_for(first) is None:
+                    more = self._tried(lambda: read_up_to(raw, length - len(first))) if len(first) == _FIRST else b""
+                    self.problems += problems
+                    return first + more if more else first
         with self.open() as stream:
-            try:
-                return stream.read(length)
-            except OSError as error:
-                raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
-            finally:
-                del self.problems[before:]
+            return self._tried(lambda: read_up_to(stream, length))
+
+    def _tried(self, read: Callable[[], _Read]) -> _Read:
+        try:
+            return read()
+        except OSError as error:
+            raise FormatError(f"{self.name} could not be read: {reason(error)}.") from error
 
 
 def read_up_to(stream: BinaryIO, limit: int) -> bytes:
