@@ -21,7 +21,7 @@ def run_all(folder: Path, only: str = "") -> Iterator[tuple[str, str, Truth, Pat
     """Run each faulty scenario once; yield the kind of dumps, scenario, truth, folder of files rank_N, and whether no dump is missing."""
     with harness() as jobs:
         for scenario in SCENARIOS:
-            if scenario.healthy or scenario.impossible() or only not in scenario.name:
+            if scenario.fault is None or scenario.impossible() or only not in scenario.name:
                 continue
             native = folder / scenario.name / "native"
             environment = {"PYTEST_NATIVE_DUMPS": str(native), "TORCH_FR_BUFFER_SIZE": "2000"}

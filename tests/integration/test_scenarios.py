@@ -17,8 +17,8 @@ from commlens.config import Settings
 from commlens.model.ranklog import RankLog
 from commlens.scenarios import SCENARIOS, Ending, find
 
-FAULTY = [scenario for scenario in SCENARIOS if not scenario.healthy]
-CALM = [scenario for scenario in SCENARIOS if scenario.healthy and not scenario.waits]
+FAULTY = [scenario for scenario in SCENARIOS if scenario.fault]
+CALM = [scenario for scenario in SCENARIOS if not scenario.fault and not scenario.waits]
 PATIENT = [scenario for scenario in SCENARIOS if scenario.waits]
 
 # With two ranks there is no majority, and with eight more can be confused: not everything again, but each way of reasoning.
@@ -34,7 +34,7 @@ NOT_IN_GLOO |= {"stopped", "holds-gil", "throttled"}
 
 def stall_timeout_s(name: str) -> float:
     """Shorter for most jobs with a fault; healthy and patient ones have the harness's, which a busy machine must not reach."""
-    return STALL_TIMEOUT_S if find(name).healthy or name in ("stopped", "holds-gil", "throttled") else 1.5
+    return STALL_TIMEOUT_S if find(name).fault is None or name in ("stopped", "holds-gil", "throttled") else 1.5
 
 
 SPEAKS_WITHIN_S = 2.0 if "PYTEST_XDIST_WORKER" not in os.environ else 10.0

@@ -38,7 +38,9 @@ class CompareCommand:
         parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
     def run(self, arguments: argparse.Namespace) -> int:
-        found = [_discover(path) for path in (arguments.before, arguments.after)]
+        from commlens.dumps.discover import discover
+
+        found = [discover([path]) for path in (arguments.before, arguments.after)]
         are_dumps = [_holds_dumps(files) for files in found]
         if all(are_dumps):
             if arguments.html:
@@ -69,12 +71,6 @@ class CompareCommand:
         if arguments.html:
             print(f"commlens: Wrote {arguments.html}: open it in a browser.", file=sys.stderr)
         return EXIT_CHANGED if comparison else EXIT_SAME
-
-
-def _discover(path: str) -> DumpFiles:
-    from commlens.dumps.discover import discover
-
-    return discover([path])
 
 
 def _holds_dumps(found: DumpFiles) -> bool:

@@ -36,11 +36,6 @@ class Scenario:
     impossible: Callable[[], str | None] = lambda: None  # returns why it cannot run on this machine, in a sentence
     waits: bool = False  # healthy, but the ranks wait for one rank longer than the stall timeout of the demo
 
-    @property
-    def healthy(self) -> bool:
-        """Whether it has no fault."""
-        return self.fault is None
-
     def truth(self, world_size: int) -> Truth:
         """Return the expected verdict for a world size."""
         return HEALTHY if self.fault is None else self.fault(self, world_size)

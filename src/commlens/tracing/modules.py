@@ -19,6 +19,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,21 +55,17 @@ class ModuleRow:
         self.children: dict[int, ModuleRow] = {}  # by id of the module called inside this one
 
 
+@dataclass(slots=True, eq=False)
 class ModuleCall:
     """One call of a module."""
 
-    __slots__ = ("compiled", "end", "number", "parent", "recomputed_by", "row", "start")
-
-    def __init__(
-        self, row: ModuleRow, number: int, parent: ModuleCall | None, recomputed_by: int | None, start: int, compiled: bool
-    ) -> None:
-        self.row = row
-        self.compiled = compiled  # a call of torch.compile(module)'s result, which may call the module itself
-        self.number = number  # counts the module's calls from 1; recomputations are counted separately
-        self.parent = parent
-        self.recomputed_by = recomputed_by  # number of the autograd node that recomputes it, else None
-        self.start = start
-        self.end: int | None = None  # None while it is running
+    row: ModuleRow
+    number: int  # counts the module's calls from 1; recomputations are counted separately
+    parent: ModuleCall | None
+    recomputed_by: int | None  # number of the autograd node that recomputes it, else None
+    start: int
+    compiled: bool  # a call of torch.compile(module)'s result, which may call the module itself
+    end: int | None = None  # None while it is running
 
 
 class _CallTable:

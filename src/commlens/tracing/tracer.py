@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -47,13 +48,11 @@ _NAME_EVERY = 64  # events between replacements of reduce ops by their names
 _now = time.monotonic_ns
 
 
+@dataclass(slots=True)
 class _Summary:
-    __slots__ = ("count", "first", "last_step")
-
-    def __init__(self, first: RawEvent) -> None:
-        self.first = first
-        self.count = 0
-        self.last_step = first.step
+    first: RawEvent  # the others differ only in time
+    last_step: int
+    count: int = 0
 
 
 class Tracer:
@@ -340,7 +339,7 @@ class Tracer:
         key = (id(event.args), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional)
         summary = self._summaries.get(key)
         if summary is None:
-            summary = self._summaries[key] = _Summary(event)
+            summary = self._summaries[key] = _Summary(event, event.step)
         summary.count += 1
         summary.last_step = event.step
         self._folded += 1

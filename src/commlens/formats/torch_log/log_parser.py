@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from commlens.formats.columns import DTYPES, STARTED, RankColumns, Status, stack_of
+from commlens.formats.columns import DTYPES, STARTED, RankColumns, stack_of
 from commlens.formats.torch_log import lines as L
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.ops import COALESCED, POINT_TO_POINT, watchdog_wire_op
@@ -153,10 +153,8 @@ class LogParser:
         worker_field = L.parse_worker_field(text)
         if worker_field is None:
             return
-        if worker_field.key in ("time", "host"):
+        if worker_field.key != "exit":
             self._worker[worker_field.key] = worker_field.value
-        elif worker_field.key == "rank":
-            self._worker["rank"] = worker_field.value
         elif "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
             about = self._ranks.setdefault(int(self._worker["rank"]), _Rank())
             about.host = self._worker.get("host", "")
@@ -218,7 +216,7 @@ class LogParser:
         channel = Channel(ProcessGroup(name=name, ranks=(), description=group.description, backend="nccl"), "cuda")
         columns.groups.append(channel)
         if progress is not None:
-            columns.status[name] = _status(progress)
+            columns.status[name] = (progress.enqueued, progress.started, progress.completed)
             columns.status_groups[name] = name
         for number, timeout in timeouts.items():
             if watchdog_wire_op(timeout.op) in _CANNOT_PLACE or (progress is not None and number <= progress.completed):
@@ -253,10 +251,6 @@ def _group_phrase(group: L.Group) -> str:
         return f" in group {group.description or group.name}"
     named = f" ({group.description})" if group.description else ""
     return f" in the process-local group number {group.number}{named}, which other ranks may number differently"
-
-
-def _status(progress: L.Progress) -> Status:
-    return (progress.enqueued, progress.started, progress.completed)
 
 
 def _signal(number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,19 +19,17 @@ if TYPE_CHECKING:
 GLOBAL = "Global"
 
 
+@dataclass(slots=True, eq=False)
 class SeenModule:
     """A module called in the context. It keeps neither the module nor its parameters alive."""
 
-    __slots__ = ("children", "depth", "parent", "path", "placements", "reference", "type")
-
-    def __init__(self, path: str, kind: str, depth: int, parent: SeenModule | None, reference: weakref.ref[Any] | None) -> None:
-        self.path = path
-        self.type = kind  # "class 'torch.nn.modules.linear.Linear'"
-        self.depth = depth
-        self.parent = parent
-        self.reference = reference
-        self.children: list[SeenModule] = []
-        self.placements: dict[str, Any] = {}  # by parameter name, DTensors only
+    path: str
+    type: str  # "class 'torch.nn.modules.linear.Linear'"
+    depth: int
+    parent: SeenModule | None
+    reference: weakref.ref[Any] | None
+    children: list[SeenModule] = field(default_factory=list)
+    placements: dict[str, Any] = field(default_factory=dict)  # by parameter name, DTensors only
 
     def with_descendants(self) -> Iterator[SeenModule]:
         """Yield the module and all modules called inside it, callers first."""

@@ -64,9 +64,16 @@ class Preview:
         live = LiveTrace(depth=self._depth, preview=True)
         live.tracer.sees_fake_tensors = self._fake_tensors
         unknown: Key | None = None
+        data = live.data
         with self._world(rank) as world:
-            snapshot = _Snapshot(live, world)
-            world.before_destroy = snapshot.take
+
+            def take() -> None:  # while the groups still exist
+                nonlocal data
+                data = run_on_real_tensors(live.tracer.data)
+                data.rank, data.world_size = world.rank, world.world_size
+                data.coverage.blind += world.blind
+
+            world.before_destroy = take
             live.start()
             try:
                 with _stop_after(self._steps, live):
@@ -78,8 +85,8 @@ class Preview:
             except BaseException as error:
                 self.error = error
             live.stop()
-            snapshot.take()
-        return Trace(snapshot.data), unknown
+            take()
+        return Trace(data), unknown
 
     def _learn(self, key: Key) -> None:
         """Run the program as the source of ``key`` to learn what it sends, if possible."""
@@ -106,20 +113,6 @@ class Preview:
         return FakeWorld(
             self._world_size, rank, ranks_per_node=self._ranks_per_node, fake_tensors=self._fake_tensors, known=self._known, until=until
         )
-
-
-class _Snapshot:
-    """The trace's data, taken while the groups still exist."""
-
-    def __init__(self, live: LiveTrace, world: FakeWorld) -> None:
-        self._live = live
-        self._world = world
-        self.data = live.data
-
-    def take(self) -> None:
-        self.data = run_on_real_tensors(self._live.tracer.data)
-        self.data.rank, self.data.world_size = self._world.rank, self._world.world_size
-        self.data.coverage.blind += self._world.blind
 
 
 @contextlib.contextmanager
