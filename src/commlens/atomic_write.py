@@ -31,9 +31,6 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary file that replaces ``path`` on success and is deleted on an error.
 
     A path that is not a regular file (``/dev/stdout``, a pipe) is yielded itself.
-
-    Raises:
-        OutputError: the file could not be written.
     """
     try:
         if path.exists() and not path.is_file():

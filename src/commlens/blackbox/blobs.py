@@ -168,11 +168,7 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
 
 
 def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
-    """Return the channel of a call that makes a process group.
-
-    Raises:
-        ValueError: as for :func:`decode_channel`.
-    """
+    """Return the channel of a call that makes a process group."""
     ranks = parse_ranks(blob.ranks, limit=limit)
     return Channel(ProcessGroup(blob.name, ranks, blob.desc, blob.backend, None, blob.inc), SETUP)
 

@@ -35,9 +35,6 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
     """Copy a box: all records, or only the ``newest``.
 
     ``read`` returns the bytes at (offset, length), fewer at the end of the file. Rereading helps only if the file is ``live``.
-
-    Raises:
-        FormatError: the header is damaged, or not a black box's.
     """
     header = read(0, L.HEADER_SIZE)
     identity = read_identity(header, name)

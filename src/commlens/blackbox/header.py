@@ -172,11 +172,7 @@ def about_number(about: dict[str, Any], key: str) -> float:
 
 
 def read_live(header: bytes, identity: Identity) -> BoxStatus:
-    """Unpack the live words.
-
-    Raises:
-        FormatError: the header is cut off.
-    """
+    """Unpack the live words."""
     if len(header) < L.HEADER_SIZE:
         raise FormatError("The black box was cut off while it was read.")
     words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)

@@ -48,11 +48,7 @@ class BoxTail:
         self._late: dict[int, int] = {}  # index of a torn record: number of reads so far
 
     def poll(self, at_most: int) -> list[Raw]:
-        """Return new records, oldest first except for late ones. Of more than ``at_most``, only the newest are read.
-
-        Raises:
-            FormatError: the file cannot be read.
-        """
+        """Return new records, oldest first except for late ones. Of more than ``at_most``, only the newest are read."""
         live = self._box.read(L.HEARTBEAT_MONO, _LIVE.size)
         if len(live) < _LIVE.size:
             raise FormatError(f"{self._box.name} was cut off while it was read.")

@@ -81,11 +81,7 @@ def introduce(scenario: Scenario, world_size: int, stall_timeout: float) -> None
 
 
 def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir: Path) -> int:
-    """Run a scenario under ``commlens launch`` until it ends, show its output, and return the exit status.
-
-    Raises:
-        CommandError: the job took longer than TIMEOUT_S.
-    """
+    """Run a scenario under ``commlens launch`` until it ends, show its output, and return the exit status."""
     command = [sys.executable, "-m", "commlens", "launch"]
     command += ["--stall-timeout", str(stall_timeout), "--on-stall", "abort", "--dump-dir", str(dump_dir)]
     command += ["--nproc-per-node", str(world_size), "-m", "commlens.scenarios", scenario.name]

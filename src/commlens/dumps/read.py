@@ -73,9 +73,6 @@ def read_evidence(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str
 
     Logs of different jobs are never mixed. Without ``job``, the job with the most boxes in a folder is read; if there are several
     folders, the one of their jobs that was alive last.
-
-    Raises:
-        CommandError: a path does not exist.
     """
     files = discover(paths, own_only=True)
     return read_own_files(files.own, files.problems, job=job)

@@ -202,12 +202,6 @@ class SavedRank(NamedTuple):
 def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str) -> None:
     """Add the ranks of another node to a dump, as that node would save them.
 
-    Args:
-        folder: the result of :func:`save_dump`.
-        ranks: all of the node.
-        host: the node's name.
-        job: the job's id.
-
     Raises:
         DumpError: one of the files could not be written.
     """
@@ -224,19 +218,9 @@ def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str) -
 
 
 def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_all_nodes: bool = False) -> Path:
-    """Save a verdict and its page beside a dump: ``verdict.json`` and ``index.html``.
+    """Save a verdict (JSON) and its page (HTML) beside a dump, and return the page's path: ``verdict.json`` and ``index.html``.
 
     If several nodes save into the folder and none reports for all of them, each has its own verdict, and the file names contain the host.
-
-    Args:
-        folder: the result of :func:`save_dump`.
-        host: this machine's name.
-        page: HTML.
-        verdict: JSON.
-        for_all_nodes: whether the verdict is that of the whole job.
-
-    Returns:
-        The page's path.
 
     Raises:
         DumpError: one of the files could not be written.

@@ -43,11 +43,7 @@ class _Module(msgspec.Struct):
 
 
 def convert(content: bytes, path: Path) -> TraceData:
-    """Return a trace with one summarised event per module, phase and op.
-
-    Raises:
-        FormatError: the JSON is not CommDebugMode's, or is damaged.
-    """
+    """Return a trace with one summarised event per module, phase and op."""
     try:
         root = msgspec.json.decode(content, type=_Module)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:

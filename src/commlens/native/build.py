@@ -65,11 +65,7 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
 
 
 def build_into(folder: Path) -> Build:
-    """Build into a folder of the package during its installation.
-
-    Raises:
-        NativeEngineError: there is no compiler, it fails, or the folder cannot be written.
-    """
+    """Build into a folder of the package during its installation."""
     compiler = find_compiler(os.environ)
     folder = folder.absolute()  # the compiler runs in another folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,11 +73,7 @@ def build_into(folder: Path) -> Build:
 
 
 def find_compiler(environ: Mapping[str, str]) -> list[str]:
-    """Return the command of the C++ compiler: ``$CXX``, else the first one installed.
-
-    Raises:
-        NativeEngineError: no compiler was found.
-    """
+    """Return the command of the C++ compiler: ``$CXX``, else the first one installed."""
     named = shlex.split(environ.get("CXX", ""))
     if named:
         if shutil.which(named[0]) is None:

@@ -114,11 +114,7 @@ def read_build(folder: Path) -> Build | None:
 
 
 def check(path: Path, checksum: str) -> None:
-    """Load a new build and compare the layout that it was compiled with.
-
-    Raises:
-        NativeEngineError: it does not load, or has another layout.
-    """
+    """Load a new build and compare the layout that it was compiled with."""
     compiled = load_file(path, checksum).layout()
     wrong = [name for name, value in compiled.items() if getattr(L, name, value) != value]
     if wrong:
@@ -144,11 +140,7 @@ def load() -> Any:
 
 
 def load_file(path: Path, checksum: str) -> Any:
-    """Load a library and return its module, after checking its SHA-256.
-
-    Raises:
-        NativeEngineError: the checksum differs, or the library does not load.
-    """
+    """Load a library and return its module, after checking its SHA-256."""
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() != checksum:
             raise NativeEngineError(f"{path} is damaged: its checksum differs. Rebuild it with commlens build-native --force.")

@@ -175,11 +175,7 @@ SCENARIOS: tuple[Scenario, ...] = (
 
 
 def find(name: str) -> Scenario:
-    """Return the scenario with this name.
-
-    Raises:
-        CommandError: there is none.
-    """
+    """Return the scenario with this name."""
     for scenario in SCENARIOS:
         if scenario.name == name:
             return scenario

@@ -66,11 +66,7 @@ def _set_quota(group: Path, v2: bool) -> None:
 
 
 def squeeze() -> None:
-    """Limit the calling process, with all its threads, to one hundredth of a core until it ends.
-
-    Raises:
-        OSError: no such group can be created; :func:`why_not` returns the reason beforehand.
-    """
+    """Limit the calling process, with all its threads, to one hundredth of a core until it ends."""
     found = _cgroup_parent()
     if found is None:
         raise OSError("No control group with a CPU controller is mounted here.")

@@ -17,11 +17,7 @@ def culprit_rank(world_size: int) -> int:
 
 
 def marked_lines(program: str, scenario: str) -> tuple[str, ...]:
-    """Return ``"plain.py:57"`` for every line of the program with the comment ``# fault: SCENARIO``.
-
-    Raises:
-        LookupError: no line has it.
-    """
+    """Return ``"plain.py:57"`` for every line of the program with the comment ``# fault: SCENARIO``."""
     path = PROGRAMS / f"{program}.py"
     found = []
     for number, line in enumerate(path.read_text().splitlines(), 1):

@@ -119,11 +119,7 @@ FIELDS: Final[dict[str, Field]] = {
 
 
 def field(name: str) -> Field:
-    """Return a field by its name.
-
-    Raises:
-        SelectionError: there is no such field.
-    """
+    """Return a field by its name."""
     if name not in FIELDS:
         aliases = {"site": "module", "mesh": "mesh_dim", "dim": "mesh_dim", "line": "source", "bytes": "wire_bytes", "size": "wire_bytes"}
         close = [aliases[name]] if name in aliases else difflib.get_close_matches(name, FIELDS, n=1)

@@ -70,11 +70,7 @@ PRESETS: Final[dict[str, Network]] = {
 
 
 def estimate(data: TraceData, network: Network | str, *, step_time: float | None = None) -> Estimate:
-    """Estimate the time of every collective of a trace on a network, or on a preset. ``step_time`` is in seconds.
-
-    Raises:
-        CommandError: unknown preset.
-    """
+    """Estimate the time of every collective of a trace on a network, or on a preset. ``step_time`` is in seconds."""
     net = preset(network) if isinstance(network, str) else network
     parts: dict[tuple[str, int, int], Part] = {}
     for event in data.events:

@@ -35,11 +35,7 @@ class TracedProcess:
     """
 
     def __init__(self, directory: str, *, steps: str | None, depth: str, script: str) -> None:
-        """Prepare. ``script`` is the command line to record in the trace.
-
-        Raises:
-            CommandError: ``steps`` is not a range of steps.
-        """
+        """Prepare. ``script`` is the command line to record in the trace."""
         self.live = LiveTrace(steps=steps, depth=depth)
         self.saved: Path | None = None
         self._directory = Path(directory).absolute()  # the program may change its working directory

@@ -68,9 +68,6 @@ def _parse_steps(steps: str | range | tuple[int, int | None] | None) -> tuple[in
     """Return the first step and the end, as in a slice: ``"2:4"`` is steps 2 and 3, ``"2:"`` all from 2 on.
 
     A single number is that one step. None means all steps.
-
-    Raises:
-        CommandError: not a range of steps.
     """
     if steps is None or isinstance(steps, tuple):
         return steps

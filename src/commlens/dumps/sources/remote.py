@@ -59,12 +59,7 @@ class Remote:
     url: str
 
     def open(self, name: str, problems: list[str]) -> BinaryIO:
-        """Open the stored bytes.
-
-        Raises:
-            FormatError: the store refuses.
-            MissingDependency: fsspec or its package for this protocol is not installed.
-        """
+        """Open the stored bytes."""
         system, path = _filesystem(self.url)
         try:
             stream: BinaryIO = system.open(path, "rb")

@@ -35,11 +35,7 @@ class Paths:
 
 
 def name_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> Paths:
-    """Sort the paths, and read the list on standard input for ``-``.
-
-    Raises:
-        CommandError: standard input holds no list of paths.
-    """
+    """Sort the paths, and read the list on standard input for ``-``."""
     several = [paths] if isinstance(paths, (str, os.PathLike)) else paths
     given = {os.fspath(path).removeprefix("file://") for path in several}
     listed = _list_on_standard_input() if "-" in given else []
@@ -53,10 +49,6 @@ def open_sources(
 
     Release each source before taking the next: a member of a compressed archive holds its bytes. Empty files and dot files are
     skipped. A file is opened only to check whether it is an archive.
-
-    Raises:
-        CommandError: a given path does not exist or cannot be read.
-        MissingDependency: a URL needs a package that is not installed.
     """
     named = paths if isinstance(paths, Paths) else name_paths(paths)
     Excess.count = 0

@@ -135,11 +135,7 @@ def _stop_after(steps: int | None, live: LiveTrace) -> Any:
 
 
 def check_world(world_size: int, rank: int) -> None:
-    """Check that the rank is in the world.
-
-    Raises:
-        CommandError: it is not.
-    """
+    """Check that the rank is in the world."""
     if world_size < 1:
         raise CommandError(f"The world size must be at least 1, not {world_size}.")
     if not 0 <= rank < world_size:
