@@ -88,13 +88,6 @@ class Progress(NamedTuple):
     completed: int
 
 
-class WorkerField(NamedTuple):
-    """One line of torchrun's summary of failed workers."""
-
-    key: str  # "rank", "exit", "host", "time"
-    value: str
-
-
 def parse_origin(line: str) -> Origin:
     """Strip colours, and the prefixes of torch, torchrun and srun, from a line and return the rank in them."""
     text = printable(_ANSI.sub("", line).expandtabs())
@@ -153,13 +146,13 @@ def parse_world_size(text: str) -> int:
     return int(found[1]) if found else 0
 
 
-def parse_worker_field(text: str) -> WorkerField | None:
-    """Parse a line of torchrun's list of failed workers."""
+def parse_worker_field(text: str) -> tuple[str, str]:
+    """Return ``"rank"``, ``"exit"``, ``"host"`` or ``"time"`` and its value from a line of torchrun's list of failed workers."""
     for key, pattern in (("rank", _CHILD_RANK), ("exit", _CHILD_EXIT), ("host", _CHILD_HOST), ("time", _CHILD_TIME)):
         found = pattern.match(text)
         if found:
-            return WorkerField(key, found[1])
-    return None
+            return key, found[1]
+    return "", ""
 
 
 def parse_time(text: str) -> int:

@@ -150,15 +150,13 @@ class LogParser:
 
     def _add_worker_field(self, text: str) -> None:
         """Parse torchrun's summary: time, host, rank and exit status of each failed worker, in this order."""
-        worker_field = L.parse_worker_field(text)
-        if worker_field is None:
-            return
-        if worker_field.key != "exit":
-            self._worker[worker_field.key] = worker_field.value
-        elif "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
+        key, value = L.parse_worker_field(text)
+        if key and key != "exit":
+            self._worker[key] = value
+        elif key and "rank" in self._worker and len(self._ranks) < _RANKS_MAX:
             about = self._ranks.setdefault(int(self._worker["rank"]), _Rank())
             about.host = self._worker.get("host", "")
-            code = int(worker_field.value)
+            code = int(value)
             about.observation = Observation(
                 end=End.KILLED if code < 0 else End.FAILED,
                 exit_code=code if code >= 0 else None,
