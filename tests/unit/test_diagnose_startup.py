@@ -101,6 +101,7 @@ def test_two_halves_name_nobody() -> None:
     )  # fmt: skip
     assert (found.kind, found.culprits, found.confidence, found.victims) == ("mismatch/group", [], "low", [0, 1, 2, 3])
     assert "ranks [0, 1] (ranks 0-1) against ranks [2, 3] (ranks 2-3)" in found.summary
+    assert "One side has the lower ranks" in found.explanation, "what separates the sides"
 
 
 def test_meshes_of_other_shapes() -> None:
@@ -147,6 +148,12 @@ def test_ranks_that_meet_at_other_ports() -> None:
 def test_a_rank_of_which_there_is_no_record() -> None:
     found = verdict(rank(0, init()), rank(1, init()), rank(3, init()))
     assert found.is_fault and found.culprits == [2] and "init_process_group" in found.summary
+
+
+def test_a_rank_that_does_not_join_the_second_default_group() -> None:
+    again = {"number": 2, "inc": 1}
+    found = verdict(*(rank(number, init(), *([init(30, **again)] if number != 2 else []), inside=number != 2) for number in range(4)))
+    assert (found.kind, found.culprits, found.victims, found.source) == ("missing", [2], [0, 1, 3], "train.py:57")
 
 
 def test_all_inside_and_nothing_moves() -> None:

@@ -14,7 +14,6 @@ from commlens.capture.recorder import Recorder
 from commlens.capture.thread_id import current
 from commlens.text import format_ranks
 
-_INIT_GROUP = "default_pg"  # that of commlens.model.collective, which needs msgspec
 _OURS = str(Path(__file__).parent)
 
 
@@ -33,7 +32,7 @@ class Setups:
         """``init_process_group`` was called: all ranks meet there."""
         if not self._depth:
             self._inits += 1
-            self._note("init_process_group", _INIT_GROUP, range(world_size), number=self._inits, backend=backend, label=label)
+            self._note("init_process_group", "default_pg", range(world_size), number=self._inits, backend=backend, label=label)
         self._depth += 1
 
     def group_began(self, name: str, ranks: Sequence[int], backend: str, description: str) -> None:

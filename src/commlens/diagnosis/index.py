@@ -12,7 +12,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import INIT_GROUP, SETUP, Channel, Collective, CollectiveArgs, State, user_lines
+from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, State, user_lines
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
@@ -374,7 +374,7 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     """
     track = view.tracks.get(key)
     if key[3] == SETUP:
-        return None if key[1] == INIT_GROUP and view.log.initialised else False
+        return None if view.log.initialised and not view.log.setups else False
     if view.columns is None:
         return None if lost_newest(view) or (track is None and view.wrapped and view.log.collectives) else False
     status = view.columns.dump.status.get(key[1])

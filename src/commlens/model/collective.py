@@ -159,10 +159,6 @@ SETUP = "setup"
 """The device type of the channels on which process groups are made: one for each call of ``init_process_group`` and ``new_group``."""
 
 
-INIT_GROUP = "default_pg"
-"""The name of the group on the channels of ``init_process_group``."""
-
-
 class Channel(msgspec.Struct, frozen=True, dict=True):
     """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has two channels."""
 

@@ -102,6 +102,8 @@ def _without_number(op: Collective) -> str:
 
 def _of_label(op: Collective) -> str:
     """``"all_reduce of group dp"``: of several groups with this label, or of a rank's own one."""
+    if op.is_setup:
+        return op_phrase(op)
     label = group_label(op.channel.group, "")
     return f"{op.op} of {f'group {label}' if label else 'the default group'}"
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from commlens.diagnosis.findings.context import Context
 from commlens.model.collective import Collective
-from commlens.text import args_phrase, capital, frame_phrase, group_label, joined, ranks_and_verb, ranks_phrase
+from commlens.text import args_phrase, capital, frame_phrase, group_label, joined, op_phrase, ranks_and_verb, ranks_phrase
 
 _SHOWN = 4  # sides
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
@@ -31,6 +31,8 @@ def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]
         what = op.op
         if op.is_point_to_point:
             what += f" {'to' if op.op == 'send' else 'from'} {'any rank' if op.peer is None else f'rank {op.peer}'}"
+        elif op.is_setup:
+            what = op_phrase(op)
         else:
             label = group_label(op.channel.group, "")
             what += f" of {f'group {label}' if label else 'the default group'}"

@@ -7,6 +7,7 @@ from typing import get_args
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.findings.sides import separation
 from commlens.diagnosis.index import RankView, Track
 from commlens.matching.error_texts import may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
@@ -90,10 +91,10 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
     for side in sides[:4]:
         op = ops[side[0]]
         mesh = f" for {op.module}" if op.op == "new_group" and op.module else ""
-        lines.append(
-            f"{capital(ranks_and_verb(side, 'asks', 'ask'))} for {_asked(op)}{mesh} at {frame_phrase(op.source) or 'an unknown line'}"
-        )
-    how = _how_it_differs(context, usual, odd, sides)
+        where = frame_phrase(op.source) or "an unknown line"
+        lines.append(f"{capital(ranks_and_verb(side, 'asks', 'ask'))} for {_asked(op)}{mesh} at {where}.")
+    differs = _how_it_differs(context, usual, odd, sides)
+    how = f"{capital(ranks_phrase(sides[1]))} {differs}." if differs else ""
     rule = "All ranks must call new_group in the same order with the same ranks, also for groups that they are not in."
     finding = Finding(
         kind="mismatch/group", why="skipped" if how else "initialising", root_cause=True, culprits=culprits,
@@ -101,7 +102,7 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
         summary=f"ranks disagree in {name}: " + " against ".join(f"{_asked(ops[side[0]])} ({ranks_phrase(side)})" for side in sides[:3])
         if is_tie
         else f"{ranks_and_verb(culprits, 'asks', 'ask')} for {_asked(odd)} in {name}, the others for {_asked(usual)}",
-        explanation=prose(*(f"{line}." for line in lines), f"{capital(ranks_phrase(sides[1]))} {how}." if how else ""),
+        explanation=prose(*lines, how, separation(context, sides) if is_tie else ""),
         next_step=f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with {frame_phrase(usual.source) or name} on "
         f"{ranks_phrase(sides[0])}",
         evidence=[rule] if usual.op == "new_group" else [],
