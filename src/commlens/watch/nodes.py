@@ -188,9 +188,11 @@ class Nodes:
         return {rank for beat in [*self.others, *left] for rank in beat.ranks}
 
     def host(self, slot: int) -> str:
-        """Return the host of another node."""
+        """Return a name for another node: its host, with the slot if several nodes share one host (a container each)."""
         with self._lock:
-            return self._seen[slot].beat.host if slot in self._seen else "another node"
+            hosts = [self._host, *(seen.beat.host for seen in self._seen.values())]
+            own = self._seen[slot].beat.host if slot in self._seen else "node"
+        return own if hosts.count(own) == 1 else f"{own}-{slot}"
 
     @property
     def unknown(self) -> list[str]:
