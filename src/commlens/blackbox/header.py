@@ -12,13 +12,9 @@ from commlens.blackbox import layout as L
 from commlens.errors import FormatError
 from commlens.text import clean_json
 
-SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)
-"""Largest box in bytes; a header that claims more is rejected."""
-WORLD_MAX: Final = 1 << 20
-"""Most ranks of a job; a larger number means damage."""
-INT_MAX: Final = (1 << 63) - 1
-"""Largest integer that all JSON encoders support."""
-
+SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)  # largest box in bytes; a header that claims more is rejected
+WORLD_MAX: Final = 1 << 20  # most ranks of a job; a larger number means damage
+INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
 _LIVE: Final = struct.Struct("<17Q")  # from HEARTBEAT_MONO to SETUP_SINCE
 
 

@@ -37,7 +37,6 @@ class ConfigCommand:
 
 
 def _show(config_file: str | None) -> int:
-    """Print the settings in force, and warnings about ignored ones on standard error."""
     resolved = config.load_settings(config_file=config_file)
     rows = [(name, questionnaire.shown(getattr(resolved.settings, name)), resolved.origins[name]) for name in config.NAMES]
     print_table(rows)

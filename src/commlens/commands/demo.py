@@ -23,11 +23,8 @@ from commlens.scenarios import DEFAULT, SCENARIOS, Ending, Scenario, Truth, find
 from commlens.text import ranks_phrase
 from commlens.watch.reporting import NOTICE_INDENT
 
-TIMEOUT_S = 180.0
-"""More than any scenario takes."""
-
-DUMPED = "commlens: dump saved in"
-"""The beginning of the watcher's line after a verdict."""
+TIMEOUT_S = 180.0  # more than any scenario takes
+DUMPED = "commlens: dump saved in"  # the beginning of the watcher's line after a verdict
 
 
 class DemoCommand:

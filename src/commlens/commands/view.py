@@ -139,7 +139,6 @@ def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespa
 
 
 def _empty_viewer(arguments: argparse.Namespace) -> int:
-    """Write the empty viewer, and open it if the user has a browser."""
     import webbrowser
 
     from commlens.atomic_write import write_whole

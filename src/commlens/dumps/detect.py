@@ -22,14 +22,11 @@ OBSERVED_MAX: Final = 32 << 20
 MARKER: Final = "commlens-dump.json"
 """Name of the file that marks a job folder as made by commlens, so that commlens may delete it."""
 
-BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(box|new)")
-"""Names of black boxes, finished or under construction."""
-
+BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(box|new)")  # names of black boxes, finished or under construction
 REPORT_NAME: Final = re.compile(r"(index|verdict)(-[A-Za-z0-9._-]+)?\.(html|json)")
 """Names of the reports that are saved beside a dump."""
 
-HEAD_BYTES: Final = 4096
-"""Bytes of a file's beginning that :func:`detect_kind` needs, or the whole file if it is shorter."""
+HEAD_BYTES: Final = 4096  # bytes of a file's beginning that detect_kind needs, or the whole file if it is shorter
 
 
 @dataclass(frozen=True, slots=True)

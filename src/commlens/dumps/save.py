@@ -35,9 +35,7 @@ from commlens.dumps.detect import (
 from commlens.errors import DumpError, FormatError
 from commlens.model.ranklog import Observation
 
-BOX_BYTES_MAX: Final = SIZE_MAX
-"""Largest box that is saved, in bytes."""
-
+BOX_BYTES_MAX: Final = SIZE_MAX  # largest box that is saved, in bytes
 _OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
 _TEMPORARY_NAME: Final = re.compile(
     r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
@@ -404,7 +402,6 @@ def _discard(path: Path) -> None:
 
 
 def _is_own(folder: int, name: str) -> bool:
-    """Return whether commlens made a file, by its name and its content."""
     head = _peek(folder, name, HEAD_BYTES)
     if head is None:
         return False

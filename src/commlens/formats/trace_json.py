@@ -19,9 +19,7 @@ from commlens.errors import FormatError
 from commlens.model.trace import SCHEMA, TraceData
 from commlens.text import TEXT_MAX, clean_json
 
-UNPACKED_MAX: Final = 1 << 30
-"""Most bytes that a compressed trace is unpacked to."""
-
+UNPACKED_MAX: Final = 1 << 30  # most bytes that a compressed trace is unpacked to
 _PIECE: Final = 1 << 20
 _TEXT_BYTES: Final = 32 << 10
 _GZIP: Final = b"\x1f\x8b"

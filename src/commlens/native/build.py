@@ -127,7 +127,6 @@ def flags() -> list[str]:
 
 
 def _standard(torch_root: Path) -> str:
-    """Return the C++ standard with which this torch compiles extensions."""
     with contextlib.suppress(OSError):
         text = (torch_root / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
         found = re.findall(r"-std=c\+\+(\d\d)", text)

@@ -19,12 +19,10 @@ STEPS = 12
 GROUP_TIMEOUT = timedelta(seconds=25)
 """The timeout of every process group, so that a scenario ends by itself, with or without commlens."""
 
-STALL_S = 60.0
-"""How long the culprit "hangs", in seconds."""
+STALL_S = 60.0  # how long the culprit "hangs", in seconds
 
 
-running_name = ""
-"""Set by ``python -m commlens.scenarios NAME``."""
+running_name = ""  # set by ``python -m commlens.scenarios NAME``
 
 
 def running() -> str:

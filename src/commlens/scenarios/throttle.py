@@ -10,9 +10,7 @@ import subprocess
 from pathlib import Path
 
 PERIOD_US = 100_000
-QUOTA_US = 1_000
-"""One hundredth of a core."""
-
+QUOTA_US = 1_000  # one hundredth of a core
 LIFETIME_S = 120
 _HELPER = """
 i=0

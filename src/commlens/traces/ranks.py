@@ -17,8 +17,7 @@ from commlens.traces.page import page_of
 from commlens.traces.trace import Trace
 
 _MOST_DIFFERENCES = 12
-MOST_CLASSES: Final = 8
-"""A page shows one rank of each of at most this many classes."""
+MOST_CLASSES: Final = 8  # a page shows one rank of each of at most this many classes
 
 
 class RankTraces:

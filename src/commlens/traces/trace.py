@@ -155,7 +155,6 @@ class Trace:
         print_summary(self.to_summary(), file, width=width, colour=colour)
 
     def _repr_html_(self) -> str:
-        """Render the summary for a notebook."""
         from commlens.reports.trace_notebook import summary_html
 
         return summary_html(self.to_summary())

@@ -96,7 +96,6 @@ def _leave_to_eager(code: Any) -> bool:
 
 
 def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-    """The mode's ``__torch_dispatch__``."""
     if DTensor in types:
         # DTensor runs first; the ops that it issues come here afterwards.
         if not isinstance(func, HigherOrderOperator):

@@ -104,8 +104,6 @@ def _fsdp1_owner(handle: Any) -> tuple[Any, Owner]:
 
 
 class _Reducer:
-    """The buckets of one DistributedDataParallel."""
-
     _count = 0
 
     def __init__(self, module: DistributedDataParallel, row: ModuleRow) -> None:

@@ -37,10 +37,8 @@ from commlens.version import __version__
 
 log = logging.getLogger("commlens")
 
-WHOLE_STEPS = 10
-"""Default number of optimizer steps whose collectives are kept one by one."""
-WHOLE_EVENTS = 50_000
-"""Number of collectives after which they are summarised even if no step ends."""
+WHOLE_STEPS = 10  # default number of optimizer steps whose collectives are kept one by one
+WHOLE_EVENTS = 50_000  # number of collectives after which they are summarised even if no step ends
 _FOLD_AT = 2_000  # events kept before old ones are summarised
 _POINTERS_LIMIT = 4096  # outputs whose waits are watched
 _WORKS_LIMIT = 16  # Works kept alive

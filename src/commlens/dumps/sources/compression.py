@@ -14,18 +14,15 @@ from typing import BinaryIO, Final, Protocol
 
 from commlens.errors import MissingDependency
 
-MAGIC_BYTES: Final = 264
-"""Bytes of a file's beginning that reveal whether it is compressed or an archive."""
-UNSUSPICIOUS_BYTES: Final = 256 << 20
-"""Content of up to this size may have any compression ratio."""
+MAGIC_BYTES: Final = 264  # bytes of a file's beginning that reveal whether it is compressed or an archive
+UNSUSPICIOUS_BYTES: Final = 256 << 20  # content of up to this size may have any compression ratio
 RATIO_MAX: Final = 500
 """Highest ratio of larger content. Text logs reach 30, repetitive dumps 150; gzip's maximum is 1032."""
 UNPACKED_MAX: Final = 16 << 30
 """Most bytes that one file is unpacked to; an archive's members are counted together, with those of archives in it."""
 USUAL_RATIO: Final = 200
 """Content beyond this ratio counts as excess, which all files together may have :data:`EXCESS_MAX` bytes of."""
-EXCESS_MAX: Final = 1 << 30
-"""Bounds the time for many small bombs: a gigabyte takes up to 10 s to unpack and parse."""
+EXCESS_MAX: Final = 1 << 30  # bounds the time for many small bombs: a gigabyte takes up to 10 s to unpack and parse
 _NESTING_MAX: Final = 3  # compression inside compression
 _PIECE: Final = 64 << 10
 _CONTENT_MAX: Final = 1 << 20  # bytes of content between two checks of the ratio

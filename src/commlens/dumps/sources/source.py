@@ -13,11 +13,8 @@ from commlens.blackbox.reader import open_regular, reason
 from commlens.dumps.sources.compression import amount, decompressor_for, unpacked
 from commlens.errors import FormatError
 
-READ_MAX: Final = 1 << 30
-"""Most bytes that :meth:`Source.read` returns; a ring buffer of 2000 entries takes 0.3 to 1 million."""
-
-HELD_MAX: Final = 256 << 20
-"""Most bytes of one member of a compressed archive, which is held in memory."""
+READ_MAX: Final = 1 << 30  # most bytes that Source.read returns; a ring buffer of 2000 entries takes 0.3 to 1 million
+HELD_MAX: Final = 256 << 20  # most bytes of one member of a compressed archive, which is held in memory
 
 _Read = TypeVar("_Read")
 _FIRST: Final = 4096  # bytes of the first read: enough to detect the kind of most files
@@ -150,8 +147,6 @@ def read_up_to(stream: BinaryIO, limit: int) -> bytes:
 
 
 class _Part(io.RawIOBase):
-    """A byte range of a file as a stream."""
-
     def __init__(self, file: io.FileIO, offset: int, length: int, name: str, problems: list[str]) -> None:
         self._file = file
         self._length = self._left = length

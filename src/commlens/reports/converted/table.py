@@ -15,9 +15,7 @@ from commlens.formats.columns import RankColumns
 from commlens.model.collective import Channel, CollectiveArgs, Stack, TensorSpec, user_frame
 from commlens.text import csv_cell, format_ranks
 
-STATES: Final = ("scheduled", "started", "completed", "retired")
-"""By the number in ``RankColumns.state``."""
-
+STATES: Final = ("scheduled", "started", "completed", "retired")  # by the number in ``RankColumns.state``
 _PLAIN: Final = {
     "sequence": "int64", "peer": "int32", "created_ns": "int64", "started_ns": "int64", "completed_ns": "int64", "duration_ns": "int64",
     "timeout_ms": "int64", "coalesced": "int32",

@@ -16,8 +16,7 @@ import commlens
 from commlens.scenarios import lab
 from commlens.scenarios.truth import FAULT_STEP, culprit_rank
 
-SLOW_S = 6.0
-"""Twice the stall timeout of the demo and of the tests."""
+SLOW_S = 6.0  # twice the stall timeout of the demo and of the tests
 
 
 def save_checkpoint(model: torch.nn.Module, folder: Path) -> None:

@@ -122,8 +122,6 @@ class FakeCuda:
 
 
 class _NoOp:
-    """A stream, event or context that does nothing."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
