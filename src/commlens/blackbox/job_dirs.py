@@ -162,9 +162,7 @@ class Owner(NamedTuple):
     @property
     def has_ended(self) -> bool | None:
         """Whether the process has ended; None if it is not visible from here."""
-        if not self.machine.is_here:
-            return None
-        return start_ticks(self.pid) != self.start_ticks or stat_fields(self.pid)[0] in "ZXx"
+        return process_has_ended(self.pid, self.start_ticks) if self.machine.is_here else None
 
 
 def owner(box: Path) -> Owner | None:
@@ -206,6 +204,12 @@ def is_leftover(box: Path, *, before_s: float) -> bool:
     return ended is not False and last_s < before_s - (_SILENT_S if ended is None else 0)
 
 
+def process_has_ended(pid: int, start_ticks: int) -> bool:
+    """Return whether the process that got this pid at this time has ended, whether or not its parent has reaped it."""
+    fields = stat_fields(pid)
+    return int(fields[19]) != start_ticks or fields[0] in "ZXx"
+
+
 def start_ticks(pid: int) -> int:
     """Return when a process started, in clock ticks since boot (``/proc/PID/stat``, field 22); 0 if it does not exist."""
     return int(stat_fields(pid)[19])
@@ -219,8 +223,9 @@ def parent_of(pid: int) -> int:
 def stat_fields(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the third on, of proc(5); state X and zeros if there is no such process."""
     try:
-        # Field 2 may contain spaces and parentheses.
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:  # noqa: PTH123 - Path costs more than the read
+            # Field 2, the command's name, may contain spaces and parentheses.
+            fields = file.read(4096).decode("ascii", "replace").rpartition(")")[2].split()
     except OSError:
         fields = []
     return fields if len(fields) > 19 else ["X", *["0"] * 19]

@@ -107,17 +107,3 @@ def _ranks_of_this_node(rank: int) -> range:
     except (KeyError, ValueError):
         return range(0)
     return range(rank - local, rank - local + size)
-
-
-def is_gone(pid: int, start_ticks: int) -> bool:
-    """Return whether the process that created a board has ended."""
-    return job_dirs.start_ticks(pid) != start_ticks or process_state(pid) in ("Z", "")
-
-
-def process_state(pid: int) -> str:
-    """Return the kernel's state letter of a process; "" if there is no such process."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    return "".join(text.rpartition(")")[2].split()[:1])

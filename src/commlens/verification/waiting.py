@@ -24,7 +24,7 @@ from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
 from commlens.verification.messages import Subject, absence_text, cycle_text, tag_text
-from commlens.verification.peers import Peers, is_gone, process_state
+from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 
 log = logging.getLogger("commlens")
@@ -303,12 +303,12 @@ class Waiting:
         board = self._peers[rank]
         if board.word(B.CLOSED):
             return HAS_FINISHED
-        return "was killed or crashed" if is_gone(board.pid, board.start_ticks) else ""
+        return "was killed or crashed" if job_dirs.process_has_ended(board.pid, board.start_ticks) else ""
 
     def _whereabouts(self, rank: int) -> str:
         """Return what an absent rank is doing; "" if unknown. The rank's watchdog thread recorded the line of its main thread."""
         board = self._peers[rank]
-        if process_state(board.pid) in ("T", "t"):
+        if job_dirs.stat_fields(board.pid)[0] in "Tt":
             return "is stopped by a signal"
         try:
             box = read_box(self._folder / job_dirs.box_name(rank, board.pid))

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from commlens.blackbox import job_dirs
+
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 # ioctl(pidfd, PIDFD_GET_INFO), linux/pidfd.h, Linux 6.15: the exit status even after the parent has reaped the process.
@@ -82,11 +84,7 @@ def read_text(path: str | Path) -> str | None:
 
 def read_stat(pid: int) -> Stat | None:
     """Return the state of a process; None if it does not exist or is not visible."""
-    text = read_text(f"/proc/{pid}/stat")
-    if not text:
-        return None
-    # The command's name (field 2) may contain spaces and parentheses: field 3 follows the last parenthesis.
-    fields = text[text.rfind(")") + 2 :].split()
+    fields = job_dirs.stat_fields(pid)
     try:
         state, start = fields[0], int(fields[19])
         cpu = (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
@@ -94,7 +92,7 @@ def read_stat(pid: int) -> Stat | None:
         status = int(fields[49]) if state in "ZX" else None
     except (IndexError, ValueError):
         return None
-    return Stat(start, state, cpu, reaped, status)
+    return Stat(start, state, cpu, reaped, status) if start else None
 
 
 def is_ending(pid: int) -> bool:
@@ -103,9 +101,8 @@ def is_ending(pid: int) -> bool:
     pending = re.findall(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)$", status, re.MULTILINE)
     if not pending or any(int(mask, 16) >> (signal.SIGKILL - 1) & 1 for mask in pending):
         return True
-    text = read_text(f"/proc/{pid}/stat") or ""
-    fields = text[text.rfind(")") + 2 :].split()
-    return len(fields) < 7 or fields[0] in ("Z", "X", "x") or bool(int(fields[6]) & _EXITING)
+    fields = job_dirs.stat_fields(pid)
+    return fields[0] in "ZXx" or bool(int(fields[6]) & _EXITING)
 
 
 def is_running(pid: int, start_ticks: int) -> bool:
