@@ -109,7 +109,8 @@ def _missing(context: Context, absence: Absence) -> None:
     sure = doing.observed or doing.why in _SURE
     more = None
     if too_long:
-        more = "Whether it is in an endless loop does not show from outside; commlens.expect_slow marks code that may take this long."
+        open_question = "waits for a disk or a server" if doing.unclear else "is in an endless loop"
+        more = f"Whether it {open_question} does not show from outside; commlens.expect_slow marks code that may take this long."
     elif not sure and not context.job.knows.stacks:
         more = (
             f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
