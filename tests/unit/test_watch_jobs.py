@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +79,14 @@ def test_the_memory_of_jobs_that_ended_long_ago_is_freed(tmp_path: Path, ranks: 
     assert {job.name for job in folder.iterdir()} == {"train-1", "train-2", "other"}, "a day has not passed"
     discard_forgotten([folder / "train-2"], after_s=0.0)
     assert {job.name for job in folder.iterdir()} == {"train-2", "other"}, "its own stays, and the one that lives"
+
+
+def test_a_jobs_name_does_not_depend_on_the_parent() -> None:
+    """Rank 0 may start the others, or a shell each of them: the place where they meet is the same."""
+    program = "import sys; from commlens.blackbox import job_dirs; print(job_dirs.job_identity({}, sys.argv[1]))"
+
+    def name(place: str) -> str:
+        return subprocess.run([sys.executable, "-c", program, place], capture_output=True, text=True, check=True).stdout.strip()
+
+    assert job_dirs.job_identity({}, "tcp://127.0.0.1:29500") == name("tcp://127.0.0.1:29500") != name("tcp://127.0.0.1:29501")
+    assert job_dirs.job_identity({}) == name(""), "what one command of a shell starts"
