@@ -11,12 +11,18 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.blackbox.layout import box_size
 from commlens.text import size
 from commlens.version import __version__
+
+_EXIT: Final = (
+    "recording waits a moment before destroy_process_group, so a job that torch keeps from ending (Reducer and ProcessGroupGloo join\n"
+    "threads with the GIL held) may hang only without commlens; docs/launch.md has the details"
+)
 
 
 @dataclass
@@ -49,6 +55,7 @@ def examine(config_file: str | None = None) -> Report:
         ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
         ("other processes", _ptrace),
         ("autoload", _autoload),
+        ("exit", lambda _: _EXIT),
         ("packages", _packages),
         ("settings", lambda _: _settings(resolved)),
     ]

@@ -43,7 +43,7 @@ class ArgsTable {
     const uint64_t hash = hash_of(key), generation = generation_.load(std::memory_order_acquire);
     if (auto* found = recent.find(generation, key, hash))
       if (ArgsPtr args = found->lock()) return args;
-    const Words saved_key = key;  // a call into Python may come back here
+    const Words saved_key = key;  // a call into Python may issue a collective, which overwrites `key`
     ArgsPtr args = shared(spec, arguments, process_group, saved_key);
     recent.put(generation, saved_key, hash, args);
     return args;

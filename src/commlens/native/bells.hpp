@@ -27,7 +27,8 @@ constexpr uint64_t ANY = ~0ull;  // threads of the rank sleep on several bells
 inline uint64_t bell_of(uint64_t rank) { return FIRST_WORD + rank % PLACES * 2; }
 }  // namespace bells
 
-// The words of a shared map as futexes, by their lower halves. Without the system call (a sandbox may forbid it), wait() only naps.
+// The words of a shared map as futexes, by their lower halves. Without the system call (a sandbox may forbid it), wait() sleeps for 50 us
+// at most.
 class Futexes {
  public:
   explicit Futexes(char* map) : map_(map), works_(call(map, FUTEX_WAKE, 1, nullptr) >= 0) {}
@@ -130,8 +131,8 @@ class Bells {
     __atomic_store_n(place(mine_ + 1), bell, __ATOMIC_SEQ_CST);
   }
 
-  // All accesses have one total order: a rank that rings and then looks for sleepers either finds this one, or has rung before this
-  // one listened, which then finds the announcement.
+  // All accesses have one total order. So a rank that rings and does not find this sleeper has rung before this rank listened, and this
+  // rank finds the announcement when it checks once more.
   uint64_t load(uint64_t word) const { return __atomic_load_n(place(word), __ATOMIC_SEQ_CST); }
 
   uint64_t* place(uint64_t word) const { return word_at(map_, word * 8); }

@@ -35,8 +35,8 @@ class Box {
 
   void lost(uint64_t count) { store_max(word_at(map_, LOST), count); }
 
-  // A reader accepts a record only if its checksum is right, so it may find one half written, or left so by a writer that was
-  // killed.
+  // A reader accepts a record only if its checksum is right, so a record that is half written, perhaps by a writer that was killed, does
+  // no harm.
   uint64_t announce(const Record& record) {
     const uint64_t offset = HEADER_SIZE + (record.index - 1) % capacity_ * RECORD_SIZE;
     char* slot = map_ + offset;
@@ -54,7 +54,7 @@ class Box {
     }
   }
 
-  // Life words. None is written once a newer record has the slot, since that would wipe out the newer record's words.
+  // Life words. None is written once a newer record has the slot, since that would overwrite the newer record's words.
   void mark(uint64_t offset, uint64_t field, uint64_t index, uint64_t now) { mark_value(offset, field, index, ticks(now)); }
 
   void mark_value(uint64_t offset, uint64_t field, uint64_t index, uint64_t value) {

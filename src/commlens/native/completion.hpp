@@ -19,7 +19,7 @@ class Completion {
 
   // --- the call returned
 
-  // The caller waits at once. That wait also records that the call returned, and finds the token without a Work.
+  // The caller waits for the collective at once. That wait also records that the call returned, and finds the token by its thread.
   void hold_for_caller(const TokenPtr& token, const c10d::Work* work) { synchronous_.issued(token, work); }
 
   // `work` is null if the backend's call waited for the collective itself.
@@ -33,7 +33,8 @@ class Completion {
       token->work = std::move(work);
       hold(token);
     } else {
-      // Holding a Work on an accelerator would keep tensors alive, and polling it queries an event. Only torch's recorder knows.
+      // Holding a Work on an accelerator would keep tensors alive, and polling it queries an event. Only torch's own recorder knows when it
+      // is done.
       mark_unknown(*token);
       TokenPtr former;
       std::lock_guard<std::mutex> lock(mutex_);
@@ -56,7 +57,7 @@ class Completion {
     return token;
   }
 
-  // `self` is the Python object of the Work, which a weak reference finds.
+  // `self` is the Python object of the Work, by which a weakly held collective is found.
   TokenPtr wait_begins(const c10d::Work* work, PyObject* self) {
     TokenPtr token = synchronous_.take_by(work);
     std::vector<TokenPtr> weakly_held;
@@ -204,7 +205,7 @@ class Completion {
     box_.wait_began(token.offset, token.index, now_ns(), this_thread(), token.args->synchronous);
   }
 
-  // Amortised: each new collective polls the oldest one, so that no Work (and no tensor) is held for long.
+  // Each new collective also polls the oldest one, so that no Work (and no tensor) is held for long.
   void hold(const TokenPtr& token) {
     TokenPtr oldest;
     bool full = false;
@@ -322,7 +323,7 @@ class Completion {
   // the lock.
   std::mutex mutex_;
   InFlight in_flight_;
-  std::atomic<size_t> in_flight_count_{0};  // 0 tells a thread that it has none
+  std::atomic<size_t> in_flight_count_{0};  // if 0, a thread need not lock to find that there is none
   std::deque<TokenPtr> on_accelerator_;
 };
 

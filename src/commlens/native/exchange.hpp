@@ -55,7 +55,7 @@ struct Announced {
   PlanPtr plan;
   uint64_t number = 0;  // with its round
   Indices absent;       // peers whose announcements have not been seen
-  bool differs = false;  // a peer's signature differs, which may be legal: that of a root does
+  bool differs = false;  // a peer's signature differs, which may be legal: a root's differs from the others'
 };
 
 enum class Answer {
@@ -68,7 +68,7 @@ enum class Answer {
 class Exchange {
  public:
   static constexpr uint64_t PATIENCE_NS = 50000000;  // then Python checks whether the absent peers are alive
-  static constexpr uint64_t YIELDING_NS = 20000;  // before it sleeps: in a tight loop, ranks arrive sooner
+  static constexpr uint64_t YIELDING_NS = 20000;  // then it sleeps; in a tight loop, the peers arrive within that time
   static constexpr size_t PLANS = 1024, AGREED = 10000;
 
   // `board` is this rank's, `shared` the page that all ranks share.
@@ -82,7 +82,7 @@ class Exchange {
 
   // --- called from Python
 
-  // Whether collectives are verified now, and how many refusals and new boards Python has handled.
+  // Set whether collectives are verified now, and how many refusals and new boards Python has handled.
   void caught_up(bool active, uint64_t refusals, uint64_t boards) {
     if (refusals_seen_.exchange(refusals) != refusals) forget();
     boards_seen_.store(boards);

@@ -166,7 +166,7 @@ class TensorWait : public c10::OperatorKernel {
   }
 };
 
-// Registers the kernels. They stay: removing them while threads are inside is unproven.
+// Registers the kernels. They stay registered, since a thread may be inside one when it is removed.
 inline void install(std::vector<OpSpec> specs, const py::list& python_specs, const py::object& slow) {
   python_tap = py::object(slow).release().ptr();
   static auto* collectives = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);

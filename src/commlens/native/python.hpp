@@ -109,7 +109,7 @@ inline PyRef checked(PyObject* result) {
 inline pybind11::object as_python(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
-  } catch (pybind11::error_already_set& raised) {  // restoring it would empty it
+  } catch (pybind11::error_already_set& raised) {  // to restore the error would empty it
     return raised.value() ? pybind11::reinterpret_borrow<pybind11::object>(raised.value()) : pybind11::none();
   } catch (...) {
   }

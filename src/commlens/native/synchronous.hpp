@@ -11,7 +11,7 @@ namespace commlens {
 
 class Synchronous {
  public:
-  // `work` is the Work that the caller waits for; it is only compared.
+  // `work` is the Work that the caller waits for; only its address is used.
   void issued(const TokenPtr& token, const void* work) {
     Slot& slot = own_slot();
     slot.work = work;
@@ -61,7 +61,7 @@ class Synchronous {
   struct Slot {
     std::mutex mutex;
     TokenPtr token;  // set by its own thread, under the mutex
-    const void* work = nullptr;  // its own thread's
+    const void* work = nullptr;  // used only by its own thread
   };
 
   Slot& own_slot() {

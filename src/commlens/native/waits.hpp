@@ -19,7 +19,8 @@ inline const void* address_of(PyObject* object) {
   return instance->simple_layout ? instance->simple_value_holder[0] : nullptr;
 }
 
-// The method of a class of Works. `closure` holds the original method, and its wrapper in Python for while Python listens.
+// The method of a class of Works. `closure` holds the original method and its wrapper in Python, which is called while Python
+// listens to waits.
 inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t count, PyObject* names) {
   PyObject* original = PyTuple_GET_ITEM(closure, 0);
   if (python_waits.load(std::memory_order_relaxed)) return PyObject_Vectorcall(PyTuple_GET_ITEM(closure, 1), arguments, count, names);

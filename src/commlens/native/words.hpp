@@ -21,7 +21,7 @@ inline uint64_t hash_of(const Words& words) {
   return hash;
 }
 
-// Not thread-safe: its owner locks.
+// Not thread-safe: the owner of a table locks it.
 template <class Value>
 class WordTable {
  public:
@@ -48,13 +48,13 @@ class WordTable {
   std::unordered_multimap<uint64_t, Entry> entries_;
 };
 
-// Each generation in a process is different.
+// A number that no earlier call in this process has returned.
 inline uint64_t next_generation() {
   static std::atomic<uint64_t> last{0};
   return ++last;
 }
 
-// One thread's latest finds, in front of a table that threads share. Valid only for the table's current generation.
+// The entries that one thread found last, in front of a table that threads share. Valid only for the table's current generation.
 template <class Value>
 class ThreadCache {
  public:

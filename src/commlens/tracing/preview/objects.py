@@ -37,7 +37,7 @@ class Unknown(BaseException):
 
 
 class Learned(BaseException):
-    """The run has reached the send given as ``until``."""
+    """The run has reached the send given as ``stop_at``."""
 
 
 class Objects:
@@ -45,14 +45,14 @@ class Objects:
 
     sees_fake_tensors = False
 
-    def __init__(self, rank: int, known: dict[Key, Message | None], until: Key | None) -> None:
+    def __init__(self, rank: int, learned: dict[Key, Message | None], stop_at: Key | None) -> None:
         """Play a rank that knows some messages from others; None stands for those that could not be learned in earlier runs.
 
-        When the message ``until`` is sent, it is kept in ``known``, and ``Learned`` is raised.
+        When the message ``stop_at`` is sent, it is kept in ``learned``, and ``Learned`` is raised.
         """
         self.rank = rank
-        self.known = known
-        self.until = until
+        self.learned = learned
+        self.stop_at = stop_at
         self.unknown: list[str] = []
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._deliveries = _Deliveries()
@@ -169,14 +169,14 @@ class Objects:
         return (*call, self._counts[call])
 
     def _keep(self, key: Key, message: Message) -> None:
-        if key == self.until:
-            self.known[key] = message
+        if key == self.stop_at:
+            self.learned[key] = message
             raise Learned
 
     def _message(self, key: Key) -> Message | None:
-        if key not in self.known:
+        if key not in self.learned:
             raise Unknown(key)
-        message = self.known[key]
+        message = self.learned[key]
         if message is None:
             sent = {"broadcast": "broadcast", "scatter": "scattered", "send": "sent"}[key[0]]
             self.unknown.append(f"The object that rank {key[1]} {sent} is unknown; this rank's own object was used instead.")

@@ -46,7 +46,7 @@ class Preview:
         self._depth = depth
         self._steps = steps
         self._report = report or (lambda text: None)
-        self._known: dict[Key, Message | None] = {}
+        self._learned: dict[Key, Message | None] = {}
         self._requested: set[Key] = set()
         self.error: BaseException | None = None
         """The exception that ended the program early, SystemExit included."""
@@ -93,9 +93,9 @@ class Preview:
         source, sends = key[1], {"broadcast": "broadcasts", "scatter": "scatters", "send": "sends"}[key[0]]
         self._report(f"The program needs an object that rank {source} {sends}: running it as rank {source} up to that point.")
         self._requested.add(key)
-        while key not in self._known:
+        while key not in self._learned:
             missing: Key | None = None
-            with self._world(source, until=key), contextlib.redirect_stdout(io.StringIO()):
+            with self._world(source, stop_at=key), contextlib.redirect_stdout(io.StringIO()):
                 try:
                     self._program()
                 except Unknown as unknown:
@@ -105,13 +105,18 @@ class Preview:
                 except BaseException as error:
                     self._report(f"Rank {source} ended before that point: {type(error).__name__}: {error}")
             if missing is None or missing in self._requested:
-                self._known.setdefault(missing or key, None)
+                self._learned.setdefault(missing or key, None)
             else:
                 self._learn(missing)
 
-    def _world(self, rank: int, until: Key | None = None) -> FakeWorld:
+    def _world(self, rank: int, stop_at: Key | None = None) -> FakeWorld:
         return FakeWorld(
-            self._world_size, rank, ranks_per_node=self._ranks_per_node, fake_tensors=self._fake_tensors, known=self._known, until=until
+            self._world_size,
+            rank,
+            ranks_per_node=self._ranks_per_node,
+            fake_tensors=self._fake_tensors,
+            learned=self._learned,
+            stop_at=stop_at,
         )
 
 

@@ -43,15 +43,15 @@ class FakeWorld:
         *,
         ranks_per_node: int = 8,
         fake_tensors: bool = False,
-        known: dict[Key, Message | None] | None = None,
-        until: Key | None = None,
+        learned: dict[Key, Message | None] | None = None,
+        stop_at: Key | None = None,
     ) -> None:
-        """Describe the world. ``known`` are objects from other ranks, learned in earlier runs; stop when ``until`` is sent."""
+        """Describe the world. ``learned`` are objects from other ranks, from earlier runs; stop when ``stop_at`` is sent."""
         self.world_size = world_size
         self.rank = rank
         self.local_world_size = min(ranks_per_node, world_size)
         self.local_rank = rank % ranks_per_node
-        self.objects = Objects(rank, {} if known is None else known, until)
+        self.objects = Objects(rank, {} if learned is None else learned, stop_at)
         self.tensors = FakeTensors() if fake_tensors else None
         self.before_destroy: Any = None  # called before the groups are destroyed
         self._cuda = FakeCuda(self.local_rank, self.local_world_size) if FakeCuda.wanted() else None
