@@ -109,10 +109,11 @@ class Graph:
         on_stack: set[Node] = set()
         stack: list[Node] = []
         found: list[list[Node]] = []
-        for root in sorted(self.edges):
+        waiting = {node: sorted(end for end in ends if self.edges[end]) for node, ends in self.edges.items() if ends}  # no sinks
+        for root in sorted(waiting):
             if root in index:
                 continue
-            todo = [(root, iter(sorted(self.edges[root])))]
+            todo = [(root, iter(waiting[root]))]
             index[root] = low[root] = len(index)
             stack.append(root)
             on_stack.add(root)
@@ -123,7 +124,7 @@ class Graph:
                         index[target] = low[target] = len(index)
                         stack.append(target)
                         on_stack.add(target)
-                        todo.append((target, iter(sorted(self.edges[target]))))
+                        todo.append((target, iter(waiting[target])))
                         break
                     if target in on_stack:
                         low[node] = min(low[node], index[target])

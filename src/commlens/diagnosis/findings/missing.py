@@ -231,10 +231,15 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
     """Presume ranks without a record on this node dead; those of another node may be anywhere."""
     others = any(case.finding.root_cause for case in context.cases)
     groups: dict[tuple[Instance, str, str], list[Node]] = defaultdict(list)
+    instances: dict[frozenset[Node], Instance] = {}  # by the collectives whose ranks wait for a node: for many nodes the same
     for node in nodes:
+        sources = frozenset(context.graph.waiters.get(node, ()))
+        sources = sources if all(source.kind == "at" for source in sources) else frozenset({node})
+        if sources not in instances:
+            instances[sources] = most_waited(context.graph.edges_into(node)).instance
         stranger = context.job.strangers.get(node.rank)
         why = stranger.unrecorded if stranger is not None else ""
-        groups[(most_waited(context.graph.edges_into(node)).instance, node.kind, why)].append(node)
+        groups[(instances[sources], node.kind, why)].append(node)
     for (_, kind, why), members in sorted(groups.items()):
         edges = context.graph.edges_into(members[0])
         ranks, waiting = [node.rank for node in members], sorted({edge.rank for edge in edges})
