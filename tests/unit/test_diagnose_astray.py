@@ -85,3 +85,16 @@ def test_a_lost_send_in_a_ring_is_no_wrong_offset() -> None:
             yield all_reduce(job.world, line=50)
 
     assert "rank 2 did not send to rank 3 this time" in judge(4, program).summary
+
+
+def test_one_wrong_line_is_one_fault() -> None:
+    """Each rank of a ring receives with its own tag: no pair of ranks is a fault of its own."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield send(job.world, (rank + 1) % 4, line=30, tag=rank)
+        yield recv(job.world, (rank - 1) % 4, line=31, tag=rank)
+        yield all_reduce(job.world, line=40)
+
+    verdict = judge(4, program)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/p2p", [], [0, 1, 2, 3])
+    assert sum(text.startswith("The same: ") for text in verdict.findings[0].evidence) == 3

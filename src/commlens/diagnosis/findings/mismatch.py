@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.call_paths import Path, part, path_of
@@ -17,6 +17,7 @@ from commlens.model.verdict import Confidence, Finding, Kind, Why
 from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _ASPECTS = {"reduce-op": "reduce op", "layout": "memory layout"}
+_EVIDENCE_MAX = 8
 _WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
 _DEPARTURES = {
     "skipped": "; it looks like a skipped collective",
@@ -27,6 +28,7 @@ _DEPARTURES = {
 
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
     """Make one finding for each mismatch, whether it blocks ranks or is silent."""
+    ties: dict[Hashable, Finding] = {}
     for number, mismatch in enumerate(context.mismatches):
         node = sinks.get(number)
         blocked = context.blocked_by([node]) if node is not None else []
@@ -43,6 +45,13 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         if mismatch.tie:
             _name_nobody(context, mismatch, finding)
             line = line if len({other.source for other in mismatch.ops.values()}) == 1 else None
+            lines = frozenset((other.op, other.call_lines) for other in mismatch.ops.values())
+            known = ties.setdefault((finding.kind, mismatch.astray is None, lines), finding)
+            if known is not finding and op.call_lines:  # the same lines disagree for other ranks or in other groups: it is one fault
+                known.victims = sorted({*known.victims, *finding.victims})
+                if len(known.evidence) < _EVIDENCE_MAX:
+                    known.evidence.append(f"The same: {finding.summary}.")
+                continue
         context.add(finding, shown, line, blocked=len(blocked), order=order, disagrees=True)
 
 
