@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from builders import Job, Stay, Step, all_reduce, recv, send
+from builders import Die, Job, Stay, Step, all_reduce, recv, send
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.ranklog import End, Observation
 from commlens.model.verdict import Verdict
 
 
@@ -98,3 +99,23 @@ def test_one_wrong_line_is_one_fault() -> None:
     verdict = judge(4, program)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/p2p", [], [0, 1, 2, 3])
     assert sum(text.startswith("The same: ") for text in verdict.findings[0].evidence) == 3
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_loop_over_destinations_names_no_wrong_one(dies: bool) -> None:
+    """Rank 2 does not come to its receive: the message for it is no reason why others wait for rank 0."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank == 2:
+            yield Die(Observation(End.KILLED, signal="SIGKILL")) if dies else Stay(57, "load_batch")
+        for other in range(1, 6):
+            if rank == 0:
+                yield send(job.world, other, line=30)
+            elif rank == other:
+                yield recv(job.world, 0, line=31)
+        yield send(job.world, (rank + 1) % 6, line=40)
+        yield recv(job.world, (rank - 1) % 6, line=41)
+        yield recv(job.world, rank - 1, line=50) if rank else send(job.world, 1, line=51)
+
+    verdict = judge(6, program)
+    assert (verdict.kind, verdict.culprits) == ("dead" if dies else "missing", [2])

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from builders import SCRIPT, Job, Op, Step, all_reduce, collective
+from builders import SCRIPT, Job, Op, Stay, Step, all_reduce, collective
 
 from commlens.diagnosis.call_paths import parted
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import ThreadStack
 from commlens.model.verdict import Verdict
 
 MAIN = Frame(SCRIPT, 90, "<module>")
@@ -115,3 +116,24 @@ def test_ranks_in_one_line_of_a_trainer_part_in_the_library() -> None:
     assert (mine.line, theirs.line) == (hook, fit[2])
     assert parted(fit, fit) is None
     assert parted((hook,), fit) is None
+
+
+def test_an_absent_rank_in_the_same_line_of_a_trainer_is_told_by_the_library_s_lines() -> None:
+    site = "/v/lib/python3.12/site-packages/lightning/"
+    fit = (Frame(f"{site}trainer.py", 5, "fit", FrameKind.LIBRARY), Frame(SCRIPT, 80, "main"), MAIN)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(5):
+            if (rank, i) == (1, 4):
+                yield Stay(80, "main")
+            yield gradients(job)
+
+    logs = Job(3).run(program).logs()
+    for log in logs:
+        for op in log.collectives:
+            op.stack = (Frame(f"{site}strategy.py", 7, "backward", FrameKind.LIBRARY), *fit)
+    inside = (Frame(f"{site}save.py", 4, "save_checkpoint", FrameKind.LIBRARY), *fit)
+    logs[1].stacks = [ThreadStack(logs[1].pid, "MainThread", inside, logs[1].captured_ns, True)]
+    (finding,) = diagnose_logs(logs).findings
+    main = "train.py:80 main -> lightning"
+    assert f"rank 1 is in {main}/save.py:4 save_checkpoint, ranks 0,2 in {main}/strategy.py:7 backward." in finding.evidence

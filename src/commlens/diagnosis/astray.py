@@ -7,10 +7,11 @@ stuck or has ended, and if one of the two departs from its own tags or peers, or
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
 
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import JobIndex, RankView
+from commlens.diagnosis.routine import expected_token
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.matching.point_to_point import Pair, pair_messages
 from commlens.model.collective import ChannelKey, Collective
@@ -60,8 +61,8 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
             detail = f"{nothing}, and does not receive the one from rank {usual}"
             return _mismatch(job, (usual, left[0]), (view.rank, op), (view.rank,), detail, why)
     # The other one does: it has sent the message to a rank that does not receive it.
-    for peer in sorted(peer for of, peer, way in other.pairs if of == key and way == "send" and peer in job.views and not sends):
-        for send in _unmatched(other, job.views[peer], key, received=False)[:1]:
+    for peer in sorted(peer for of, peer, way in other.pairs if of == key and way == "send" and not sends):
+        for send in _unmatched(other, job.views[peer], key, received=False)[:1] if peer in job.views and _is_stuck(job.views[peer]) else ():
             usual, why = _usual_peer(job, other, send)
             if usual == view.rank:
                 return _to_wrong_rank(job, other, send, view, op, why)
@@ -69,8 +70,8 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
 
 
 def _is_stuck(view: RankView) -> bool:
-    """Return whether a rank cannot issue anything any more."""
-    return view.exit.ended or any(block.stuck for block in view.blocks.values())
+    """Return whether a rank cannot issue anything any more, and not because it died."""
+    return not view.died and (view.exit.kind == "clean" or any(block.stuck for block in view.blocks.values()))
 
 
 def _pairs(sender: RankView, receiver: RankView, key: ChannelKey) -> list[Pair]:
@@ -97,12 +98,17 @@ def _other_tag(job: JobIndex, sender: RankView, receiver: RankView, send: Collec
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sent, received, strict=False)))
     odd, why = None, ""
     if 1 < same < min(len(sent), len(received)):
-        before, last = sent[same - 2 : same]
-        odd = {sent[same]: receiver.rank, received[same]: sender.rank}.get(2 * last - before)
-        used = f"rank {sender.rank} used {sent[same]}, rank {receiver.rank} {received[same]}"
-        why = f"After the tags {before} and {last}, {used}."
+        fits = {rank: _fits(tags[: same + 1]) for rank, tags in ((sender.rank, sent), (receiver.rank, received))}
+        odd = next((rank for rank, fit in fits.items() if fit is False and True in fits.values()), None)
+        why = f"After tag {sent[same - 1]}, rank {sender.rank} used {sent[same]}, rank {receiver.rank} {received[same]}."
     detail = f"rank {sender.rank} sent to rank {receiver.rank} with tag {send.tag}, but rank {receiver.rank} receives with tag {recv.tag}"
     return _mismatch(job, (sender.rank, send), (receiver.rank, recv), () if odd is None else (odd,), detail, why)
+
+
+def _fits(tags: list[int]) -> bool | None:
+    """Return whether the last tag continues the others, which may be counted up; None if they do not tell."""
+    further = [after - before for before, after in pairwise(tags)]
+    return further[-1] == further[0] if len(set(further[:-1])) == 1 else expected_token(further, len(further) - 1, sure=True)
 
 
 def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str]:
@@ -112,11 +118,11 @@ def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str
         The rank, and a sentence that gives the reason; -1 if there is none, or if the op is with that rank.
     """
     ranks = op.channel.key[2]
-    before = {one.peer for one in _at_line(view, op) if one.index < op.index}
+    before = [one.peer for one in _at_line(view, op) if one.index < op.index]
     to = "to" if op.op == "send" else "from"
     if before:
-        known = before.pop()
-        odd = not before and known is not None and known != op.peer
+        known = before[0]
+        odd = len(before) > 1 and len(set(before)) == 1 and known is not None and known != op.peer
         return (known, f"Until then, rank {view.rank} issued this {op.op} {to} rank {known}.") if odd and known is not None else (-1, "")
     place = {rank: i for i, rank in enumerate(ranks)}
     of_each: list[set[int]] = []

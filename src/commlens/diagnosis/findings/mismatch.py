@@ -29,6 +29,7 @@ _DEPARTURES = {
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
     """Make one finding for each mismatch, whether it blocks ranks or is silent."""
     ties: dict[Hashable, Finding] = {}
+    astray = {rank for mismatch in context.mismatches if mismatch.astray is not None and not mismatch.tie for rank in mismatch.culprits}
     for number, mismatch in enumerate(context.mismatches):
         node = sinks.get(number)
         blocked = context.blocked_by([node]) if node is not None else []
@@ -43,6 +44,7 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         finding = _finding(context, mismatch, op, _name(mismatch, shown), blocked, paths)
         line = paths[0].line
         if mismatch.tie:
+            finding.root_cause = mismatch.astray is None or astray.isdisjoint(mismatch.ops)
             _name_nobody(context, mismatch, finding)
             line = line if len({other.source for other in mismatch.ops.values()}) == 1 else None
             lines = frozenset((other.op, other.call_lines) for other in mismatch.ops.values())

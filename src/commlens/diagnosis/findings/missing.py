@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.activity import Activity, longest_gap_ns
+from commlens.diagnosis.call_paths import parted
 from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import ended_step, missing_step
 from commlens.diagnosis.index import RankView
@@ -104,7 +105,7 @@ def _missing(context: Context, absence: Absence) -> None:
     if finished:
         evidence += _steps_evidence(context, absence)
     elif context.job.knows.stacks:
-        evidence += _stack_evidence(view)
+        evidence += _stack_evidence(view, absence)
     evidence += _failure_evidence(view)
     sure = doing.observed or doing.why in _SURE
     more = None
@@ -211,11 +212,15 @@ def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
     return not any(one.call_lines == op.call_lines for one in view.history[-_RECENT:] if one.index < op.index)
 
 
-def _stack_evidence(view: RankView) -> list[str]:
+def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
     stack = view.log.main_stack
     if stack is None:
         note = view.log.observation.stacks_note
         return [f"There is no stack of rank {view.rank}" + (f": {note}." if note else ".")]
+    op = absence.edge.op
+    paths = parted(stack.frames, op.stack) if stack.source is not None and stack.source == op.source else None
+    if paths is not None:  # a trainer's call, or a helper: the line is the same on all ranks
+        return [f"rank {view.rank} is in {paths[0].phrase}, {ranks_phrase(absence.waiting)} in {paths[1].phrase}."]
     first, *callers = [frame_phrase(frame) for frame in user_lines(stack.frames)][:4] or [""]
     return [f"{first} on rank {view.rank} was called by {', called by '.join(callers)}."] if callers else []
 
