@@ -498,19 +498,18 @@ def main() -> None:
     torch.set_num_threads(1)
     families.load()
     jobs = []
-    for which in sys.argv[3:]:
-        name, _, size = which.partition(":")
-        for way in sys.argv[2].split(","):
-            body: Callable[[int, int, Path], None]
-            if name == "families":
-                body = run_families
-            elif name == "oddities":
-                body = run_oddities
-            else:
-                _, count, seed = name.split("-")
-                body = lambda rank, world, result, count=int(count), seed=int(seed): run_random(rank, world, result, count, seed)  # noqa: E731
-            settings = {"verify_timeout": 20.0, "engine": way}
-            jobs.append(Job(f"{which}:{way}", int(size), body, settings, way != "bare", timeout_s=90.0))
+    for which in sys.argv[2:]:
+        name, size, way = which.split(":")
+        body: Callable[[int, int, Path], None]
+        if name == "families":
+            body = run_families
+        elif name == "oddities":
+            body = run_oddities
+        else:
+            _, count, seed = name.split("-")
+            body = lambda rank, world, result, count=int(count), seed=int(seed): run_random(rank, world, result, count, seed)  # noqa: E731
+        settings = {"verify_timeout": 20.0, "engine": way}
+        jobs.append(Job(which, int(size), body, settings, way != "bare", timeout_s=90.0))
     prepare()
     Jobs(out).run(jobs, at_once=2)
 

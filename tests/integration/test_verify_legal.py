@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ pytest.importorskip("torch")
 
 import families
 from legal_programs import AT_FOUR, ODDITIES
-from test_verify_strict import TIMEOUT_S, launch
+from test_verify_strict import launch
 
+TIMEOUT_S = 400  # takes about 100 s on two cores
 RANDOM = [("random-500-1", 2), ("random-500-2", 4), ("random-500-3", 8)]
 JOBS = [("families", 2), ("families", 4), ("oddities", 2), ("oddities", 4), *RANDOM]
 AT_SIZE = {size: [family.name for family in families.cases(families.GLOO, size) if size == 2 or family.name in AT_FOUR] for size in (2, 4)}
@@ -30,23 +32,17 @@ MIXED = [("oddities", 2), ("oddities", 4), RANDOM[1]]
 """These also run with the two engines on alternating ranks."""
 
 
-def launch_all(out: Path, way: str, jobs: list[tuple[str, int]], environ: dict[str, str]) -> tuple[Path, str]:
-    return out, launch(out, "legal_programs", way, *(f"{name}:{size}" for name, size in jobs), environ=environ)
-
-
 @pytest.fixture(scope="module")
-def bare(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    return launch_all(tmp_path_factory.mktemp("bare"), "bare", JOBS, {})
-
-
-@pytest.fixture(scope="module")
-def verified(tmp_path_factory: pytest.TempPathFactory, engine_environment: dict[str, str]) -> tuple[Path, str]:
-    return launch_all(tmp_path_factory.mktemp("legal"), engine_environment["COMMLENS_ENGINE"], JOBS, engine_environment)
-
-
-@pytest.fixture(scope="module")
-def verified_by_both(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
-    return launch_all(tmp_path_factory.mktemp("mixed"), "mixed", MIXED, {"COMMLENS_NATIVE_DIR": str(native_cache)})
+def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Run all jobs in all ways. One process imports torch for all of them."""
+    out, environ = tmp_path_factory.mktemp("legal"), {}
+    wanted = [(job, way) for job in JOBS for way in ("bare", "python")]
+    with contextlib.suppress(pytest.skip.Exception):
+        environ["COMMLENS_NATIVE_DIR"] = str(request.getfixturevalue("native_cache"))
+        wanted += [*((job, "native") for job in JOBS), *((job, "mixed") for job in MIXED)]
+    return out, launch(
+        out, "legal_programs", *(f"{name}:{size}:{way}" for (name, size), way in wanted), environ=environ, timeout_s=TIMEOUT_S
+    )
 
 
 def reported(folder: Path, size: int) -> list[dict[str, Any]]:
@@ -58,24 +54,21 @@ AMONG_BOTH = [case for case in CASES if case[:2] in MIXED]
 
 
 @pytest.mark.parametrize(("job", "size", "name"), CASES, ids=IDS)
-def test_legal_program(
-    bare: tuple[Path, str], verified: tuple[Path, str], engine_environment: dict[str, str], job: str, size: int, name: str
-) -> None:
-    judge(bare, verified, engine_environment["COMMLENS_ENGINE"], job, size, name)
+def test_legal_program(launched: tuple[Path, str], engine_environment: dict[str, str], job: str, size: int, name: str) -> None:
+    judge(launched, engine_environment["COMMLENS_ENGINE"], job, size, name)
 
 
 @pytest.mark.parametrize(("job", "size", "name"), AMONG_BOTH, ids=[IDS[CASES.index(case)] for case in AMONG_BOTH])
-def test_legal_program_with_both_engines(
-    bare: tuple[Path, str], verified_by_both: tuple[Path, str], job: str, size: int, name: str
-) -> None:
-    judge(bare, verified_by_both, "mixed", job, size, name)
+@pytest.mark.usefixtures("native_cache")
+def test_legal_program_with_both_engines(launched: tuple[Path, str], job: str, size: int, name: str) -> None:
+    judge(launched, "mixed", job, size, name)
 
 
-def judge(bare: tuple[Path, str], verified: tuple[Path, str], way: str, job: str, size: int, name: str) -> None:
+def judge(launched: tuple[Path, str], way: str, job: str, size: int, name: str) -> None:
     """Require the same results as without verification."""
-    folder = verified[0] / f"{job}:{size}:{way}"
-    assert (folder / "job.json").exists(), f"the job did not run:\n{verified[1][-4000:]}"
-    without = bare[0] / f"{job}:{size}:bare"
+    out, printed = launched
+    folder, without = out / f"{job}:{size}:{way}", out / f"{job}:{size}:bare"
+    assert (folder / "job.json").exists(), f"the job did not run:\n{printed[-4000:]}"
     outputs = "\n".join(
         f"--- {path.parent.name}, rank {path.stem}:\n{path.read_text()[-2000:]}"
         for each in (without, folder)

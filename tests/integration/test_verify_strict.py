@@ -27,7 +27,7 @@ JOBS = [(case.name, size) for case in CASES.values() for size in case.sizes]
 pytestmark = pytest.mark.timeout(TIMEOUT_S + 20)
 
 
-def launch(out: Path, module: str, *arguments: str, environ: dict[str, str]) -> str:
+def launch(out: Path, module: str, *arguments: str, environ: dict[str, str], timeout_s: float = TIMEOUT_S) -> str:
     """Run one of this folder's programs and return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "TORCH_", "OMP_"))} | environ
     environment.update(TORCH_DEVICE_BACKEND_AUTOLOAD="0", OMP_NUM_THREADS="1", TORCH_CPP_LOG_LEVEL="ERROR", PYTHONWARNINGS="ignore")
@@ -37,10 +37,10 @@ def launch(out: Path, module: str, *arguments: str, environ: dict[str, str]) -> 
         command, env=environment, cwd=out, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
         try:
-            printed, _ = process.communicate(timeout=TIMEOUT_S)
+            printed, _ = process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 9)
-            printed = f"not done within {TIMEOUT_S} s\n{process.communicate()[0]}"
+            printed = f"not done within {timeout_s:.0f} s\n{process.communicate()[0]}"
     return printed
 
 
