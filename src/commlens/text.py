@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # the commands' help needs no msgspec
 _UNITS: Final = ("B", "kB", "MB", "GB", "TB", "PB")
 TEXT_MAX: Final = 4096
 """Longest text of a foreign file that is kept, in characters. A path has at most so many bytes."""
+DEFAULT_LABELS: Final = ("default_pg", "0", "")
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
 _UNCLEAN_JSON: Final = re.compile(rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]")
 """Escapes and bytes that may stand for control characters, which a terminal would obey."""
@@ -199,7 +200,7 @@ def group_label(group: ProcessGroup, default: str = "default group") -> str:
 
 
 def _is_default(group: ProcessGroup) -> bool:
-    return group.label in ("default_pg", "0", "")
+    return group.label in DEFAULT_LABELS
 
 
 def group_phrase(group: ProcessGroup) -> str:

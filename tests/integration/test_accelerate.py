@@ -122,7 +122,7 @@ def test_the_table(ours: Ran):
     assert raised[1] == (
         "Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.\n"
         "\n"
-        "Operation: `accelerate.utils.operations.broadcast`  (torch.distributed.broadcast, group default_pg, ranks 0-1, #1, src 0)\n"
+        "Operation: `accelerate.utils.operations.broadcast`  (torch.distributed.broadcast, default group, ranks 0-1, #1, src 0)\n"
         "Input shapes:\n"
         f"  - Process 0: [1, 5]     float32   train.py:{line} in <lambda>\n"
         f"  - Process 1: [1, 2, 5]  float32   train.py:{line} in <lambda>"
@@ -174,7 +174,7 @@ class TestTogether:
         assert together.code == 0, together.program.report()
         raised = together.both("gather")
         assert raised is not None and raised[0] == "mismatch/shape"
-        assert "Operation: `accelerate.utils.operations.gather`  (group default_pg, ranks 0-1, #1)" in raised[1]
+        assert "Operation: `accelerate.utils.operations.gather`  (default group, ranks 0-1, #1)" in raised[1]
         assert 'Input shapes of tensor["a"][0]:\n  - Process 0: [2]  float32   train.py:' in raised[1]
 
     def test_what_accelerate_misses_is_found(self, together: Ran):

@@ -174,7 +174,7 @@ main()
 
 TABLE = """Cannot apply desired operation due to shape mismatches. All shapes across devices must be valid.
 
-Operation: `torch.distributed.broadcast`  (group default_pg, ranks 0-1, #{number}, src 0)
+Operation: `torch.distributed.broadcast`  (default group, ranks 0-1, #{number}, src 0)
 Input shapes:
   - Process 0: [1, 5]     float32   {script}.py:{line} in bad
   - Process 1: [1, 2, 5]  float32   {script}.py:{line} in bad"""
@@ -266,7 +266,7 @@ class TestOwnFunctions:
             assert line in raised[1], raised[1]
         if kind != "mismatch/op":
             function = {"value": "reduce_metrics", "padded dims": "pad"}.get(name, "gather_metrics")
-            assert f"Operation: `cases.{function}`  (group default_pg, ranks 0-1, #" in raised[1]
+            assert f"Operation: `cases.{function}`  (default group, ranks 0-1, #" in raised[1]
 
 
 class TestRegions:

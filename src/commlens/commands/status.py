@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from commlens.commands.table import print_table
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.text import count, duration, format_ranks
+from commlens.text import count, duration, group_phrase
 
 
 class StatusCommand:
@@ -68,7 +68,7 @@ def rank_cells(log: RankLog) -> tuple[str, ...]:
         doing = "none yet" if log.initialised or not log.setups else "in init_process_group"
     else:
         group = current.channel.group
-        doing = f"{current.op} #{current.sequence_number} of {group.label} [{format_ranks(group.ranks)}]"
+        doing = f"{current.op} #{current.sequence_number} of {group_phrase(group)}"
         if current.is_point_to_point and current.peer is not None:
             doing = f"{current.op} {'to' if current.op == 'send' else 'from'} {current.peer} #{current.sequence_number}"
         if current.in_flight:

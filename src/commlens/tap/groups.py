@@ -92,7 +92,8 @@ class Group:
         # A weak reference: a group must die when the user destroys it, and its id may be reused.
         self.ref = weakref.ref(process_group)
         self.name = str(process_group.group_name)
-        self.description = str(getattr(process_group, "group_desc", "") or "")
+        description = str(getattr(process_group, "group_desc", "") or "")
+        self.description = "" if description == "undefined" else description  # torch's word for none
         self.incarnation = incarnation
         self.ranks = _global_ranks(process_group)
         mesh_dim = self.description.removeprefix("mesh_") if self.description.startswith("mesh_") else None

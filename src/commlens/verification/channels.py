@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from commlens.tap.groups import Group
 from commlens.tap.interned_args import InternedArgs
+from commlens.text import DEFAULT_LABELS
 
 ROOTED_PATIENCE_NS: Final = 1_000_000_000  # how long a rank of a rooted op waits for ranks that it does not need
 
@@ -64,6 +65,6 @@ class Pending:
 
 
 def group_name(group: Group) -> str:
-    """Return the name of a group in messages: mesh dimension, description or torch's name."""
-    described = "" if group.description == "undefined" else group.description  # torch's word for no description
-    return group.mesh_dim or described or group.name
+    """Return the name of a group in messages, the same as in verdicts: ``"group dp"``, ``"the default group"``."""
+    label = group.mesh_dim or group.description or group.name
+    return "the default group" if label in DEFAULT_LABELS else f"group {label}"

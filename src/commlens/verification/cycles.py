@@ -72,8 +72,8 @@ class Cycles:
         slot = board.slot(key)
         seen = board.announced(slot, number) if slot else None
         blob = (board.blob(seen[1]) if seen is not None else None) or {}
-        group = (board.channel(key) or {}).get("group", "?")
-        collective = f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of group {group}"
+        group = (board.channel(key) or {}).get("group", "an unknown group")
+        collective = f"{blob.get('op', 'a collective')} #{number & B.NUMBER_MASK} of {group}"
         return CycleStep(rank, collective, str(blob.get("where", "")), sorted(self.absent_from(key, number)))
 
     def _canonical(self, cycle: list[Step]) -> list[Step]:

@@ -47,7 +47,7 @@ class Row(msgspec.Struct, frozen=True):
 class Subject(msgspec.Struct, frozen=True):
     """The collective that a refusal is about."""
 
-    group: str  # "default_pg"
+    group: str  # "the default group", "group dp"
     ranks: Sequence[int]  # global
     number: int
 
@@ -56,7 +56,7 @@ class CycleStep(msgspec.Struct, frozen=True):
     """One rank of a cycle, and the ranks that it waits for."""
 
     rank: int
-    collective: str  # "all_reduce #3 of group default_pg"
+    collective: str  # "all_reduce #3 of the default group"
     where: str
     absent: Sequence[int]
 
@@ -165,7 +165,7 @@ def _operation(subject: Subject, rows: Sequence[Row], aspect: str) -> str:
     names = sorted({row.name for row in rows if row.args is not None and row.name})
     ops = {args.op for args in arrived}
     plain = f"torch.distributed.{next(iter(ops))}" if len(ops) == 1 and not any("." in op for op in ops) else ""
-    where = f"group {subject.group}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
+    where = f"{subject.group.removeprefix('the ')}, ranks {format_ranks(subject.ranks)}, #{subject.number}"
     roots = {args.root for args in arrived}
     if len(roots) == 1 and (root := next(iter(roots))) is not None:
         where += f", src {root}" if ops & SENT_BY_ROOT else f", dst {root}"

@@ -156,7 +156,7 @@ class Waiting:
                     if not warned and now - began > WARN_AFTER_NS:
                         warned = True
                         log.warning(
-                            "commlens: rank %d has waited %.0f s in %s #%d of group %s for %s",
+                            "commlens: rank %d has waited %.0f s in %s #%d of %s for %s",
                             self._peers.rank, (now - began) / 1e9, pending.args.op, pending.number & B.NUMBER_MASK,
                             self._comparison.subject(pending).group, ranks_phrase(absent),
                         )  # fmt: skip
@@ -252,7 +252,7 @@ class Waiting:
         last, key, number = steps[-1]
         late = [rank for rank in sorted(cycles.absent_from(key, number)) if not cycles.waits_in(rank)]
         description = self._peers[last].channel(key) or {}
-        subject = Subject(str(description.get("group", "?")), description.get("ranks", []), number & B.NUMBER_MASK)
+        subject = Subject(str(description.get("group", "an unknown group")), description.get("ranks", []), number & B.NUMBER_MASK)
         rows = [table_row(rank, blob) for rank, blob in cycles.announced(key, number).items()]
         where = {rank: self._whereabouts(rank) for rank in late}
         text = absence_text("missing", subject, rows, where, waited_ns / 1e9, [cycles.describe(step) for step in steps[:-1]])

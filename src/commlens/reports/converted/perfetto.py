@@ -15,7 +15,7 @@ import msgspec
 from commlens.formats.columns import COMPLETED, RETIRED, STARTED, RankColumns
 from commlens.model.collective import CollectiveArgs, user_frame
 from commlens.reports.converted.table import STATES
-from commlens.text import format_ranks, tensor_phrase
+from commlens.text import format_ranks, group_label, tensor_phrase
 
 _TRACKS: Final = 100
 """Track numbers reserved for each group. Overlapping operations of one group need several tracks."""
@@ -82,7 +82,7 @@ def _track(free: list[int], began: int, end: int) -> tuple[int, bool]:
 
 def _track_name(rows: RankColumns, index: int, track: tuple[int, bool]) -> Iterator[dict[str, Any]]:
     group = rows.channels[index].group
-    name = f"{group.label or 'group'} [{format_ranks(group.ranks)}] {group.backend}" + (f" ({track[0] + 1})" if track[0] else "")
+    name = f"{group_label(group)} [{format_ranks(group.ranks)}] {group.backend}" + (f" ({track[0] + 1})" if track[0] else "")
     tid = 1 + index * _TRACKS + track[0]
     yield {"ph": "M", "name": "thread_name", "pid": rows.rank, "tid": tid, "args": {"name": name}}
     yield {"ph": "M", "name": "thread_sort_index", "pid": rows.rank, "tid": tid, "args": {"sort_index": tid}}
