@@ -17,7 +17,8 @@ from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs
 from commlens.watch import strangers
 from commlens.watch.strangers import Meeting, find_strangers, meeting_of, unrecorded_lines, why_unrecorded
 
-PORT = str(20000 + os.getpid() % 10000)
+PORT = str(20001 + os.getpid() % 8000)
+OTHER_PORT = str(int(PORT) + 10000)
 SLEEPS = "import time; time.sleep(60)"
 
 
@@ -49,6 +50,10 @@ def test_found_by_its_environment(run: Any) -> None:
     found = find_strangers(meeting, {0}, restart=2)
     assert [(worker.rank, worker.pid, worker.restart) for worker in found] == [(1, rank, 2), (2, lightning, 2)]
     assert find_strangers(meeting, {0, 1, 2}, restart=0) == []
+    other_node = run(RANK="1", MASTER_PORT=OTHER_PORT, GROUP_RANK="1")
+    eventually(lambda: "GROUP_RANK" in strangers.process.environment(other_node))
+    assert find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "")), {0}, restart=0) == []
+    assert len(find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "")), {0}, restart=0)) == 1
 
 
 @pytest.mark.parametrize(

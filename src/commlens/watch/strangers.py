@@ -63,6 +63,7 @@ class Meeting(NamedTuple):
     port: str
     world_size: int
     node_size: int  # ranks on this node; 0 if unknown
+    node: tuple[str, ...] = ("", "", "")  # what the ranks of a node have in common in their environment, if they have it
 
     @property
     def is_on_this_node(self) -> bool:
@@ -85,7 +86,7 @@ def meeting_of(members: Sequence[Member]) -> Meeting | None:
                 host, _, port = place.removeprefix("tcp://").partition("?")[0].rpartition(":")
         size = environ.get("LOCAL_WORLD_SIZE", "")
         if port and member.world_size:
-            return Meeting(host, port, member.world_size, int(size) if size.isdecimal() else 0)
+            return Meeting(host, port, member.world_size, int(size) if size.isdecimal() else 0, _node(environ))
     return None
 
 
@@ -98,7 +99,8 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
             environ = process.environment(int(name))
             if environ.get("MASTER_PORT") == meeting.port and environ.get("WORLD_SIZE") == str(meeting.world_size):
                 rank = _rank(environ)
-                if rank >= 0 and rank not in known:
+                same_node = all("" in pair or pair[0] == pair[1] for pair in zip(_node(environ), meeting.node, strict=True))
+                if rank >= 0 and rank not in known and same_node:
                     candidates[int(name)] = rank
     # A rank's own children have its environment, and perhaps so has a program that started it.
     for pid, rank in sorted(candidates.items(), key=lambda item: job_dirs.start_ticks(item[0])):
@@ -106,6 +108,11 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
         if better is None or (not has_torch(better.pid) and has_torch(pid)):
             found[rank] = Worker(rank, pid, job_dirs.start_ticks(pid), meeting.world_size, None, restart)
     return [found[rank] for rank in sorted(found)]
+
+
+def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Two launchers on one machine may be two nodes of a job."""
+    return tuple(environ.get(name, "") for name in ("GROUP_RANK", "NODE_RANK", "COMMLENS_BOX_DIR"))
 
 
 def _is_python(pid: int) -> bool:
