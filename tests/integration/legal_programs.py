@@ -1,6 +1,6 @@
-"""Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT bare,native families:2 oddities:4 ...``.
+"""Legal programs that a check could take for faulty ones: ``python legal_programs.py OUT families:2:bare oddities:4:native ...``.
 
-Each job runs in all of these ways: bare, or under strict verification by an engine (``python``, ``native``, or ``mixed``, which
+Each job runs in the way that it names last: bare, or under strict verification by an engine (``python``, ``native``, or ``mixed``, which
 alternates them by rank). Every rank writes the bits that it computed, to be compared.
 """
 
