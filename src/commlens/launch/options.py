@@ -62,7 +62,7 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
     see = f" `{parser.prog} --help` shows how to call it."
     kind, _, given = message.partition(": ")
     if kind == "unrecognized arguments":
-        name = given.split()[0].partition("=")[0]
+        name = given.strip().partition(" ")[0].partition("=")[0]
         options = [option for action in parser._actions for option in action.option_strings]
         if name.startswith("-"):
             return CommandError(f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see))
