@@ -117,6 +117,4 @@ class TestEntries:
 
     @pytest.mark.parametrize("options", [["--entries", "0"], ["--entries", "x"], ["--ranks", "x"], ["--ranks", "5-1"]])
     def test_bad_values(self, boxes: Path, options: list[str]) -> None:
-        with pytest.raises(SystemExit) as error:
-            commands.main(["diagnose", str(boxes), *options])
-        assert error.value.code == 2
+        assert commands.main(["diagnose", str(boxes), *options]) == 2
