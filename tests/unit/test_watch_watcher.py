@@ -144,7 +144,6 @@ def test_ranks_in_another_container_do_not_keep_the_watcher_and_keep_their_boxes
     other.heartbeat(MONO, time.time_ns())
     other.write(job.folder)
     job.watch(stall_timeout=60.0)
-    job.ranks[0].tell("phase 2")
     job.ranks[0].tell("exit 0", answers=False)
     eventually(job.ended)
     assert [job_dirs.box_rank(box) for box in job_dirs.boxes(job.folder)] == [1]
@@ -415,3 +414,16 @@ def test_an_error_of_the_comparison_leaves_the_rest_of_the_watcher(job: Job, cap
     job.ranks[0].tell("announce")
     eventually(lambda: job.heard("missing [1]"))
     assert "deferred verification failed and stops" in caplog.text
+
+
+def test_a_rank_without_a_box_does_not_keep_those_of_the_others(job: Job) -> None:
+    """It was found by its environment, and lives on after the recorded ranks have ended."""
+    job.ranks = [Rank(job.folder, 0, 2)]
+    job.watch(stall_timeout=30)
+    assert job.watcher is not None
+    eventually(lambda: job.watcher is not None and len(job.watcher._roster.current()) == 1)
+    job.watcher._roster.adopt(Worker(1, os.getpid(), 0, 2))
+    job.watcher._observer.add(os.getpid(), 0)
+    job.ranks[0].end()
+    eventually(job.ended)
+    assert not list(job.folder.glob("*.box"))

@@ -409,7 +409,7 @@ class Watcher:
         members = self._roster.current()
         self._say_final_lines()
         self._nodes.leave(self.reporter.evidence.packed)
-        if any(member.alive and member.here for member in members):
+        if any(member.alive and member.here and member.box is not None for member in members):
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
             self._look_back(members)
