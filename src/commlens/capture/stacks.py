@@ -10,8 +10,7 @@ import threading
 from types import CodeType, FrameType
 from typing import Any
 
-from commlens.model.collective import FrameKind
-from commlens.model.frames import frame_kind, kind_prefixes
+from commlens.model.frames import FrameKind, frame_kind, kind_prefixes
 
 MAX_FRAMES = 96
 _CACHE_LIMIT = 20_000

@@ -14,10 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from commlens.blackbox import layout as L
-from commlens.blackbox.reader import OpenBox
 from commlens.capture import connections, stacks
 from commlens.capture.recorder import Recorder
-from commlens.model.collective import State
 from commlens.tap import torch_patches
 from commlens.tap.token import Token, Verifier
 
@@ -111,6 +109,10 @@ class Watchdog:
             self._refused_since = now
             return
         if oldest is not None:
+            # These need msgspec, which recording does without.
+            from commlens.blackbox.reader import OpenBox
+            from commlens.model.collective import State
+
             with OpenBox(self._recorder.writer.path) as box:
                 in_flight = [op for op in box.log(newest=NEWEST_RECORDS).collectives if op.state is State.ISSUED]
             for process_group in verifier.refused_groups(in_flight):

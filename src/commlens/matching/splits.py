@@ -8,12 +8,8 @@ from collections.abc import Mapping, Sequence
 from commlens.matching.answer import Disagree, Party, Severity, Unknown
 from commlens.matching.tensors import wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
+from commlens.model.ops import splits_fit
 from commlens.text import ranks_phrase, tensors_phrase
-
-
-def splits_fit(rows: int, splits: Sequence[int], size: int) -> bool:
-    """Return whether a rank's splits fit its own tensor; if not, its backend refuses the call and sends nothing."""
-    return not splits or (len(splits) == size and sum(splits) == rows)
 
 
 def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:

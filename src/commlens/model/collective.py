@@ -9,6 +9,7 @@ from itertools import islice
 
 import msgspec
 
+from commlens.model.frames import FrameKind as FrameKind
 from commlens.model.ops import POINT_TO_POINT
 
 
@@ -31,17 +32,6 @@ class LearnedHow(str, Enum):
     POLL = "poll"  # Work.is_completed()
     NATIVE_RECORDER = "native-recorder"  # torch's own recorder, on CUDA
     UNKNOWN = "unknown"
-
-
-class FrameKind(str, Enum):
-    """The owner of the code in a stack frame. Reports show the user's frames and fold the others."""
-
-    USER = "user"
-    LIBRARY = "library"  # an installed package other than torch: shown if the stack has no user frame
-    TORCH = "torch"
-    COMMLENS = "commlens"
-    PYTHON = "python"
-    NATIVE = "native"  # a C++ frame
 
 
 class Frame(msgspec.Struct, frozen=True):

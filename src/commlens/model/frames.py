@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import re
 import sysconfig
+from enum import Enum
 from typing import Any, Final
 
-from commlens.model.collective import FrameKind
+
+class FrameKind(str, Enum):
+    """The owner of the code in a stack frame. Reports show the user's frames and fold the others."""
+
+    USER = "user"
+    LIBRARY = "library"  # an installed package other than torch: shown if the stack has no user frame
+    TORCH = "torch"
+    COMMLENS = "commlens"
+    PYTHON = "python"
+    NATIVE = "native"  # a C++ frame
+
 
 KindPrefixes = list[tuple[str, FrameKind]]
 """Path prefixes and the kind of frame that each indicates; the first match counts."""

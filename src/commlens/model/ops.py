@@ -6,6 +6,7 @@ wire. So records are compared by their *wire op*, the canonical name used here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 COALESCED: Final = "coalesced"
@@ -121,3 +122,8 @@ def matches_by_tag(backend: str) -> bool:
     NCCL and its relatives (RCCL, XCCL, HCCL, ...) ignore tags: the first send meets the first receive.
     """
     return "ccl" not in backend
+
+
+def splits_fit(rows: int, splits: Sequence[int], size: int) -> bool:
+    """Return whether a rank's splits fit its own tensor; if not, its backend refuses the call and sends nothing."""
+    return not splits or (len(splits) == size and sum(splits) == rows)

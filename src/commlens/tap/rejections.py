@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from commlens.matching.error_texts import may_be_peer_error
-from commlens.matching.splits import splits_fit
+from commlens.model.ops import splits_fit
 
 
 def was_not_issued(op: str, error: BaseException) -> bool:
