@@ -60,6 +60,20 @@ def test_only_the_groups_own_connections_are_closed(earlier: tuple[socket.socket
         socket.create_connection(listening.getsockname(), timeout=10).close()
 
 
+def test_the_store_and_local_sockets_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group()
+    before = connections.sockets()
+    local, store, own = socket.socketpair(), pair(), pair()
+    connections.note(group, before)
+    monkeypatch.setattr(connections, "_store_port", lambda: store[1].getsockname()[1])
+    with local[0], local[1], store[0], store[1], own[0], own[1]:
+        connections.abort(group)
+        assert works(local)
+        assert works(store)
+        own[1].settimeout(10)
+        assert own[1].recv(1) == b""
+
+
 def test_a_group_that_was_made_before_recording_is_left_alone() -> None:
     connections.abort(Group())
 

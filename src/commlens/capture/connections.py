@@ -44,10 +44,25 @@ def abort(process_group: Any) -> None:
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """Shut down a connection, unless it goes to a well-known port, which is none of gloo's: the kernel chooses gloo's ports."""
+    """Shut down a connection that may be gloo's. The kernel chooses gloo's ports, so none is well-known or the store's."""
     with connection:
-        if all(end[1] > _WELL_KNOWN_PORTS for end in (connection.getsockname(), connection.getpeername())):
+        if connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        ports = {connection.getsockname()[1], connection.getpeername()[1]}
+        if min(ports) > _WELL_KNOWN_PORTS and _store_port() not in ports:
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def _store_port() -> int:
+    """Return the port of the job's store, which serves other groups, too; 0 if there is none."""
+    import torch.distributed.distributed_c10d as c10d
+
+    store: Any = None
+    with contextlib.suppress(Exception):
+        store = c10d._get_default_store()
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return int(getattr(store, "port", 0))
 
 
 def _name(descriptor: Path) -> str:

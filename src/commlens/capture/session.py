@@ -207,7 +207,7 @@ class Session:
         from commlens.capture import connections
 
         is_member = is_default or dist.get_rank() in ranks
-        before = connections.sockets() if is_member else {}
+        before = safely(connections.sockets) if is_member else None
 
         def after(raised: bool, made: Any) -> None:
             (self.setups.init_ended if is_default else self.setups.ended)(raised)
@@ -215,7 +215,8 @@ class Session:
                 if is_default:
                     self.initialised = True
                     self.writer.word(L.PHASE, L.PHASE_INITIALISED)
-                connections.note(made[0], before)
+                if before is not None:
+                    connections.note(made[0], before)
 
         return after
 
@@ -455,7 +456,7 @@ def at_exit(session: Session) -> None:
         kind, error, trace = sys.exc_info()
         if isinstance(error, SystemExit) and not error.code:
             error = None
-        if session.is_recording and kind is not None and error is not None:
+        if session.is_open and kind is not None and error is not None:
             safely(session.record_exception, kind, error, trace)
         safely(session.close, L.PHASE_CLOSED_BY_EXCEPTION if session.exception_seen else L.PHASE_CLOSED)
 
