@@ -24,6 +24,7 @@ from commlens.capture.rank_environment import Place
 log = logging.getLogger("commlens")
 _SCARCE = 64 << 20  # bytes; /dev/shm of a container has no more unless it is asked for
 _KEEP_S = 60.0
+_LOCK_S = 5.0
 _CLAIM = ".watcher"
 
 
@@ -83,8 +84,15 @@ def make_box(settings: config.Settings, folder: str, place: Place, box_writer: C
 
 @contextlib.contextmanager
 def _locked(job_dir: Path) -> Iterator[None]:
+    """Lock a job's folder, but do not wait long: the process that has the lock may be stopped, and this one is importing torch."""
     with (job_dir / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        until = time.monotonic() + _LOCK_S
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.01)
         yield
 
 
