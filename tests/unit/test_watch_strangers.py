@@ -52,8 +52,16 @@ def test_found_by_its_environment(run: Any) -> None:
     assert find_strangers(meeting, {0, 1, 2}, restart=0) == []
     other_node = run(RANK="1", MASTER_PORT=OTHER_PORT, GROUP_RANK="1")
     eventually(lambda: "GROUP_RANK" in strangers.process.environment(other_node))
-    assert find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "")), {0}, restart=0) == []
-    assert len(find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "")), {0}, restart=0)) == 1
+    assert find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("0", "", "", "")), {0}, restart=0) == []
+    assert len(find_strangers(Meeting("127.0.0.1", OTHER_PORT, 3, 0, ("1", "", "", "")), {0}, restart=0)) == 1
+
+
+def test_a_job_that_meets_on_another_host(run: Any) -> None:
+    """Two jobs may share a node, each with its rank 0 on another one, and both with the usual port."""
+    pid = run(RANK="1", MASTER_ADDR="node1", MASTER_PORT=OTHER_PORT)
+    eventually(lambda: "MASTER_ADDR" in strangers.process.environment(pid))
+    assert [worker.pid for worker in find_strangers(Meeting("node1", OTHER_PORT, 3, 0), {0}, restart=0)] == [pid]
+    assert find_strangers(Meeting("node2", OTHER_PORT, 3, 0), {0}, restart=0) == []
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class Meeting(NamedTuple):
     port: str
     world_size: int
     node_size: int  # ranks on this node; 0 if unknown
-    node: tuple[str, ...] = ("", "", "")  # what the ranks of a node have in common in their environment, if they have it
+    node: tuple[str, ...] = ("", "", "", "")  # what the ranks of a node have in common in their environment, if they have it
 
     @property
     def is_on_this_node(self) -> bool:
@@ -97,7 +97,9 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
     for name in os.listdir("/proc"):  # noqa: PTH208
         if name.isdecimal() and _is_python(int(name)):
             environ = process.environment(int(name))
-            if environ.get("MASTER_PORT") == meeting.port and environ.get("WORLD_SIZE") == str(meeting.world_size):
+            hosts = {environ.get("MASTER_ADDR") or meeting.host, meeting.host}
+            same_port = environ.get("MASTER_PORT") == meeting.port and environ.get("WORLD_SIZE") == str(meeting.world_size)
+            if same_port and (len(hosts) == 1 or hosts & _LOOPBACK):  # two names that are no loopback: ranks of another job
                 rank = _rank(environ)
                 same_node = all("" in pair or pair[0] == pair[1] for pair in zip(_node(environ), meeting.node, strict=True))
                 if rank >= 0 and rank not in known and same_node:
@@ -111,8 +113,8 @@ def find_strangers(meeting: Meeting, known: Collection[int], restart: int) -> li
 
 
 def _node(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Two launchers on one machine may be two nodes of a job."""
-    return tuple(environ.get(name, "") for name in ("GROUP_RANK", "NODE_RANK", "COMMLENS_BOX_DIR"))
+    """Two launchers on one machine may be two nodes of a job, or have two jobs."""
+    return tuple(environ.get(name, "") for name in ("GROUP_RANK", "NODE_RANK", "COMMLENS_BOX_DIR", "SLURM_JOB_ID"))
 
 
 def _is_python(pid: int) -> bool:
