@@ -23,7 +23,7 @@ from commlens.dumps import save
 from commlens.model.verdict import Verdict
 from commlens.text import ranks_phrase, verb
 from commlens.watch import process
-from commlens.watch.death import DeathDetector, dead_ranks
+from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatch_reporter import MismatchReporter
@@ -401,11 +401,11 @@ class Watcher:
         self._roster.poll()
         self._add_ended()
         self._add_unseen_failures()
-        while self._deaths.first is not None and not self._over:
+        until = time.monotonic() + 2 * REPORTER_S
+        while self._deaths.first is not None and not self._over and time.monotonic() < until:
+            self._meet_nodes()  # another one may report it
             self._report_death()
-            if not self._over:  # another node reports
-                time.sleep(POLL_S)
-                self._meet_nodes()
+            time.sleep(0 if self._over else POLL_S)
         members = self._roster.current()
         self._say_final_lines()
         self._nodes.leave(self.reporter.evidence.packed)
