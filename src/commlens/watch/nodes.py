@@ -306,14 +306,15 @@ class Nodes:
     def _run(self, address: Address) -> None:
         slot = -1
         known = False
-        while not self._closing.is_set():
+        me = threading.current_thread()
+        while self._thread is me and not self._closing.is_set():  # leave() may have given up waiting for this thread
             client: StoreClient | None = None
             try:
                 client = StoreClient(*address, timeout_s=PERIOD_S)
                 if slot < 0:
                     slot = client.add(self._key("nodes"), 1) - 1
                     self.update(slot=slot)
-                while True:
+                while self._thread is me:
                     last = self._closing.is_set()
                     self._exchange(client, slot)
                     known = True
