@@ -83,10 +83,7 @@ class Setups:
             "name": name,
             "ranks": format_ranks(ranks),
             "number": number,
-            "inc": max(self._inits - 1, 0),
             **about,
-        }
-        blob |= {
             "inc": max(self._inits - 1, 0),
             "stack": self._recorder.stacks.position(frame),
             "thread": current.id,

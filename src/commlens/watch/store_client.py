@@ -11,7 +11,7 @@ import struct
 from collections.abc import Sequence
 from typing import Final
 
-_VALIDATE, _SET, _GET, _ADD, _CHECK, _DELETE = 0, 1, 3, 4, 5, 8
+_VALIDATE, _SET, _GET, _ADD, _CHECK = 0, 1, 3, 4, 5
 _MAGIC: Final = 0x3C85F7CE
 _SIZE: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=q")
@@ -38,11 +38,6 @@ class StoreClient:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(bytes([_VALIDATE]), struct.pack("=I", _MAGIC))
 
-    @property
-    def own_address(self) -> str:
-        """This machine's address on the interface that reaches the store."""
-        return str(self._socket.getsockname()[0])
-
     def set(self, key: str, value: bytes) -> None:
         """Store a value. The store does not answer, so an error shows at a later call."""
         self._send(bytes([_SET]), _text(key), _SIZE.pack(len(value)), value)
@@ -68,11 +63,6 @@ class StoreClient:
             self._send(*(bytes([_GET]) + _text(key) for key in some))
             values += [self._value() for _ in some]
         return values
-
-    def delete(self, key: str) -> None:
-        """Delete a key, if it exists."""
-        self._send(bytes([_DELETE]), _text(key))
-        self._receive(_NUMBER.size)
 
     def close(self) -> None:
         """Close the connection."""
