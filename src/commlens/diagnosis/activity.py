@@ -53,7 +53,6 @@ _INIT_NAMES = frozenset(
      "split_group", "init_device_mesh", "_store_based_barrier", "rendezvous", "_init_process_groups", "_tcp_rendezvous_handler",
      "_env_rendezvous_handler", "_create_c10d_store", "_create_store_from_options"}
 )  # fmt: skip
-_LEAVE_NAMES = frozenset({"destroy_process_group", "_shutdown_backend"})
 
 
 class Activity(msgspec.Struct):

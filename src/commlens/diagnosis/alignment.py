@@ -54,7 +54,7 @@ class Mismatch:
         """Return whether later faults on the channel may follow from this one."""
         return self.refused or self.shift is not None or (self.answer is not None and self.answer.severity is Severity.ILLEGAL)
 
-    def explains(self, job: JobIndex, number: int, absent: Sequence[int]) -> bool:
+    def explains(self, number: int, absent: Sequence[int]) -> bool:
         """Return whether a rank is stuck in the channel's ``number``, where the ranks ``absent`` are missing, because of this mismatch."""
         if not self.absorbs or number < self.number:
             return False
@@ -207,7 +207,7 @@ def _racing(job: JobIndex, key: ChannelKey, number: int, answer: Disagree) -> tu
     found: dict[Hashable, tuple[Collective, Collective]] = {}
     for party in answer.parties[:2]:
         overlaps = [pair for rank in party.ranks if rank in job.views for pair in _overlaps(job.views[rank], key, number)]
-        found = {lines: pair for lines, pair in overlaps if not found or lines in found} if overlaps else {}
+        found = {lines: pair for lines, pair in overlaps if not found or lines in found}
         if not found:
             return None
     return next(iter(found.values()))

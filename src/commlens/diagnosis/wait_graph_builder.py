@@ -106,7 +106,7 @@ class _Builder:
 
     def _follow(self, view: RankView, block: Block) -> None:
         node = Node("wait", view.rank, block.thread)
-        if node in self.graph.blocks or self._caused_refusals(view, block.op):
+        if node in self.graph.blocks or self._caused_refusals(block.op):
             return
         self.graph.blocks[node] = block
         self.graph.edges.setdefault(node, {})
@@ -124,7 +124,7 @@ class _Builder:
         elif op.sequence_number > 0:
             self._follow_collective(view, node, op)
 
-    def _caused_refusals(self, view: RankView, op: Collective) -> bool:
+    def _caused_refusals(self, op: Collective) -> bool:
         """Return whether the rank's absence got its peers refused before it arrived, so that it is not a victim."""
         if not is_refusal(op.error) or op.is_point_to_point or op.state is not State.FAILED:
             return False
@@ -231,7 +231,7 @@ class _Builder:
 
     def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
         known = self._mismatches_by_channel.get(key, ())
-        return next((i for i in known if self.mismatches[i].explains(self.job, number, absent)), None)
+        return next((i for i in known if self.mismatches[i].explains(number, absent)), None)
 
     # --- point to point
 

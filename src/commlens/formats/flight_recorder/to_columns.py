@@ -42,7 +42,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     closes = closing[name] if length else np.zeros(0, "bool")
     coalesced = _coalesced(channel, is_p2p, sequence, closes)
     completed = np.maximum(_ints(table.completed_ns, "int64", length), 0)
-    _end_with_their_group(coalesced, closes, state, retired, completed)
+    _end_with_their_group(coalesced, closes, state, completed)
     duration = _ints(table.duration_ms, "float64", length)
     columns.set_columns(
         {
@@ -237,7 +237,7 @@ def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: 
     return numbers
 
 
-def _end_with_their_group(coalesced: Integers, closes: Integers, state: Integers, retired: Integers, completed: Integers) -> None:
+def _end_with_their_group(coalesced: Integers, closes: Integers, state: Integers, completed: Integers) -> None:
     """Copy the state of each coalesced group's closing entry to its members, which stay "scheduled" forever."""
     ends = np.flatnonzero(closes & (coalesced > 0))
     if not len(ends):
