@@ -7,14 +7,14 @@ from typing import Literal
 
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step
-from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, separation, tie_step
+from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
 from commlens.diagnosis.routine import leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import ChannelKey, Collective
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, group_label, group_phrase, op_phrase, ranks_phrase, verb
+from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
 
 How = Literal["history", "order", "tie"]
 Departures = dict[int, tuple[Collective, Collective | None]]
@@ -75,12 +75,12 @@ def _summary(ranks: list[int], departures: Departures, how: How) -> str:
     if how == "history" and usual is not None and usual.op == "send" and usual.peer in ranks:
         return f"rank {culprits[0]} did not send to rank {usual.peer} this time, as it always had before; {they_wait}"
     same = len({departures[rank][0].channel.key for rank in culprits}) == 1
-    name = op_phrase(op) if same else _of_label(op)
+    name = op_phrase(op) if same else kind_phrase(op)
     instead = ""
     if usual is not None and how == "history":
-        instead = f", not to {_without_number(usual) if same else _of_label(usual)} as before"
+        instead = f", not to {_without_number(usual) if same else kind_phrase(usual)} as before"
     elif usual is not None:
-        instead = f" where the others issued {_of_label(usual)}"
+        instead = f" where the others issued {kind_phrase(usual)}"
     return f"{ranks_phrase(culprits)} moved on to {name}{instead}; {they_wait}"
 
 
@@ -95,17 +95,7 @@ def _how_decided(how: How, culprits: list[int]) -> str:
 
 def _without_number(op: Collective) -> str:
     """``"all_reduce of group dp [0-3]"``, ``"recv from rank 1"``."""
-    if op.is_point_to_point:
-        return f"{op.op} {'to' if op.op == 'send' else 'from'} rank {op.peer}"
-    return f"{op.op} of {group_phrase(op.channel.group)}"
-
-
-def _of_label(op: Collective) -> str:
-    """``"all_reduce of group dp"``: of several groups with this label, or of a rank's own one."""
-    if op.is_setup:
-        return op_phrase(op)
-    label = group_label(op.channel.group, "")
-    return f"{op.op} of {f'group {label}' if label else 'the default group'}"
+    return kind_phrase(op) if op.is_point_to_point else f"{op.op} of {group_phrase(op.channel.group)}"
 
 
 def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[Departures, How]:
@@ -129,5 +119,5 @@ def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[
     largest = max(places.values(), key=len)
     if len({key[2] for key in places}) == 1 and keys == places.keys() and len(largest) * 2 > len(waits):
         usual = blocks[largest[0]].op
-        return {node.rank: (blocks[node].op, usual) for node in waits if node not in largest}, "order"
+        return {node.rank: (blocks[node].op, usual) for node in waits if blocks[node].op.channel.key != usual.channel.key}, "order"
     return {}, "tie"

@@ -22,22 +22,24 @@ def group_sides(ops: Mapping[int, Collective]) -> list[list[int]]:
     return sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
+def kind_phrase(op: Collective) -> str:
+    """``"all_reduce of group dp"``: of any group with this label; ``"recv from rank 1"``."""
+    if op.is_point_to_point:
+        return f"{op.op} {'to' if op.op == 'send' else 'from'} {'any rank' if op.peer is None else f'rank {op.peer}'}"
+    if op.is_setup:
+        return op_phrase(op)
+    label = group_label(op.channel.group, "")
+    return f"{op.op} of {f'group {label}' if label else 'the default group'}"
+
+
 def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
     """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM); ranks 4-7 issue ..."``."""
     parts = []
     for ranks in sides[:_SHOWN]:
         op = ops[min(ranks)]
         args, line = args_phrase(op), frame_phrase(op.source)
-        what = op.op
-        if op.is_point_to_point:
-            what += f" {'to' if op.op == 'send' else 'from'} {'any rank' if op.peer is None else f'rank {op.peer}'}"
-        elif op.is_setup:
-            what = op_phrase(op)
-        else:
-            label = group_label(op.channel.group, "")
-            what += f" of {f'group {label}' if label else 'the default group'}"
         where = f" at {line}" if line else ""
-        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {what}{where}{f' ({args})' if args else ''}")
+        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {kind_phrase(op)}{where}{f' ({args})' if args else ''}")
     more = [rank for ranks in sides[_SHOWN:] for rank in ranks]
     return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
 
@@ -64,10 +66,10 @@ def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
         return ""
     places: dict[str, dict[str, dict[int, int]]] = defaultdict(lambda: {"place": {}, "group": {}})
     for number, channel in enumerate(context.job.channels.values()):
-        members = [rank for rank in channel.group.ranks if rank in side_of]
         if 1 < len(channel.group.ranks) < context.job.size:
+            members = {rank: place for place, rank in enumerate(channel.group.ranks) if rank in side_of}
             found = places[channel.group.label]
-            found["place"].update({rank: channel.group.ranks.index(rank) for rank in members})
+            found["place"].update(members)
             found["group"].update(dict.fromkeys(members, number))
     for label, found in sorted(places.items()):
         if len(found["place"]) == len(ranks):
