@@ -37,7 +37,11 @@ def _stuck_messages(job: JobIndex) -> Iterator[tuple[RankView, Collective]]:
     for _, view in sorted(job.views.items()):
         for _, block in sorted(view.blocks.items()):
             if block.stuck and not view.died:
-                yield from ((view, op) for op in block.parts if op.is_point_to_point and op.in_flight and op.peer in job.views)
+                yield from (
+                    (view, op)
+                    for op in block.parts
+                    if op.is_point_to_point and op.in_flight and op.peer != view.rank and op.peer in job.views
+                )
 
 
 def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
@@ -51,7 +55,7 @@ def _astray(job: JobIndex, view: RankView, op: Collective) -> Mismatch | None:
         return _other_tag(job, *pair, *((op, left[0]) if sends else (left[0], op)))
     # This rank names the wrong one: the one that it usually names waits for it, or has sent to it.
     usual, why = _usual_peer(job, view, op)
-    if usual in job.views:
+    if usual in job.views and usual != view.rank:
         usually = (view, job.views[usual]) if sends else (job.views[usual], view)
         left = _unmatched(*usually, key, received=sends)
         if left and sends:
