@@ -16,8 +16,6 @@ from commlens.text import capital, count, duration, frame_phrase, group_phrase, 
 
 MOTIONLESS = 3  # stall timeouts
 _IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})  # of servers, gRPC and Ray, which wait for requests
-
-
 _OPERATION = " Operation: "  # in the text of a refusal
 
 
@@ -76,7 +74,7 @@ def _asked(op: Collective) -> str:
     if op.op == "new_group":
         return f"ranks {list(group.ranks)}" if len(group.ranks) <= 8 else ranks_phrase(group.ranks)
     if op.op != "init_process_group":
-        return op.module or "nothing that is known"
+        return op.module or "an unknown mesh"
     where = op.module.rpartition("/")[2].rpartition(":")[2] if op.module else ""  # hosts have several names
     at = f" at port {where}" if where.isdecimal() else f" at {op.module}" if op.module else ""
     return f"{count(len(group.ranks), 'rank')}{at}" + (f" with {group.backend}" if group.backend else "")
@@ -105,8 +103,7 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
         explanation=prose(*lines, how, separation(context, sides) if is_tie else ""),
         next_step=f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with {frame_phrase(usual.source) or name} on "
         f"{ranks_phrase(sides[0])}",
-        evidence=[rule] if usual.op == "new_group" else [],
-        would_raise_confidence="No side has a majority, so the ranks at fault cannot be determined." if is_tie else None,
+        evidence=["No side has a majority, so the ranks at fault cannot be determined."] * is_tie + [rule] * (usual.op == "new_group"),
     )  # fmt: skip
     context.add(finding, odd, odd.source, blocked=len(context.job.views), order=(0,))
     for rank in held[:8]:
@@ -197,9 +194,9 @@ def find_ended(context: Context) -> None:
             would_raise_confidence="The records of the missing ranks would show it.",
         )  # fmt: skip
         context.add(finding, op, end.source)
-    if peers:
-        return
     stopped = [rank for rank in failed if views[rank].exit.kind == "terminated"]
+    if peers or not stopped:
+        return
     first, text = stopped[0], views[stopped[0]].exit.text
     finding = Finding(
         kind="dead", why="killed", root_cause=True, culprits=[], victims=stopped, confidence="medium",
