@@ -15,8 +15,7 @@ from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
 from commlens.text import args_phrase, capital, count, duration, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
-_WAITS_MAX = 3
-
+_WAITS_MAX = 3  # collectives in which ranks wait
 TOO_LONG = 8  # stall timeouts
 
 
@@ -115,7 +114,7 @@ class Context:
             ranks = sorted({edge.rank for edge in of_name})
             said = f"{ranks_and_verb(ranks, singular, plural)}" if not parts else ranks_phrase(ranks)
             parts.append(f"{said} in {collective_phrase([edge.op for edge in of_name])}")
-        more = [f"{count(len(parts) - _WAITS_MAX, 'other collective')} wait for the same"] if len(parts) > _WAITS_MAX else []
+        more = [f"others in {count(len(parts) - _WAITS_MAX, 'more collective')}"] if len(parts) > _WAITS_MAX else []
         return ", ".join([*parts[:_WAITS_MAX], *more])
 
     def longest_wait(self, ranks: Iterable[int]) -> int:

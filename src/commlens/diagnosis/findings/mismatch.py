@@ -22,7 +22,7 @@ _WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
 _DEPARTURES = {
     "skipped": "; it looks like a skipped collective",
     "extra": "; it looks like an extra collective",
-    "either": "; it skipped that one, or this one is extra",
+    "either": "; that one was skipped, or this one is extra",
 }
 
 
@@ -44,16 +44,16 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         finding = _finding(context, mismatch, op, _name(mismatch, shown), blocked, paths)
         line = paths[0].line
         if mismatch.tie:
-            finding.root_cause = mismatch.astray is None or astray.isdisjoint(mismatch.ops)
-            _name_nobody(context, mismatch, finding)
-            line = line if len({other.source for other in mismatch.ops.values()}) == 1 else None
             lines = frozenset((other.op, other.call_lines) for other in mismatch.ops.values())
             known = ties.setdefault((finding.kind, mismatch.astray is None, lines), finding)
             if known is not finding and op.call_lines:  # the same lines disagree for other ranks or in other groups: it is one fault
-                known.victims = sorted({*known.victims, *finding.victims})
+                known.victims = sorted({*known.victims, *finding.victims, *finding.culprits})
                 if len(known.evidence) < _EVIDENCE_MAX:
                     known.evidence.append(f"The same: {finding.summary}.")
                 continue
+            finding.root_cause = mismatch.astray is None or astray.isdisjoint(mismatch.ops)
+            _name_nobody(context, mismatch, finding)
+            line = line if len({other.source for other in mismatch.ops.values()}) == 1 else None
         context.add(finding, shown, line, blocked=len(blocked), order=order, disagrees=True)
 
 
@@ -86,10 +86,10 @@ def _race(mismatch: Mismatch, own: Collective, other: Collective) -> Finding:
     return Finding(
         kind=f"mismatch/{answer.aspect}" if answer is not None else "mismatch/op", why="in-collective", root_cause=True, culprits=[],  # type: ignore[arg-type]
         victims=sorted(mismatch.ops), confidence="medium",
-        summary=f"two threads of each rank race on {group}: {first} and {second} come in another order on some ranks",
-        explanation=f"The ranks' #{mismatch.number} of {group} disagree: {detail}. The two were in flight at the same time on one rank.",
+        summary=f"two threads of each rank race on {group}: {first} and {second} come in a different order on some ranks",
+        explanation=f"The ranks disagree in #{mismatch.number} of {group}: {detail}. On both sides, a rank had the two in flight at once. "
+        "Which thread comes first changes from run to run, so no rank is at fault.",
         next_step=f"issue the collectives of {group} from one thread, or give each thread a group of its own (new_group)",
-        would_raise_confidence="Which thread comes first changes from run to run, so no rank is at fault.",
     )  # fmt: skip
 
 
