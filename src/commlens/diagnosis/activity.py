@@ -64,7 +64,7 @@ class Activity(msgspec.Struct):
     frame: Frame | None = None  # the user's innermost line
     signs: list[str] = []  # the evidence, in sentences
     observed: bool = False  # the process was watched for movement
-    unclear: bool = False  # nothing shows that it works, but nothing shows a fault, either: it may wait for a disk or a server
+    unclear: bool = False  # nothing shows work or a fault: it may wait for a disk or a server
 
 
 def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_after_ns: int = 1_000_000_000) -> Activity:

@@ -44,9 +44,9 @@ class Mismatch:
     repeats: int = 0  # later mismatches that are the same
     silent: bool = False  # no rank hangs because of it
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
-    racing: tuple[Collective, Collective] | None = None  # what two threads of each rank issue in any order: of the main one last
+    racing: tuple[Collective, Collective] | None = None  # what two threads of a rank issue in any order; the main thread's is second
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
-    astray: str | None = None  # the two did not meet, since their tags differ or one names the wrong rank: how that is known
+    astray: str | None = None  # how it is known that the two never meet: their tags differ, or one names the wrong rank
     refused: bool = False  # strict verification raised on these ranks before anything was sent
 
     @property

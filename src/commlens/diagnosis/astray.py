@@ -1,4 +1,4 @@
-"""Messages that no rank receives beside a receive that no rank serves: the tags do not meet, or one side names the wrong rank.
+"""Messages that never meet their receive: the tags differ, or one side names the wrong rank.
 
 A send that is not received yet is no fault, and neither is a receive that waits. So a message is astray only if the other side is
 stuck or has ended, and if one of the two departs from its own tags or peers, or from the distance that the other ranks keep.

@@ -79,8 +79,8 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
     Args:
         frames: those inside of the last common one.
         others: the stack of the other rank.
-        last: the user's last common line, which is the line if there is no other.
-        alone: whether no rank has other lines of the user; then that of a library is named beside it.
+        last: the user's last common line, for a path without lines of the user.
+        alone: whether neither path has lines of the user; then a library's line is named beside the last common one.
     """
     lines = list(user_lines(tuple(frames)))
     if lines:

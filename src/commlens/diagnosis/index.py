@@ -81,7 +81,7 @@ class RankView:
     timed: bool = False  # the dump records when an operation starts to run
     routine_since: int | None = None  # position in the history from which the rank may have left its routine
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
-    past_rounds: int = 0  # index from which the outermost loop has had several rounds; 0: not determined yet
+    past_rounds: int = 0  # index of the op from which on the outermost loop has had several rounds; 0: not determined yet
     head_lost: bool = False  # all records are in flight: the op that blocks the rank may be older, and overwritten
 
     @property
@@ -108,7 +108,10 @@ class RankView:
 
 
 def _after_rounds(history: Sequence[Collective]) -> int:
-    """Return the index of the op with which the outermost loop's round ``_ROUNDS`` + 1 begins: a line issues again, after others did."""
+    """Return the index of the op that begins the outermost loop's round ``_ROUNDS`` + 1; a huge one if there is none.
+
+    A round begins where a line issues again after other lines did.
+    """
     paths = {id(op.stack): [(frame.file, frame.line) for frame in user_lines(op.stack)][::-1] for op in history}
     depth = 0
     while len({tuple(path[depth : depth + 1]) for path in paths.values()}) == 1 and depth < min(map(len, paths.values())):

@@ -18,7 +18,7 @@ _LOOK_BACK = 4096
 _REPEATS = 3
 """Times that a stretch of collectives must have been repeated to be a routine, where no optimizer steps show it."""
 _LONG_RUN = 256
-"""Collectives that repeat one stretch and are more than a loop over layers, so that even a new one leaves the routine."""
+"""So many collectives that repeat one stretch are no loop over layers: even a collective that is new then leaves the routine."""
 
 
 def position_in(history: Sequence[Collective], op: Collective) -> int | None:
@@ -68,7 +68,7 @@ def expected_token(tokens: Sequence[Hashable], position: int, *, sure: bool) -> 
     Args:
         tokens: the history.
         position: of the token.
-        sure: a step before is in the history, so that repetitions are steps.
+        sure: whether what repeats in the history is known to be steps, not layers or parameters.
     """
     text = _as_text(list(tokens))
     expected = _expected(text, position, sure=sure)
@@ -101,7 +101,7 @@ def _expected(text: str, position: int, *, sure: bool) -> set[str] | None:
 
 
 def _is_inside_loop(text: str, position: int, period: int) -> bool:
-    """Return whether the letters before ``position`` repeat with this period for long, and the letter there is no end of that loop."""
+    """Return whether the letters before ``position`` repeat for long with this period, and the letter there does not just end that loop."""
     start = position
     while start > period and text[start - 1] == text[start - 1 - period]:
         start -= 1

@@ -48,8 +48,6 @@ _KIND_BY_NAME: Final = (
 )
 _JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
-
-
 _STAMP: Final = re.compile(r"-\d{8}-\d{6}\b")
 _NO_NAME: Final = re.compile(r"(job|none|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12})-(?=.)")
 _SAME_START_NS: Final = 600_000_000_000  # the nodes of a job start within this time
@@ -65,7 +63,7 @@ class _SavedObservations(msgspec.Struct):
 
 
 def dump_name(folders: Sequence[Path]) -> str:
-    """Return the name of a job for people, and of its dump: with its script, start and job id, which a later run may repeat.
+    """Return a job's name in reports, which is also that of its dump: script, start and job id. A later run may have the same id.
 
     Args:
         folders: of the job's live boxes, the first one named after the job.
@@ -74,7 +72,7 @@ def dump_name(folders: Sequence[Path]) -> str:
 
 
 def _name_and_start(folders: Sequence[Path]) -> tuple[str, int]:
-    """Return the name, and the Unix ns at which the first box was made; 0 if the launcher has put its start into the job's name."""
+    """Return the name, and the Unix ns at which the first box was made; 0 if that is unknown or already in the job's name."""
     job = job_dirs.safe_name(folders[0].name)
     statuses: list[BoxStatus] = []
     for box in () if _STAMP.search(job) else [box for folder in folders for box in job_dirs.boxes(folder)]:

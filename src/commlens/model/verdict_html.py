@@ -1,4 +1,4 @@
-"""Render a verdict as text, for ``print``, and as an HTML fragment for notebooks. All of that is escaped, and there is no script.
+"""Render a verdict as text for ``print``, and as an HTML fragment for notebooks, which is escaped and has no script.
 
 The argument is a :class:`commlens.model.verdict.Verdict`, untyped here so that the two modules do not import each other.
 """
@@ -30,7 +30,7 @@ def verdict_html(verdict: Any) -> str:
 
 
 def verdict_text(verdict: Any) -> str:
-    """Return the same as lines of up to 80 characters."""
+    """Return a verdict as lines of up to 80 characters."""
     rows = [
         ("VERDICT", _sentence(verdict.summary)),
         ("WHY", verdict.explanation),

@@ -1,4 +1,4 @@
-"""Wraps sentences, so that no line ends between a number and its unit."""
+"""Wrap sentences, so that no line ends between a number and its unit."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _NO_BREAK: Final = "\ue000"  # in place of a blank: rich wraps lines at no-break
 
 
 def unbroken(text: str) -> str:
-    """The text to be wrapped: no line ends between a number and its unit. :func:`rejoined` follows."""
+    """Return a text that wraps at no blank between a number and its unit. Pass the wrapped text to :func:`rejoined`."""
     return _BEFORE_UNIT.sub(_NO_BREAK, text)
 
 
 def rejoined(text: str) -> str:
-    """The wrapped text with its blanks."""
+    """Return a wrapped text with all its blanks."""
     return text.replace(_NO_BREAK, " ")
 
 

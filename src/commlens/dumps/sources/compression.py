@@ -105,7 +105,7 @@ _KINDS: Final[dict[bytes, Callable[[], _Decompressor]]] = {
 
 
 class Excess:
-    """The excess content of all files that this process has unpacked since the last walk began."""
+    """How many bytes beyond the usual ratio this process has unpacked since its last walk over files began."""
 
     count = 0
 
