@@ -53,6 +53,7 @@ _INIT_NAMES = frozenset(
      "split_group", "init_device_mesh", "_store_based_barrier", "rendezvous", "_init_process_groups", "_tcp_rendezvous_handler",
      "_env_rendezvous_handler", "_create_c10d_store", "_create_store_from_options"}
 )  # fmt: skip
+DEBUGGED = "is stopped by a debugger"
 
 
 class Activity(msgspec.Struct):
@@ -98,7 +99,7 @@ def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity |
     where = frame_phrase(frame)
     if seen.proc_state in ("T", "t") or (seen.stopped_fraction or 0.0) > _STOPPED:
         if seen.proc_state == "t":
-            return Activity("stopped", False, "is stopped by a debugger, which traces it", frame, ["its process is in state t"], True)
+            return Activity("stopped", False, DEBUGGED, frame, ["its process is in state t"], True)
         return Activity("stopped", False, "is stopped (by SIGSTOP or a debugger)", frame, ["its process is in state T"], True)
     if seen.holds_gil:
         return Activity("holding-gil", False, f"holds the GIL{_in(where)}{since}", frame, ["its other threads have not run since"], True)

@@ -156,13 +156,14 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
     work = f"in a block marked as slow ({expecting})" if expecting is not None else _WORK.get(doing.why, "working")
     if doing.unclear:
         where = _NO_WORK.get(doing.why, "sending data that nobody takes")
-        work = f"{where} and {verb(ranks, 'shows', 'show')} no work: the reason is unknown"
+        work = f"{where} and {verb(ranks, 'shows', 'show')} no work"
     waited = context.longest_wait(waiting)
     finding = Finding(
         kind="waiting", why=doing.why, root_cause=False, culprits=[], victims=held,
         confidence="low" if doing.unclear else "high" if doing.observed else "medium",
         summary=f"{waits} in {op_phrase(op)} for {subject}, which {verb(ranks, 'is', 'are')} {work}"
-        + (f", {duration(waited)} so far" if waited else ""),
+        + (f", {duration(waited)} so far" if waited else "")
+        + (": the reason is unknown" if doing.unclear else ""),
         explanation=prose(
             f"{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
             *_waits(context, absence),

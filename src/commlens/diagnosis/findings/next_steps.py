@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.diagnosis.activity import Activity
+from commlens.diagnosis.activity import DEBUGGED, Activity
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.call_paths import Path
 from commlens.diagnosis.index import RankView
@@ -25,7 +25,7 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
         "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers deliver no data",
         "checkpoint-io": f"look at {where} on {subject}, and at the file system that it writes to",
         "stopped": f"detach the debugger from {subject}"
-        if "traces" in doing.phrase
+        if doing.phrase == DEBUGGED
         else f"resume {subject} (kill -CONT) and find out what stopped {verb(ranks, 'it', 'them')}",
         "holding-gil": f"look at {where} on {subject}: the C code called there should release the GIL",
         "throttled": f"give {subject} more CPU: its cgroup's quota (cpu.max) starves it",
