@@ -23,6 +23,7 @@ _LOOK_BACK = 2048  # records of a rank that are its routine
 _MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
 
 _NEAR = 8  # numbers before and after a mismatch among which threads may race
+_RANKS_OF_A_SIDE = 16  # in which two threads that race are looked for
 
 _TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
@@ -206,7 +207,9 @@ def _racing(job: JobIndex, key: ChannelKey, number: int, answer: Disagree) -> tu
     """Return two collectives that two threads have in flight at once, if ranks that disagree each run both threads."""
     found: dict[Hashable, tuple[Collective, Collective]] = {}
     for party in answer.parties[:2]:
-        overlaps = [pair for rank in party.ranks if rank in job.views for pair in _overlaps(job.views[rank], key, number)]
+        overlaps = [
+            pair for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views for pair in _overlaps(job.views[rank], key, number)
+        ]
         found = {lines: pair for lines, pair in overlaps if not found or lines in found}
         if not found:
             return None
@@ -215,7 +218,7 @@ def _racing(job: JobIndex, key: ChannelKey, number: int, answer: Disagree) -> tu
 
 def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
     """Yield the collectives near a number that two Python threads of a rank had in flight at the same time, and their lines."""
-    track = view.tracks.get(key)
+    track = view.tracks.get(key) if view.columns is None else None  # dumps do not record threads
     near = [
         op for n in range(number - _NEAR, number + _NEAR) if track is not None and (op := track.ops.get(n)) is not None and op.call_lines
     ]
