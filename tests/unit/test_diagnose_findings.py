@@ -11,6 +11,7 @@ import pytest
 from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.live import find_disagreements
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
@@ -789,3 +790,16 @@ def test_a_dump_without_observations_is_of_medium_confidence() -> None:
     assert blame(verdict) == ("missing", "data-loading", [2], "train.py:57")
     assert verdict.confidence == "medium"
     assert verdict.findings[0].would_raise_confidence
+
+
+def test_pairs_that_disagree_at_the_same_lines_are_one_fault_also_while_the_job_runs() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        pair = job.group(f"tp{rank // 2}", [rank // 2 * 2, rank // 2 * 2 + 1], "tp")
+        yield all_reduce(pair, line=20)
+        yield all_reduce(pair, line=30, reduce_op="SUM" if rank % 2 else "MAX")
+        yield Stay(57, "load_batch")
+
+    logs = Job(4).run(program).logs()
+    [finding] = find_disagreements(logs)
+    assert (finding.kind, finding.culprits, finding.victims) == ("mismatch/reduce-op", [], [0, 1, 2, 3])
+    assert [one.kind for one in diagnose_logs(logs).findings if one.root_cause] == ["mismatch/reduce-op"]

@@ -77,8 +77,8 @@ def _mismatches(job: JobIndex) -> list[tuple[Finding, Mismatch]]:
         return []
     context = Context(job, mismatches, build_wait_graph(job, mismatches))
     find_mismatches(context, {})
-    found = sorted(zip(context.cases, mismatches, strict=True), key=lambda pair: pair[0].order)
-    return [(case.finding, mismatch) for case, mismatch in found]
+    cases = sorted(context.cases, key=lambda case: case.order)
+    return [(case.finding, case.mismatch) for case in cases if case.mismatch is not None]
 
 
 def _is_with_verifier(mismatch: Mismatch) -> bool:

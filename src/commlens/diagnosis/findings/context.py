@@ -26,7 +26,7 @@ class Case:
     finding: Finding
     blocked: int = 0  # number of ranks that wait because of it
     order: tuple[int, ...] = ()  # deterministic, earliest first
-    disagrees: bool = False  # ranks disagree or are out of step
+    mismatch: Mismatch | None = None  # on which ranks disagree or are out of step
 
 
 class Context:
@@ -40,7 +40,7 @@ class Context:
 
     def add(
         self, finding: Finding, op: Collective | None, frame: Frame | None, *, blocked: int = 0, order: tuple[int, ...] = (),
-        disagrees: bool = False,
+        mismatch: Mismatch | None = None,
     ) -> None:  # fmt: skip
         """Add a finding on a collective and a source line.
 
@@ -50,9 +50,9 @@ class Context:
             frame: the culprit's line.
             blocked: number of ranks that wait because of it.
             order: sorts findings that block equally many ranks.
-            disagrees: whether ranks disagree or are out of step.
+            mismatch: on which ranks disagree or are out of step.
         """
-        self.cases.append(Case(locate(finding, op, frame), blocked, order, disagrees))
+        self.cases.append(Case(locate(finding, op, frame), blocked, order, mismatch))
 
     def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
         """Return the ranks whose wait ends at one of these nodes."""

@@ -72,7 +72,7 @@ def _add_refusals(context: Context) -> None:
 def _demote_consequences(cases: list[Case]) -> None:
     """Of several findings that blame the same ranks, keep the earliest disagreement as the root cause."""
     roots = [case for case in cases if case.finding.root_cause]
-    disagreements = [case for case in roots if case.disagrees or case.finding.why == "skipped"]
+    disagreements = [case for case in roots if case.mismatch is not None or case.finding.why == "skipped"]
     for case in roots:
         for other in disagreements:
             if other is not case and other.finding.root_cause and _follows(case, other, case in disagreements):
@@ -98,4 +98,4 @@ def _follows(case: Case, other: Case, disagrees: bool) -> bool:
 def _blamed(case: Case) -> set[int]:
     """Return the culprits; of a tie, all ranks that disagree."""
     finding = case.finding
-    return set(finding.culprits or (finding.victims if case.disagrees else ()))
+    return set(finding.culprits or (finding.victims if case.mismatch is not None else ()))

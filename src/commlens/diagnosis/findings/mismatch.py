@@ -38,7 +38,9 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         op = _odd_op(mismatch)
         shown = mismatch.shift.skipped if mismatch.shift is not None and mismatch.answer is None else op
         if mismatch.racing is not None:
-            context.add(_race(mismatch, *mismatch.racing), op, mismatch.racing[0].source, blocked=len(blocked), order=order, disagrees=True)
+            context.add(
+                _race(mismatch, *mismatch.racing), op, mismatch.racing[0].source, blocked=len(blocked), order=order, mismatch=mismatch
+            )
             continue
         paths = _paths(context, mismatch, op)
         finding = _finding(context, mismatch, op, _name(mismatch, shown), blocked, paths)
@@ -54,7 +56,7 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
             finding.root_cause = mismatch.astray is None or astray.isdisjoint(mismatch.ops)
             _name_nobody(context, mismatch, finding)
             line = line if len({other.source for other in mismatch.ops.values()}) == 1 else None
-        context.add(finding, shown, line, blocked=len(blocked), order=order, disagrees=True)
+        context.add(finding, shown, line, blocked=len(blocked), order=order, mismatch=mismatch)
 
 
 def _name_nobody(context: Context, mismatch: Mismatch, finding: Finding) -> None:
