@@ -23,7 +23,7 @@ _LOOK_BACK = 2048  # records of a rank that are its routine
 _MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
 
 _NEAR = 8  # numbers before and after a mismatch among which threads may race
-_RANKS_OF_A_SIDE = 16  # in which two threads that race are looked for
+_RANKS_OF_A_SIDE = 16  # whose records are looked at closely: each takes a while, and there may be thousands
 
 _TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
@@ -230,12 +230,12 @@ def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Ha
 
 
 def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:
-    """Return whether all culprits skipped the collective of the others, or issued an extra one."""
+    """Return whether the culprits skipped the collective of the others, or issued an extra one; empty if they differ."""
     culprits, met = mismatch.culprits, mismatch.ops
     if mismatch.tie or answer.aspect not in ("op", "shape", "dtype") or len(culprits) >= len(met):
         return ""
     usual = next(op for rank, op in sorted(met.items()) if rank not in culprits)
-    found = {departure_of(job, rank, met[rank], usual) for rank in culprits if rank in met}
+    found = {departure_of(job, rank, met[rank], usual) for rank in culprits[:_RANKS_OF_A_SIDE] if rank in met}
     return found.pop() if len(found) == 1 else ""
 
 
