@@ -375,6 +375,14 @@ def test_a_rank_whose_newest_records_are_unreadable_may_have_arrived(readable: i
     assert blame(judge(logs)) == ("missing", "data-loading", [2], "train.py:57")
 
 
+def test_nobody_is_blamed_because_its_newest_records_are_unreadable() -> None:
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    logs[2].collectives = logs[2].collectives[:5]
+    verdict = judge(logs)
+    assert (verdict.culprits, verdict.confidence) == ([], "low")
+    assert "the newest records of rank 2 are unreadable" in verdict.summary
+
+
 def test_nobody_saw_how_it_ended() -> None:
     logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
     verdict = judge(logs)

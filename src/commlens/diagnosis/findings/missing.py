@@ -234,7 +234,7 @@ def _failure_evidence(view: RankView) -> list[str]:
 
 
 def find_unrecorded(context: Context, nodes: list[Node]) -> None:
-    """Presume ranks without a record on this node dead; those of another node may be anywhere."""
+    """Presume ranks without a record on this node dead; those of another node, or with damaged records, may be anywhere."""
     others = any(case.finding.root_cause for case in context.cases)
     groups: dict[tuple[Instance, str, str], list[Node]] = defaultdict(list)
     instances: dict[frozenset[Node], Instance] = {}  # by the collectives whose ranks wait for a node: for many nodes the same
@@ -244,7 +244,7 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
         if sources not in instances:
             instances[sources] = most_waited(context.graph.edges_into(node)).instance
         stranger = context.job.strangers.get(node.rank)
-        why = stranger.unrecorded if stranger is not None else ""
+        why = stranger.unrecorded if stranger is not None else "damaged" if node.rank in context.job.views else ""
         groups[(instances[sources], node.kind, why)].append(node)
     for (_, kind, why), members in sorted(groups.items()):
         edges = context.graph.edges_into(members[0])
@@ -264,6 +264,9 @@ def _unrecorded(
         runs = verb(ranks, "runs on this node but is", "run on this node but are")
         summary = f"{subject} ({pids}) {runs} not recorded; {they_wait} for {verb(ranks, 'it', 'them')}"
         step = f"take a stack of {verb(ranks, 'it', 'them')} (py-spy dump --pid {strangers[0].pid}); {strangers[0].unrecorded}"
+    elif ranks[0] in context.job.views:
+        summary = f"{they_wait}; the newest records of {subject} are unreadable"
+        step = f"take a stack of {subject} (py-spy dump --pid {context.job.views[ranks[0]].log.pid})"
     elif dead:
         summary = f"{subject} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
         ended = "it ended before it could record anything, or its black box is lost"
@@ -273,7 +276,7 @@ def _unrecorded(
     else:
         summary = f"{they_wait}, like all ranks with a record; there is no record of {subject}"
         step = f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps together"
-    culprits = ranks if dead or len(ranks) == 1 else []
+    culprits = ranks if dead or (len(ranks) == 1 and ranks[0] not in context.job.views) else []
     finding = Finding(
         kind="dead" if dead else "missing", why="unknown", root_cause=(dead and context.job.knows.every_process) or not others,
         culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
