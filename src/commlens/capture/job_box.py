@@ -24,6 +24,7 @@ from commlens.capture.rank_environment import Place
 log = logging.getLogger("commlens")
 _SCARCE = 64 << 20  # bytes; /dev/shm of a container has no more unless it is asked for
 _KEEP_S = 60.0
+_KEEP_UNUSED_S = 600.0
 _LOCK_S = 5.0
 _CLAIM = ".watcher"
 
@@ -66,6 +67,7 @@ def make_box(settings: config.Settings, folder: str, place: Place, box_writer: C
             job_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
             with _locked(job_dir):
                 _move_stale_boxes(job_dir)
+                _free_ended_boxes(job_dir)
                 return job_dir, box_writer(
                     job_dir / job_dirs.box_name(place.rank, os.getpid()),
                     capacity=settings.box_entries,
@@ -111,10 +113,7 @@ def _box_of_ancestor(settings: config.Settings) -> Path | None:
 
 
 def _move_stale_boxes(job_dir: Path) -> None:
-    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started.
-
-    Where memory is scarce, free the boxes of all jobs that have ended.
-    """
+    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started."""
     started = time.time() - _age_s()
     for box in job_dirs.boxes(job_dir):
         with contextlib.suppress(OSError):
@@ -124,11 +123,20 @@ def _move_stale_boxes(job_dir: Path) -> None:
                 box.rename(aside / box.name)
     if not any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(job_dir)):
         (job_dir / _CLAIM).unlink(missing_ok=True)  # of a watcher that was killed with that job
-    if shutil.disk_usage(job_dir).free < _SCARCE:
-        for job in [job for job in job_dir.parent.iterdir() if job != job_dir]:
-            for box in job_dirs.boxes(job):
-                if job_dirs.is_leftover(box, before_s=time.time() - _KEEP_S):
-                    box.unlink(missing_ok=True)
+
+
+def _free_ended_boxes(job_dir: Path) -> None:
+    """Free the boxes of other jobs' processes that ended: soon if memory is scarce, later if they never called init_process_group.
+
+    A process that ends within seconds of its start, before that call, starts no watcher that would free them.
+    """
+    is_scarce = shutil.disk_usage(job_dir).free < _SCARCE
+    before_s = time.time() - (_KEEP_S if is_scarce else _KEEP_UNUSED_S)
+    for job in [job for job in job_dir.parent.iterdir() if job != job_dir]:
+        for box in job_dirs.boxes(job):
+            owner = job_dirs.owner(box)
+            if (is_scarce or (owner is not None and not owner.setup)) and job_dirs.is_leftover(box, before_s=before_s):
+                box.unlink(missing_ok=True)
 
 
 def _age_s() -> float:
