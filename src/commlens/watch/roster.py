@@ -245,8 +245,10 @@ class Roster:
         self._current = None
 
     def close(self) -> None:
-        """Close all handles and boxes."""
+        """Close all handles and boxes. The pipe stays while anybody may write to it: its number could become another file's."""
         self.forget(list(self.members))
+
+    def __del__(self) -> None:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
