@@ -295,7 +295,7 @@ class Nodes:
             self._gathering, self._gathered = True, {}
             self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1)
             self._poke.set()
-            while len(self._gathered) < len(asked) and (left := end - time.monotonic()) > 0:
+            while any(beat.slot not in {*self._gathered, *self._left} for beat in asked) and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._gathering = False
             gathered = {**self._left, **self._gathered}
