@@ -448,6 +448,7 @@ def _after_fork_in_child() -> None:
     torch_patches.set_recorder(None)
     if _session is not None:
         _session.recorder, _session.attached, _session.initialised, _session.given_up = None, False, False, False
+        _session.lock = threading.Lock()  # another thread of the parent may have had it
 
 
 def at_exit(session: Session) -> None:
