@@ -84,6 +84,7 @@ class Address(NamedTuple):
 class _Seen(NamedTuple):
     beat: Beat
     changed: float  # time.monotonic()
+    lives: bool  # it has changed: else it may be of workers that torchelastic replaced without counting a restart on this node
 
 
 class Nodes:
@@ -203,14 +204,14 @@ class Nodes:
             if beats and now - self._contact > LOST_S:
                 what = f"the job's store at {self._address.host}:{self._address.port} has not answered for {now - self._contact:.0f} s"
                 return [f"Of {ranks_phrase(rank for beat in beats for rank in beat.ranks)} on other nodes nothing is known: {what}."]
-            silent = [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and not seen.beat.finished]
+            silent = [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and seen.lives and not seen.beat.finished]
         return [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) no longer answers." for beat in silent]
 
     @property
     def dead_elsewhere(self) -> list[int]:
         """The ranks of other nodes that died."""
         with self._lock:
-            return sorted(rank for seen in self._seen.values() for rank in seen.beat.dead)
+            return sorted(rank for seen in self._seen.values() if seen.lives for rank in seen.beat.dead)
 
     @property
     def reporter(self) -> Beat | None:
@@ -243,7 +244,7 @@ class Nodes:
         """Return the lines of other nodes that were not taken before, each with its node's host."""
         new: list[tuple[str, News]] = []
         with self._lock:
-            for slot, seen in self._seen.items():
+            for slot, seen in [(slot, seen) for slot, seen in self._seen.items() if seen.lives]:
                 new += [(seen.beat.host, news) for news in seen.beat.news if news.number > self._read_news.get(slot, 0)]
                 if seen.beat.news:
                     self._read_news[slot] = seen.beat.news[-1].number
@@ -355,14 +356,15 @@ class Nodes:
             client.set(self._key("evidence", slot), evidence)
         client.set(self._key("node", slot), msgspec.msgpack.encode(mine))
         count = client.add(self._key("nodes"), 0)
-        beats = [beat for value in client.get(self._to_read(client, slot, count)) if (beat := _decoded(value)) is not None]
+        values = client.get(self._to_read(client, slot, count))
+        beats = [beat for beat in map(_decoded, values) if beat is not None and (beat.slot in self._seen or not beat.finished)]
         now = time.monotonic()
         with self._changed:
             self._contact = now
             for beat in beats:
                 before = self._seen.get(beat.slot)
                 if before is None or before.beat.count != beat.count:
-                    self._seen[beat.slot] = _Seen(beat, now)
+                    self._seen[beat.slot] = _Seen(beat, now, before is not None)
                 if beat.asks and beat.order < mine.order and mine.answered != (beat.slot, beat.asks):
                     self._asked = (beat.slot, beat.asks)
             wanted = [beat.slot for beat in beats if mine.asks and beat.answered == (slot, mine.asks) and beat.slot not in self._gathered]

@@ -1,0 +1,63 @@
+"""Nodes that meet in a real store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from commlens.watch import nodes
+from commlens.watch.nodes import Nodes
+
+dist = pytest.importorskip("torch.distributed")
+
+
+@pytest.fixture
+def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Nodes]]:
+    """Returns a function that lets a node with one rank meet the others."""
+    store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setattr(nodes, "store_address", lambda _: nodes.Address("127.0.0.1", store.port))
+    monkeypatch.setattr(nodes, "waits", lambda _: [])
+    members: list[Nodes] = []
+
+    def start(rank: int) -> Nodes:
+        members.append(Nodes(f"host{rank}", lambda: None))
+        members[-1].meet([SimpleNamespace(rank=rank)], 0, dict)  # type: ignore[list-item]
+        return members[-1]
+
+    yield start
+    for node in members:
+        node.leave()
+
+
+def eventually(condition: Callable[[], Any]) -> Any:
+    end = time.monotonic() + 20
+    while not (result := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return result
+
+
+def test_words_of_replaced_workers_are_not_heard(meet: Callable[[int], Nodes]) -> None:
+    """torchelastic does not count a restart on a node whose own workers did not fail."""
+    left, killed = meet(0), meet(1)
+    assert eventually(lambda: left.others and killed.others)
+    for node in (left, killed):
+        node.update(dead=[node._mine.ranks[0]])
+        node.announce("ending the job", abort=True)
+    assert eventually(lambda: left.take_news() and killed.take_news()), "they hear each other"
+    left.leave(lambda: b"evidence")
+    thread, killed._thread = killed._thread, None  # as if its process was killed
+    assert thread is not None
+    thread.join(20)
+    late = meet(2)
+    assert eventually(lambda: late.others), "the one that was killed may still live"
+    time.sleep(2 * nodes.PERIOD_S)
+    assert late.take_news() == []
+    assert late.dead_elsewhere == []
+    assert late.gather(timeout_s=0.1)[0] == {}
+    other = meet(3)
+    other.announce("a stall")
+    assert eventually(late.take_news)
