@@ -15,7 +15,7 @@ from commlens.diagnosis.routine import expected_token
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.matching.point_to_point import Pair, pair_messages
 from commlens.model.collective import ChannelKey, Collective
-from commlens.text import frame_phrase
+from commlens.text import count, frame_phrase
 
 _MESSAGES_MAX = 256  # of a ring of thousands of ranks, each has one that is stuck
 _OTHERS_MAX = 16  # ranks whose distances are compared
@@ -137,7 +137,9 @@ def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str
     usual = ranks[(place[view.rank] + max(distances, default=0)) % len(ranks)]
     if len(distances) != 1 or sum(map(len, of_each)) < 2 or usual == op.peer:
         return -1, ""
-    return usual, f"From this line, the others {op.op} {to} the rank that is {max(distances)} further in the group."
+    after = max(distances)
+    where = f"{count(after, 'place')} after" if after * 2 <= len(ranks) else f"{count(len(ranks) - after, 'place')} before"
+    return usual, f"At this line, each of the others issues a {op.op} {to} the rank {where} its own in the group."
 
 
 def _at_line(view: RankView, op: Collective) -> list[Collective]:
