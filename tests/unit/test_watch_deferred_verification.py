@@ -177,7 +177,7 @@ def test_the_number_of_reports_is_limited() -> None:
     node = Node(2, capacity=2000)
     for i in range(40):
         for rank in node.ranks:
-            rank.issue(all_reduce(8 + rank.rank), ranks=(0, 1), group=str(i))
+            rank.issue(all_reduce(8 + rank.rank), ranks=(0, 1), group=str(i), line=100 + i)
         node.look(after=1.5)
     assert len(node.said) == 8
 

@@ -295,6 +295,16 @@ def test_abort_ends_the_ranks(job: Job) -> None:
     assert not job.heard("dead")
 
 
+def test_a_disagreement_ends_the_job_even_if_it_is_not_known_which_rank_is_wrong(job: Job) -> None:
+    job.start()
+    job.watch(on_stall="abort")
+    assert job.watcher is not None
+    verdict = Verdict(kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low")
+    job.watcher.reporter._diagnose = lambda logs, **_: verdict
+    job.ranks[0].tell("announce")
+    eventually(job.ended)
+
+
 @pytest.mark.parametrize(("seen", "confidence", "doubt"), [(2, "low", "confidence is low"), (1, "high", "no record of rank 1 here")])
 def test_abort_needs_complete_evidence(job: Job, seen: int, confidence: Confidence, doubt: str) -> None:
     job.ranks = [Rank(job.folder, rank, 2) for rank in range(seen)]

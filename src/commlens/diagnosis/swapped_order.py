@@ -8,7 +8,7 @@ suspicion: a warning, never more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 
 import msgspec
 
@@ -36,8 +36,11 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
         return []
     # Compare all ranks with the first. If most differ from it in the same place, the first rank is the odd one.
     base, *others = sorted(tracks)
-    swaps = [swap for rank in others if (swap := _compare(rank, tracks[rank], tracks[base].ops)) is not None]
-    if not swaps:
+    for line in (line_of, _innermost_line):  # the branch that swaps them may issue them from other lines, through the same functions
+        swaps = [swap for rank in others if (swap := _compare(rank, tracks[rank], tracks[base].ops, line)) is not None]
+        if swaps:
+            break
+    else:
         return []
     first = swaps[0]
     of_base = SwappedOrder(base, first.number, first.others, first.own)
@@ -49,7 +52,13 @@ def find_swapped_orders(job: JobIndex, key: ChannelKey) -> list[SwappedOrder]:
     return [of_base] if [swap.number for swap in swaps] == [first.number] * len(others) else []
 
 
-def _compare(rank: int, track: Track, reference: Mapping[int, Collective]) -> SwappedOrder | None:
+def _innermost_line(op: Collective) -> Hashable:
+    return op.call_lines[:1] or None
+
+
+def _compare(
+    rank: int, track: Track, reference: Mapping[int, Collective], line_of: Callable[[Collective], Hashable]
+) -> SwappedOrder | None:
     """Return the one stretch of collectives whose lines meet the reference's lines in another order, if there is exactly one."""
     numbers = sorted(set(track.ops) & set(reference))
     met = Counter((line_of(track.ops[number]), line_of(reference[number])) for number in numbers)

@@ -27,7 +27,7 @@ _DEPARTURES = {
 
 
 def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
-    """Make one finding for each mismatch, whether it blocks ranks or is silent."""
+    """Make one finding for each mismatch, whether it blocks ranks or is silent, or for several of them that are one fault."""
     ties: dict[Hashable, Finding] = {}
     astray = {rank for mismatch in context.mismatches if mismatch.astray is not None and not mismatch.tie for rank in mismatch.culprits}
     for number, mismatch in enumerate(context.mismatches):
