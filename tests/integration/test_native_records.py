@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import subprocess
@@ -123,6 +124,20 @@ def without_times(box: bytes, index: int) -> tuple[object, ...]:
     return (*fields, times, word(L.OUTCOME) & 0xFFFFFFFF, word(L.OUTCOME) >> 32 != 0, word(L.FAILURE), word(L.REDUCE_OP), word(L.DURATION))
 
 
+def blobs(side: bytes) -> list[object]:
+    """The blobs of a side table that has not wrapped, without when and by which thread process groups were made."""
+    found: list[object] = []
+    at = 0
+    while at < len(side):
+        size, _, position = L.BLOB.unpack_from(side, at)
+        content = json.loads(side[at + L.BLOB.size : at + L.BLOB.size + size])
+        if content["k"] == "setup":
+            del content["began"], content["thread"]
+        found.append((position, content))
+        at += (L.BLOB.size + size + L.BLOB_ALIGN - 1) // L.BLOB_ALIGN * L.BLOB_ALIGN
+    return found
+
+
 def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: Path, native_cache: Path):
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
@@ -137,7 +152,7 @@ def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: P
         (head,) = struct.unpack_from("<Q", python, L.SIDE_HEAD)
         assert struct.unpack_from("<Q", native, L.SIDE_HEAD) == (head,)
         side = L.box_size(200) - 2 * L.EVIDENCE_SLOT - L.side_size(200)
-        assert python[side : side + head] == native[side : side + head]
+        assert blobs(python[side : side + head]) == blobs(native[side : side + head])
     else:  # the engine in Python has a frame of its own in stacks, and does not know the reduce ops of C++ callers
         ours, native_log = torch_patches.__file__, read_box(native_path)
         for one, other in zip(log.collectives, native_log.collectives, strict=True):
