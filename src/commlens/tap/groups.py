@@ -166,7 +166,7 @@ class Groups:
         self.mesh_dims = {}
 
     def before_destroy(self) -> None:
-        """Know all groups by their present incarnation: a program may go on to use one that it has destroyed."""
+        """Look up all groups while their incarnation is the present one: a program may go on to use a group that it has destroyed."""
         for process_group in list(c10d._world.pg_map):
             self.find(process_group)
 

@@ -65,7 +65,7 @@ class Verifier(Protocol):
         """Return the text of such a refusal, for the watchdog thread."""
 
     def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
-        """Post a refusal for a thread that waits in C++ if ranks do not join the oldest collective in flight, which has these arguments."""
+        """Post a refusal if ranks do not join the oldest collective in flight, for which a thread waits in C++."""
 
     def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
-        """Return the process groups in which such a refusal is about one of these collectives of this rank."""
+        """Return the process groups of those collectives in flight that an unraised refusal is about."""

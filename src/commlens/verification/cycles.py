@@ -41,7 +41,7 @@ class Cycles:
             rank = following
 
     def chain(self, ranks: Iterable[int], longer_than_ns: int) -> list[Step]:
-        """Return the waits that lead from late ranks to those that hold them up: each rank of a wait is one that the wait before lacks.
+        """Return the waits that lead from late ranks to those that hold them up. Each step is by a rank that the step before lacks.
 
         Args:
             ranks: the late ranks. If one of them does not wait, there is no chain.
@@ -58,7 +58,7 @@ class Cycles:
         return path if missed else []
 
     def held_up(self, ranks: set[int], longer_than_ns: int) -> set[int]:
-        """Return these ranks and all that have waited for so long for one of them, or for one that does."""
+        """Return these ranks and all that have waited longer than this for one of them, directly or through other ranks."""
         for rank in self._peers.ranks() - ranks:
             state = self.waits_in(rank, longer_than_ns)
             if state is not None and self.absent_from(*state) & ranks:
@@ -89,7 +89,7 @@ class Cycles:
         return steps[first:] + steps[:first]
 
     def waits_in(self, rank: int, longer_than_ns: int = CYCLE_AFTER_NS) -> tuple[int, int] | None:
-        """Return the channel's key and the number of the collective that a rank has waited in for so long, if its board says so."""
+        """Return the channel's key and the number of the collective that a rank has waited in for longer than this."""
         board = self._peers.known(rank)
         if board is None or board.word(B.THREADS) != 1:
             return None

@@ -264,7 +264,7 @@ class Verifier:
         return self._refusals.unraised()
 
     def check_wait_in_cpp(self, args: InternedArgs, waited_ns: int) -> None:
-        """Post a refusal for a thread that waits in C++ if ranks do not join the oldest collective in flight, which has these arguments."""
+        """Post a refusal if ranks do not join the oldest collective in flight, for which a thread waits in C++."""
         channel = self._announcer.channel(args) if self.is_active else None
         raised = self._refusals.raised
         try:
@@ -274,7 +274,7 @@ class Verifier:
             self._refusals.raised = raised  # it was posted; the thread raises it when it is back
 
     def refused_groups(self, in_flight: list[Collective]) -> list[Any]:
-        """Return the process groups in which such a refusal is about one of these collectives of this rank."""
+        """Return the process groups of those collectives in flight that an unraised refusal is about."""
         groups = []
         for posted in self._refusals.new():
             channel = self._announcer.channel_of(posted.get("key", 0))

@@ -31,7 +31,7 @@ log = logging.getLogger("commlens")
 
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
-ENDING_NS: Final = 2_000_000_000  # from a rank's last use of its connections to its last words on its board
+ENDING_NS: Final = 2_000_000_000  # the longest from a rank's last use of its connections to its last note on its board
 SILENT_AFTER_S: Final = 1.0  # four heartbeats of the watchdog thread
 HAS_FINISHED: Final = "has finished"
 _now = time.monotonic_ns
@@ -238,7 +238,7 @@ class Waiting:
             self._refuse_missing(pending, absent, waited_ns)
 
     def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> NoReturn:
-        """Refuse the collective for ranks that are late, or the one in which they wait themselves for others: those hold up all of them."""
+        """Refuse the collective because ranks are late. If they wait in another one themselves, refuse that one for the ranks it lacks."""
         cycles, compared, half = self._cycles, self._comparison, int(waited_ns) // 2
         chain = cycles.chain(absent, half)
         if not chain:

@@ -54,7 +54,7 @@ class ChannelDigest:
 
 
 def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
-    """Return whether two nodes issued something else on a channel, as far as their blocks overlap."""
+    """Return whether two nodes issued different collectives on a channel, as far as their blocks overlap."""
     return any(
         number in other and other[number][0] == block[0] and other[number][1] != block[1]
         for mine, other in zip(ours, theirs, strict=False)

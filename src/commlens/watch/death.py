@@ -41,7 +41,7 @@ class DeathDetector:
 
     def __init__(self) -> None:
         self.first: Member | None = None  # the first rank that died
-        self.alone = False  # it was stopped alone, by a launcher that stops all ranks at once: somebody meant this rank
+        self.alone = False  # it alone was stopped, though its launcher would stop all ranks at once: somebody meant this rank
         self._due: float | None = None
         self._elsewhere = False
         self._reporter_until = 0.0

@@ -120,7 +120,7 @@ class Nodes:
         self._gathering = False
         self._gathered: dict[int, bytes] = {}
         self._left: dict[int, bytes] = {}  # the last evidence of nodes that have left
-        self._waits: dict[tuple[int, int], int] = {}  # (slot, wait_id): CLOCK_MONOTONIC ns of its begin, on this machine's clock
+        self._waits: dict[tuple[int, int], int] = {}  # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
 
     # --- the watcher's side
 
