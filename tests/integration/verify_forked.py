@@ -126,7 +126,7 @@ class Jobs:
             if job.verified:
                 from commlens.capture import session
 
-                session.at_exit(session.session())  # as the interpreter would
+                session.session().at_exit()  # as the interpreter would
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)

@@ -59,3 +59,15 @@ def ranks_of_this_node(rank: int) -> range:
 
     local, size = local_rank(), number("LOCAL_WORLD_SIZE")
     return range(rank - local, rank - local + size) if local >= 0 and size > 0 else range(dist.get_world_size())
+
+
+def default_timeout_ms() -> int:
+    """Return the timeout of the default process group in ms; 0 if torch does not say."""
+    try:
+        import torch.distributed.distributed_c10d as c10d
+
+        group = c10d._get_default_group()
+        device = group._device_types[0]
+        return int(group._get_backend(device).options._timeout.total_seconds() * 1000)
+    except Exception:
+        return 0

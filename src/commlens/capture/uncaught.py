@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import re
+import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -27,6 +29,19 @@ def record_exception(writer: Any, kind: type[BaseException], error: BaseExceptio
     writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     if refusal is not None:
         _write_error_file(str(refusal))
+
+
+def hook(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
+    """Call ``record`` for an exception that ends the program; again after a program has replaced ``sys.excepthook``."""
+    previous = sys.excepthook
+    if getattr(previous, "__name__", "") == "commlens_excepthook":
+        return  # the program has not replaced it since
+
+    def commlens_excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        record(kind, error, trace)
+        previous(kind, error, error.__traceback__ or trace)
+
+    sys.excepthook = commlens_excepthook
 
 
 def hide_our_frames(error: BaseException) -> None:
