@@ -60,7 +60,7 @@ def test_a_job_that_has_ended_is_found_by_name_only(tmp_path: Path, ranks: dict[
 
 
 def test_a_process_that_is_not_recorded_gets_advice(tmp_path: Path, ranks: dict[str, Rank]) -> None:
-    with pytest.raises(EvidenceError, match=rf"The process {os.getpid()} \(.*pytest.*\) is not recorded.*COMMLENS=1.*py-spy dump"):
+    with pytest.raises(EvidenceError, match=rf"The process {os.getpid()} \(.*\) is not recorded.*COMMLENS=1.*py-spy dump"):
         find_jobs(str(os.getpid()), str(tmp_path))
 
 
