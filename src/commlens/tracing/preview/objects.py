@@ -8,10 +8,11 @@ assumed to equal this rank's own. Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ Key = tuple[str, int, int | None, tuple[int, ...], int]
 
 Message = list[bytes]
 """Pickled objects."""
+
+Deliver = Callable[[dict[str, Any], tuple[int, ...]], contextlib.AbstractContextManager[None]]
+"""Takes a call's arguments by name and the group's ranks. Returns a context in which torch's function receives its objects."""
 
 
 class Unknown(BaseException):
@@ -61,10 +65,13 @@ class Objects:
         """Wrap torch's functions."""
         for name in ("all_gather_object", "gather_object"):
             patches.wrap(c10d, name, self._gather)
-        patches.wrap(c10d, "broadcast_object_list", self._broadcast)
-        patches.wrap(c10d, "scatter_object_list", self._scatter)
-        patches.wrap(c10d, "send_object_list", self._send)
-        patches.wrap(c10d, "recv_object_list", self._receive)
+        for name, deliver in (
+            ("broadcast_object_list", self._broadcast),
+            ("scatter_object_list", self._scatter),
+            ("send_object_list", self._send),
+            ("recv_object_list", self._receive),
+        ):
+            patches.wrap(c10d, name, functools.partial(self._run, deliver))
         tap.attach(self)
 
     def remove(self) -> None:
@@ -102,58 +109,46 @@ class Objects:
         with unset_fake_temporarily(), self._deliveries.delivering([], gathers=True):
             return original(*args, **kwargs)
 
-    def _broadcast(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = _arguments(original, args, kwargs)
-        ranks, source = _ranks(given.get("group")), _global(given, "src")
-        if self.rank not in ranks:
-            return original(*args, **kwargs)
-        key = self._key("broadcast", source, None, ranks)
-        with unset_fake_temporarily():
-            if source == self.rank:
-                self._keep(key, _pickled(given["object_list"], given))
-                return original(*args, **kwargs)
-            with self._delivering_objects(key, given):
-                return original(*args, **kwargs)
-
-    def _scatter(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = _arguments(original, args, kwargs)
-        ranks, source = _ranks(given.get("group")), _global(given, "src")
-        if self.rank not in ranks:
-            return original(*args, **kwargs)
-        objects = given.get("scatter_object_input_list")
-        with unset_fake_temporarily():
-            if source == self.rank and objects and len(objects) == len(ranks):
-                messages = _pickled(objects, given)
-                largest = len(max(messages, key=len))
-                for rank, message in zip(ranks, messages, strict=True):
-                    self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
-                mine = messages[ranks.index(self.rank)]
-            else:
-                known = self._message(self._key("scatter", source, self.rank, ranks))
-                mine = known[0] if known else _pickled([None], given)[0]
-                largest = len(known[1]) if known else len(mine)
-            with self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine))):
-                return original(*args, **kwargs)
-
-    def _send(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        given = _arguments(original, args, kwargs)
-        with unset_fake_temporarily():
-            ranks = _ranks(given.get("group"))
-            if self.rank in ranks:
-                self._keep(self._key("send", self.rank, _global(given, "dst"), ranks), _pickled(given["object_list"], given))
-            return original(*args, **kwargs)
-
-    def _receive(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, deliver: Deliver, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call torch's function in a context in which it receives what other ranks send it; in a group of others it does nothing."""
         given = _arguments(original, args, kwargs)
         ranks = _ranks(given.get("group"))
         if self.rank not in ranks:
             return original(*args, **kwargs)
-        with unset_fake_temporarily():
-            # A receive from any rank is assumed to be from the previous rank.
-            from_any = given.get("src") is None and given.get("group_src") is None
-            source = ranks[ranks.index(self.rank) - 1] if from_any else _global(given, "src")
-            with self._delivering_objects(self._key("send", source, self.rank, ranks), given):
-                return original(*args, **kwargs)
+        with unset_fake_temporarily(), deliver(given, ranks):
+            return original(*args, **kwargs)
+
+    def _broadcast(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+        source = _global(given, "src")
+        key = self._key("broadcast", source, None, ranks)
+        if source != self.rank:
+            return self._delivering_objects(key, given)
+        self._keep(key, _pickled(given["object_list"], given))
+        return contextlib.nullcontext()
+
+    def _scatter(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+        source, objects = _global(given, "src"), given.get("scatter_object_input_list")
+        if source == self.rank and objects and len(objects) == len(ranks):
+            messages = _pickled(objects, given)
+            largest = len(max(messages, key=len))
+            for rank, message in zip(ranks, messages, strict=True):
+                self._keep(self._key("scatter", source, rank, ranks), [message, b"\0" * largest])
+            mine = messages[ranks.index(self.rank)]
+        else:
+            known = self._message(self._key("scatter", source, self.rank, ranks))
+            mine = known[0] if known else _pickled([None], given)[0]
+            largest = len(known[1]) if known else len(mine)
+        return self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine)))
+
+    def _send(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+        self._keep(self._key("send", self.rank, _global(given, "dst"), ranks), _pickled(given["object_list"], given))
+        return contextlib.nullcontext()
+
+    def _receive(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
+        # A receive from any rank is assumed to be from the previous rank.
+        from_any = given.get("src") is None and given.get("group_src") is None
+        source = ranks[ranks.index(self.rank) - 1] if from_any else _global(given, "src")
+        return self._delivering_objects(self._key("send", source, self.rank, ranks), given)
 
     def _delivering_objects(self, key: Key, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         message = self._message(key)
