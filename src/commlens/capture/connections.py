@@ -1,6 +1,6 @@
 """The connections of a process group, and how to close them: a thread that waits in the backend's C++ then gets an error.
 
-``ProcessGroup.abort`` does that for NCCL only: gloo inherits one that does nothing (torch 2.6 to 2.15). Gloo connects all pairs of ranks
+``ProcessGroup.abort`` does that for NCCL only: gloo inherits one that does nothing (seen on torch 2.13). Gloo connects all pairs of ranks
 while the group is made, so the sockets that are new then are the group's.
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from commlens import config
 from commlens.blackbox import layout as L
-from commlens.capture import rank_environment, requests, uncaught
+from commlens.capture import dump_signal, rank_environment, uncaught
 from commlens.capture.init_hooks import After, safely
 from commlens.capture.rank_environment import Place
 from commlens.text import ranks_phrase
@@ -104,7 +104,7 @@ class Session:
             multiprocessing.util.Finalize(None, self.at_exit, exitpriority=-1000)
             uncaught.hook(self._record_uncaught)
             if settings.dump_signal:
-                safely(requests.dump_on_signal, settings.dump_signal, self.dump_now)
+                safely(dump_signal.dump_on_signal, settings.dump_signal, self.dump_now)
             self.watch_later = threading.Timer(_WATCH_AFTER_S, self._watch)
             self.watch_later.daemon = True
             if early:

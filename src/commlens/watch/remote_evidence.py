@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Sequence
 from typing import Final
@@ -15,6 +14,7 @@ from commlens.dumps.save import SavedRank
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.watch.roster import Member
+from commlens.watch.snapshot import have_joined, log_without_records
 
 _FAST = 1
 ALL_RECORDS_UP_TO: Final = 512  # ranks; in a larger job, each rank sends fewer of its newest records
@@ -22,14 +22,8 @@ _RECORDS_MIN: Final = 64
 
 
 class _Rank(msgspec.Struct):
-    rank: int
-    world_size: int
-    local_rank: int | None
-    restart: int
-    pid: int
-    observation: Observation
-    captured_ns: int
-    box: bytes  # compressed; empty if it has none
+    log: RankLog  # without records
+    box: bytes  # compressed; empty if there is none that can be read
 
 
 class NodeEvidence(msgspec.Struct):
@@ -42,12 +36,13 @@ class NodeEvidence(msgspec.Struct):
 
 
 def pack(members: Sequence[Member], observations: dict[int, Observation]) -> bytes:
-    """Pack the members' boxes. A box that cannot be read travels as one that does not exist.
+    """Pack the members' boxes.
 
     Args:
         members: of this node.
         observations: by pid.
     """
+    joined = have_joined(members)
     ranks: list[_Rank] = []
     for member in members:
         box = b""
@@ -56,9 +51,9 @@ def pack(members: Sequence[Member], observations: dict[int, Observation]) -> byt
                 box = zlib.compress(_newest(member.box, member.world_size), _FAST)
             except FormatError:
                 box = b""
-        observation = observations.get(member.pid, Observation())
-        place = (member.rank, member.world_size, member.local_rank, member.restart, member.pid)
-        ranks.append(_Rank(*place, observation, time.time_ns(), box))
+        log = log_without_records(member, joined=joined)
+        log.observation = observations.get(member.pid, Observation())
+        ranks.append(_Rank(log, box))
     return msgspec.msgpack.encode(ranks)
 
 
@@ -85,22 +80,16 @@ def unpack(content: bytes, host: str) -> NodeEvidence:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return NodeEvidence(host, problems=[f"The evidence of node {host} could not be read: {error}."])
     for each in ranks:
-        log: RankLog | None = None
-        box = b""
+        place, log, box = each.log, each.log, b""
         try:
             box = _inflated(each.box) if each.box else b""
             if box:
-                log = read_box(box, name=f"rank {each.rank}'s black box on {host}", captured_ns=each.captured_ns)
+                log = read_box(box, name=f"rank {place.rank}'s black box on {host}", captured_ns=place.captured_ns)
+                log.observation = place.observation
         except (FormatError, zlib.error) as error:
             found.problems.append(str(error))
-        if log is None:
-            log = RankLog(
-                rank=each.rank, world_size=each.world_size, host=host, pid=each.pid, local_rank=each.local_rank,
-                restart=each.restart, captured_ns=each.captured_ns,
-            )  # fmt: skip
-        log.observation = each.observation
         found.logs.append(log)
-        found.ranks.append(SavedRank(each.rank, each.pid, each.observation, box, each.captured_ns))
+        found.ranks.append(SavedRank(place.rank, place.pid, place.observation, box, place.captured_ns))
     return found
 
 

@@ -22,7 +22,7 @@ from commlens.watch.death import STOP_SIGNALS
 from commlens.watch.nodes import Nodes
 from commlens.watch.observer import Observer
 from commlens.watch.roster import Member, Roster
-from commlens.watch.snapshot import read_logs
+from commlens.watch.snapshot import name_job, read_logs
 
 log = logging.getLogger("commlens")
 
@@ -67,7 +67,11 @@ class Evidence:
         self._observer = observer
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
         self.frozen: dict[int, Observation] = {}  # by pid
-        self.remote: dict[str, list[save.SavedRank]] = {}  # the last evidence of other nodes, by host
+        self.remote: dict[str, remote_evidence.NodeEvidence] = {}  # the last evidence of other nodes, by host
+
+    def forget(self) -> None:
+        """Forget what was observed of former workers."""
+        self.frozen, self.remote = {}, {}
 
     def freeze(self) -> None:
         """Keep the observations of the living ranks as of now: how the launcher ends them later says nothing about the fault."""
@@ -80,11 +84,16 @@ class Evidence:
         """
         remote, more = self.remote_logs()
         logs, problems = read_logs(self._roster.current(), self._by_pid())
-        return [*logs, *remote], [*problems, *more]
+        return name_job([*logs, *remote]), [*problems, *more]
+
+    def logs_again(self) -> list[RankLog]:
+        """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking them."""
+        logs = read_logs(self._roster.current(), self._by_pid())[0]
+        return name_job([*logs, *(log for node in self.remote.values() for log in node.logs)])
 
     def records(self, newest: int | None) -> list[RankLog]:
         """Return the logs of all ranks without observations; of those of this node only the ``newest`` records, if that is given."""
-        return [*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]]
+        return name_job([*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]])
 
     def remote_logs(self) -> tuple[list[RankLog], list[str]]:
         """Return the logs of the other nodes' ranks, and what is missing, if this node reports for the job; otherwise nothing."""
@@ -93,7 +102,7 @@ class Evidence:
         remote, silent = self.nodes.gather() if self.nodes.reporter is None else ({}, [])
         for slot, content in sorted(remote.items()):
             found = remote_evidence.unpack(content, self.nodes.host(slot))
-            self.remote[found.host] = found.ranks
+            self.remote[found.host] = found
             logs += found.logs
             problems += found.problems
         problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer in time." for beat in silent] + self.nodes.unknown
@@ -202,9 +211,9 @@ class Reporter:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:
             return
-        for host, ranks in self.evidence.remote.items():
+        for node in self.evidence.remote.values():
             try:
-                save.add_node(saved, ranks, host=host, job=folders[0].name)
+                save.add_node(saved, node.ranks, host=node.host, job=folders[0].name)
             except CommlensError as error:
                 self.say(str(error))
         is_new = saved != self.dump
@@ -224,7 +233,7 @@ class Reporter:
             from commlens.diagnosis.examine import examine_logs
             from commlens.reports.verdict_page import verdict_html
 
-            logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs()[0]
+            logs = self.logs if self._diagnosed is self.verdict else self.evidence.logs_again()
             examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(

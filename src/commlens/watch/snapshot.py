@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from commlens.blackbox import job_dirs
@@ -47,32 +48,50 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
     """
     logs: list[RankLog] = []
     problems: list[str] = []
-    host = os.uname().nodename
-    joined = any(member.status is not None and member.status.initialised for member in members)
+    joined = have_joined(members) if newest is None else None
     for member in members:
         log: RankLog | None = None
-        unreadable: list[str] = []
         if member.box is not None:
             try:
                 log = member.box.log(newest=newest)
             except FormatError as error:
                 problems.append(str(error))
-                unreadable = ["its black box cannot be read"]
         if log is None:
-            log = RankLog(
-                rank=member.rank, world_size=member.world_size, host=host, pid=member.pid, local_rank=member.local_rank,
-                restart=member.restart, captured_ns=time.time_ns(), issued=len(unreadable), initialised=bool(unreadable),
-                problems=unreadable,
-            )  # fmt: skip
-            if newest is None and member.box is None and member.alive and member.here:
-                log.unrecorded = why_unrecorded(member.pid, joined=joined)
+            log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
         logs.append(log)
-    # The log of a rank without a box lacks the job's name.
+    return name_job(logs), problems
+
+
+def have_joined(members: Sequence[Member]) -> bool:
+    """Return whether a rank has passed ``init_process_group``."""
+    return any(member.status is not None and member.status.initialised for member in members)
+
+
+def log_without_records(member: Member, *, joined: bool | None) -> RankLog:
+    """Return the log of a rank that has no box, or whose box cannot be read.
+
+    Args:
+        member: the rank.
+        joined: :func:`have_joined`, to find out why a rank is not recorded; None: do not look.
+    """
+    log = RankLog(
+        rank=member.rank, world_size=member.world_size, host=os.uname().nodename, pid=member.pid, local_rank=member.local_rank,
+        restart=member.restart, captured_ns=time.time_ns(),
+    )  # fmt: skip
+    if member.box is not None:
+        log.issued, log.initialised, log.problems = 1, True, ["its black box cannot be read"]
+    elif joined is not None and member.alive and member.here:
+        log.unrecorded = why_unrecorded(member.pid, joined=joined)
+    return log
+
+
+def name_job(logs: list[RankLog]) -> list[RankLog]:
+    """Give the logs of ranks without a box the job's name, which they lack."""
     job = next((log.job for log in logs if log.job), "")
     for log in logs:
         log.job = log.job or job
-    return logs, problems
+    return logs
 
 
 def observe(roster: Roster, observer: Observer, *, window_s: float) -> dict[int, Observation]:

@@ -91,7 +91,7 @@ class Watcher:
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
-        self.reporter.evidence.frozen = {}
+        self.reporter.evidence.forget()
         self._strangers = Strangers(self._roster, self._observer)
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
@@ -142,7 +142,7 @@ class Watcher:
             log.warning("commlens: the watcher failed and stops; the job goes on without it: %s: %s", type(error).__name__, error)
             log.debug("the watcher's error", exc_info=True)
         finally:
-            self._nodes.leave()  # if not done: an error
+            self._nodes.leave()  # after an error; else it has left
             self._roster.close()
 
     def _finished(self) -> bool:

@@ -1,4 +1,4 @@
-"""Dumps that are requested from outside the process: by a signal."""
+"""A signal that makes a rank dump its job."""
 
 from __future__ import annotations
 

@@ -1,0 +1,54 @@
+"""What the node that reports learns of another node's ranks is what that node knows of them itself."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from boxes import busy_box
+
+from commlens.blackbox import job_dirs, layout
+from commlens.blackbox.reader import OpenBox
+from commlens.model.ranklog import End, Observation
+from commlens.watch import process, remote_evidence
+from commlens.watch.roster import Member, Worker
+from commlens.watch.snapshot import name_job, read_logs
+
+
+def member(folder: Path, rank: int, *, box: bool = True) -> Member:
+    pid = os.getpid() if rank == 2 else 4000 + rank
+    found = Member.of(Worker(rank, pid, 0, world_size=4), process.Handle.invisible(pid))
+    if box:
+        path = folder / job_dirs.box_name(rank, pid)
+        content = busy_box(rank, pid=pid)
+        content.word(layout.PHASE, layout.PHASE_INITIALISED)
+        path.write_bytes(content.bytes())
+        found.box = OpenBox(path)
+        found.status = found.box.status()
+    return found
+
+
+def test_the_logs_of_another_node_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("commlens.watch.snapshot.why_unrecorded", lambda pid, joined: f"it has no box, {joined=}")
+    members = [member(tmp_path, 0), member(tmp_path, 1), member(tmp_path, 2, box=False), member(tmp_path, 3)]
+    observations = {4000: Observation(end=End.RUNNING, cpu_s=1.5), os.getpid(): Observation(end=End.RUNNING)}
+    assert members[3].box is not None
+    os.truncate(members[3].box.path, 1000)
+    own, problems = read_logs(members, observations)
+    assert len(problems) == 1 and own[2].unrecorded == "it has no box, joined=True" and own[3].problems == ["its black box cannot be read"]
+
+    found = remote_evidence.unpack(remote_evidence.pack(members, observations), "n03")
+    assert found.problems == []
+    for mine, theirs in zip(own, name_job(found.logs), strict=True):
+        same = {"captured_ns": 0, "source": ""}
+        assert msgspec.structs.replace(theirs, **same) == msgspec.structs.replace(mine, **same)
+    assert [(each.rank, each.pid, bool(each.box)) for each in found.ranks] == [
+        (0, 4000, True), (1, 4001, True), (2, os.getpid(), False), (3, 4003, False)
+    ]  # fmt: skip
+
+
+def test_damaged_evidence_is_a_sentence(tmp_path: Path):
+    packed = remote_evidence.pack([member(tmp_path, 0)], {})
+    assert "could not be read" in remote_evidence.unpack(packed[: len(packed) // 2], "n03").problems[0]
