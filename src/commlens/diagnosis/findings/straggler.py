@@ -20,7 +20,8 @@ from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
 from commlens.text import count, duration, frame_phrase, group_phrase, op_phrase
 
-_MIN_TIMES = 3  # collectives to which a straggler comes last
+_MIN_COLLECTIVES = 3  # of a group, to judge arrivals
+_MIN_TIMES = 8  # collectives to which a straggler comes last; on a busy machine, each rank does so now and then
 _MIN_SHARE = 0.1  # share of the time for which the others wait for a straggler
 _MIN_RATIO = 3.0  # how much longer they wait for it than for any other rank
 _LATE_NS = 5_000_000  # less is noise of the clocks and of the recorder
@@ -52,7 +53,7 @@ def lateness(job: JobIndex) -> list[Lateness]:
 def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
     first = max(int(ops.numbers[0]) for ops in columns.values())
     last = min(int(ops.numbers[-1]) for ops in columns.values())
-    if last - first + 1 < _MIN_TIMES:
+    if last - first + 1 < _MIN_COLLECTIVES:
         return []
     ranks = sorted(columns)
     came, left = [], []
@@ -66,7 +67,7 @@ def _of_group(key: ChannelKey, columns: dict[int, ColumnOps]) -> list[Lateness]:
         left.append(ops.columns.dump.completed_ns[rows])
     arrived, gone = np.array(came), np.array(left)
     known = (arrived > 0).all(axis=0) & (gone > 0).all(axis=0)
-    if int(known.sum()) < _MIN_TIMES:
+    if int(known.sum()) < _MIN_COLLECTIVES:
         return []
     arrived = _corrected(arrived[:, known], gone[:, known])
     numbers = np.flatnonzero(known) + first
