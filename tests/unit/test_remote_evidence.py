@@ -14,7 +14,7 @@ from commlens.blackbox.reader import OpenBox
 from commlens.model.ranklog import End, Observation
 from commlens.watch import process, remote_evidence
 from commlens.watch.roster import Member, Worker
-from commlens.watch.snapshot import name_job, read_logs
+from commlens.watch.snapshot import read_logs
 
 
 def member(folder: Path, rank: int, *, box: bool = True) -> Member:
@@ -41,8 +41,9 @@ def test_the_logs_of_another_node_are_its_own(tmp_path: Path, monkeypatch: pytes
 
     found = remote_evidence.unpack(remote_evidence.pack(members, observations), "n03")
     assert found.problems == []
-    for mine, theirs in zip(own, name_job(found.logs), strict=True):
-        same = {"captured_ns": 0, "source": ""}
+    assert {log.job for log in found.logs} == {""}, "to be named by the reporter"
+    for mine, theirs in zip(own, found.logs, strict=True):
+        same = {"captured_ns": 0, "source": "", "job": ""}
         assert msgspec.structs.replace(theirs, **same) == msgspec.structs.replace(mine, **same)
     assert [(each.rank, each.pid, bool(each.box)) for each in found.ranks] == [
         (0, 4000, True), (1, 4001, True), (2, os.getpid(), False), (3, 4003, False)

@@ -83,7 +83,7 @@ class DeathDetector:
         return not self.alone and job_was_stopped(members)
 
     def add_elsewhere(self, now: float) -> None:
-        """Note that a rank of another node died; only the first time counts."""
+        """Note that a rank of another node died. Further calls change nothing."""
         if not self._elsewhere and self._due is None:
             self._due = now + SETTLE_S
         self._elsewhere = True

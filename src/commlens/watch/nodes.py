@@ -18,11 +18,11 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.text import ranks_phrase
-from commlens.watch import process
 from commlens.watch.channel_progress import Blocks, differ
 from commlens.watch.roster import Member
 from commlens.watch.stall import Wait, waits
 from commlens.watch.store_client import StoreClient
+from commlens.watch.strangers import meeting_of
 
 log = logging.getLogger("commlens")
 
@@ -105,6 +105,7 @@ class Nodes:
         self._thread: threading.Thread | None = None
         self._restart = 0
         self._address = Address("", 0)
+        self._look_at = 0.0  # time.monotonic() of the next look for the store
         self._reset()
 
     def _reset(self) -> None:
@@ -133,6 +134,9 @@ class Nodes:
             digests: returns the digests of the channels that reach other nodes.
         """
         if self._thread is None:
+            if time.monotonic() < self._look_at:
+                return False
+            self._look_at = time.monotonic() + PERIOD_S
             address = store_address(members)
             if address is None:
                 return False
@@ -396,15 +400,10 @@ def _decoded(value: bytes) -> Beat | None:
 
 
 def store_address(members: Sequence[Member]) -> Address | None:
-    """Return where the job's store is, from the environment of a rank; None if all ranks are on this node, or if it does not say."""
+    """Return where the job's store is; None if all ranks are on this node, or if that is not known."""
     if not any(member.world_size > len(members) for member in members):
         return None
-    for member in members:
-        if not (member.alive and member.here):
-            continue
-        environ = process.environment(member.pid)
-        host, port, local = (environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"))
-        if not host or not port.isdigit():
-            continue
-        return None if local == environ.get("WORLD_SIZE") else Address(host, int(port))
-    return None
+    meeting = meeting_of(members)
+    if meeting is None or not meeting.port.isdecimal() or meeting.node_size == meeting.world_size:
+        return None
+    return Address(meeting.host, int(meeting.port))

@@ -88,6 +88,7 @@ def unpack(content: bytes, host: str) -> NodeEvidence:
                 log.observation = place.observation
         except (FormatError, zlib.error) as error:
             found.problems.append(str(error))
+        log.job = ""  # nodes that meet in one store have one job, by whatever name: theirs is the reporter's
         found.logs.append(log)
         found.ranks.append(SavedRank(place.rank, place.pid, place.observation, box, place.captured_ns))
     return found

@@ -29,7 +29,7 @@ class Strangers:
         self._said = False
 
     def find(self, now: float) -> bool:
-        """Look for them, at most every two seconds. Returns whether there are new ones."""
+        """Look for ranks without a black box, at most every two seconds. Returns whether new ones were found."""
         members = self._roster.current()
         size = max((member.world_size for member in members), default=0)
         if now - self._looked_at < _LOOK_EVERY_S or len(members) >= size:
@@ -44,7 +44,7 @@ class Strangers:
         return bool(found)
 
     def lines_at_start(self, now: float) -> list[str]:
-        """Return once, soon after a rank has left init_process_group, which ranks of this node are not recorded."""
+        """Name the ranks of this node that are not recorded: once, soon after a rank has left init_process_group."""
         if self._said:
             return []
         if not any(member.status is not None and member.status.initialised and member.alive for member in self._roster.current()):
