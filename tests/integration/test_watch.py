@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import Bench
 
-from commlens.watch import pyspy
+from commlens.processes import pyspy
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)

@@ -12,7 +12,8 @@ from boxes import busy_box
 from commlens.blackbox import job_dirs, layout
 from commlens.blackbox.reader import OpenBox
 from commlens.model.ranklog import End, Observation
-from commlens.watch import process, remote_evidence
+from commlens.processes import process
+from commlens.watch import remote_evidence
 from commlens.watch.roster import Member, Worker
 from commlens.watch.snapshot import read_logs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from commlens.processes.process import Ending, Handle
 from commlens.watch.death import DeathDetector, job_was_stopped
-from commlens.watch.process import Ending, Handle
 from commlens.watch.roster import Member
 
 

@@ -166,7 +166,7 @@ def _shared_memory(report: Report, settings: config.Settings) -> str:
 
 
 def _ptrace(report: Report) -> str:
-    from commlens.watch import pyspy
+    from commlens.processes import pyspy
 
     scope = _first_line(Path("/proc/sys/kernel/yama/ptrace_scope"))
     program = pyspy.find()

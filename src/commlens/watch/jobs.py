@@ -11,8 +11,8 @@ from typing import Final
 from commlens.blackbox import job_dirs
 from commlens.dumps import save
 from commlens.errors import CommandError, EvidenceError
+from commlens.processes import process
 from commlens.text import printable
-from commlens.watch import process
 
 FORGOTTEN_AFTER_S: Final = 24 * 3600.0
 

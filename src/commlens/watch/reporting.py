@@ -16,11 +16,11 @@ from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.model.wrapping import fill
+from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
 from commlens.watch import remote_evidence
 from commlens.watch.death import STOP_SIGNALS
 from commlens.watch.nodes import Nodes
-from commlens.watch.observer import Observer
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import name_job, read_logs
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
-from commlens.watch import process
+from commlens.processes import process
 
 
 @dataclass(frozen=True)

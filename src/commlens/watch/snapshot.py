@@ -12,8 +12,8 @@ from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.errors import CommandError, FormatError
 from commlens.model.ranklog import Observation, RankLog
-from commlens.watch.observer import Observer, Pulse
-from commlens.watch.process import Ending
+from commlens.processes.observer import Observer, Pulse
+from commlens.processes.process import Ending
 from commlens.watch.roster import Member, Roster
 from commlens.watch.strangers import why_unrecorded
 

@@ -9,8 +9,8 @@ from typing import Final, Literal, NamedTuple
 from commlens.config import Settings
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
+from commlens.processes.observer import WINDOW_S
 from commlens.text import ranks_phrase
-from commlens.watch.observer import WINDOW_S
 from commlens.watch.roster import Member
 from commlens.watch.strangers import why_unrecorded
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from commlens.blackbox import job_dirs
 from commlens.errors import FormatError
+from commlens.processes import process
+from commlens.processes.observer import Observer
 from commlens.text import ranks_phrase
-from commlens.watch import process
-from commlens.watch.observer import Observer
 from commlens.watch.roster import Member, Roster, Worker
 
 _LOOK_EVERY_S = 2.0

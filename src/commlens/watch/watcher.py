@@ -21,14 +21,14 @@ from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
 from commlens.model.verdict import Verdict
+from commlens.processes import process
+from commlens.processes.observer import WINDOW_S, Observer
 from commlens.text import ranks_phrase, verb
-from commlens.watch import process
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
-from commlens.watch.observer import WINDOW_S, Observer
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import add_new_members, sample

@@ -10,9 +10,9 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import End, Observation
-from commlens.watch import process
-from commlens.watch.cgroup import Cgroup
-from commlens.watch.pyspy import TIMEOUT_S, Classify, Pending, Stacks
+from commlens.processes import process
+from commlens.processes.cgroup import Cgroup
+from commlens.processes.pyspy import TIMEOUT_S, Classify, Pending, Stacks
 
 WINDOW_S: Final = 10.0
 SILENT_S: Final = 1.5

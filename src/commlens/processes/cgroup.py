@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from commlens.watch.process import read_text
+from commlens.processes.process import read_text
 
 
 @dataclass(frozen=True)

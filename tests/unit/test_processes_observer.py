@@ -17,8 +17,8 @@ from watch_ranks import eventually
 from commlens.blackbox import job_dirs
 from commlens.model.collective import FrameKind
 from commlens.model.ranklog import End
-from commlens.watch import process, pyspy
-from commlens.watch.observer import Observer, Pulse
+from commlens.processes import process, pyspy
+from commlens.processes.observer import Observer, Pulse
 
 pytestmark = pytest.mark.launches
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from watch_ranks import eventually
 
-from commlens.watch import process
-from commlens.watch.cgroup import Cgroup
-from commlens.watch.process import Ending, Handle
+from commlens.processes import process
+from commlens.processes.cgroup import Cgroup
+from commlens.processes.process import Ending, Handle
 
 pytestmark = pytest.mark.launches
 
