@@ -319,7 +319,7 @@ def test_abort_needs_complete_evidence(job: Job, seen: int, confidence: Confiden
 
 
 def test_abort_kills_ranks_that_ignore_sigterm(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlens.watch.watcher.KILL_AFTER_S", 0.5)
+    monkeypatch.setattr("commlens.watch.job_abort.KILL_AFTER_S", 0.5)
     job.start()
     os.kill(job.ranks[1].pid, signal.SIGSTOP)
     job.watch(on_stall="abort")

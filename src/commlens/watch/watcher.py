@@ -26,21 +26,21 @@ from commlens.processes.observer import WINDOW_S, Observer
 from commlens.text import ranks_phrase, verb
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
+from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.snapshot import add_new_members, sample
-from commlens.watch.stall import Check, Stall, StallDetector, explains, reason_to_go_on, waited_for, waits, waits_recorded
-from commlens.watch.strangers import Strangers, has_torch
+from commlens.watch.stall import Check, Stall, StallDetector, explains, waited_for, waits, waits_recorded
+from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
 
 POLL_S: Final = 0.16
 CALM_POLL_S: Final = 0.5  # with a long stall timeout, once all ranks are known; the end of a process is noticed at once anyway
 CALM_AFTER_S: Final = 10.0
-KILL_AFTER_S: Final = 5.0
 PAUSED_S: Final = 3.0
 ENDING_MAX_S: Final = 30.0  # a process that takes longer to end is stuck there
 NEVER_SEEN_S: Final = 60.0
@@ -83,7 +83,6 @@ class Watcher:
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
         self._begin_generation()
-        self._aborting_since: float | None = None
         self._started = time.monotonic()
 
     def _begin_generation(self) -> None:
@@ -93,6 +92,7 @@ class Watcher:
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
         self.reporter.evidence.forget()
         self._strangers = Strangers(self._roster, self._observer)
+        self._job_abort = JobAbort(self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched)
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
     # --- from other threads
@@ -177,9 +177,7 @@ class Watcher:
             for line in self._strangers.lines_at_start(time.monotonic()):
                 self.reporter.say(line)
             self._look_for_stall()
-        if self._aborting_since is not None and time.monotonic() - self._aborting_since > KILL_AFTER_S:
-            self._aborting_since = None
-            self._signal_ranks(signal.SIGKILL)
+        self._job_abort.kill_late_ranks()
 
     def _new_generation(self, restart: int) -> None:
         """Start anew: torchelastic restarted the workers. The former boxes are removed; if anything was wrong, they were dumped."""
@@ -205,8 +203,9 @@ class Watcher:
                 self._mismatches.held.clear()
                 self._over = self._over or self._deaths.first is not None
                 self.reporter.save_dump()
-            if news.abort and self._aborting_since is None:
-                self._end()
+            if news.abort and not self._job_abort.has_begun:
+                self._over = True
+                self._job_abort.begin()
         if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
             self._deaths.add_elsewhere(time.monotonic())
 
@@ -356,31 +355,10 @@ class Watcher:
 
     def _abort(self, setting: str, verdict: Verdict) -> bool:
         """End the job, if it is not being ended and the evidence is complete. Returns whether it is being ended."""
-        if self._aborting_since is not None:
-            return True
-        doubt = reason_to_go_on(verdict, self._roster.current(), self._nodes.ranks)
-        if doubt:
-            self.reporter.say(f"the job goes on, although {setting} is set to abort: {doubt}.")
+        if not self._job_abort.begin_for(setting, verdict):
             return False
-        self.reporter.tell(f"ending the job, because {setting} is set to abort.", abort=True)
-        self._end()
-        return True
-
-    def _end(self) -> None:
-        """End this node's ranks."""
         self._over = True
-        self._aborting_since = time.monotonic()
-        if self._end_job is not None:
-            self._end_job()
-        else:
-            self._signal_ranks(signal.SIGTERM)
-
-    def _signal_ranks(self, number: signal.Signals) -> None:
-        for member in self._roster.current():
-            is_rank = self._launched or member.box is not None or has_torch(member.pid)
-            if is_rank and member.alive and member.here and process.is_running(member.pid, member.start_ticks):
-                with contextlib.suppress(OSError):
-                    os.kill(member.pid, number)
+        return True
 
     def _report_before_stop(self) -> None:
         """Report a hang when the job is stopped: it cannot be found out later."""
