@@ -69,6 +69,8 @@ class Settings:
     timing: bool = False  # record durations
     dump_signal: str | None = None  # install a handler that dumps, e.g. on "SIGUSR2"
     dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
+    on_verdict: str | None = None  # a command, or a function as "module:function", that gets each verdict as JSON
+    verdict_log: str | None = None  # a file to which each verdict is appended as a line of JSON
     trace: str | None = None  # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
     trace_dir: str = "commlens-trace"  # folder of the ranks' traces
     job: str | None = None  # job id; set by the launcher
@@ -124,6 +126,9 @@ def load_settings(
     return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
 
 
+_PATHS: Final = frozenset({"box_dir", "dump_dir", "dump_pipe", "trace_dir", "verdict_log"})
+
+
 def settings_environment(settings: Settings) -> dict[str, str]:
     """Return the ``COMMLENS_*`` variables that pass a launcher's settings to its workers.
 
@@ -135,7 +140,7 @@ def settings_environment(settings: Settings) -> dict[str, str]:
         value = getattr(settings, name)
         if value is None:
             continue
-        if name in ("box_dir", "dump_dir", "dump_pipe", "trace_dir"):
+        if name in _PATHS:
             value = absolute(value)
         variables[variable_of(name)] = {True: "1", False: "0"}[value] if isinstance(value, bool) else str(value)
     return variables
@@ -241,6 +246,17 @@ def _steps(value: Any) -> str | None:
     return text
 
 
+def _command(value: Any) -> str:
+    if callable(value):  # of a module that another process can import
+        name = f"{value.__module__}:{value.__qualname__}"
+        if value.__module__ == "__main__" or "<" in name:
+            raise ValueError
+        return name
+    if not isinstance(value, str) or not value.strip() or "\0" in value:
+        raise ValueError
+    return value.strip()
+
+
 def _job(value: Any) -> str:
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", text):
@@ -264,6 +280,8 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),
     "dump_pipe": Accepts(_path, "a path prefix"),
+    "on_verdict": Accepts(_command, "a command, or a function of an importable module as MODULE:FUNCTION"),
+    "verdict_log": Accepts(_path, "a file"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),
     "trace_dir": Accepts(_path, "a folder"),
     "job": Accepts(_job, "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash", internal=True),

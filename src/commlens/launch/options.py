@@ -20,6 +20,8 @@ OPTIONS: Final = {
     "on_mismatch": ("{warn,abort}", "when ranks disagree, only print the verdict, or also end the job (default warn)"),
     "dump_dir": ("DIR", "save dumps here, in one folder per job (default commlens-dumps)"),
     "keep_dumps": ("N", "keep the dumps of this many jobs (default 10)"),
+    "on_verdict": ("COMMAND", "run this for each verdict, with the verdict as JSON on its standard input"),
+    "verdict_log": ("FILE", "append each verdict to this file, as a line of JSON"),
     "box_entries": ("N", "keep this many collectives per rank (default 2000; 0 records nothing)"),
     "box_dir": ("DIR", "put the black boxes here (default: shared memory)"),
     "dump_signal": ("SIGNAL", "dump on this signal (default: no handler is installed)"),

@@ -36,10 +36,12 @@ def main(argv: list[str]) -> int:
     except OSError:
         return 0  # another watcher is running, or the job is over
     settings = load_settings(strict=False).settings
-    settings = dataclasses.replace(settings, dump_dir=absolute(settings.dump_dir))
+    log = absolute(settings.verdict_log) if settings.verdict_log else None
+    settings = dataclasses.replace(settings, dump_dir=absolute(settings.dump_dir), verdict_log=log)
+    watcher = Watcher([folder], settings)  # on_verdict runs in the folder of now
     with contextlib.suppress(OSError):
         os.chdir("/")  # so that no file system is kept busy
-    Watcher([folder], settings).run()
+    watcher.run()
     return 0
 
 

@@ -19,6 +19,7 @@ from commlens.model.wrapping import fill
 from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
 from commlens.watch import remote_evidence
+from commlens.watch.alerts import Alerts
 from commlens.watch.death import STOP_SIGNALS
 from commlens.watch.nodes import Nodes
 from commlens.watch.roster import Member, Roster
@@ -33,6 +34,8 @@ NOTICE_INDENT = " " * len("commlens: ")
 """Begins the further lines of a notice."""
 
 _PY_SPY_WAIT_S = 0.8
+ALERTS_END_S = 8.0
+"""How long the end of the job may wait for commands that got verdicts."""
 
 
 def say_to_stderr(message: str | Verdict) -> None:
@@ -153,6 +156,8 @@ class Reporter:
         self._diagnose = diagnose
         self._host = os.uname().nodename
         self._stalled_after_s = min(1.0, settings.stall_timeout / 2)
+        self._alerts = Alerts(settings, self._host, self.say)
+        self._to_send: Verdict | None = None
 
     def preload(self) -> None:
         """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
@@ -181,6 +186,7 @@ class Reporter:
             self.tell(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
         else:
             self.say(verdict)
+            self._to_send = verdict
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
 
     def tell(self, line: str, *, abort: bool = False) -> None:
@@ -198,6 +204,20 @@ class Reporter:
         Args:
             reason: why the dump is saved, if no verdict says so.
         """
+        self._save_dump(reason)
+        self.send_alert()
+
+    def send_alert(self) -> None:
+        """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first: the alert names it."""
+        verdict, self._to_send = self._to_send, None
+        if verdict is not None:
+            self._alerts.send(verdict, job=(self.dump or self._folders[0]).name, dump=self.dump)
+
+    def close(self) -> None:
+        """Wait a few seconds for the commands that got verdicts."""
+        self._alerts.close(ALERTS_END_S)
+
+    def _save_dump(self, reason: str) -> None:
         settings = self._settings
         observations = self.evidence.observations()
         saved: Path | None = None

@@ -143,6 +143,7 @@ class Watcher:
             log.debug("the watcher's error", exc_info=True)
         finally:
             self._nodes.leave()  # after an error; else it has left
+            self.reporter.close()
             self._roster.close()
 
     def _finished(self) -> bool:
@@ -338,6 +339,7 @@ class Watcher:
                 if stall.dumps < DUMPS_PER_STALL and not check.timeout_s:
                     stall.dumps += 1
                     reporter.save_dump()
+                reporter.send_alert()
                 if self.settings.on_stall == "abort":
                     self._abort("on_stall", verdict)
         if check.timeout_s:
