@@ -58,6 +58,7 @@ class Settings:
     box_entries: int = 2000  # records per rank; 0: no recording
     dump_dir: str = "commlens-dumps"  # parent of one folder per job
     keep_dumps: int = 10  # number of job folders to keep; commlens deletes its older ones
+    dump_mode: str = "0600"  # permissions of a dump's files, in octal digits
     dump_on_timeout: bool = True  # dump just before a process group times out
     stall_timeout: float = 60.0  # seconds that a rank may wait for a collective before the watcher reports a stall
     on_stall: str = "warn"  # "warn" or "abort"
@@ -195,6 +196,15 @@ def _integer(low: int, high: int) -> Callable[[Any], int]:
     return parse
 
 
+def _mode(value: Any) -> str:
+    text = str(value).strip()
+    if isinstance(value, int) and 0o600 <= value <= 0o666:
+        text = f"{value:o}"  # YAML reads 0640 as an octal number
+    if not re.fullmatch("0{0,2}6[0246][0246]", text):
+        raise ValueError
+    return f"0{text[-3:]}"
+
+
 def _seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError
@@ -269,6 +279,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "box_entries": Accepts(_integer(0, CAPACITY_MAX), f"an integer from 0 (no recording) to {CAPACITY_MAX}"),
     "dump_dir": Accepts(_path, "a folder"),
     "keep_dumps": Accepts(_integer(1, 1_000_000), "an integer of at least 1"),
+    "dump_mode": Accepts(_mode, "the permissions of a file as octal digits, 0600 or more, such as 0640"),
     "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),

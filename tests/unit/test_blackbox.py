@@ -511,7 +511,7 @@ class TestOpenBox:
             path.write_bytes(b"something else")
             assert box.status().issued == 10
             assert len(box.log().collectives) == 10
-            assert box.copy() == busy_box().bytes()
+            assert read_box(box.packed()).collectives == read_box(busy_box().bytes()).collectives
 
     def test_what_never_changes_in_a_header_is_not_read_again(self, tmp_path: Path) -> None:
         path = Box(3).write(tmp_path)
@@ -522,7 +522,7 @@ class TestOpenBox:
                 file.seek(2048)
                 file.write(bytes(100))
             assert box.status() == before
-            assert (box.log().problems, read_box(box.copy()).rank) == ([], 3)
+            assert (box.log().problems, read_box(box.packed()).rank) == ([], 3)
 
     def test_a_box_that_is_cut_short_under_it(self, tmp_path: Path) -> None:
         path = busy_box().write(tmp_path)
@@ -531,7 +531,7 @@ class TestOpenBox:
             os.truncate(path, 10_000)
             assert box.status().issued == 10
             assert box.log().problems[0].startswith("the file is cut off: 10000 of")
-            assert len(box.copy()) == 10_000
+            assert read_box(box.packed()).problems[0].startswith("the file is cut off: 10000 of")
             os.truncate(path, 100)
             with pytest.raises(FormatError, match="was cut off while it was read"):
                 box.status()

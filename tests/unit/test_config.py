@@ -83,6 +83,12 @@ def test_off(value):
     assert not is_switched_on({"COMMLENS": value})
 
 
+@pytest.mark.parametrize("value", ["0640", "640", 0o640, 640, " 0640"])
+def test_permissions_in_every_spelling(tmp_path, value):
+    """YAML reads 0640 as an octal number."""
+    assert load(overrides={"dump_mode": value}).settings.dump_mode == "0640"
+
+
 def test_an_empty_variable_is_not_set():
     assert load({"COMMLENS_STALL_TIMEOUT": "", "COMMLENS_BOX_DIR": " "}).settings == Settings()
     assert not is_switched_on({"COMMLENS": " "}) and not is_switched_on({})
@@ -92,6 +98,7 @@ BAD = {
     "box_entries": ["-1", "65001", "many", "1.5", True],
     "dump_dir": [3, "a\0b"],
     "keep_dumps": ["0", "x"],
+    "dump_mode": ["0700", "0400", "640x", 493, 0o777, "rw", True],
     "dump_on_timeout": ["maybe", 2],
     "stall_timeout": ["0", "-1", "nan", "inf", "1m", True, [1]],
     "on_stall": ["kill", True],
@@ -282,6 +289,7 @@ def test_a_launcher_hands_its_settings_on(tmp_path, monkeypatch):
         box_entries=7,
         dump_dir="here",
         keep_dumps=2,
+        dump_mode="0644",
         dump_on_timeout=False,
         stall_timeout=1.5,
         on_stall="abort",

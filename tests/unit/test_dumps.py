@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import Evidence, read_evidence
-from commlens.dumps.save import discard_job, dump_name, save_dump, save_reports
+from commlens.dumps.save import SavedRank, add_node, discard_job, dump_name, save_dump, save_reports
 from commlens.errors import CommandError, DumpError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
@@ -63,7 +64,8 @@ class TestRoundTrip:
             MARKER, "observed-n03.json", *(f"rank{rank}.{100 + rank}.box" for rank in range(4)),
         ]  # fmt: skip
         for path in job_dirs.boxes(job_dir):
-            assert (saved / path.name).read_bytes() == path.read_bytes()
+            assert read_box(saved / path.name, name="box", captured_ns=1) == read_box(path, name="box", captured_ns=1)
+            assert (saved / path.name).stat().st_size < 4000
         evidence = read_evidence([saved])
         assert (evidence.problems, evidence.job, evidence.other_jobs) == ([], "job-1", [])
         assert ranks_of(evidence) == [0, 1, 2, 3]
@@ -407,18 +409,33 @@ class TestSaving:
             save_dump(live_job(tmp_path), tmp_path / "dumps", {}, host="n03", keep=1)
         assert list(elsewhere.iterdir()) == []
 
-    def test_a_box_that_is_too_large_or_damaged_is_left_out_with_a_sentence(self, tmp_path: Path) -> None:
+    def test_a_box_that_is_too_large_or_damaged_is_left_out_with_a_sentence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("commlens.dumps.save.BOX_BYTES_MAX", 1 << 20)
         job_dir = live_job(tmp_path, 2)
         busy_box(2, pid=102, capacity=4000).write(job_dir)
         (job_dir / "rank3.103.box").write_bytes(b"x" * 5000)
-        saved = save_dump(job_dir, tmp_path / "dumps", {}, host="n03", keep=3, max_bytes=1 << 20)
+        saved = save_dump(job_dir, tmp_path / "dumps", {}, host="n03", keep=3)
         evidence = read_evidence([saved])
         assert ranks_of(evidence) == [0, 1]
         large, damaged = evidence.problems
         assert large.startswith("rank2.102.box was not saved: it has ")
         assert damaged == f"rank3.103.box was not saved: {job_dir}/rank3.103.box is not a commlens black box."
+        monkeypatch.setattr("commlens.dumps.save.BOX_BYTES_MAX", 100)
         with pytest.raises(DumpError, match=r"None of the 4 black boxes in .* could be saved: rank0\.100\.box was not saved"):
-            save_dump(job_dir, tmp_path / "dumps2", {}, host="n03", keep=3, max_bytes=100)
+            save_dump(job_dir, tmp_path / "dumps2", {}, host="n03", keep=3)
+
+    @pytest.mark.parametrize(("mode", "modes"), [(None, {0o600, 0o700}), (0o640, {0o640, 0o750}), (0o664, {0o664, 0o775})])
+    def test_its_permissions(self, tmp_path: Path, mode: int | None, modes: set[int]) -> None:
+        before = os.umask(0o077)
+        try:
+            options = {} if mode is None else {"mode": mode}
+            saved = save_dump(live_job(tmp_path), tmp_path / "dumps", {0: SEEN}, host="n03", keep=3, **options)
+            save_reports(saved, host="n03", page=b"<!", verdict=b"{}", **options)
+            add_node(saved, [SavedRank(5, 7, SEEN, b"COMMPACK", 1)], host="n04", job="job-1", **options)
+        finally:
+            os.umask(before)
+        assert len(list(saved.iterdir())) == 10
+        assert {stat.S_IMODE(path.stat().st_mode) for path in (saved, *saved.iterdir())} == modes
 
     def test_nothing_to_save(self, tmp_path: Path) -> None:
         with pytest.raises(DumpError, match="There are no black boxes in"):
@@ -454,11 +471,11 @@ class TestSaving:
         )
 
     @pytest.mark.launches
-    @pytest.mark.parametrize(("limit", "saved"), [(100, 0), (1_000_000, 1)])
+    @pytest.mark.parametrize(("limit", "saved"), [(100, 0), (2000, 1)])
     def test_no_room(self, tmp_path: Path, limit: int, saved: int) -> None:
         """A limit on the size of files stands for a full disk: the write fails in the middle of a file."""
         job_dir = live_job(tmp_path, 1)
-        busy_box(1, pid=200, capacity=2000).write(job_dir)
+        busy_box(1, pid=200, capacity=2000, records=500).write(job_dir)
         code = f"""
 import resource
 from pathlib import Path

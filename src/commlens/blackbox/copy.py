@@ -76,21 +76,23 @@ def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[i
     return sorted((index - 1) % capacity for index in range(issued - newest + 1, issued + 1))
 
 
-def whole_records(ring: bytes, numbers: range | list[int], capacity: int) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return the intact records among these slots, and the numbers of the slots with a torn record."""
+def whole_records(ring: bytes, numbers: range | list[int], capacity: int, *, first: int = 0) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Return the intact records among these slots, and the numbers of the slots with a torn record.
+
+    Numbers are positions in ``ring``, which begins with slot ``first`` of the ring buffer.
+    """
     whole: list[tuple[int, ...]] = []
     torn: list[int] = []
     present = len(ring) // L.RECORD_SIZE  # fewer than the capacity if the file is cut off
     crc32, view = zlib.crc32, memoryview(ring)
     blank = bytes(L.RECORD_CRC_AT + 4)
-    every = list(_SLOT.iter_unpack(view[: present * L.RECORD_SIZE]))
     for number in numbers:
         if number >= present:
             break
-        record = every[number]
         at = number * L.RECORD_SIZE
+        record = _SLOT.unpack_from(view, at)
         index = record[0]
-        if 0 < index <= INT_MAX and (index - 1) % capacity == number and record[14] == crc32(view[at : at + L.RECORD_CRC_AT]):
+        if 0 < index <= INT_MAX and (index - 1 - first - number) % capacity == 0 and record[14] == crc32(view[at : at + L.RECORD_CRC_AT]):
             whole.append(record)
         elif view[at : at + L.RECORD_CRC_AT + 4] != blank:
             torn.append(number)

@@ -18,13 +18,14 @@ from types import TracebackType
 from commlens.blackbox import layout as L
 from commlens.blackbox.copy import Parts, read_parts
 from commlens.blackbox.header import SIZE_MAX, BoxStatus, Identity, read_identity, read_live
+from commlens.blackbox.packed import is_packed, pack, unpack
 from commlens.blackbox.rank_log import BoxReader
 from commlens.errors import FormatError
 from commlens.model.collective import FrameKind
 from commlens.model.frames import frame_kind, kind_prefixes
 from commlens.model.ranklog import RankLog
 
-__all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read_status", "reason"]
+__all__ = ["SIZE_MAX", "BoxStatus", "OpenBox", "open_regular", "read_box", "read_copy", "read_status", "reason"]
 
 
 def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the black box") -> BoxStatus:
@@ -40,16 +41,35 @@ def read_status(buffer: bytes | bytearray | memoryview, *, name: str = "the blac
 def read_box(source: Path | bytes, *, name: str | None = None, captured_ns: int | None = None) -> RankLog:
     """Read a whole black box, live or copied: a file, or its content. A live one is as of now.
 
-    Damaged and overwritten records are skipped and reported in ``RankLog.problems``.
+    A copy may be packed. Damaged and overwritten records are skipped and reported in ``RankLog.problems``.
 
     Raises:
         FormatError: the file cannot be opened, is not a black box of this version, or its header is damaged.
     """
     if isinstance(source, Path):
         with OpenBox(source, name=name) as box:
-            return box.log(captured_ns=captured_ns)
-    parts = read_parts(lambda offset, length: source[offset : offset + length], len(source), name or "the black box", live=False)
-    return BoxReader(parts, name or "the black box", captured_ns).log()
+            if not is_packed(box.read(0, L.HEADER_SIZE)):
+                return box.log(captured_ns=captured_ns)
+            source, name = box.read(0, SIZE_MAX), box.name
+    return read_copy(source, name=name or "the black box", captured_ns=captured_ns)[1]
+
+
+def read_copy(content: bytes, *, name: str, captured_ns: int | None = None) -> tuple[BoxStatus, RankLog]:
+    """Read the content of a copied black box, packed or not.
+
+    Raises:
+        FormatError: it is not a black box of this version, or its header is damaged.
+    """
+    newest: int | None = None
+    problems: list[str] = []
+    if is_packed(content):
+        parts, newest, problems = unpack(content, name)
+    else:
+        parts = read_parts(lambda offset, length: content[offset : offset + length], len(content), name, live=False)
+    reader = BoxReader(parts, name, captured_ns)
+    log = reader.log(newest)
+    log.problems = [*problems, *log.problems]
+    return reader.status, log
 
 
 class OpenBox:
@@ -94,20 +114,9 @@ class OpenBox:
         """Read the whole box, or only its ``newest`` records, which is much cheaper."""
         return BoxReader(self._parts(newest), self.name, captured_ns).log(newest)
 
-    def copy(self) -> bytes:
-        """Return a verbatim copy for a dump, with torn records read again."""
-        parts = self._parts()
-        identity = parts.identity
-        image = bytearray(self.read(0, identity.total_size))
-        for offset, part in (
-            (0, parts.header),
-            (L.HEADER_SIZE, parts.ring),
-            (identity.side_at, parts.side),
-            (identity.evidence_at, parts.evidence),
-        ):
-            end = min(offset + len(part), len(image))
-            image[offset:end] = part[: max(0, end - offset)]
-        return bytes(image)
+    def packed(self, *, newest: int | None = None) -> bytes:
+        """Return a packed copy for a dump, with torn records read again: the whole, or only its ``newest`` records."""
+        return pack(self._parts(newest), newest)
 
     def classifier(self) -> Callable[[str], FrameKind]:
         """Return a classifier of source files by the process's folders, for stacks that are taken from outside."""

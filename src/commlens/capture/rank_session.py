@@ -29,7 +29,9 @@ _WATCH_AFTER_S = 5.0  # from the import of torch; the program may change the set
 class Session:
     """Recording in this process, and the listener of the hooks in ``torch.distributed``."""
 
-    def __init__(self, settings: config.Settings, make_verifier: Callable[..., Any], dump: Callable[[str, Path], Path]) -> None:
+    def __init__(
+        self, settings: config.Settings, make_verifier: Callable[..., Any], dump: Callable[[str, Path, config.Settings], Path]
+    ) -> None:
         self.settings = settings
         self.make_verifier = make_verifier
         self.dump = dump
@@ -352,7 +354,7 @@ class Session:
         if self.job_dir is None:
             return None
         try:
-            return self.dump(directory or self.settings.dump_dir, self.job_dir)
+            return self.dump(directory or self.settings.dump_dir, self.job_dir, self.settings)
         except Exception as error:
             log.warning("commlens: could not dump: %s: %s", type(error).__name__, error)
             return None

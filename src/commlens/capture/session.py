@@ -32,7 +32,7 @@ def is_started() -> bool:
     return _session is not None and _session.pid == os.getpid()
 
 
-def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump: Callable[[str, Path], Path]) -> None:
+def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump: Callable[[str, Path, config.Settings], Path]) -> None:
     """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at once if it has already run.
 
     A second call may change the settings of a session that has not begun to record, and may switch verification on in one that has.
@@ -40,7 +40,7 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
     Args:
         settings: the settings.
         make_verifier: makes a :class:`commlens.verification.verifier.Verifier` from the same arguments.
-        dump: dumps into a directory the job whose boxes are in a folder, and returns the dump's folder.
+        dump: dumps into a directory the job whose boxes are in a folder, with these settings, and returns the dump's folder.
     """
     global _session
     if _session is not None and _session.pid == os.getpid():

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from commlens.blackbox.layout import MAGIC
+from commlens.blackbox.packed import is_packed
 
 if TYPE_CHECKING:
     from commlens.dumps.sources import Source
@@ -76,7 +77,7 @@ _TEXT_BYTES: Final = bytes(range(32, 256)) + b"\t\n\r\f\b\x1b"
 
 def detect_kind(head: bytes) -> Kind | None:
     """Return the kind of a file from its first :data:`HEAD_BYTES` decompressed bytes; None if it holds nothing of a job."""
-    if head.startswith(MAGIC):
+    if head.startswith(MAGIC) or is_packed(head):
         return BLACK_BOX
     if _PICKLE.match(head):
         return FLIGHT_RECORDER_PICKLE

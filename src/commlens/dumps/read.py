@@ -15,7 +15,8 @@ from typing import Any, Final
 import msgspec
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, read_box, read_status
+from commlens.blackbox.packed import is_packed
+from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, read_copy
 from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
 from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
@@ -114,13 +115,12 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
 
 def _read_box(source: Source) -> _Box:
     path = source.plain_path
-    if path is not None:
+    if path is not None and not is_packed(source.beginning):
         with OpenBox(path, name=source.name) as box:
             status, log = box.status(), box.log()
     else:
-        path = Path(source.name)
-        content = source.read(SIZE_MAX)
-        status, log = read_status(content, name=source.name), read_box(content, name=source.name)
+        path = path or Path(source.name)
+        status, log = read_copy(source.read(SIZE_MAX), name=source.name)
         log.problems += source.problems
     if log.rank < 0:
         raise FormatError(f"{source.name} is left out: its process (pid {log.pid}) never learned its rank.")

@@ -36,6 +36,7 @@ from commlens.errors import DumpError, FormatError
 from commlens.model.ranklog import Observation
 
 BOX_BYTES_MAX: Final = SIZE_MAX  # largest box that is saved, in bytes
+PRIVATE: Final = 0o600  # permissions that let nobody but the owner read a file
 _OBSERVED_NAME: Final = re.compile(r"observed-[A-Za-z0-9._-]+\.json")
 _TEMPORARY_NAME: Final = re.compile(
     r"\.(rank-?\d+\.\d+\.box|observed-[A-Za-z0-9._-]+\.json|commlens-dump\.json|(index|verdict)[A-Za-z0-9._-]*\.(html|json))\.\d+\.tmp"
@@ -114,7 +115,7 @@ def _choose_target(dump_root: Path, folders: Sequence[Path], host: str) -> tuple
 
 def save_dump(
     job_dir: Path, dump_root: Path, observations: Mapping[int, Observation], *, host: str, keep: int,
-    max_bytes: int = BOX_BYTES_MAX, folders: Sequence[Path] = (),
+    mode: int = PRIVATE, folders: Sequence[Path] = (),
 ) -> Path:  # fmt: skip
     """Copy a job's black boxes and the observations of their processes to ``<dump_root>/<name>/``, with :func:`dump_name`.
 
@@ -127,7 +128,7 @@ def save_dump(
         observations: by global rank.
         host: this machine's name; on a shared file system, several machines save into one folder.
         keep: number of job folders to keep, including this one; at least 1.
-        max_bytes: a larger box is not saved but named in the dump's problems.
+        mode: permissions of the files; the folder is also searchable by all who may read it.
         folders: all folders of the job's live boxes, if there are several.
 
     Returns:
@@ -145,24 +146,24 @@ def save_dump(
         raise DumpError(f"There are no black boxes in {job_dir} to save.")
     target, marker = _choose_target(dump_root, folders or [job_dir], host)
     name = target.name
-    with _folder_to_fill(target) as (folder, created, may_mark):
+    with _folder_to_fill(target, mode) as (folder, created, may_mark):
         try:
             if may_mark:
-                _write(folder, name := MARKER, _json({**marker, "saved_ns": time.time_ns()}))
+                _write(folder, name := MARKER, _json({**marker, "saved_ns": time.time_ns()}), mode)
             for path in boxes:
                 name = path.name
                 size = path.lstat().st_size if path.exists() else 0
-                if size > max_bytes:
-                    notes.append(f"{name} was not saved: it has {size} bytes, more than the limit of {max_bytes}.")
+                if size > BOX_BYTES_MAX:
+                    notes.append(f"{name} was not saved: it has {size} bytes, more than the limit of {BOX_BYTES_MAX}.")
                     continue
                 try:
                     with OpenBox(path) as box:
                         status = box.status()
-                        content = box.copy()
+                        content = box.packed()
                 except FormatError as error:
                     notes.append(f"{name} was not saved: {error}")
                     continue
-                _write(folder, name, content)
+                _write(folder, name, content, mode)
                 saved[name] = time.time_ns()
                 job = job or status.job
                 known = newest.get(status.rank)
@@ -171,7 +172,8 @@ def save_dump(
             name = _observed_name(host)
             pids, saved_ns = _saved_before(folder, name)
             pids |= {rank: status.pid for rank, status in newest.items()}
-            _write_observed(folder, host, job or job_dir.name, saved_ns | saved, observations, pids, notes)
+            content = _observed(host, job or job_dir.name, saved_ns | saved, observations, pids, notes)
+            _write(folder, name, content, mode)
         except OSError as error:
             if created and not saved:
                 _discard(target)
@@ -191,11 +193,11 @@ class SavedRank(NamedTuple):
     rank: int
     pid: int
     observation: Observation
-    box: bytes  # empty if there is none
+    box: bytes  # packed; empty if there is none
     captured_ns: int  # Unix ns
 
 
-def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str) -> None:
+def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, mode: int = PRIVATE) -> None:
     """Add the ranks of another node to a dump, as that node would save them.
 
     Raises:
@@ -205,15 +207,16 @@ def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str) -
     try:
         with _opened_folder(folder) as opened:
             for name, each in saved.items():
-                _write(opened, name, each.box)
+                _write(opened, name, each.box, mode)
             times = {name: each.captured_ns for name, each in saved.items()}
             observations = {each.rank: each.observation for each in ranks}
-            _write_observed(opened, host, job, times, observations, {each.rank: each.pid for each in ranks}, [])
+            pids = {each.rank: each.pid for each in ranks}
+            _write(opened, _observed_name(host), _observed(host, job, times, observations, pids, []), mode)
     except OSError as error:
         raise DumpError(f"The ranks of {host} could not be added to the dump in {folder}: {reason(error)}.") from error
 
 
-def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_all_nodes: bool = False) -> Path:
+def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_all_nodes: bool = False, mode: int = PRIVATE) -> Path:
     """Save a verdict (JSON) and its page (HTML) beside a dump, and return the page's path: ``verdict.json`` and ``index.html``.
 
     If several nodes save into the folder and none reports for all of them, each has its own verdict, and the file names contain the host.
@@ -226,8 +229,8 @@ def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_al
         with _opened_folder(folder) as opened:
             shared = not for_all_nodes and any(_OBSERVED_NAME.fullmatch(name) and name != own for name in _names(opened))
             suffix = f"-{job_dirs.safe_name(host)}" if shared else ""
-            _write(opened, f"verdict{suffix}.json", verdict)
-            _write(opened, f"index{suffix}.html", page)
+            _write(opened, f"verdict{suffix}.json", verdict, mode)
+            _write(opened, f"index{suffix}.html", page, mode)
     except OSError as error:
         raise DumpError(f"The verdict could not be written beside the dump in {folder}: {reason(error)}.") from error
     return folder / f"index{suffix}.html"
@@ -263,13 +266,12 @@ def _observed_name(host: str) -> str:
     return f"observed-{job_dirs.safe_name(host)}.json"
 
 
-def _write_observed(
-    folder: int, host: str, job: str, saved: Mapping[str, int], observations: Mapping[int, Observation], pids: Mapping[int, int],
-    notes: Sequence[str],
-) -> None:  # fmt: skip
+def _observed(
+    host: str, job: str, saved: Mapping[str, int], observations: Mapping[int, Observation], pids: Mapping[int, int], notes: Sequence[str]
+) -> bytes:
     ranks = {str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())}
     about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, "saved": saved}
-    _write(folder, _observed_name(host), _json({**about, "problems": notes, "ranks": ranks}))
+    return _json({**about, "problems": notes, "ranks": ranks})
 
 
 def _known_fields(observation: Observation) -> dict[str, Any]:
@@ -282,19 +284,23 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 @contextlib.contextmanager
-def _folder_to_fill(target: Path) -> Iterator[tuple[int, bool, bool]]:
+def _folder_to_fill(target: Path, mode: int) -> Iterator[tuple[int, bool, bool]]:
     """Yield the folder's descriptor, whether it was just created, and whether commlens may mark it.
+
+    A folder that exists keeps its mode.
 
     A folder with other programs' files takes the dump but is never marked, so it is never pruned.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
-            target.mkdir()
+            target.mkdir(0o700)
             created = True
         except FileExistsError:
             created = False
         folder = os.open(target, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if created:
+            os.fchmod(folder, mode | (mode & 0o444) >> 2)
     except (OSError, ValueError) as error:
         raise DumpError(
             f"No dump could be written to {target}: {reason(error)}. Choose another folder with the setting dump_dir."
@@ -305,14 +311,15 @@ def _folder_to_fill(target: Path) -> Iterator[tuple[int, bool, bool]]:
         os.close(folder)
 
 
-def _write(folder: int, name: str, content: bytes) -> None:
+def _write(folder: int, name: str, content: bytes, mode: int) -> None:
     """Write a file whole or not at all."""
     temporary = f".{name}.{os.getpid()}.tmp"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=folder)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     try:
         try:
+            os.fchmod(descriptor, mode)  # not narrowed by the umask
             view = memoryview(content)
             while view:
                 view = view[os.write(descriptor, view) :]

@@ -124,7 +124,7 @@ def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:
     return verifier
 
 
-def _dump(directory: str, job_dir: Path) -> Path:
+def _dump(directory: str, job_dir: Path, settings: config.Settings) -> Path:
     from commlens.watch import snapshot
 
-    return snapshot.dump(directory, job_dir=job_dir)
+    return snapshot.dump(directory, job_dir=job_dir, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))

@@ -136,7 +136,7 @@ class Reporter:
 
     Args:
         folders: of the job's black boxes.
-        settings: dump_dir, keep_dumps and stall_timeout.
+        settings: dump_dir, dump_mode, keep_dumps and stall_timeout.
         evidence: of the job.
         say: prints a line or a verdict; None: to stderr.
         diagnose: makes a verdict of logs; None: :func:`commlens.diagnosis.examine.diagnose_logs`.
@@ -225,15 +225,16 @@ class Reporter:
         for folder in folders:
             try:
                 saved = save.save_dump(
-                    folder, Path(settings.dump_dir), observations, host=self._host, keep=settings.keep_dumps, folders=folders
-                )
+                    folder, Path(settings.dump_dir), observations, host=self._host, keep=settings.keep_dumps,
+                    mode=int(settings.dump_mode, 8), folders=folders,
+                )  # fmt: skip
             except CommlensError as error:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:
             return
         for node in self.evidence.remote.values():
             try:
-                save.add_node(saved, node.ranks, host=node.host, job=folders[0].name)
+                save.add_node(saved, node.ranks, host=node.host, job=folders[0].name, mode=int(settings.dump_mode, 8))
             except CommlensError as error:
                 self.say(str(error))
         is_new = saved != self.dump
@@ -257,8 +258,9 @@ class Reporter:
             examined = examine_logs(logs, stalled_after_s=self._stalled_after_s)
             page = verdict_html(examined._replace(verdict=self.verdict))
             return save.save_reports(
-                folder, host=self._host, page=page, verdict=self.verdict.to_json(), for_all_nodes=bool(self.evidence.remote)
-            )
+                folder, host=self._host, page=page, verdict=self.verdict.to_json(), for_all_nodes=bool(self.evidence.remote),
+                mode=int(self._settings.dump_mode, 8),
+            )  # fmt: skip
         except Exception as error:  # the dump is saved, and the verdict was printed
             log.warning("commlens: the verdict's page could not be written: %s: %s", type(error).__name__, error)
             log.debug("the page's error", exc_info=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from commlens.blackbox import job_dirs
-from commlens.config import Settings
+from commlens.config import load_settings
 from commlens.errors import CommandError, FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer, Pulse
@@ -123,7 +123,9 @@ def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
         return read_logs(roster.current(), observations)[0]
 
 
-def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None) -> Path:
+def dump(
+    directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None, mode: int | None = None
+) -> Path:
     """Copy a job's black boxes, and what is observed of its processes, into a folder below ``directory``.
 
     Args:
@@ -131,6 +133,7 @@ def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float 
         job_dir: the job; by default the one that this process is a rank of.
         window_s: how long to observe the processes.
         keep: how many jobs' dumps to keep there; by default the setting keep_dumps.
+        mode: permissions of the files; by default the setting dump_mode.
 
     Returns:
         The dump's folder.
@@ -148,7 +151,11 @@ def dump(directory: str | Path, *, job_dir: Path | None = None, window_s: float 
     with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
         by_rank = {member.rank: observations[member.pid] for member in roster.current() if member.pid in observations}
-    return save.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=Settings.keep_dumps if keep is None else keep)
+    settings = load_settings(strict=False).settings
+    return save.save_dump(
+        job_dir, Path(directory), by_rank, host=os.uname().nodename,
+        keep=settings.keep_dumps if keep is None else keep, mode=int(settings.dump_mode, 8) if mode is None else mode,
+    )  # fmt: skip
 
 
 def own_job(box_dir: str | None = None) -> Path | None:
