@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -16,6 +18,7 @@ import families
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import traced_jobs
 from oracle import truth
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -131,6 +134,35 @@ def objects() -> None:
     store.wait(["set by somebody else"])
 
 
+def objects_anyhow() -> None:
+    """Objects whose senders must be found, in code that catches what ends it."""
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    thing: list[Any] = [rank]
+    with contextlib.suppress(BaseException):
+        dist.broadcast_object_list(thing, 1)
+    assert thing == [1], thing
+    thing = [rank]
+    thread = threading.Thread(target=dist.broadcast_object_list, args=(thing, 2))
+    thread.start()
+    thread.join()
+    assert thing == [2], thing
+    if rank == 0:
+        for other in range(1, size):
+            dist.send_object_list([{"of": rank, "weight": torch.ones(3)}], other)
+    else:
+        dist.recv_object_list(thing, 0)
+        assert thing[0]["of"] == 0, thing
+        assert thing[0]["weight"].shape == (3,)
+
+
+def no_source() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 0:
+        raise ValueError("no data here")
+    dist.broadcast_object_list([dist.get_rank()], 0)
+
+
 def spawned() -> None:
     torch.multiprocessing.spawn(_spawned, args=("x",), nprocs=4)
 
@@ -159,7 +191,8 @@ def huge() -> None:
 
 PROGRAMS: dict[str, tuple[Callable[[], None], int, int]] = {
     "ddp": (ddp, 4, 2), "ddp_hook": (ddp_hook, 4, 0), "pipeline first": (pipeline, 4, 0), "pipeline middle": (pipeline, 4, 2),
-    "pipeline last": (pipeline, 4, 3), "objects source": (objects, 4, 0), "objects": (objects, 4, 3), "spawned": (spawned, 4, 2),
+    "pipeline last": (pipeline, 4, 3), "objects source": (objects, 4, 0), "objects": (objects, 4, 3),
+    "objects anyhow": (objects_anyhow, 4, 3), "spawned": (spawned, 4, 2),
     "exchange": (exchange, 4, 1),
 }  # fmt: skip
 
@@ -199,6 +232,7 @@ def main(out: Path) -> None:
         "rank": lambda: commlens.preview(ddp, world_size=4, rank=4),
         "raises": lambda: commlens.preview(lambda: 1 / 0, world_size=4),
         "values": lambda: commlens.preview(lambda: torch.ones(3).nonzero(), world_size=4, fake_tensors=True),
+        "no source": lambda: commlens.preview(no_source, world_size=4, rank=2),
     }.items():
         try:
             call()
@@ -211,6 +245,13 @@ def main(out: Path) -> None:
         report["errors"]["group"] = f"{type(error).__name__}: {error}"
     assert dist.get_world_size() == 2
     dist.destroy_process_group()
+    report["three dimensions"] = {}
+    for size, ranks in ((8, range(8)), (64, (0, 21, 42, 63))):
+        for rank in ranks:
+            trace = commlens.preview(lambda: traced_jobs.run(traced_jobs.three_dimensions), world_size=size, rank=rank)
+            groups = {label: list(group.ranks) for group in trace.data.groups if (label := group.mesh_dim)}
+            counted = {" ".join(key): calls for key, calls in trace.counts(("group", "op")).items()}
+            report["three dimensions"][f"{size} {rank}"] = [groups, counted, trace.coverage.unclassified]
     steps = commlens.preview(ddp, world_size=4, steps=2)
     report["steps"] = [steps.data.steps, max(event.step for event in steps.events)]
     out.write_text(json.dumps(report))

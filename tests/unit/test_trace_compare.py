@@ -240,6 +240,65 @@ def test_messages_are_compared_by_pairs():
     assert RankTraces(pairs).differences() == []
 
 
+def pipelined(messages: dict[tuple[int, int], int], *, more: tuple[int, ...] = (), group: str = "tp") -> RankTraces:
+    """Eight ranks with these messages between them; the ranks in ``more`` issue one more all_gather."""
+
+    def traced(rank: int) -> TraceData:
+        def change(rec: Recorder, step: int) -> None:
+            for (sender, receiver), calls in messages.items():
+                for _ in range(calls if rank in (sender, receiver) else 0):
+                    op, peer = ("send", receiver) if rank == sender else ("recv", sender)
+                    rec.issue(op, group, Phase.FORWARD, None, 64, 50, peer=peer)
+            if rank in more:
+                rec.issue("all_gather", "dp", Phase.FORWARD, "MLP.layers.1", 4000, 40)
+
+        return training(rank, change=change)
+
+    return RankTraces(commlens.Trace(traced(rank)) for rank in range(8))
+
+
+LINE = {pair: 2 for rank in range(3) for pair in ((rank, rank + 1), (rank + 1, rank))}
+TWO_LINES = LINE | {(one + 4, other + 4): calls for (one, other), calls in LINE.items()}
+RING = {(rank, (rank + 1) % 8): 2 for rank in range(8)}
+
+
+@pytest.mark.parametrize(
+    ("messages", "more", "answer", "differing"),
+    [
+        (TWO_LINES, (0, 4), "All 8 ranks issued the same collectives as the others of their pipeline stage (0,4; 1,5; 2,6; 3,7).", 0),
+        (TWO_LINES, (4,), "Rank 0 and rank 4 issued different collectives. They are one stage of a pipeline", 1),
+        (TWO_LINES | {(3, 0): 1, (7, 4): 1}, (0, 4), "All 8 ranks issued the same collectives as the others of their", 0),  # interleaved
+        (RING | {(7, 0): 1}, (3,), "All 8 ranks pass messages like stages of a pipeline, so their collectives are not compared.", 0),
+        ({(rank, rank + 4): 1 for rank in range(4)}, (0, 1, 2, 3), "All 8 ranks issued the same collectives as the others", 0),
+        ({(rank, rank ^ 1): 1 for rank in range(8)}, (0, 2, 4, 6), "All 8 ranks issued the same collectives as the others", 0),
+        (RING, (0,), "Ranks 1-7 and rank 0 issued different collectives.", 1),  # context parallelism
+        ({(0, rank): 1 for rank in range(1, 8)}, (0,), "Ranks 1-7 and rank 0 issued different collectives.", 1),  # one rank sends to all
+    ],
+)
+def test_stages_of_a_pipeline_are_compared_within_a_stage(messages, more, answer, differing):
+    merged = pipelined(messages, more=more)
+    assert merged.answer().startswith(answer)
+    assert len(merged.differences()) == differing
+    only = merged.filter(op="all_gather")  # the messages still tell the stages
+    assert only.stages == merged.stages
+    assert len(only.differences()) == differing
+
+
+def test_rooted_and_uneven_collectives_may_differ_in_size():
+    def traced(rank: int, dtype: str = "float32") -> commlens.Trace:
+        def change(rec: Recorder, step: int) -> None:
+            rec.issue("scatter", "tp", Phase.OUTSIDE, None, 64, 50, root=0, input_bytes=256 * (rank == 0), output_bytes=64, dtype=dtype)
+            rec.issue("gather", "tp", Phase.OUTSIDE, None, 64, 51, root=0, input_bytes=64, output_bytes=256 * (rank == 0))
+            rec.issue("all_to_all", "tp", Phase.OUTSIDE, None, 64, 52, input_bytes=64 + rank, output_bytes=64 - rank)
+
+        return commlens.Trace(training(rank, change=change))
+
+    assert RankTraces(traced(rank) for rank in range(8)).answer() == "All 8 ranks issued the same collectives."
+    assert RankTraces(traced(rank, "int64" if rank == 3 else "float32") for rank in range(8)).differences() == [
+        "rank 3: scatter on tp outside all modules is int64; on ranks 0-2,4-7 it is float32"
+    ]
+
+
 def test_missing_and_double_ranks():
     assert RankTraces(ranks()[:6]).answer() == "The 6 ranks here issued the same collectives. There is no trace of ranks 6-7."
     assert RankTraces(ranks()[:1]).answer() == "One trace, from rank 0 of 8."

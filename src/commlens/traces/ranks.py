@@ -8,12 +8,13 @@ from typing import Any, Final
 
 from commlens.errors import CommandError
 from commlens.model.network import Network
-from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ops import POINT_TO_POINT, UNEVEN
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.reports.trace_page import RankClasses
 from commlens.text import capital, count, format_ranks, joined, number, ranks_phrase, size
 from commlens.traces import wording
 from commlens.traces.page import page_of
+from commlens.traces.stages import find_stages
 from commlens.traces.trace import Trace
 
 _MOST_DIFFERENCES = 12
@@ -37,6 +38,14 @@ class RankTraces:
         if not self.by_rank:
             raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
+        self._stages: list[list[int]] | None = None
+
+    @property
+    def stages(self) -> list[list[int]]:
+        """The ranks of each pipeline stage, which are compared only with one another; all ranks in one list without a pipeline."""
+        if self._stages is None:
+            self._stages = find_stages({rank: trace.data for rank, trace in self.by_rank.items()})
+        return self._stages
 
     @property
     def ranks(self) -> list[int]:
@@ -59,7 +68,9 @@ class RankTraces:
 
     def filter(self, **wanted: Any) -> RankTraces:
         """Filter the trace of every rank; see :meth:`commlens.Trace.filter`."""
-        return RankTraces(trace.filter(**wanted) for trace in self)
+        part = RankTraces(trace.filter(**wanted) for trace in self)
+        part._stages = self.stages  # their messages may be filtered out
+        return part
 
     def to_rows(self) -> list[dict[str, Any]]:
         """Return the rows of all ranks, rank after rank."""
@@ -67,39 +78,52 @@ class RankTraces:
 
     def classes(self) -> list[list[int]]:
         """Return the classes of ranks that issued the same collectives, largest first. Point-to-point is compared by pairs instead."""
+        return self._classes(self.ranks)
+
+    def _classes(self, ranks: Iterable[int]) -> list[list[int]]:
         by_signature: dict[Hashable, list[int]] = defaultdict(list)
-        for rank, trace in self.by_rank.items():
-            by_signature[frozenset(_counts(trace.data, _fully).items())].append(rank)
+        for rank in ranks:
+            by_signature[frozenset(_counts(self.by_rank[rank].data, _fully).items())].append(rank)
         return sorted(by_signature.values(), key=lambda ranks: (-len(ranks), ranks[0]))
 
     def answer(self) -> str:
-        """Say in one sentence whether all ranks issued the same collectives."""
-        classes = self.classes()
+        """Say in one sentence whether all ranks issued the same collectives, or all ranks of each pipeline stage."""
         if len(self) == 1:
             return f"One trace, from rank {self.ranks[0]} of {self.world_size}."
         missing = sorted(set(range(self.world_size)) - set(self.by_rank))
         lacking = f" There is no trace of {ranks_phrase(missing)}." if missing and len(missing) < self.world_size else ""
+        subject = f"All {len(self)} ranks" if not missing else f"The {len(self)} ranks here"
+        order = ", but not in the same order" if self._order() else ""
+        messages = "; some sends and receives do not match" if self._messages() else ""
+        classes = self.classes()
         if len(classes) == 1:
-            subject = f"All {len(self)} ranks" if not missing else f"The {len(self)} ranks here"
-            order = ", but not in the same order" if self._order() else ""
-            messages = "; some sends and receives do not match" if self._messages() else ""
-            return f"{subject} issued the same collectives{order}{messages}.{lacking}"
+            done = "issued the same collectives" if any(_counts(trace.data, _place) for trace in self) else "issued only sends and receives"
+            return f"{subject} {done}{order}{messages}.{lacking}"
+        stages = self.stages
+        differing = [ranks for ranks in stages if len(self._classes(ranks)) > 1]
+        if len(stages) > 1 and not differing:
+            listed = _listed(stages)
+            if len(stages) == len(self):
+                return f"{subject} pass messages like stages of a pipeline, so their collectives are not compared{messages}.{lacking}"
+            return f"{subject} issued the same collectives as the others of their pipeline stage ({listed}){order}{messages}.{lacking}"
+        if len(stages) > 1:
+            classes = self._classes(differing[0])
+            lacking = f" They are one stage of a pipeline (the stages: {_listed(stages)}).{lacking}"
         if len(classes) == 2:
             text = f"{capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued different collectives."
         else:
-            listed = "; ".join(format_ranks(ranks) for ranks in classes[:6]) + ("; ..." if len(classes) > 6 else "")
-            text = f"The {len(self)} ranks fall into {len(classes)} classes that issued different collectives: {listed}."
+            together = "The ranks" if len(stages) > 1 else f"The {len(self)} ranks"
+            text = f"{together} fall into {len(classes)} classes that issued different collectives: {_listed(classes)}."
         return text + lacking
 
     def differences(self) -> list[str]:
-        """Return sentences on how ranks differ from the largest class; empty if no rank differs."""
-        classes = self.classes()
-        if len(classes) == 1:
-            return [*self._order(), *self._messages()]
+        """Return sentences on how ranks differ from the largest class of their stage; empty if no rank differs."""
         sentences: list[str] = []
-        for ranks in classes[1:]:
-            sentences += self._against(ranks, classes[0])
-        sentences += self._messages()
+        for stage in self.stages:
+            usual, *others = self._classes(stage)
+            for ranks in others:
+                sentences += self._against(ranks, usual)
+        sentences += [*(self._order() if not sentences else []), *self._messages()]
         if len(sentences) > _MOST_DIFFERENCES:
             more = len(sentences) - _MOST_DIFFERENCES
             sentences = [*sentences[:_MOST_DIFFERENCES], f"{more} more differences; commlens compare shows all of them for two ranks."]
@@ -152,10 +176,15 @@ class RankTraces:
         ]
 
     def _order(self) -> list[str]:
-        """Report ranks that issued the same collectives in a different order. Threads are not ordered against one another."""
-        (first, reference), *rest = [(rank, _sequence(trace.data)) for rank, trace in self.by_rank.items()]
+        """Report ranks whose order differs within a stage. Threads are not ordered against one another."""
+        return [sentence for stage in self.stages for sentence in self._order_within(stage)][:_MOST_DIFFERENCES]
+
+    def _order_within(self, stage: Sequence[int]) -> list[str]:
+        first, *rest = stage
+        reference = _sequence(self.by_rank[first].data)
         sentences = []
-        for rank, sequence in rest:
+        for rank in rest:
+            sequence = _sequence(self.by_rank[rank].data)
             for place, (mine, theirs) in enumerate(zip(sequence, reference, strict=False), start=1):
                 if mine != theirs:
                     sentences.append(
@@ -163,7 +192,7 @@ class RankTraces:
                         f"{wording.within(*mine[2:])}, where rank {first} has {theirs[0]} on {theirs[1]} {wording.within(*theirs[2:])}"
                     )
                     break
-        return sentences[:_MOST_DIFFERENCES]
+        return sentences
 
     def to_html(self, *, name: str, names: Sequence[str] = (), notes: Sequence[str] = (), network: Network | str | None = None) -> bytes:
         """Return an HTML page with the trace of one rank of each class.
@@ -197,8 +226,13 @@ def _place(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
 
 
 def _fully(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
-    # Without the peer, the root and the group's ranks, which legitimately differ between ranks.
-    return (*_place(data, event), len(data.group_of(event).ranks), event.dtype, event.input_bytes, event.output_bytes, event.reduce_op)
+    # Without the peer, the root, the group's ranks and uneven sizes, which legitimately differ between ranks.
+    sizes = (0, 0) if event.op in UNEVEN else (event.input_bytes, event.output_bytes)
+    return (*_place(data, event), len(data.group_of(event).ranks), event.dtype, *sizes, event.reduce_op)
+
+
+def _listed(classes: Sequence[Sequence[int]]) -> str:
+    return "; ".join(format_ranks(ranks) for ranks in classes[:6]) + ("; ..." if len(classes) > 6 else "")
 
 
 def _counts(data: TraceData, key: Callable[[TraceData, TraceEvent], tuple[Any, ...]]) -> Counter[tuple[Any, ...]]:
@@ -231,4 +265,4 @@ def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) 
 
 
 def _shapes(keys: list[Any]) -> str:
-    return joined(sorted({f"{key[5]} {size(max(key[6], key[7]))}".strip() for key in keys})) or "missing"
+    return joined(sorted({f"{key[5]} {size(most) if (most := max(key[6], key[7])) else ''}".strip() for key in keys})) or "missing"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import pickle
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed.distributed_c10d as c10d
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from commlens.tap import tap
 from commlens.tracing.patches import Patches
@@ -32,18 +33,6 @@ Deliver = Callable[[dict[str, Any], tuple[int, ...]], contextlib.AbstractContext
 """Takes a call's arguments by name and the group's ranks. Returns a context in which torch's function receives its objects."""
 
 
-class Unknown(BaseException):
-    """This rank needs an object from another rank. ``except Exception`` does not catch it."""
-
-    def __init__(self, key: Key) -> None:
-        super().__init__(f"rank {key[1]} sends an object")
-        self.key = key
-
-
-class Learned(BaseException):
-    """The run has reached the send given as ``stop_at``."""
-
-
 class Objects:
     """The object collectives of one run."""
 
@@ -52,17 +41,20 @@ class Objects:
     def __init__(self, rank: int, learned: dict[Key, Message | None], stop_at: Key | None) -> None:
         """Play a rank that knows some messages from others; None stands for those that could not be learned in earlier runs.
 
-        When the message ``stop_at`` is sent, it is kept in ``learned``, and ``Learned`` is raised.
+        When the message ``stop_at`` is sent, it is kept in ``learned``, and the program is ended. It is also ended when it needs a message
+        that is not known. SystemExit does so: a thread that it ends prints nothing, and ``except Exception`` does not catch it.
         """
         self.rank = rank
         self.learned = learned
         self.stop_at = stop_at
-        self.unknown: list[str] = []
+        self.unknown: Key | None = None
+        """The first message that this rank needs and does not know."""
         self._counts: Counter[tuple[Any, ...]] = Counter()
         self._deliveries = _Deliveries()
 
     def install(self, patches: Patches) -> None:
         """Wrap torch's functions."""
+        patches.set(c10d, "_pickler", _Pickler)
         for name in ("all_gather_object", "gather_object"):
             patches.wrap(c10d, name, self._gather)
         for name, deliver in (
@@ -136,8 +128,7 @@ class Objects:
             mine = messages[ranks.index(self.rank)]
         else:
             known = self._message(self._key("scatter", source, self.rank, ranks))
-            mine = known[0] if known else _pickled([None], given)[0]
-            largest = len(known[1]) if known else len(mine)
+            mine, largest = known[0], len(known[1])
         return self.delivering(_as_tensor(largest), mine.ljust(largest, b"\0"), _as_tensor(len(mine)))
 
     def _send(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
@@ -145,15 +136,13 @@ class Objects:
         return contextlib.nullcontext()
 
     def _receive(self, given: dict[str, Any], ranks: tuple[int, ...]) -> contextlib.AbstractContextManager[None]:
-        # A receive from any rank is assumed to be from the previous rank.
+        # Torch 2.6 receives from any rank, which is assumed to be the previous one.
         from_any = given.get("src") is None and given.get("group_src") is None
         source = ranks[ranks.index(self.rank) - 1] if from_any else _global(given, "src")
         return self._delivering_objects(self._key("send", source, self.rank, ranks), given)
 
     def _delivering_objects(self, key: Key, given: dict[str, Any]) -> contextlib.AbstractContextManager[None]:
         message = self._message(key)
-        if message is None or len(message) != len(given["object_list"]):
-            message = _pickled(given["object_list"], given)
         return self.delivering(_sizes(message), b"".join(message))
 
     # --- messages
@@ -166,16 +155,24 @@ class Objects:
     def _keep(self, key: Key, message: Message) -> None:
         if key == self.stop_at:
             self.learned[key] = message
-            raise Learned
+            raise SystemExit
 
-    def _message(self, key: Key) -> Message | None:
-        if key not in self.learned:
-            raise Unknown(key)
-        message = self.learned[key]
+    def _message(self, key: Key) -> Message:
+        message = self.learned.get(key)
         if message is None:
-            sent = {"broadcast": "broadcast", "scatter": "scattered", "send": "sent"}[key[0]]
-            self.unknown.append(f"The object that rank {key[1]} {sent} is unknown; this rank's own object was used instead.")
+            self.unknown = self.unknown or key
+            raise SystemExit
         return message
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles fake tensors, which have no data, as zeros."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Replace a fake tensor."""
+        if isinstance(obj, FakeTensor):
+            return torch.zeros(obj.shape, dtype=obj.dtype).__reduce_ex__(2)
+        return NotImplemented
 
 
 class _Deliveries(threading.local):

@@ -10,10 +10,12 @@ from typing import Any
 from commlens.errors import CommandError
 from commlens.model.trace import Depth
 from commlens.traces.trace import Trace
-from commlens.tracing.preview.objects import Key, Learned, Message, Unknown
+from commlens.tracing.preview.objects import Key, Message
 from commlens.tracing.preview.tensors import run_on_real_tensors
 from commlens.tracing.preview.world import FakeWorld
 from commlens.tracing.session import LiveTrace
+
+_SENDS = {"broadcast": "broadcasts", "scatter": "scatters", "send": "sends"}
 
 
 class _EnoughSteps(BaseException):
@@ -46,16 +48,20 @@ class Preview:
         self._depth = depth
         self._steps = steps
         self._report = report or (lambda text: None)
-        self._learned: dict[Key, Message | None] = {}
+        self._learned: dict[Key, Message | None] = {}  # None: the source never sends it
+        self._reasons: dict[Key, str] = {}  # for the messages that are None
         self._requested: set[Key] = set()
         self.error: BaseException | None = None
         """The exception that ended the program early, SystemExit included."""
 
     def run(self, rank: int) -> Trace:
-        """Return the rank's trace. An exception of the program is kept in ``error``."""
+        """Return the rank's trace. An exception of the program is kept in ``error``, or one that says which object is missing."""
         while True:
             live, unknown = self._attempt(rank)
             if unknown is None:
+                return live
+            if unknown in self._reasons:
+                self.error = CommandError(self._reasons[unknown])
                 return live
             self._learn(unknown)
 
@@ -63,7 +69,6 @@ class Preview:
         self.error = None
         live = LiveTrace(depth=self._depth, preview=True)
         live.tracer.sees_fake_tensors = self._fake_tensors
-        unknown: Key | None = None
         data = live.data
         with self._world(rank) as world:
 
@@ -80,34 +85,39 @@ class Preview:
                     self._program()
             except _EnoughSteps:
                 pass
-            except Unknown as missing:
-                unknown = missing.key
             except BaseException as error:
                 self.error = error
             live.stop()
             take()
-        return Trace(data), unknown
+        return Trace(data), world.objects.unknown
 
     def _learn(self, key: Key) -> None:
-        """Run the program as the source of ``key`` to learn what it sends, if possible."""
-        source, sends = key[1], {"broadcast": "broadcasts", "scatter": "scatters", "send": "sends"}[key[0]]
+        """Run the program as the source of ``key`` to learn what it sends."""
+        source, sends = key[1], _SENDS[key[0]]
         self._report(f"The program needs an object that rank {source} {sends}: running it as rank {source} up to that point.")
         self._requested.add(key)
         while key not in self._learned:
-            missing: Key | None = None
-            with self._world(source, stop_at=key), contextlib.redirect_stdout(io.StringIO()):
+            error: BaseException | None = None
+            with self._world(source, stop_at=key) as world, contextlib.redirect_stdout(io.StringIO()):
                 try:
                     self._program()
-                except Unknown as unknown:
-                    missing = unknown.key
-                except Learned:
-                    return
-                except BaseException as error:
-                    self._report(f"Rank {source} ended before that point: {type(error).__name__}: {error}")
-            if missing is None or missing in self._requested:
-                self._learned.setdefault(missing or key, None)
-            else:
+                except BaseException as ended:
+                    error = ended
+            if key in self._learned:
+                return
+            missing = world.objects.unknown
+            if missing is not None and missing not in self._requested:
                 self._learn(missing)
+                continue
+            reason = "."
+            if missing is not None:
+                reason = f", because it needs an object from rank {missing[1]} that is not known either."
+            elif error is not None:
+                reason = f": {type(error).__name__}: {error}"
+            self._learned[key] = None
+            self._reasons[key] = (
+                f"The program needs an object that rank {source} {sends}; run as rank {source}, it ends before that{reason}"
+            )
 
     def _world(self, rank: int, stop_at: Key | None = None) -> FakeWorld:
         return FakeWorld(

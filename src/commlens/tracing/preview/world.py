@@ -25,6 +25,7 @@ import torch.distributed.distributed_c10d as c10d
 from commlens.errors import CommandError
 from commlens.tap import tap
 from commlens.tracing.patches import Patches, called_by_torch
+from commlens.tracing.preview import dtensor_caches
 from commlens.tracing.preview.cuda import FakeCuda
 from commlens.tracing.preview.objects import Key, Message, Objects
 from commlens.tracing.preview.store import FakeStore, store_class
@@ -84,7 +85,7 @@ class FakeWorld:
     @property
     def blind(self) -> list[str]:
         """The limits of this run, in sentences."""
-        sentences = list(dict.fromkeys(self.objects.unknown))
+        sentences = []
         if self.tensors is not None and self.tensors.mode.invented_at:
             lines = list(self.tensors.mode.invented_at)
             more = f" and {len(lines) - 5} more lines" if len(lines) > 5 else ""
@@ -93,6 +94,8 @@ class FakeWorld:
 
     def _install(self) -> None:
         later = self._cleanup.callback
+        dtensor_caches.clear()
+        later(dtensor_caches.clear)
         later(_restore_environment, dict(os.environ))
         later(setattr, sys, "excepthook", sys.excepthook)
         later(torch.set_rng_state, torch.get_rng_state())
