@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import bytes_table
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -111,6 +112,10 @@ def three_dimensions() -> None:
     optimizer.step()
 
 
+def every_op() -> None:
+    bytes_table.run(dist.get_rank(), dist.get_world_size())
+
+
 JOBS: dict[str, Callable[[], None]] = {
     "tensor_parallel": tensor_parallel,
     "sharded_tensor_parallel": sharded_tensor_parallel,
@@ -118,6 +123,7 @@ JOBS: dict[str, Callable[[], None]] = {
     "1f1b": lambda: pipeline(Schedule1F1B),
     "interleaved": interleaved,
     "three_dimensions": three_dimensions,
+    "every_op": every_op,
 }
 
 

@@ -39,6 +39,7 @@ class RankTraces:
             raise CommandError("There are no traces to merge.")
         self.by_rank = dict(sorted(self.by_rank.items()))
         self._stages: list[list[int]] | None = None
+        self._counters: dict[tuple[int, Callable[..., Any]], dict[str, Counter[tuple[Any, ...]]]] = {}
 
     @property
     def stages(self) -> list[list[int]]:
@@ -80,11 +81,43 @@ class RankTraces:
         """Return the classes of ranks that issued the same collectives, largest first. Point-to-point is compared by pairs instead."""
         return self._classes(self.ranks)
 
-    def _classes(self, ranks: Iterable[int]) -> list[list[int]]:
+    def _classes(self, ranks: Iterable[int], labels: Iterable[str] | None = None) -> list[list[int]]:
+        """Do the same for some ranks and, if ``labels`` are given, the collectives on these groups."""
         by_signature: dict[Hashable, list[int]] = defaultdict(list)
         for rank in ranks:
-            by_signature[frozenset(_counts(self.by_rank[rank].data, _fully).items())].append(rank)
+            counted = self._counted(rank, _fully)
+            chosen = counted if labels is None else [label for label in labels if label in counted]
+            by_signature[frozenset((label, frozenset(counted[label].items())) for label in chosen)].append(rank)
         return sorted(by_signature.values(), key=lambda ranks: (-len(ranks), ranks[0]))
+
+    def _counted(self, rank: int, key: Callable[..., tuple[Any, ...]]) -> dict[str, Counter[tuple[Any, ...]]]:
+        """Count a rank's collectives, without point-to-point, by group label and key."""
+        counted = self._counters.get((rank, key))
+        if counted is None:
+            counted = self._counters[rank, key] = {}
+            data = self.by_rank[rank].data
+            for event in data.events:
+                if event.op not in POINT_TO_POINT:
+                    counted.setdefault(wording.label(data.group_of(event)), Counter())[key(data, event)] += event.count
+        return counted
+
+    def _members(self) -> dict[str, set[int]]:
+        """Return the ranks of the groups with each label: only they can issue collectives there."""
+        members: dict[str, set[int]] = defaultdict(set)
+        for trace in self:
+            for group in trace.data.groups:
+                members[wording.label(group)].update(group.ranks or self.ranks)
+        return members
+
+    def _deviations(self) -> list[tuple[list[int], str, list[list[int]]]]:
+        """Return each stage and group label whose ranks issued different collectives there, with their classes."""
+        found = []
+        for stage in self.stages:
+            for label, members in self._members().items():
+                classes = self._classes([rank for rank in stage if rank in members], [label])
+                if len(classes) > 1:
+                    found.append((stage, label, classes))
+        return found
 
     def answer(self) -> str:
         """Say in one sentence whether all ranks issued the same collectives, or all ranks of each pipeline stage."""
@@ -92,58 +125,63 @@ class RankTraces:
             return f"One trace, from rank {self.ranks[0]} of {self.world_size}."
         missing = sorted(set(range(self.world_size)) - set(self.by_rank))
         lacking = f" There is no trace of {ranks_phrase(missing)}." if missing and len(missing) < self.world_size else ""
+        deviations = self._deviations()
+        if deviations:
+            return self._answer_to(deviations) + lacking
         subject = f"All {len(self)} ranks" if not missing else f"The {len(self)} ranks here"
+        if len(self.classes()) == 1:
+            collectives = any(self._counted(rank, _fully) for rank in self.by_rank)
+            done = "issued the same collectives" if collectives or not self.stages[1:] else "issued only sends and receives"
+        elif len(self.stages) == len(self):
+            done = "pass messages like stages of a pipeline, so their collectives are not compared"
+        elif len(self.stages) > 1:
+            done = f"issued the same collectives as the others of their pipeline stage ({_listed(self.stages)})"
+        else:
+            done = "issued the same collectives on the groups that they share"
         order = ", but not in the same order" if self._order() else ""
         messages = "; some sends and receives do not match" if self._messages() else ""
-        classes = self.classes()
-        if len(classes) == 1:
-            done = "issued the same collectives" if any(_counts(trace.data, _place) for trace in self) else "issued only sends and receives"
-            return f"{subject} {done}{order}{messages}.{lacking}"
-        stages = self.stages
-        differing = [ranks for ranks in stages if len(self._classes(ranks)) > 1]
-        if len(stages) > 1 and not differing:
-            listed = _listed(stages)
-            if len(stages) == len(self):
-                return f"{subject} pass messages like stages of a pipeline, so their collectives are not compared{messages}.{lacking}"
-            return f"{subject} issued the same collectives as the others of their pipeline stage ({listed}){order}{messages}.{lacking}"
-        if len(stages) > 1:
-            classes = self._classes(differing[0])
-            lacking = f" They are one stage of a pipeline (the stages: {_listed(stages)}).{lacking}"
+        return f"{subject} {done}{order}{messages}.{lacking}"
+
+    def _answer_to(self, deviations: list[tuple[list[int], str, list[list[int]]]]) -> str:
+        stage = deviations[0][0]
+        labels = [label for ranks, label, _ in deviations if ranks is stage]
+        compared = {rank for ranks, _, classes in deviations if ranks is stage for members in classes for rank in members}
+        classes = self._classes(sorted(compared), labels)
+        together = f"The {len(compared)} ranks" if len(compared) == len(self) else capital(ranks_phrase(sorted(compared)))
         if len(classes) == 2:
             text = f"{capital(ranks_phrase(classes[0]))} and {ranks_phrase(classes[1])} issued different collectives."
         else:
-            together = "The ranks" if len(stages) > 1 else f"The {len(self)} ranks"
             text = f"{together} fall into {len(classes)} classes that issued different collectives: {_listed(classes)}."
-        return text + lacking
+        return text + (f" They are one stage of a pipeline (the stages: {_listed(self.stages)})." if len(self.stages) > 1 else "")
 
     def differences(self) -> list[str]:
         """Return sentences on how ranks differ from the largest class of their stage; empty if no rank differs."""
-        sentences: list[str] = []
-        for stage in self.stages:
-            usual, *others = self._classes(stage)
-            for ranks in others:
-                sentences += self._against(ranks, usual)
+        sentences = [
+            sentence
+            for _, label, (usual, *others) in self._deviations()
+            for ranks in others
+            for sentence in self._against(ranks, usual, label)
+        ]
         sentences += [*(self._order() if not sentences else []), *self._messages()]
         if len(sentences) > _MOST_DIFFERENCES:
             more = len(sentences) - _MOST_DIFFERENCES
             sentences = [*sentences[:_MOST_DIFFERENCES], f"{more} more differences; commlens compare shows all of them for two ranks."]
         return sentences
 
-    def _against(self, ranks: Sequence[int], majority: Sequence[int]) -> list[str]:
-        one, other = self.by_rank[ranks[0]].data, self.by_rank[majority[0]].data
+    def _against(self, ranks: Sequence[int], majority: Sequence[int], label: str) -> list[str]:
         these, others = ranks_phrase(ranks), ranks_phrase(majority)
-        mine, theirs = _counts(one, _place), _counts(other, _place)
+        empty: Counter[tuple[Any, ...]] = Counter()
+        mine, theirs = (self._counted(some[0], _place).get(label, empty) for some in (ranks, majority))
         found: dict[Hashable, list[tuple[Any, int, int]]] = {}
         for key in {**theirs, **mine}:
             if mine[key] != theirs[key]:
                 op, group, phase, site = key
                 alike = (op, group, phase, None if site is None else wording.pattern(site), mine[key] - theirs[key])
                 found.setdefault(alike, []).append((key, mine[key], theirs[key]))
-        sentences = []
         most_first = sorted(found.values(), key=lambda places: -abs(sum(mine - theirs for _, mine, theirs in places)))
-        sentences += [_count_sentence(these, others, places) for places in most_first]
+        sentences = [_count_sentence(these, others, places) for places in most_first]
         if not sentences:  # the same counts, with different sizes
-            sizes_mine, sizes_theirs = _counts(one, _fully), _counts(other, _fully)
+            sizes_mine, sizes_theirs = (self._counted(some[0], _fully).get(label, empty) for some in (ranks, majority))
             places: dict[Hashable, tuple[list[Any], list[Any]]] = {}
             for counts, against, side in ((sizes_mine, sizes_theirs, 0), (sizes_theirs, sizes_mine, 1)):
                 for key in counts - against:
@@ -181,11 +219,12 @@ class RankTraces:
 
     def _order_within(self, stage: Sequence[int]) -> list[str]:
         first, *rest = stage
-        reference = _sequence(self.by_rank[first].data)
+        members = self._members()
         sentences = []
         for rank in rest:
-            sequence = _sequence(self.by_rank[rank].data)
-            for place, (mine, theirs) in enumerate(zip(sequence, reference, strict=False), start=1):
+            shared = {label for label, ranks in members.items() if {first, rank} <= ranks}
+            orders = zip(_sequence(self.by_rank[rank].data, shared), _sequence(self.by_rank[first].data, shared), strict=False)
+            for place, (mine, theirs) in enumerate(orders, start=1):
                 if mine != theirs:
                     sentences.append(
                         f"rank {rank}'s order differs from rank {first}'s from #{place} on: {mine[0]} on {mine[1]} "
@@ -235,21 +274,14 @@ def _listed(classes: Sequence[Sequence[int]]) -> str:
     return "; ".join(format_ranks(ranks) for ranks in classes[:6]) + ("; ..." if len(classes) > 6 else "")
 
 
-def _counts(data: TraceData, key: Callable[[TraceData, TraceEvent], tuple[Any, ...]]) -> Counter[tuple[Any, ...]]:
-    counts: Counter[tuple[Any, ...]] = Counter()
-    for event in data.events:
-        if event.op not in POINT_TO_POINT:
-            counts[key(data, event)] += event.count
-    return counts
-
-
-def _sequence(data: TraceData) -> list[tuple[Any, ...]]:
+def _sequence(data: TraceData, labels: set[str]) -> list[tuple[Any, ...]]:
     threads = {event.thread for event in data.events}
-    return [
+    places = (
         _place(data, event)
         for event in data.events
         if event.count == 1 and event.op not in POINT_TO_POINT and (event.thread == 0 or len(threads) == 1)
-    ]
+    )
+    return [place for place in places if place[1] in labels]
 
 
 def _count_sentence(these: str, others: str, found: list[tuple[Any, int, int]]) -> str:

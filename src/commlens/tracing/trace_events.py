@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from commlens.model.collective import ProcessGroup
-from commlens.model.ops import POINT_TO_POINT
+from commlens.model.ops import BARRIERS, IN_PLACE, POINT_TO_POINT
 from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
 from commlens.tap.groups import Group
@@ -30,12 +30,8 @@ class TraceEvents:
         content = args.content
         group = args.channel.group
         inputs, outputs = content["in"], content["out"]
-        input_bytes, output_bytes = _bytes(inputs), _bytes(outputs or inputs)
-        if not outputs and args.op == "recv":
-            input_bytes = 0
-        elif args.op == "send":
-            output_bytes = 0
-        first = (inputs or outputs or [None])[0]
+        input_bytes, output_bytes = _sizes(args.op, inputs, outputs)
+        first = (inputs or outputs or [None])[0] if args.op not in BARRIERS else None
         return TraceEvent(
             sequence=raw.sequence,
             op=args.op,
@@ -92,6 +88,16 @@ def _api(raw: RawEvent) -> str:
     else:
         return f"c10d.{raw.dispatcher_op}"
     return name.removeprefix("_") if name.startswith("_c10d_functional.") else name
+
+
+def _sizes(op: str, inputs: list[Any], outputs: list[Any]) -> tuple[int, int]:
+    """Return the input and output bytes of a call. Ops in place have one list of tensors for both; a barrier's tensor is no data."""
+    if op in BARRIERS:
+        return 0, 0
+    if op in IN_PLACE:
+        size = _bytes(inputs or outputs)
+        return (0 if op == "recv" else size), (0 if op == "send" else size)
+    return _bytes(inputs), _bytes(outputs)
 
 
 def _bytes(tensors: list[Any]) -> int:

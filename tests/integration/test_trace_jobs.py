@@ -1,0 +1,121 @@
+"""Traces of healthy jobs on real ranks: nothing false is said, a preview sees the same, and bytes are as arithmetic says.
+
+All jobs run in one launch, ``traced_jobs.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conftest import SOURCE
+
+torch = pytest.importorskip("torch")
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13):
+    pytest.skip("pipelining and FSDP2 on a CPU need a later torch", allow_module_level=True)
+
+import bytes_table  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import traced_jobs  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+import commlens  # noqa: E402
+from commlens.model.trace import TraceData, TraceEvent  # noqa: E402
+from commlens.traces.ranks import RankTraces  # noqa: E402
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
+    """The traces of every job."""
+    out = tmp_path_factory.mktemp("jobs")
+    environment = {**os.environ, "PYTHONPATH": f"{SOURCE}:{HERE}", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(HERE / "traced_jobs.py"), str(out)]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as done:
+        try:
+            printed, _ = done.communicate(timeout=150)
+        except subprocess.TimeoutExpired:
+            os.killpg(done.pid, 9)
+            printed = f"not done in time\n{done.communicate()[0]}"
+    assert done.returncode == 0, printed[-6000:]
+    return {name: RankTraces(map(commlens.Trace.load, sorted((out / name).glob("*.json")))) for name in traced_jobs.JOBS}
+
+
+@pytest.mark.parametrize(
+    ("job", "answer"),
+    [
+        ("tensor_parallel", "All 4 ranks issued the same collectives."),
+        ("sharded_tensor_parallel", "All 4 ranks issued the same collectives."),
+        ("gpipe", "All 4 ranks issued only sends and receives."),
+        ("1f1b", "All 4 ranks issued only sends and receives."),
+        ("interleaved", "All 4 ranks issued only sends and receives."),
+        ("three_dimensions", "All 4 ranks issued the same collectives as the others of their pipeline stage (0-1; 2-3)."),
+    ],
+)
+def test_nothing_false_is_said_of_a_healthy_job(jobs, job, answer):
+    assert jobs[job].answer() == answer
+    assert jobs[job].differences() == []
+    assert [trace.coverage.unclassified for trace in jobs[job]] == [0] * 4
+
+
+def _content(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
+    group, owner = data.group_of(event), event.owner
+    return (
+        event.op, event.api, event.phase, group.mesh_dim, group.ranks, event.site, event.dtype, event.input_bytes, event.output_bytes,
+        event.wire_bytes, event.peer, event.root, owner and owner.name, event.call, event.cause and event.cause.before,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("job", ["sharded_tensor_parallel", "three_dimensions"])
+def test_a_preview_of_every_rank_is_what_gloo_issued(jobs, job):
+    for rank, real in jobs[job].by_rank.items():
+        preview = commlens.preview(lambda: traced_jobs.run(traced_jobs.JOBS[job]), world_size=4, rank=rank)
+        assert [_content(preview.data, event) for event in preview.events] == [_content(real.data, event) for event in real.events]
+
+
+# --- bytes
+
+
+def check_bytes(trace: commlens.Trace, rank: int, size: int, *, fake: bool) -> None:
+    expected = [case for case in bytes_table.cases(rank, size) if fake or not case.fake_only]
+    assert len(trace.events) == len(expected)
+    for event, case in zip(trace.events, expected, strict=True):
+        found = (event.op, event.input_bytes, event.output_bytes, event.wire_bytes)
+        item = bytes_table.ITEM
+        assert found == (case.op, case.sent * item, case.received * item, int(case.wire * item + 1e-6)), f"{case.name} on rank {rank}"
+
+
+def test_bytes_on_gloo(jobs):
+    for rank, trace in jobs["every_op"].by_rank.items():
+        check_bytes(trace, rank, 4, fake=False)
+
+
+@pytest.fixture
+def fake_world(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    rank, size = request.param
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    yield rank, size
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("fake_world", [(0, 4), (2, 4), (7, 8), (0, 1)], indirect=True)
+def test_bytes_on_the_fake_backend(fake_world):
+    rank, size = fake_world
+    if size == 1:
+        with commlens.trace() as trace:
+            dist.all_reduce(torch.ones(4))
+        assert trace.wire_bytes == 0
+        return
+    with commlens.trace() as trace:
+        bytes_table.run(rank, size, fake=True)
+    check_bytes(trace, rank, size, fake=True)
