@@ -38,6 +38,15 @@ def duration(ns: float) -> str:
     return f"{hours} h {rest} min" if rest else f"{hours} h"
 
 
+def short_duration(ns: float) -> str:
+    """``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``: two or three digits, for the time of one collective or one step."""
+    for unit, factor in (("s", 1e9), ("ms", 1e6), ("us", 1e3)):
+        if ns >= factor * 0.9995 or unit == "us":
+            shown = ns / factor
+            return f"{shown:.{0 if shown >= 9.95 or not shown else 1 if shown >= 0.9995 else 2}f} {unit}"
+    return ""
+
+
 def size(amount: float) -> str:
     """Bytes in decimal units, as networks are sold: ``"512 B"``, ``"4.1 kB"``, ``"16.8 MB"``."""
     value = float(amount)

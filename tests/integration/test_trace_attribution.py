@@ -13,8 +13,10 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,11 +33,13 @@ from torch.utils.checkpoint import checkpoint
 
 import commlens
 from commlens.model.trace import Phase, TraceEvent
+from commlens.tracing import stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 
 FORWARD, BACKWARD, RECOMPUTATION = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION
 WIDTH = 8
+TIMES = ("started_ns", "returned_ns", "wait_began_ns", "wait_ended_ns")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -605,6 +609,69 @@ def test_ddp_buffers_are_broadcast_in_forward(gloo: None) -> None:
     broadcasts = [event for event in trace.events if event.op == "broadcast"]
     assert broadcasts
     assert {(event.phase, event.site) for event in broadcasts} == {(FORWARD, "DistributedDataParallel")}
+
+
+def test_the_wait_for_ddps_buckets_at_the_end_of_backward(gloo: None) -> None:
+    model = DistributedDataParallel(Stack(3), bucket_cap_mb=0.0001)
+    model(batch()).sum().backward()  # after it, the buckets are rebuilt
+    trace = run(model, batch(), batch())
+    buckets = [event for event in trace.events if event.op == "all_reduce" and event.owner is not None]
+    assert len(buckets) > 2
+    assert all(event.wait_ended_ns >= event.wait_began_ns >= event.returned_ns for event in buckets)
+    ends = [event.wait_ended_ns for event in buckets]
+    assert len(set(ends)) == 2 and ends == sorted(ends)  # one for each backward
+    last = [max((event for event in buckets if event.wait_ended_ns == end), key=lambda event: event.sequence) for end in set(ends)]
+    assert all((event.wait_ended_ns > event.wait_began_ns) is (event in last) for event in buckets)
+
+
+def test_a_backward_that_raises_leaves_no_wait(gloo: None) -> None:
+    model = DistributedDataParallel(Stack(1))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise RuntimeError("no")
+
+    with commlens.trace() as trace:
+        x = batch().requires_grad_()
+        x.register_hook(fail)
+        with pytest.raises(RuntimeError, match="no"):
+            model(x).sum().backward()
+        model(batch()).sum().backward()
+    assert [event.op for event in trace.events if event.wait_ended_ns and event.owner is not None] != []
+
+
+@pytest.fixture
+def frames_read_natively(native_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stacks are read by the native engine, as where it is built."""
+    monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(native_cache))
+    monkeypatch.setattr(stacks, "_stack_key", None)
+    monkeypatch.setattr(stacks, "_local_values", None)
+    stacks.use_native_engine.cache_clear()
+    stacks.use_native_engine()
+    if stacks._stack_key is None:
+        pytest.skip("the native engine does not read the frames of this Python")
+    yield
+    stacks.use_native_engine.cache_clear()
+
+
+@pytest.mark.launches
+def test_the_native_engine_reads_the_same_of_the_stacks(fake: None, frames_read_natively: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    model = parallelize_module(MLP(), mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+
+    def traced() -> list[TraceEvent]:
+        with commlens.trace() as trace:
+            for _ in range(2):
+                model(batch()).sum().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        return [msgspec.structs.replace(event, **dict.fromkeys(TIMES, 0)) for event in trace.events]
+
+    natively = traced()
+    monkeypatch.setattr(stacks, "_stack_key", None)
+    monkeypatch.setattr(stacks, "_local_values", None)
+    assert natively == traced()
+    assert {event.owner.library for event in natively if event.owner is not None} == {"FSDP2"}
+    assert any(event.cause is not None and event.cause.op for event in natively) and any(event.through for event in natively)
 
 
 class AveragingSGD(torch.optim.SGD):

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tap": {"blackbox", "matching", "model", "text"},
     "capture": {"blackbox", "config", "errors", "model", "native", "tap", "text", "version"},
     "verification": {"blackbox", "errors", "matching", "model", "tap", "text"},
-    "tracing": {"errors", "model", "tap", "traces", "version"},
+    "tracing": {"errors", "model", "native", "tap", "traces", "version"},
     "launch": {
         "blackbox",
         "capture",

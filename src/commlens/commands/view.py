@@ -46,6 +46,14 @@ class ViewCommand:
         for name, text in _FILTERS.items():
             filters.add_argument(f"--{name}", action="append", metavar="VALUE", help=text)
         filters.add_argument("--rank", type=int, metavar="N", help="show this rank of several")
+        timing = parser.add_argument_group("times")
+        timing.add_argument(
+            "--profile",
+            metavar="FILE",
+            action="append",
+            help="take times from this trace of torch.profiler (export_chrome_trace), of the same rank",
+        )
+        timing.add_argument("--network", metavar="PRESET", help=f"also show times estimated for a network: {', '.join(PRESETS)}")
         forms = parser.add_argument_group("output instead of the summary").add_mutually_exclusive_group()
         forms.add_argument("--events", action="store_true", help="every collective, in order")
         forms.add_argument("--ops", action="store_true", help="every tensor op, in order, if the trace has depth ops")
@@ -53,7 +61,6 @@ class ViewCommand:
         forms.add_argument("--rows", action="store_true", help="every collective as one line of JSON")
         files = parser.add_argument_group("files to write")
         files.add_argument("-o", "--html", metavar="FILE", help="one HTML page with everything, for a browser")
-        files.add_argument("--network", metavar="PRESET", help=f"estimate times on a network, for the page: {', '.join(PRESETS)}")
         files.add_argument("--csv", metavar="FILE", help="every collective as one line of CSV; - for standard output")
         files.add_argument("--perfetto", metavar="FILE", help="Chrome trace event JSON for ui.perfetto.dev")
         files.add_argument("--force", action="store_true", help="overwrite existing files")
@@ -63,8 +70,6 @@ class ViewCommand:
 
         if not arguments.paths:
             return _empty_viewer(arguments)
-        if arguments.network and not arguments.html:
-            raise CommandError("--network is for the page: add -o FILE. commlens preview prints an estimate.")
         read = read_ranks(arguments.paths)
         ranks, wanted = read.ranks, self._wanted(arguments)
         for note in read.notes:
@@ -75,6 +80,8 @@ class ViewCommand:
             if arguments.rank not in ranks.by_rank:
                 raise CommandError(f"There is no trace of rank {arguments.rank}; there are traces of {ranks_phrase(ranks.ranks)}.")
             ranks = RankTraces([ranks[arguments.rank]])
+        if arguments.profile:
+            ranks = _with_profiles(ranks, arguments.profile)
         whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
         nothing = bool(wanted) and not any(trace.ops if arguments.ops else trace.events for trace in ranks)
         if nothing:
@@ -86,7 +93,7 @@ class ViewCommand:
         if arguments.rows or arguments.json or arguments.ops or arguments.events:
             _print_form(ranks, arguments)
         elif not wrote and not nothing:
-            _print_summary(ranks)
+            _print_summary(ranks, arguments.network)
         return 0
 
     @staticmethod
@@ -168,7 +175,7 @@ def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
     elif arguments.json:
         from commlens.reports.json_report import print_json
 
-        summaries = [trace.to_summary() for trace in ranks]
+        summaries = [trace.to_summary(network=arguments.network) for trace in ranks]
         print_json(summaries if len(summaries) > 1 else summaries[0])
     elif arguments.ops:
         from commlens.reports.trace_terminal import print_ops
@@ -180,14 +187,33 @@ def _print_form(ranks: RankTraces, arguments: argparse.Namespace) -> None:
         print_events(ranks.to_rows(), whys=[why for trace in ranks for why in trace.whys()], with_rank=len(ranks) > 1)
 
 
-def _print_summary(ranks: RankTraces) -> None:
+def _with_profiles(ranks: RankTraces, files: list[str]) -> RankTraces:
+    """Return the traces with the times of profiles, one for each rank; a profile that does not name its rank is for the only trace."""
+    from commlens.formats.kineto import read_kineto
+    from commlens.traces.profile import join
+    from commlens.traces.ranks import RankTraces
+    from commlens.traces.trace import Trace
+
+    joined = {trace.data.rank: trace for trace in ranks}
+    for file in files:
+        rank = read_kineto(Path(file)).rank if len(joined) > 1 else ranks.ranks[0]
+        if rank not in joined:
+            about = f"is the profile of rank {rank}" if rank is not None else "does not say which rank it is of; add --rank N"
+            raise CommandError(f"{file} {about}; there are traces of {ranks_phrase(list(joined))}.")
+        data, note = join(joined[rank].data, Path(file))
+        joined[rank] = Trace(data)
+        _print_note(note if len(joined) == 1 else f"Rank {rank}: {note}")
+    return RankTraces(joined.values())
+
+
+def _print_summary(ranks: RankTraces, network: str | None) -> None:
     from commlens.reports.trace_terminal import print_differences
 
     shown = ranks.classes()[0][0]
     if len(ranks) > 1:
         print_differences(ranks.differences(), ranks.answer())
         print()
-    ranks[shown].summary()
+    ranks[shown].summary(network=network)
 
 
 def _print_note(text: str) -> None:

@@ -77,6 +77,8 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     returned_ns: int = 0
     wait_began_ns: int = 0  # 0: no thread was seen waiting for it
     wait_ended_ns: int = 0
+    duration_ns: int = 0  # the collective's own time, as the backend or a profiler measured it; 0 if unknown
+    overlapped_ns: int | None = None  # the part of it in which other work ran, by the profiler
     count: int = 1  # more than 1 in summarised events only
     last_step: int | None = None  # step of the last collective in a summarised event
 

@@ -6,6 +6,8 @@ from typing import Final
 
 import msgspec
 
+from commlens.model.trace_times import Times
+
 SUMMARY_SCHEMA: Final = "commlens.trace-summary/1"
 
 
@@ -16,6 +18,8 @@ class Total(msgspec.Struct):
     calls: int = 0
     wire_bytes: int = 0
     group_size: int = 0  # ranks per group, in the breakdown by mesh dimension; 0 if sizes differ
+    time_ns: int | None = None  # of the calls whose time is known, from issue to end
+    waited_ns: int | None = None  # the part in which the issuing thread was blocked, or in which an accelerator ran nothing else
 
 
 class ModuleTotal(msgspec.Struct):
@@ -28,6 +32,8 @@ class ModuleTotal(msgspec.Struct):
     own_bytes: int = 0  # bytes on the wire of these
     calls: int = 0  # including their children's
     wire_bytes: int = 0
+    time_ns: int | None = None  # as in Total, including their children's
+    waited_ns: int | None = None
 
 
 class Why(msgspec.Struct):
@@ -54,6 +60,7 @@ class Summary(msgspec.Struct, kw_only=True):
     by_op: list[Total] = msgspec.field(default_factory=list)
     by_module: list[ModuleTotal] = msgspec.field(default_factory=list)  # in the order of the model, parents before children
     why: list[Why] = msgspec.field(default_factory=list)
+    times: Times | None = None  # None in a preview, and if there are no collectives
     coverage: str = ""  # the self-check in words
     complete: bool = True  # every dispatched collective is recorded and classified
     blind: list[str] = msgspec.field(default_factory=list)

@@ -4,6 +4,7 @@
 // Python. Once registered, the kernels stay, and pass every call through while no recorder is attached.
 #include <torch/library.h>
 
+#include "frame_values.hpp"
 #include "kernels.hpp"
 #include "waits.hpp"
 
@@ -115,6 +116,12 @@ PYBIND11_MODULE(commlens_native, module) {
     active.store(nullptr);
     cached_thread_id() = 0;
   }, "Stop recording in the child of a fork, which is not a rank.");
+#if defined(COMMLENS_FRAMES)
+  module.def("stack_key", &stack_key, "The calling stack as a key of a dictionary, valid as long as the code objects live.");
+  module.def("local_values", [](const py::handle& code, const py::tuple& names) {
+    return py::reinterpret_steal<py::object>(local_values(code.ptr(), names.ptr()));
+  }, "The values of local variables in the innermost frame that runs a code object; None for missing ones.");
+#endif
   module.def("tapped_wait", &tapped_wait, "Make a method wait for a class of Works; `slow` is the same in Python.");
 
   py::class_<InternedArgs, ArgsPtr>(module, "InternedArgs").def_property_readonly("python", [](const InternedArgs& args) {

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from commlens.reports.console import console
 from commlens.reports.trace_terminal import data_table
-from commlens.text import number, size
+from commlens.text import number, short_duration, size
 
 if TYPE_CHECKING:
     from commlens.model.network import Estimate
@@ -30,35 +30,27 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
             str(part.nodes),
             number(round(calls, 1)),
             size(carried),
-            seconds(part.seconds / estimate.steps),
+            short_duration(1e9 * part.seconds / estimate.steps),
             share,
         )
     out.print(table)
     scope = "the step" if estimate.steps == 1 else f"an average step (of {estimate.steps})"
-    answer = f"All collectives of {scope}, one after another: {seconds(estimate.seconds_per_step)}"
+    answer = f"All collectives of {scope}, one after another: {short_duration(1e9 * estimate.seconds_per_step)}"
     if estimate.share is not None and estimate.step_time is not None:
-        answer += f", {estimate.share:.0%} of a {seconds(estimate.step_time)} step"
+        answer += f", {estimate.share:.0%} of a {short_duration(1e9 * estimate.step_time)} step"
         if estimate.share > 1:
             answer += ": computation cannot hide all of them"
     out.print(Text(answer + ".", style="bold"))
     out.print(
         Text(
             f"Line rates: {_rate(net.intra_bandwidth)} inside a node of {net.ranks_per_node}, {_rate(net.inter_bandwidth)} per rank "
-            f"between nodes; {seconds(net.intra_latency)} and {seconds(net.inter_latency)} per hop. Overlap and congestion are ignored.",
+            f"between nodes; {short_duration(1e9 * net.intra_latency)} and {short_duration(1e9 * net.inter_latency)} per hop. "
+            "Overlap and congestion are ignored.",
             style="dim",
         )
     )
     if net.source:
         out.print(Text(f"{net.source}.", style="dim"))
-
-
-def seconds(value: float) -> str:
-    """Format seconds: ``"1.2 s"``, ``"350 ms"``, ``"4.0 us"``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= factor * 0.9995 or unit == "us":
-            shown = value / factor
-            return f"{shown:.0f} {unit}" if shown >= 99.5 else f"{shown:.2g} {unit}" if shown >= 1 or shown == 0 else f"{shown:.2f} {unit}"
-    return ""
 
 
 def _rate(value: float) -> str:

@@ -15,12 +15,24 @@ from rich.text import Text
 from commlens.model.trace import TracedOp
 from commlens.model.trace_changes import Comparison
 from commlens.model.trace_summary import ModuleTotal, Summary, Total
+from commlens.model.trace_times import Times
 from commlens.model.wire_bytes import RULE_IN_SHORT
 from commlens.reports.console import bullet, print_parts
-from commlens.text import number, size
+from commlens.text import number, short_duration, size
 
 _MAX_MODULES = 30
 _MAX_CHANGES = 40
+_ABOUT_TIMES = {
+    "record": (
+        "Time is from the issue to the end of the wait, so it includes waiting for ranks that arrive later; waited is the part in "
+        "which the issuing thread was blocked."
+    ),
+    "backend": "Time is the collective's own, as the backend measured it; it includes waiting for ranks that arrive later.",
+    "profile": (
+        "Time is the collective's own, as the profiler measured it, and includes waiting for ranks that arrive later; waited is the "
+        "part in which nothing else ran."
+    ),
+}
 
 
 def print_summary(summary: Summary, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
@@ -122,24 +134,32 @@ def render(summary: Summary, width: int = 80) -> str:
 def _summary(summary: Summary) -> list[RenderableType]:
     parts: list[RenderableType] = [Text(summary.answer, style="bold")]
     known = summary.bytes_known
+    times = summary.times
+    timed = times is not None and times.timed > 0
+    if times is not None:
+        parts.append(Text(times.answer, style="" if timed else "dim"))
     if summary.calls:
         for title, rows in (("mesh dimension", summary.by_mesh_dim), ("phase", summary.by_phase), ("op", summary.by_op)):
             if not rows:
                 continue
-            parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known)]
+            parts += ["", _breakdown(title, rows, summary.wire_bytes, known=known, timed=timed)]
         if summary.by_module:
-            parts += ["", _modules(summary.by_module, known=known)]
+            parts += ["", _modules(summary.by_module, known=known, timed=timed)]
             if len(summary.by_module) > _MAX_MODULES:
                 parts.append(
                     Text(f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH shows some of them, --json all", "dim")
                 )
         if summary.why:
             parts += ["", Text("why, costliest first" if known else "why", style="bold"), _reasons(summary, known=known)]
+        if times is not None and timed:
+            parts += ["", *_times(times)]
     parts.append("")
     parts.append(Text(summary.coverage, style="dim" if summary.complete else "yellow"))
     parts += [Text(_sentence(text), style="dim") for text in summary.blind]
     if known and summary.calls:
         parts.append(Text(f"Bytes are bytes on the wire: {RULE_IN_SHORT}.", style="dim"))
+    if times is not None and timed:
+        parts.append(Text(_ABOUT_TIMES[times.source], style="dim"))
     return parts
 
 
@@ -152,18 +172,24 @@ def data_table(*columns: str, numbers: int = 0) -> Table:
     return table
 
 
-def _breakdown(title: str, rows: list[Total], total: int, *, known: bool) -> Table:
+def _breakdown(title: str, rows: list[Total], total: int, *, known: bool, timed: bool) -> Table:
     with_ranks = any(row.group_size for row in rows)
-    table = data_table(title, *["ranks"] * with_ranks, "calls", *["bytes", "share"] * known, numbers=1 + with_ranks + 2 * known)
+    columns = [*["ranks"] * with_ranks, "calls", *["bytes", "share"] * known, *["time", "waited"] * timed]
+    table = data_table(title, *columns, numbers=len(columns))
     for row in rows:
         ranks = [str(row.group_size) if row.group_size else "various"] * with_ranks
         carried = [size(row.wire_bytes), f"{row.wire_bytes / total:.0%}" if total else ""] * known
-        table.add_row(Text(row.name), *ranks, number(row.calls), *carried)
+        table.add_row(Text(row.name), *ranks, number(row.calls), *carried, *_time_cells(row) * timed)
     return table
 
 
-def _modules(rows: list[ModuleTotal], *, known: bool) -> Table:
-    table = data_table("module", *["own", "bytes"][: 1 + known], *["with children", "bytes"][: 1 + known], numbers=2 + 2 * known)
+def _time_cells(row: Total | ModuleTotal) -> list[str]:
+    return [short_duration(ns) if ns is not None else "unknown" for ns in (row.time_ns, row.waited_ns)]
+
+
+def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:
+    columns = [*["own", "bytes"][: 1 + known], *["with children", "bytes"][: 1 + known], *["time", "waited"] * timed]
+    table = data_table("module", *columns, numbers=len(columns))
     above: list[str] = []
     for row in rows[:_MAX_MODULES]:
         above = above[: row.depth]
@@ -175,8 +201,36 @@ def _modules(rows: list[ModuleTotal], *, known: bool) -> Table:
         name = Text("  " * row.depth + ".".join(parts[start:]))
         if above[:-1] and above[-2].split(".") != parts[:start]:
             name.append(f" (of {'.'.join(parts[max(0, start - 2) : start])})", style="dim")
-        table.add_row(name, *own, number(row.calls), *[size(row.wire_bytes)] * known)
+        table.add_row(name, *own, number(row.calls), *[size(row.wire_bytes)] * known, *_time_cells(row) * timed)
     return table
+
+
+def _times(times: Times) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if times.slowest:
+        slowest = Table.grid(padding=(0, 1))
+        slowest.add_column(justify="right", no_wrap=True)
+        slowest.add_column(overflow="fold")
+        for call in times.slowest:
+            waited = (
+                f", waited {short_duration(call.waited_ns)}" if call.waited_ns is not None and call.waited_ns < 0.95 * call.time_ns else ""
+            )
+            slowest.add_row(short_duration(call.time_ns), Text(f"{call.sentence}{waited}"))
+        parts += [Text("slowest", style="bold"), Padding(slowest, (0, 0, 0, 2))]
+    if times.bandwidth:
+        estimated = any(row.estimated_ns is not None for row in times.bandwidth)
+        columns = ["calls", "median", *["estimate"] * estimated, "algorithm", "bus"]
+        table = data_table("bandwidth", *columns, numbers=len(columns))
+        for row in times.bandwidth:
+            name = f"{row.op} {size(row.data_bytes)} on {row.group}"
+            least = ">=" if row.at_least else ""
+            estimate = [short_duration(row.estimated_ns or 0)] * estimated
+            rates = [f"{least}{size(each)}/s" for each in (row.algorithm, row.bus)]
+            table.add_row(Text(name), number(row.calls), short_duration(row.median_ns), *estimate, *rates)
+        parts += ["", table]
+        if any(row.at_least for row in times.bandwidth):
+            parts.append(Text("  >=: other work ran before the wait, so the collective may have ended earlier.", "dim"))
+    return parts
 
 
 def _reasons(summary: Summary, *, known: bool) -> RenderableType:

@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from commlens.model.collective import ProcessGroup
+from commlens.model.network import Network
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.text import count, joined, number, ranks_phrase, size
 from commlens.traces import wording
+from commlens.traces.times import Time, time_of, times
 
 MAX_REASONS = 10
 _FOLD_FROM = 3  # this many modules that differ only in a number, or more, share a row
 _ORDER = [*(phase.value for phase in Phase), "unclassified"]
 
 
-def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
-    """Summarise a trace. ``unfiltered`` is the number of collectives before filtering, if the trace was filtered."""
+def summarise(data: TraceData, *, unfiltered: int | None = None, network: Network | None = None) -> Summary:
+    """Summarise a trace.
+
+    ``unfiltered`` is the number of collectives before filtering, if the trace was filtered; ``network`` one to estimate times for.
+    """
     calls, total, known = _amount(data)
     coverage, complete = _coverage(data)
     return Summary(
@@ -33,6 +38,7 @@ def summarise(data: TraceData, *, unfiltered: int | None = None) -> Summary:
         by_op=_by(data, lambda group, event: event.op),
         by_module=modules(data),
         why=reasons(data)[:MAX_REASONS],
+        times=times(data, network),
         coverage=coverage,
         complete=complete,
         blind=list(data.coverage.blind),
@@ -93,9 +99,17 @@ def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, size
         row = rows[name]
         row.calls += event.count
         row.wire_bytes += event.wire_bytes * event.count
+        _add_time(row, time_of(data, event))
         if row.group_size != len(group.ranks):
             row.group_size = 0
     return sorted(rows.values(), key=lambda row: (-row.wire_bytes, -row.calls, row.name))
+
+
+def _add_time(row: Total | ModuleTotal, time: Time | None) -> None:
+    if time is not None:
+        row.time_ns = (row.time_ns or 0) + time.total
+        if time.waited is not None:
+            row.waited_ns = (row.waited_ns or 0) + time.waited
 
 
 def folded(paths: Iterable[str]) -> dict[str, str]:
@@ -114,20 +128,25 @@ def folded(paths: Iterable[str]) -> dict[str, str]:
 def modules(data: TraceData) -> list[ModuleTotal]:
     """Return own and inclusive totals of each module that has collectives, its own or its children's."""
     own: dict[str, list[int]] = {}
+    own_times: dict[str, list[Time]] = {}
     for event in data.events:
         if event.site is not None:
             calls_bytes = own.setdefault(event.site, [0, 0])
             calls_bytes[0] += event.count
             calls_bytes[1] += event.wire_bytes * event.count
+            if (time := time_of(data, event)) is not None:
+                own_times.setdefault(event.site, []).append(time)
     called = {module.path for module in data.modules}
     places = _call_order(data)
     inclusive: dict[str, list[int]] = {}
+    inclusive_times: dict[str, list[Time]] = {}
     for site, (calls, carried) in own.items():
         for path in wording.prefixes(site):
             if path in called or path == site or "." not in path:
                 both = inclusive.setdefault(path, [0, 0])
                 both[0] += calls
                 both[1] += carried
+                inclusive_times.setdefault(path, []).extend(own_times.get(site, ()))
     names = folded(inclusive)
     rows: dict[str, ModuleTotal] = {}
     members: dict[str, list[str]] = {}
@@ -141,6 +160,8 @@ def modules(data: TraceData) -> list[ModuleTotal]:
         row.own_bytes += own_bytes
         row.calls += inclusive[path][0]
         row.wire_bytes += inclusive[path][1]
+        for time in inclusive_times[path]:
+            _add_time(row, time)
     return _in_tree(rows, {name: paths[0] for name, paths in members.items()}, names)
 
 

@@ -138,21 +138,31 @@ class Trace:
         """Return the reason of each event, in order: the parameters that it carries, the redistribution that it does."""
         return [summarise.why(event) for event in self.events]
 
-    def to_summary(self) -> Summary:
+    def to_summary(self, *, network: Network | str | None = None) -> Summary:
         """Return the content of :meth:`summary` as data."""
-        return summarise.summarise(self.data, unfiltered=self._unfiltered)
+        from commlens.traces.network import preset
 
-    def summary(self, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
-        """Print calls and bytes by mesh dimension, phase, op and module, and the costliest reasons.
+        return summarise.summarise(self.data, unfiltered=self._unfiltered, network=preset(network) if isinstance(network, str) else network)
+
+    def summary(
+        self,
+        file: IO[str] | None = None,
+        *,
+        width: int | None = None,
+        colour: bool | None = None,
+        network: Network | str | None = None,
+    ) -> None:
+        """Print calls, bytes and times by mesh dimension, phase, op and module, the costliest reasons and the slowest calls.
 
         Args:
             file: standard output by default.
             width: columns; the terminal's by default.
             colour: use colour; by default only on a terminal that supports it.
+            network: a network, or a preset's name, to estimate times for.
         """
         from commlens.reports.trace_terminal import print_summary
 
-        print_summary(self.to_summary(), file, width=width, colour=colour)
+        print_summary(self.to_summary(network=network), file, width=width, colour=colour)
 
     def _repr_html_(self) -> str:
         from commlens.reports.trace_notebook import summary_html

@@ -210,14 +210,15 @@ class ModuleTracker:
             return
         try:
             thread = self._thread
-            if call not in thread.stack[-1:]:
-                if call not in thread.stack:
+            stack, table = thread.stack, thread.table
+            if not stack or stack[-1] is not call:
+                if call not in stack:
                     return
-                del thread.stack[thread.stack.index(call) + 1 :]
-            thread.stack.pop()
+                del stack[stack.index(call) + 1 :]
+            stack.pop()
             call.end = _next_number()
-            if call.end == call.start and thread.table.calls and thread.table.calls[-1] is call:
-                thread.table.drop_last()  # no node was made: inference
+            if call.end == call.start and table.calls and table.calls[-1] is call:
+                table.drop_last()  # no node was made: inference
             for listener in self.on_leave:
                 listener(call)
         except Exception as error:

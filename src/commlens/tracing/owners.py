@@ -40,15 +40,15 @@ class Owners:
         ``tensor`` is the number of elements and dtype of its first tensor.
         """
         if info.fsdp_depth >= 0:
-            (group,) = local_values(frame, info.fsdp_depth, "self")
+            (group,) = local_values(info, frame, info.fsdp_depth, ("self",))
             return self._block(group, _fsdp2_owner)
         if info.fsdp1_depth >= 0:
-            handle, itself = local_values(frame, info.fsdp1_depth, "handle", "self")
+            handle, itself = local_values(info, frame, info.fsdp1_depth, ("handle", "self"))
             return self._block(handle if handle is not None else itself, _fsdp1_owner)
         if not self._reducers or op != "all_reduce":
             return None, None
         if info.hook_depth >= 0:
-            (bucket,) = local_values(frame, info.hook_depth, "bucket")
+            (bucket,) = local_values(info, frame, info.hook_depth, ("bucket",))
             return self._hooked_bucket(bucket)
         if (info.engine_calls or frame is None) and tensor is not None:
             live = [reducer for reducer in self._reducers if reducer.ref() is not None]
@@ -60,7 +60,7 @@ class Owners:
 
     def hooked_call(self, info: StackInfo, frame: FrameType | None, call: ModuleCall) -> ModuleCall:
         """Return the call of the FSDP2 block whose backward starts. Its hook runs in the node of its output, often a child's node."""
-        (state,) = local_values(frame, info.fsdp_state_depth, "self")
+        (state,) = local_values(info, frame, info.fsdp_state_depth, ("self",))
         modules = getattr(state, "_modules", ())
         outer: ModuleCall | None = call
         while outer is not None:

@@ -6,6 +6,7 @@ The torch files and functions named here are those of 2.6.0, 2.13.0 and 2.15.0. 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import sys
 import tempfile
@@ -14,8 +15,11 @@ from typing import Any
 
 import torch
 
+from commlens import native
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
+
+log = logging.getLogger("commlens")
 
 _CACHE_LIMIT = 20_000
 _LOCALS_ARE_A_COPY = sys.version_info < (3, 13)
@@ -34,21 +38,42 @@ _FSDP = ("distributed/fsdp/_fully_shard/_fsdp_param_group.py", "distributed/_com
 _FSDP_STATE = ("distributed/fsdp/_fully_shard/_fsdp_state.py", "distributed/_composable/fsdp/_fsdp_state.py")
 _FSDP1 = ("distributed/fsdp/_flat_param.py", "distributed/fsdp/_runtime_utils.py")
 _DDP_HOOKS = "distributed/algorithms/ddp_comm_hooks/"
+_C10D = "distributed/distributed_c10d.py"
 _OPS = "_ops.py"
 _DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # frames that our own dispatch mode adds below the issuer
 _MODULE = "nn/modules/module.py"
 _WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py")
 _NOT_CALLED_BY_NAME = (
-    "autograd/", "_tensor.py", "_library/", "_ops.py", "distributed/tensor/_dispatch.py", "distributed/distributed_c10d.py",
+    "autograd/", "_tensor.py", "_library/", "_ops.py", "distributed/tensor/_dispatch.py", _C10D,
     "distributed/_functional_collectives.py", "_functorch/", "_dynamo/", "_inductor/", "fx/",
 )  # fmt: skip
+
+
+_stack_key: Any = None
+_local_values: Any = None
+
+
+@functools.lru_cache(maxsize=1)
+def use_native_engine() -> None:
+    """Read frames with the native engine, if it is built and wanted: it makes no Python objects of them."""
+    global _stack_key, _local_values
+    if os.environ.get("COMMLENS_ENGINE", "").strip().lower() == "python":
+        return
+    try:
+        module = native.load()
+    except Exception as error:
+        log.debug("commlens: the native engine cannot be loaded: %s: %s", type(error).__name__, error)
+        return
+    if hasattr(module, "stack_key"):  # not with every Python
+        _stack_key, _local_values = module.stack_key, module.local_values
 
 
 class StackInfo:
     """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1 means absent."""
 
     __slots__ = ("codes", "dispatch_depth", "engine_calls", "explicit", "fsdp1_depth", "fsdp_depth", "fsdp_state_depth", "hook_depth",
-                 "in_optimizer", "in_pass", "index", "packet", "redistribute_depth", "source", "through")  # fmt: skip
+                 "in_optimizer", "in_pass", "index", "may_be_functional", "packet", "redistribute_depth", "returns_work", "source",
+                 "through")  # fmt: skip
 
     def __init__(self, index: int, codes: list[CodeType]) -> None:
         self.index = index
@@ -61,25 +86,19 @@ class StackInfo:
         self.packet: str | None = None  # "_c10d_functional.all_reduce", if Python called a functional op
         self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
         self.explicit = False
+        self.may_be_functional = self.returns_work = True  # waited for by tensor; or by the Work that Python gets
 
 
 class StackInfos:
     """The stacks seen so far."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[Any, ...], StackInfo] = {}
+        self._known: dict[Any, StackInfo] = {}
         self._count = 0
 
     def find(self, frame: FrameType | None, op: str) -> StackInfo:
         """Return the facts of the stack that ends at ``frame``, for a call of dispatcher op ``op``."""
-        key: list[Any] = [op]
-        add = key.append
-        walk = frame
-        while walk is not None:
-            add(id(walk.f_code))
-            add(walk.f_lasti)
-            walk = walk.f_back
-        packed = tuple(key)
+        packed = (op, _stack_key()) if _stack_key is not None else _key_of(frame, op)
         known = self._known.get(packed)
         if known is None:
             if len(self._known) >= _CACHE_LIMIT:
@@ -125,6 +144,8 @@ class StackInfos:
             depth += 1
         info.source = info.source or library
         info.through = _through(outer_torch)
+        info.may_be_functional = info.packet is not None or not info.codes or not info.codes[0].co_filename.endswith(_C10D)
+        info.returns_work = info.packet is None and not info.engine_calls and bool(info.codes)
         return info
 
     def _torch_frame(self, info: StackInfo, file: str, frame: FrameType, depth: int) -> None:
@@ -162,6 +183,16 @@ class StackInfos:
             info.hook_depth = depth
 
 
+def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
+    key: list[Any] = [op]
+    add = key.append
+    while frame is not None:
+        add(id(frame.f_code))
+        add(frame.f_lasti)
+        frame = frame.f_back
+    return tuple(key)
+
+
 def _runs_engine(file: str, frame: FrameType) -> bool:
     return file == _GRAPH and frame.f_code.co_name == "_engine_run_backward"
 
@@ -180,16 +211,22 @@ def running_steps(frame: FrameType | None) -> int:
     return count
 
 
-def local_values(frame: FrameType | None, depth: int, *names: str) -> tuple[Any, ...]:
-    """Return the values of local variables, None for missing ones.
+def local_values(info: StackInfo, frame: FrameType | None, depth: int, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the values of local variables at a depth of a stack that starts at ``frame``, None for missing ones."""
+    if _local_values is not None and depth < len(info.codes):
+        values: tuple[Any, ...] = _local_values(info.codes[depth], names)
+        return values
+    for _ in range(depth):
+        frame = frame.f_back if frame is not None else None
+    return _values_of(frame, names) if frame is not None else (None,) * len(names)
+
+
+def _values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """Return the values of a frame's local variables.
 
     Before Python 3.13, reading a frame's locals leaves a copy on the frame that keeps tensors alive until the function returns, so
     it is cleared. (Debuggers refresh it before they use it.)
     """
-    for _ in range(depth):
-        frame = frame.f_back if frame is not None else None
-    if frame is None:
-        return (None,) * len(names)
     values = frame.f_locals
     found = tuple([values.get(name) for name in names])
     if _LOCALS_ARE_A_COPY:
@@ -198,7 +235,7 @@ def local_values(frame: FrameType | None, depth: int, *names: str) -> tuple[Any,
 
 
 def _packet_name(frame: FrameType) -> str | None:
-    (operator,) = local_values(frame, 0, "self")
+    (operator,) = _values_of(frame, ("self",))
     name = str(getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")).replace("::", ".")
     return name if name.startswith(("_c10d_functional.", "c10d_functional.", "_dtensor.")) else None
 

@@ -24,6 +24,7 @@ from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
 from commlens.tap.interned_args import ArgsTable, noted_reduce_ops, output_pointers
+from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
 from commlens.tracing.modules import ModuleTracker
@@ -31,7 +32,7 @@ from commlens.tracing.owners import Owners
 from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters
 from commlens.tracing.raw_event import RawEvent
-from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps
+from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps, use_native_engine
 from commlens.tracing.trace_events import TraceEvents, reduce_op_text
 from commlens.version import __version__
 
@@ -91,6 +92,7 @@ class Tracer:
         self._causes = Causes()
         self._owners = Owners(self.modules)
         self._parameters = Parameters(self.modules.rows)
+        self._backward_waits = BackwardWaits()
         self.modules.on_leave.append(self._parameters.left)
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
@@ -115,6 +117,7 @@ class Tracer:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self._running = True
+        use_native_engine()
         if not self._started_ns:
             self._started_ns, self._started_unix_ns = _now(), time.time_ns()
         self._step_hook = register_optimizer_step_post_hook(self._optimizer_stepped)
@@ -179,11 +182,13 @@ class Tracer:
         event.returned_ns = event.wait_began_ns = event.wait_ended_ns = 0
         if args.synchronous:
             self._synchronous[thread] = event
-        elif not self.preview:
+        elif event.info.may_be_functional and not self.preview:
             for pointer in output_pointers(spec, arguments):
                 self._pointers[pointer] = event
             if len(self._pointers) > _POINTERS_LIMIT:
                 self._pointers = dict(itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None))
+        if event.owner is not None and event.owner.library == "DDP" and args.channel.blocks_caller and not self.preview:
+            self._backward_waits.issued(event)
         self.events.append(event)
         for listener in self.on_collective:
             listener(event)
@@ -228,9 +233,11 @@ class Tracer:
             return
         event.returned_ns = _now()
         try:
-            boxed = result[-1] if type(result) is tuple else result
-            if not event.args.synchronous and boxed is not None and not self.preview and event.args.channel.holds_works:
-                self._hold(tap.unbox_work(boxed), event)
+            args = event.args
+            if not args.synchronous and event.info.returns_work and not self.preview and args.channel.holds_works:
+                boxed = result[-1] if type(result) is tuple else result
+                if boxed is not None:
+                    self._hold(tap.unbox_work(boxed), event)
             if event.sequence % _NAME_EVERY == 0:
                 self._name_reduce_ops()
             if len(self.events) >= _FOLD_AT:

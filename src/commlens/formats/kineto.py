@@ -1,0 +1,114 @@
+"""The trace of torch.profiler (Kineto), as ``export_chrome_trace`` writes it: the collectives and kernels in it.
+
+The format is Chrome's trace event JSON. The fields that are read are those of torch 2.6 to 2.13; times are microseconds, since
+``baseTimeNanoseconds`` where the file has it (a Unix time), else since an unknown moment.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from commlens.errors import FormatError
+
+_GZIP: Final = b"\x1f\x8b"
+_COLLECTIVE_KERNEL: Final = re.compile(r"^(nccl|rccl|mscclpp?|oneccl)", re.IGNORECASE)
+_LAUNCHES: Final = ("cuda_runtime", "cuda_driver", "hip_runtime", "xpu_runtime", "privateuse1_runtime")
+_GLOO: Final = "gloo:"
+
+
+class Span(msgspec.Struct):
+    """Something that ran from ``start`` to ``end``, in ns of the file's clock."""
+
+    name: str
+    start: int
+    end: int
+
+
+class Kernel(Span):
+    """A kernel on an accelerator."""
+
+    device: int
+    launched: int | None  # when the host launched it; None if the file has no such event
+    communicates: bool
+
+
+class KinetoTrace(msgspec.Struct, kw_only=True):
+    """The part of a profiler's trace that concerns collectives. Lists are in order of start."""
+
+    path: str
+    rank: int | None  # None if the file does not say
+    unix_times: bool  # whether the clock is Unix time
+    issues: list[Span]  # calls of c10d ops on the host
+    on_cpu: list[Span]  # collectives that gloo ran
+    kernels: list[Kernel]
+
+
+class _Event(msgspec.Struct):
+    ph: str = ""
+    cat: str = ""
+    name: str = ""
+    ts: float | str = 0.0
+    dur: float = 0.0
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class _File(msgspec.Struct):
+    traceEvents: list[_Event]
+    baseTimeNanoseconds: int = 0
+    distributedInfo: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+def read_kineto(path: Path) -> KinetoTrace:
+    """Read a profiler's trace, compressed with gzip or not.
+
+    Raises:
+        FormatError: the file cannot be read, or it is not a trace of torch.profiler.
+    """
+    try:
+        content = path.read_bytes()
+        if content.startswith(_GZIP):
+            content = gzip.decompress(content)
+        file = msgspec.json.decode(content, type=_File)
+    except OSError as error:
+        raise FormatError(f"{path}: {error.strerror or error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, EOFError, ValueError) as error:
+        raise FormatError(f"{path} is not a trace of torch.profiler (export_chrome_trace): {error}") from None
+    rank = file.distributedInfo.get("rank")
+    found = KinetoTrace(
+        path=str(path),
+        rank=rank if isinstance(rank, int) else None,
+        unix_times=file.baseTimeNanoseconds > 0,
+        issues=[],
+        on_cpu=[],
+        kernels=[],
+    )
+    base = file.baseTimeNanoseconds
+    launched: dict[Any, int] = {}
+    for event in file.traceEvents:
+        if event.cat in _LAUNCHES and isinstance(event.ts, float) and "correlation" in event.args:
+            launched[event.args["correlation"]] = base + round(event.ts * 1000)
+    for event in file.traceEvents:
+        if event.ph == "X" and isinstance(event.ts, float):
+            _add(found, event, base, launched)
+    for spans in (found.issues, found.on_cpu, found.kernels):
+        spans.sort(key=lambda span: (span.start, -span.end))
+    return found
+
+
+def _add(found: KinetoTrace, event: _Event, base: int, launched: dict[Any, int]) -> None:
+    start = base + round(event.ts * 1000)  # type: ignore[arg-type]
+    end = start + round(event.dur * 1000)
+    if event.cat == "kernel":
+        device = event.args.get("device", 0)
+        launch = launched.get(event.args.get("correlation"))
+        device = device if isinstance(device, int) else 0
+        found.kernels.append(Kernel(event.name, start, end, device, launch, bool(_COLLECTIVE_KERNEL.match(event.name))))
+    elif event.cat == "cpu_op" and event.name.startswith("c10d::"):
+        found.issues.append(Span(event.name.removeprefix("c10d::"), start, end))
+    elif event.cat == "user_annotation" and event.name.startswith(_GLOO):
+        found.on_cpu.append(Span(event.name.removeprefix(_GLOO), start, end))
