@@ -32,6 +32,17 @@ class Change(msgspec.Struct, kw_only=True):
         return max(abs(self.wire_bytes_after - self.wire_bytes_before), self.wire_bytes_before, self.wire_bytes_after)
 
 
+class TimeChange(msgspec.Struct, kw_only=True):
+    """The time of something in a step, in both traces: medians over the steps, with their 95 % confidence intervals."""
+
+    subject: str  # "a step", "waiting in collectives", "all_reduce on tp"
+    before_ns: int
+    after_ns: int
+    before_interval_ns: tuple[int, int]
+    after_interval_ns: tuple[int, int]
+    moved: bool  # by more than the noise
+
+
 class Comparison(msgspec.Struct, kw_only=True):
     """The differences between two traces, the most important first. False if nothing changed."""
 
@@ -43,6 +54,8 @@ class Comparison(msgspec.Struct, kw_only=True):
     wire_bytes_before: float = 0
     wire_bytes_after: float = 0
     changes: list[Change] = msgspec.field(default_factory=list)
+    time: str = ""  # whether time moved, in one sentence; empty if it is unknown
+    times: list[TimeChange] = msgspec.field(default_factory=list)  # those that moved; they are no changes
     notes: list[str] = msgspec.field(default_factory=list)  # sentences about what was not compared, or is not a change of the model
 
     def __bool__(self) -> bool:

@@ -47,6 +47,8 @@ def print_comparison(comparison: Comparison, file: IO[str] | None = None, *, wid
         parts += ["", *(bullet(_sentence(change.sentence)) for change in comparison.changes[:_MAX_CHANGES])]
         if len(comparison.changes) > _MAX_CHANGES:
             parts.append(bullet(f"{len(comparison.changes) - _MAX_CHANGES} more changes; --json lists all of them."))
+    if comparison.time:
+        parts += ["", Text(comparison.time, style="yellow" if comparison.times else "dim")]
     if comparison.notes:
         parts += ["", *(Text(note, style="dim") for note in comparison.notes)]
     print_parts(parts, file, width, colour)

@@ -9,6 +9,7 @@ from commlens.reports import trace_page
 from commlens.text import count, ranks_phrase
 from commlens.traces.diff import answer, compare
 from commlens.traces.ranks import RankTraces
+from commlens.traces.time_changes import add_times
 
 
 def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
@@ -17,7 +18,10 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
     Two single traces are compared even if their ranks differ. Otherwise, ranks traced in only one run are noted.
     """
     if len(before) == len(after) == 1:
-        return compare(next(iter(before)).data, next(iter(after)).data)
+        one, other = next(iter(before)).data, next(iter(after)).data
+        comparison = compare(one, other)
+        add_times(comparison, [one], [other])
+        return comparison
     both = [rank for rank in before.ranks if rank in after.by_rank]
     comparison = Comparison()
     changes: dict[tuple[str, str], Change] = {}
@@ -41,6 +45,7 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
             comparison.notes.append(f"Not compared: {ranks_phrase(alone)}, traced only in the {name} run.")
     for note, ranks in notes.items():
         comparison.notes.append(note if len(ranks) == len(both) else f"{ranks_phrase(ranks)}: {note}")
+    add_times(comparison, [before[rank].data for rank in both], [after[rank].data for rank in both])
     comparison.answer = answer(comparison) if both else "No rank has a trace in both runs, so nothing was compared."
     if both:
         comparison.answer = f"{count(len(both), 'rank')} compared. {comparison.answer}"

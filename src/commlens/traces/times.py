@@ -96,20 +96,29 @@ def step_times(data: TraceData) -> list[tuple[int, int]]:
 
     A step lasts from its first collective to the next step's first one. The first step is left out where there are others: it sets up.
     """
-    first: dict[int, int] = {}
+    first = _first_moments(data)
     waited: dict[int, int] = {}
     for event in data.events:
-        if event.count > 1 or not event.started_ns:
-            continue
-        first[event.step] = min(first.get(event.step, event.started_ns), event.started_ns)
         time = time_of(data, event)
         waited[event.step] = waited.get(event.step, 0) + ((time.waited or 0) if time is not None else 0)
-    if data.preview:
-        return []
-    whole = [step for step in sorted(first) if step + 1 in first and step < data.steps]
-    if len(whole) > 1 and whole[0] == 0:
-        whole = whole[1:]
-    return [(first[step + 1] - first[step], waited[step]) for step in whole]
+    return [(first[step + 1] - first[step], waited[step]) for step in whole_steps(data)]
+
+
+def whole_steps(data: TraceData) -> list[int]:
+    """Return the steps whose time is known: those that are followed by another one, without the first if there are others."""
+    first = _first_moments(data)
+    whole = [step for step in sorted(first) if step + 1 in first]
+    return whole[1:] if len(whole) > 1 else whole
+
+
+def _first_moments(data: TraceData) -> dict[int, int]:
+    """Return when each step issued its first collective."""
+    first: dict[int, int] = {}
+    if not data.preview:
+        for event in data.events:
+            if event.started_ns and event.count == 1:
+                first[event.step] = min(first.get(event.step, event.started_ns), event.started_ns)
+    return first
 
 
 def _quartiles(values: Sequence[int]) -> tuple[int, int]:

@@ -219,8 +219,11 @@ class Trace:
     def compare(self, other: Trace) -> Comparison:
         """Return how ``other`` differs from this trace; false if nothing changed."""
         from commlens.traces.diff import compare
+        from commlens.traces.time_changes import add_times
 
-        return compare(self.data, other.data)
+        comparison = compare(self.data, other.data)
+        add_times(comparison, [self.data], [other.data])
+        return comparison
 
 
 def _page(data: TraceData, name: str, network: Network | str | None) -> bytes:
