@@ -88,7 +88,6 @@ def test_view_without_a_file_makes_an_empty_viewer(folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--network", "h100-ib"], "--network is for the page: add -o FILE."),
         (["--network", "h100", "-o", "x.html"], "There is no network preset 'h100'."),
         (["-o", "."], ". is a folder"),
     ],

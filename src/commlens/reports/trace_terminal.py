@@ -190,7 +190,7 @@ def _time_cells(row: Total | ModuleTotal) -> list[str]:
 
 
 def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:
-    columns = [*["own", "bytes"][: 1 + known], *["with children", "bytes"][: 1 + known], *["time", "waited"] * timed]
+    columns = [*["own", "bytes"][: 1 + known], *["in all", "bytes"][: 1 + known], *["time", "waited"] * timed]
     table = data_table("module", *columns, numbers=len(columns))
     above: list[str] = []
     for row in rows[:_MAX_MODULES]:

@@ -30,9 +30,9 @@ Figures = dict[str, list[float]]
 def add_times(comparison: Comparison, before: Sequence[TraceData], after: Sequence[TraceData]) -> None:
     """Add to a comparison whether time moved. Each side has one trace for each rank."""
     old, new = _figures(before), _figures(after)
-    if not old.get(_STEP) or not new.get(_STEP):
+    steps = len(old.get(_STEP, ())), len(new.get(_STEP, ()))
+    if min(steps) < 2:
         return
-    steps = len(old[_STEP]), len(new[_STEP])
     if min(steps) < LEAST_STEPS:
         comparison.time = f"Times are not compared: {steps[0]} and {count(steps[1], 'whole step')} are too few, {LEAST_STEPS} are needed."
         return
