@@ -36,6 +36,7 @@ Why = Literal[
     "checkpoint-io",
     "compilation",
     "throttled",
+    "no-cpu",
     "uninterruptible-io",
     "memory-pressure",
     "stopped",

@@ -279,3 +279,9 @@ class Handle:
         if self.fileno is not None:
             os.close(self.fileno)
             self.fileno = None
+
+
+def cpu_wait_ns(pid: int) -> int | None:
+    """Return for how long the main thread was ready to run and had no CPU, in ns since its start: the second field of schedstat."""
+    fields = (read_text(f"/proc/{pid}/schedstat") or "").split()
+    return int(fields[1]) if len(fields) == 3 and fields[1].isdigit() else None

@@ -54,6 +54,11 @@ def say_to_stderr(message: str | Verdict) -> None:
     sys.stderr.flush()
 
 
+def _as_notice(verdict: Verdict) -> str:
+    sentences = [verdict.summary, verdict.explanation, verdict.next_step if verdict.kind == "straggler" else ""]
+    return " ".join(f"{capital(each).rstrip('.')}." for each in sentences if each)
+
+
 class Evidence:
     """The ranks' logs and what was observed of their processes, as of now.
 
@@ -182,12 +187,16 @@ class Reporter:
         if line:
             self.tell(line)
         elif verdict.kind == "waiting":
-            sentences = [verdict.summary, verdict.explanation]
-            self.tell(" ".join(f"{capital(each).rstrip('.')}." for each in sentences if each))
+            self.tell(_as_notice(verdict))
         else:
             self.say(verdict)
             self._to_send = verdict
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
+
+    def report_slow(self, verdict: Verdict) -> None:
+        """Print, as a notice, a verdict on ranks that make the job slow, and pass it on."""
+        self.say(_as_notice(verdict))
+        self._alerts.send(verdict, job=self._folders[0].name, dump=None)
 
     def tell(self, line: str, *, abort: bool = False) -> None:
         """Print a line here, and on the other nodes if this one reports for the job."""

@@ -32,6 +32,7 @@ from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
+from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, sample
 from commlens.watch.stall import Check, Stall, StallDetector, explains, waited_for, waits, waits_recorded
 from commlens.watch.strangers import Strangers
@@ -91,6 +92,7 @@ class Watcher:
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
         self.reporter.evidence.forget()
+        self._slowness = Slowness(self._observer)
         self._strangers = Strangers(self._roster, self._observer)
         self._job_abort = JobAbort(self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched)
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
@@ -306,6 +308,7 @@ class Watcher:
         check = self._stalls.update(members, waiting, now_ns)
         if before is not None and self._stalls.stall is not before:
             self._observer.forget_samples()
+        self._look_for_slow_ranks(members)
         if self._stalls.stall is None:
             return
         sample(members, self._observer)
@@ -344,6 +347,13 @@ class Watcher:
                     self._abort("on_stall", verdict)
         if check.timeout_s:
             reporter.save_dump(f"the process group's timeout of {check.timeout_s:.0f} s is about to expire")
+
+    def _look_for_slow_ranks(self, members: Sequence[Member]) -> None:
+        for news in self._slowness.poll(members, time.monotonic()):
+            if isinstance(news, Verdict):
+                self.reporter.report_slow(news)
+            else:
+                self.reporter.say(news)
 
     def _is_one_ending(self) -> bool:
         return any(member.alive and member.here and process.is_ending(member.pid) for member in self._roster.current())

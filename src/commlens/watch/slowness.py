@@ -1,0 +1,149 @@
+"""Samples how fast a running job is, and reports ranks that make it slow, once.
+
+A sample reads the newest records of each rank on this node. It takes about 1% of a second for 8 ranks and is taken so seldom that it
+stays below 0.5% of one core.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Final
+
+from commlens.diagnosis.pace import MIN_COST, Pace, find_slow_ranks, measure, recent, straggler_verdict
+from commlens.model.collective import FrameKind
+from commlens.model.ranklog import RankLog
+from commlens.model.verdict import Verdict
+from commlens.processes import process
+from commlens.processes.observer import Observer
+from commlens.processes.profile import Profiling
+from commlens.text import duration, ranks_and_verb
+from commlens.watch.roster import Member
+from commlens.watch.snapshot import read_logs, sample
+
+log = logging.getLogger("commlens")
+
+INTERVAL_S: Final = 5.0
+CPU_SHARE: Final = 0.005
+NEWEST: Final = 300  # records per rank
+_KEPT: Final = 120  # samples
+_SLOWER: Final = 1.3
+_BASE: Final = 24  # samples that say how long a step took at first
+_SKIPPED: Final = 2  # the first steps compile
+_RECENT: Final = 12
+
+
+class Slowness:
+    """The pace of the job's ranks on this node.
+
+    Args:
+        observer: of their processes.
+        interval_s: between two samples, at least.
+    """
+
+    def __init__(self, observer: Observer, *, interval_s: float = INTERVAL_S) -> None:
+        self._observer = observer
+        self._interval_s = interval_s
+        self._due = 0.0
+        self._failed = False
+        self._paces: list[Pace] = []
+        self._step_times: list[float] = []  # seconds per step, of the first and the newest samples
+        self._until_ns = time.time_ns()  # end of the last sample, Unix
+        self._sampled_ns = time.monotonic_ns()
+        self._steps = 0  # completed by all ranks by then
+        self._no_cpu: dict[int, int] = {}  # pid: ns
+        self._profiling: Profiling | None = None
+        self.verdict: Verdict | None = None  # on the ranks that make the job slow now
+        self.is_slower = False  # than at first
+
+    def poll(self, members: Sequence[Member], now: float) -> list[Verdict | str]:
+        """Take a sample if it is time. Returns what is new: a verdict, or a line."""
+        if now < self._due or self._failed:
+            return []
+        began = time.thread_time()
+        news: list[Verdict | str] = []
+        try:
+            news = self._sample(members)
+        except Exception as error:  # stalls and deaths are still reported
+            self._failed = True
+            log.warning("commlens: slow ranks are no longer looked for: %s: %s", type(error).__name__, error)
+            log.debug("the error", exc_info=True)
+        self._due = now + max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
+        return news
+
+    def _sample(self, members: Sequence[Member]) -> list[Verdict | str]:
+        ranks = [member for member in members if member.alive and member.here and member.box is not None and member.rank >= 0]
+        if len(ranks) < 2 or len(ranks) < sum(member.here for member in members):
+            return []
+        sample(ranks, self._observer)
+        steps = min(member.status.steps if member.status is not None else 0 for member in ranks)
+        if not self._steps or steps <= self._steps:  # a sample spans at least one step, not the start of the job
+            self._steps, self._sampled_ns = steps, time.monotonic_ns() if not self._steps else self._sampled_ns
+            return []
+        logs, problems = read_logs(ranks, {}, newest=NEWEST)
+        pace = measure(logs, self._until_ns) if not problems else None
+        no_cpu, elapsed_ns = self._without_cpu(ranks), time.monotonic_ns() - self._sampled_ns
+        done, self._steps, self._sampled_ns = steps - self._steps, steps, time.monotonic_ns()
+        self._until_ns = min(each.captured_ns for each in logs)
+        if pace is None:
+            return []
+        shares = {rank: pace.window_s * ns / elapsed_ns for rank, ns in no_cpu.items()}
+        pace = pace._replace(steps=done, step_s=elapsed_ns * 1e-9 / done, no_cpu_s=shares)
+        if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
+            self._paces.clear()
+        self._paces = [*self._paces[1 - _KEPT :], pace]
+        return [*self._judge_ranks(ranks, logs), *self._judge_steps(pace)]
+
+    def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
+        """Return for how long each rank was ready to run and had no CPU since the last sample, in ns."""
+        found = {}
+        for member in ranks:
+            total = process.cpu_wait_ns(member.pid)
+            before = self._no_cpu.get(member.pid)
+            if total is not None:
+                self._no_cpu[member.pid] = total
+                if before is not None:
+                    found[member.rank] = total - before
+        return found
+
+    def _judge_ranks(self, ranks: Sequence[Member], logs: list[RankLog]) -> list[Verdict | str]:
+        newest = recent(self._paces)
+        slow = find_slow_ranks(newest)
+        before = self.verdict
+        if slow is None:
+            self._profiling = None
+            if before is not None and find_slow_ranks(newest, MIN_COST / 2) is None:
+                self.verdict = None
+                return [f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')} the job slow."]
+            return []
+        if before is not None and before.culprits == slow.ranks:
+            return []
+        pids = {member.rank: member.pid for member in ranks}
+        other = next(rank for rank in pids if rank not in slow.ranks)
+        if self._profiling is None:
+            box = ranks[0].box
+            classify = box.classifier() if box is not None else lambda _: FrameKind.USER
+            self._profiling = Profiling({rank: pids[rank] for rank in (slow.ranks[0], other)}, classify)
+            return []  # the next sample has them
+        if not self._profiling.is_done:
+            return []
+        profiles, self._profiling = self._profiling.profiles, None
+        for each in logs:
+            each.observation = self._observer.observe(pids[each.rank])
+        self.verdict = straggler_verdict(slow, logs, profiles)
+        return [self.verdict]
+
+    def _judge_steps(self, pace: Pace) -> list[str]:
+        self._step_times.append(pace.step_s)
+        first, last = self._step_times[_SKIPPED:_BASE], self._step_times[-_RECENT:]
+        del self._step_times[_BASE + _RECENT : -_RECENT]
+        if self.is_slower or len(self._step_times) < _BASE + _RECENT:
+            return []
+        usual, now = median(first), median(last)
+        if now < _SLOWER * usual or min(last) < max(usual, sorted(first)[-max(1, len(first) // 10)]):
+            return []
+        self.is_slower = True
+        times = f"{duration(now * 1e9)} against {duration(usual * 1e9)}"
+        return [f"a step takes {now / usual:.1f} times as long as in the job's first minutes: {times}."]
