@@ -43,9 +43,9 @@ class Slowness:
         interval_s: between two samples, at least.
     """
 
-    def __init__(self, observer: Observer, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, observer: Observer, *, interval_s: float | None = None) -> None:
         self._observer = observer
-        self._interval_s = interval_s
+        self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._due = 0.0
         self._failed = False
         self._paces: list[Pace] = []

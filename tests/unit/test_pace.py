@@ -1,0 +1,196 @@
+"""Ranks that make a running job slow: simulated jobs whose ranks compute for known times."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+from builders import DISPATCHER, MS, SCRIPT, START
+
+from commlens.diagnosis import pace
+from commlens.diagnosis.pace import Pace, find_slow_ranks, find_stretch, measure, recent, straggler_verdict
+from commlens.model.collective import (
+    Channel,
+    Collective,
+    CollectiveArgs,
+    Frame,
+    FrameKind,
+    LearnedHow,
+    ProcessGroup,
+    State,
+)
+from commlens.model.ranklog import Observation, RankLog
+from commlens.processes import profile
+
+Compute = Callable[[int, int], float]
+"""(rank, step) to milliseconds of own work before the step's first collective."""
+
+
+def job(ranks: int, steps: int, compute: Compute, *, how: str = "wait", device: str = "cpu", timed: bool = True) -> list[RankLog]:
+    """A job that issues two all_reduces a step: the first after ``compute``, the second 2 ms later.
+
+    Args:
+        how: "wait": each is waited for; "cpp": C++ waits for both at the end of the step, which nobody records.
+        device: on an accelerator, the host never waits.
+        timed: durations on the device are known.
+    """
+    group = ProcessGroup("0", tuple(range(ranks)), "default_pg", "gloo", incarnation=1)
+    logs = [RankLog(rank=rank, world_size=ranks, host="node", pid=100 + rank) for rank in range(ranks)]
+    now = [START] * ranks
+    for step in range(steps):
+        for line, work in ((10, None), (20, 2.0)):
+            arrived = [now[rank] + int(MS * (compute(rank, step) if work is None else work)) for rank in range(ranks)]
+            end = max(arrived) + MS // 2
+            for rank, log in enumerate(logs):
+                op = Collective(
+                    len(log.collectives) + 1, Channel(group, device), len(log.collectives) + 1,
+                    CollectiveArgs("all_reduce", DISPATCHER["all_reduce"]), State.COMPLETED, arrived[rank], step=step,
+                    stack=(Frame(SCRIPT, line, "train"),), returned_ns=arrived[rank] + 1000,
+                )  # fmt: skip
+                if device != "cpu":
+                    op.duration_ns = end - arrived[rank] if timed else None
+                elif how == "wait":
+                    op.wait_began_ns, op.wait_ended_ns, op.learned_how = arrived[rank] + 2000, end, LearnedHow.WAIT
+                else:
+                    op.learned_how = LearnedHow.POLL
+                log.collectives.append(op)
+                now[rank] = end if how == "wait" or line == 20 else arrived[rank]
+    for rank, log in enumerate(logs):
+        log.captured_ns, log.steps = max(now), steps
+        log.observation = Observation(seen_ns=max(now))
+        assert rank == log.rank
+    return logs
+
+
+def samples(logs: list[RankLog], number: int = 6) -> list[Pace]:
+    """What ``number`` samples of the job's time show."""
+    begin, end = START, logs[0].captured_ns
+    found = []
+    for part in range(number):
+        first, last = (begin + (end - begin) * each // number for each in (part, part + 1))
+        for log in logs:
+            log.captured_ns = last
+        measured = measure(logs, first)
+        found += [measured] if measured is not None else []
+    return found
+
+
+def late(rank: int, step: int) -> float:
+    return 150.0 if rank == 2 else 100.0
+
+
+@pytest.mark.parametrize(("how", "device"), [("wait", "cpu"), ("cpp", "cpu"), ("wait", "cuda")])
+def test_the_slow_rank_is_found(how: str, device: str) -> None:
+    slow = find_slow_ranks(samples(job(4, 200, late, how=how, device=device)))
+    assert slow is not None
+    assert slow.ranks == [2]
+    assert slow.cost == pytest.approx(50 / 153, abs=0.02)
+    assert slow.step_s == pytest.approx(0.153, abs=0.002)
+
+
+def test_several_slow_ranks() -> None:
+    slow = find_slow_ranks(samples(job(8, 200, lambda rank, step: 150.0 if rank in (1, 6) else 100.0)))
+    assert slow is not None
+    assert slow.ranks == [1, 6]
+
+
+def test_too_little_is_not_judged() -> None:
+    assert find_slow_ranks(samples(job(4, 40, late))) is None, "40 steps"
+    assert find_slow_ranks(samples(job(4, 200, late), 4)) is None, "4 samples"
+    assert find_slow_ranks(samples(job(4, 100, lambda rank, step: late(rank, step) / 10))) is None, "2 seconds"
+    assert measure(job(1, 200, late)) is None, "one rank"
+    assert measure(job(2, 200, late, device="cuda", timed=False)) is None, "the host does not wait, and no duration is known"
+
+
+def test_a_small_difference_is_not_judged() -> None:
+    assert find_slow_ranks(samples(job(4, 300, lambda rank, step: 108.0 if rank == 2 else 100.0))) is None
+
+
+def test_one_long_pause_is_not_judged() -> None:
+    """A checkpoint that rank 0 writes now and then."""
+    assert find_slow_ranks(samples(job(4, 300, lambda rank, step: 30_000.0 if (rank, step) == (0, 150) else 100.0))) is None
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_random_lateness_names_nobody(ranks: int) -> None:
+    """On a busy machine, each rank is late now and then."""
+    for seed in range(32 // ranks):
+        draw = random.Random(seed)
+        times = [[100 + draw.expovariate(1 / 40) for _ in range(ranks)] for _ in range(200)]
+        assert find_slow_ranks(samples(job(ranks, 200, lambda rank, step, times=times: times[step][rank]))) is None, seed  # type: ignore[misc]
+
+
+def test_only_the_newest_samples_count() -> None:
+    before, after = samples(job(4, 400, lambda rank, step: 100.0), 12), samples(job(4, 400, late), 12)
+    assert find_slow_ranks([*before, *after]) is None
+    slow = find_slow_ranks(recent([*before, *after]))
+    assert slow is not None
+    assert slow.ranks == [2]
+
+
+def test_ranks_that_come_and_go_are_not_mixed() -> None:
+    assert find_slow_ranks([*samples(job(4, 200, late)), *samples(job(3, 200, late))]) is None
+
+
+@pytest.mark.parametrize("how", ["wait", "cpp"])
+def test_the_stretch_is_found(how: str) -> None:
+    stretch = find_stretch(job(4, 50, late, how=how), [2])
+    assert stretch is not None
+    assert stretch.words == "between all_reduce in train.py:20 train and all_reduce in train.py:10 train"
+    assert stretch.phase == "after an optimizer step: in data loading or the forward pass"
+    assert stretch.extra_s == pytest.approx(0.050, abs=0.002)
+
+
+def found(logs: list[RankLog]) -> pace.Slow:
+    slow = find_slow_ranks(samples(logs))
+    assert slow is not None
+    return slow
+
+
+def test_the_verdict_with_records_alone() -> None:
+    logs = job(4, 200, late)
+    verdict = straggler_verdict(found(logs), logs)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("straggler", [2], [0, 1, 3], "medium")
+    assert verdict.summary == "rank 2 makes the job slow: all others wait for 33% of the time"
+    assert verdict.explanation == (
+        "In each step of 155 ms, ranks 0-1,3 wait 51 ms longer than rank 2 (194 steps seen). Rank 2 takes 50 ms longer in each step "
+        "between all_reduce in train.py:20 train and all_reduce in train.py:10 train (after an optimizer step: in data loading or the "
+        "forward pass)."
+    )
+    assert verdict.next_step.startswith("profile rank 2 before train.py:10 train (`py-spy record --duration 10 --pid 102`)")
+
+
+def test_the_verdict_with_profiles() -> None:
+    main, load, read = Frame(SCRIPT, 30, "main"), Frame(SCRIPT, 7, "load_batch"), Frame("/lib/python3/io.py", 3, "read", FrameKind.LIBRARY)
+    profiles = {2: Counter({(read, load, main): 40, (main,): 60}), 0: Counter({(read, load, main): 2, (main,): 98})}
+    logs = job(4, 200, late)
+    verdict = straggler_verdict(found(logs), logs, profiles)
+    assert verdict.why == "data-loading"
+    assert verdict.source == "train.py:7"
+    assert "Rank 2 spends 40% of the time in train.py:7 load_batch, rank 0 2%." in verdict.explanation
+    assert verdict.next_step == "look at load_batch (train.py:7) on rank 2"
+
+
+def test_a_rank_without_a_cpu() -> None:
+    logs = job(4, 200, late)
+    paces = [each._replace(no_cpu_s={rank: (0.3 if rank == 2 else 0.01) * each.window_s for rank in range(4)}) for each in samples(logs)]
+    slow = find_slow_ranks(paces)
+    assert slow is not None
+    verdict = straggler_verdict(slow, logs)
+    assert verdict.why == "no-cpu"
+    assert "Rank 2 was ready to run but had no CPU for 30% of the time." in verdict.explanation
+    assert verdict.next_step.startswith("find out what else runs on its cores")
+
+
+def test_the_profile_of_py_spy() -> None:
+    text = (
+        "thread (7): MainThread;main (/home/me/train.py:30);Loader.__next__ (/lib/x.py:5) 12\n"
+        "thread (8): worker;run (/lib/threading.py:3) 50\n"
+        "thread (7): MainThread;main (/home/me/train.py:31) 3\n"
+        "broken\n"
+    )
+    taken = profile.parse(text, 7, lambda file: FrameKind.USER if file.startswith("/home") else FrameKind.LIBRARY)
+    outer = Frame("/home/me/train.py", 30, "main")
+    assert taken == {(Frame("/lib/x.py", 5, "__next__", FrameKind.LIBRARY), outer): 12, (Frame("/home/me/train.py", 31, "main"),): 3}
