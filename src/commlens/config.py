@@ -72,6 +72,8 @@ class Settings:
     dump_pipe: str | None = None  # prefix of one named pipe per rank; writing a byte to it dumps
     on_verdict: str | None = None  # a command, or a function as "module:function", that gets each verdict as JSON
     verdict_log: str | None = None  # a file to which each verdict is appended as a line of JSON
+    metrics_file: str | None = None  # a Prometheus text file, or a folder for one per job
+    metrics_port: str | None = None  # serve Prometheus metrics on this port, or host and port
     trace: str | None = None  # "all" or optimizer steps such as "2:4": `commlens launch` traces every worker
     trace_dir: str = "commlens-trace"  # folder of the ranks' traces
     job: str | None = None  # job id; set by the launcher
@@ -127,7 +129,7 @@ def load_settings(
     return Resolved(replace(Settings(), **layers.values), origins, layers.warnings)
 
 
-_PATHS: Final = frozenset({"box_dir", "dump_dir", "dump_pipe", "trace_dir", "verdict_log"})
+_PATHS: Final = frozenset({"box_dir", "dump_dir", "dump_pipe", "trace_dir", "verdict_log", "metrics_file"})
 
 
 def settings_environment(settings: Settings) -> dict[str, str]:
@@ -267,6 +269,13 @@ def _command(value: Any) -> str:
     return value.strip()
 
 
+def _port(value: Any) -> str:
+    host, _, port = str(value).strip().rpartition(":")
+    if isinstance(value, bool) or not port.isdigit() or not 0 < int(port) < 65536 or re.search(r"[\s/]", host):
+        raise ValueError
+    return str(value).strip()
+
+
 def _job(value: Any) -> str:
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}", text):
@@ -293,6 +302,8 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "dump_pipe": Accepts(_path, "a path prefix"),
     "on_verdict": Accepts(_command, "a command, or a function of an importable module as MODULE:FUNCTION"),
     "verdict_log": Accepts(_path, "a file"),
+    "metrics_file": Accepts(_path, "a file or a folder"),
+    "metrics_port": Accepts(_port, "a port, or HOST:PORT"),
     "trace": Accepts(_steps, "all, or optimizer steps as FIRST:LAST, such as 2:4"),
     "trace_dir": Accepts(_path, "a folder"),
     "job": Accepts(_job, "up to 200 letters, digits, dots, dashes and underscores, the first not a dot or a dash", internal=True),

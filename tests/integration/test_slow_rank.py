@@ -40,12 +40,14 @@ LAUNCH = """
 import sys
 from commlens import commands
 from commlens.diagnosis import pace
-from commlens.watch import slowness
+from commlens.watch import metrics, slowness
 
 pace.MIN_S = 2.0
 slowness.INTERVAL_S = 0.4
 slowness.CPU_SHARE = 0.1
-sys.exit(commands.main(["launch", "--nproc-per-node", "3", "train.py"]))
+metrics.WRITE_EVERY_S = 0.4
+options = ["--metrics-file", "now.prom", "--on-verdict", "cp now.prom then.prom"]
+sys.exit(commands.main(["launch", "--nproc-per-node", "3", *options, "train.py"]))
 """
 
 
@@ -60,4 +62,10 @@ def test_the_slow_rank_and_its_line_are_told_once(tmp_path: Path) -> None:
     assert "commlens: Rank 1 makes the job slow" in said
     line = TRAIN.splitlines().index("        time.sleep(0.02)") + 1
     assert f"train.py:{line} load_batch" in said or "py-spy record" in said
+    pytest.importorskip("prometheus_client")
+    told = (tmp_path / "then.prom").read_text()
+    assert re.search(r'^commlens_steps_total\{job="[^"]+",rank="1"\} [1-9]', told, re.MULTILINE), told
+    assert re.search(r'^commlens_waiting_ratio\{job="[^"]+",rank="0"\} 0\.[1-9]', told, re.MULTILINE), "rank 0 waits"
+    assert re.search(r'^commlens_group_bytes_per_second\{group="default group"', told, re.MULTILINE)
+    assert not (tmp_path / "now.prom").exists(), "the job is over"
     assert not list(tmp_path.glob("commlens-dumps/*")), "nothing is wrong, so nothing is dumped"

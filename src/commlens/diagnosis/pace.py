@@ -7,6 +7,7 @@ waits are measured on its own clock. On an accelerator the host does not wait; t
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -18,7 +19,7 @@ from commlens.diagnosis.activity import classify_frames
 from commlens.model.collective import ChannelKey, Collective, Frame, LearnedHow, Stack, user_frame
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding, Verdict, Why
-from commlens.text import capital, count, duration, frame_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, duration, frame_phrase, group_label, ranks_and_verb, ranks_phrase
 
 MIN_COST: Final = 0.1  # of the time
 MIN_STEPS: Final = 50
@@ -37,6 +38,15 @@ class Pace(NamedTuple):
     waited_s: dict[int, float]  # rank: time in collectives
     step_s: float = 0.0  # average time of these steps
     no_cpu_s: Mapping[int, float] = MappingProxyType({})  # rank: time in which it was ready to run and had no CPU, if known
+
+
+class Traffic(NamedTuple):
+    """What a rank does in groups of one name, on average over the ranks, in a sample."""
+
+    group: str  # the description, such as a mesh dimension's name
+    collectives_per_s: float
+    bytes_per_s: float  # of payload: what each rank contributes
+    waiting: float  # share of the time
 
 
 class Slow(NamedTuple):
@@ -81,6 +91,47 @@ def measure(logs: Iterable[RankLog], since_ns: int = 0) -> Pace | None:
         steps.append(inside[-1].step - inside[0].step)
     window_s = (end - begin) * _NS
     return Pace(window_s, min(steps), waited, window_s / max(1, *steps))
+
+
+def measure_traffic(logs: Sequence[RankLog]) -> list[Traffic]:
+    """Return what the ranks do in each group, as far as the records of all ranks reach back, by the time in collectives."""
+    begin = max((log.collectives[0].announced_ns for log in logs if log.collectives), default=0)
+    end = min((log.captured_ns for log in logs), default=0)
+    if end <= begin:
+        return []
+    calls: dict[str, int] = defaultdict(int)
+    payload: dict[str, int] = defaultdict(int)
+    waited: dict[str, int] = defaultdict(int)
+    ranks: dict[str, set[int]] = defaultdict(set)
+    waits = find_waits(logs)
+    for log in logs:
+        intervals: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        for wait in waits[log.rank]:
+            if begin < wait.end_ns and wait.begin_ns < end:
+                intervals[group_label(wait.op.channel.group)].append((max(begin, wait.begin_ns), min(end, wait.end_ns)))
+        for name, each in intervals.items():
+            waited[name] += sum(last - first for first, last in _merged(each))
+        for op in log.collectives:
+            if begin <= op.announced_ns < end:
+                name = group_label(op.channel.group)
+                ranks[name].add(log.rank)
+                calls[name] += 1
+                payload[name] += sum(spec.numel * _item_size(spec.dtype) for spec in op.args.payload)
+    window_s = (end - begin) * _NS
+    found = [
+        Traffic(
+            name, calls[name] / window_s / len(ranks[name]), payload[name] / window_s / len(ranks[name]),
+            waited[name] * _NS / window_s / len(ranks[name]),
+        )
+        for name in calls
+    ]  # fmt: skip
+    return sorted(found, key=lambda traffic: -traffic.waiting)
+
+
+def _item_size(dtype: str) -> int:
+    """Return the bytes of an element: ``"bfloat16"`` has 2, ``"bool"`` 1."""
+    bits = re.search(r"\d+", dtype)
+    return max(1, int(bits[0]) // 8) if bits else 1
 
 
 class Wait(NamedTuple):

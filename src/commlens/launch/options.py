@@ -23,6 +23,8 @@ OPTIONS: Final = {
     "on_verdict": ("COMMAND", "run this for each verdict, with the verdict as JSON on its standard input"),
     "verdict_log": ("FILE", "append each verdict to this file, as a line of JSON"),
     "dump_mode": ("MODE", "the permissions of a dump's files (default 0600, with a folder of 0700)"),
+    "metrics_file": ("FILE", "write Prometheus metrics to this file, or to one file per job in this folder"),
+    "metrics_port": ("PORT", "serve Prometheus metrics on this port of 127.0.0.1, or on HOST:PORT"),
     "box_entries": ("N", "keep this many collectives per rank (default 2000; 0 records nothing)"),
     "box_dir": ("DIR", "put the black boxes here (default: shared memory)"),
     "dump_signal": ("SIGNAL", "dump on this signal (default: no handler is installed)"),

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 from commlens.config import absolute, load_settings
 from commlens.watch.watcher import Watcher
@@ -36,8 +37,9 @@ def main(argv: list[str]) -> int:
     except OSError:
         return 0  # another watcher is running, or the job is over
     settings = load_settings(strict=False).settings
-    log = absolute(settings.verdict_log) if settings.verdict_log else None
-    settings = dataclasses.replace(settings, dump_dir=absolute(settings.dump_dir), verdict_log=log)
+    named = {name: getattr(settings, name) for name in ("dump_dir", "verdict_log", "metrics_file")}
+    paths: dict[str, Any] = {name: absolute(path) for name, path in named.items() if path is not None}
+    settings = dataclasses.replace(settings, **paths)
     watcher = Watcher([folder], settings)  # on_verdict runs in the folder of now
     with contextlib.suppress(OSError):
         os.chdir("/")  # so that no file system is kept busy

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -163,6 +164,7 @@ class Reporter:
         self._stalled_after_s = min(1.0, settings.stall_timeout / 2)
         self._alerts = Alerts(settings, self._host, self.say)
         self._to_send: Verdict | None = None
+        self.counts: Counter[str] = Counter()  # verdicts printed, by kind
 
     def preload(self) -> None:
         """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
@@ -190,12 +192,14 @@ class Reporter:
             self.tell(_as_notice(verdict))
         else:
             self.say(verdict)
+            self.counts[verdict.kind] += 1
             self._to_send = verdict
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
 
     def report_slow(self, verdict: Verdict) -> None:
         """Print, as a notice, a verdict on ranks that make the job slow, and pass it on."""
         self.say(_as_notice(verdict))
+        self.counts[verdict.kind] += 1
         self._alerts.send(verdict, job=self._folders[0].name, dump=None)
 
     def tell(self, line: str, *, abort: bool = False) -> None:

@@ -56,6 +56,8 @@ class Slowness:
         self._no_cpu: dict[int, int] = {}  # pid: ns
         self._profiling: Profiling | None = None
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
+        self.last: Pace | None = None  # the newest sample
+        self.logs: list[RankLog] = []  # it was made of
         self.is_slower = False  # than at first
 
     def poll(self, members: Sequence[Member], now: float) -> list[Verdict | str]:
@@ -94,6 +96,7 @@ class Slowness:
         if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
             self._paces.clear()
         self._paces = [*self._paces[1 - _KEPT :], pace]
+        self.last, self.logs = pace, logs
         return [*self._judge_ranks(ranks, logs), *self._judge_steps(pace)]
 
     def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:

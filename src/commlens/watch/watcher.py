@@ -28,6 +28,7 @@ from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
+from commlens.watch.metrics import Metrics
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
@@ -83,6 +84,7 @@ class Watcher:
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
         self._failures: Mapping[int, tuple[int, int]] = {}
+        self._metrics = Metrics(settings, settings.job or self.folders[0].name, self.reporter)
         self._begin_generation()
         self._started = time.monotonic()
 
@@ -145,6 +147,7 @@ class Watcher:
             log.debug("the watcher's error", exc_info=True)
         finally:
             self._nodes.leave()  # after an error; else it has left
+            self._metrics.close()
             self.reporter.close()
             self._roster.close()
 
@@ -174,6 +177,8 @@ class Watcher:
         self._roster.poll()
         self._add_ended()
         self._meet_nodes()
+        missed = self._mismatches.verification.missed
+        self._metrics.update(self._roster.current(), self._stalls.stall, self._slowness, missed)
         if self._deaths.take_due(time.monotonic()):
             self._report_death()
         if not self._over and not self._deaths.is_pending:
