@@ -55,6 +55,14 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def write_section(page: Path, name: str, text: str) -> None:
+    """Replace the part of a page between ``<!-- name -->`` and ``<!-- end of name -->``."""
+    whole = page.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+    before, after = whole.partition(begin)[0], whole.partition(end)[2]
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}", encoding="utf-8")
+
+
 def finish(report: Report, given: argparse.Namespace) -> None:
     """Print the report, and write it if ``--json`` is given."""
     print(f"# {report.title}\n\n{report.about}\n{machine()}\n{report.markdown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -61,3 +62,25 @@ def test_words_of_replaced_workers_are_not_heard(meet: Callable[[int], Nodes]) -
     other = meet(3)
     other.announce("a stall")
     assert eventually(late.take_news)
+
+
+def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Callable[[int], Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "READ_ALL_NODES", 3)
+    members = [meet(rank) for rank in (7, 3, 9, 5, 0, 8, 6, 2)]
+    first = members[4]
+    assert eventually(
+        lambda: len(first.others) == 7 and all(node.reporter and node.reporter.ranks == [0] for node in members if node is not first)
+    )
+    assert first.reporter is None
+    evidence = {node._mine.slot: str(node._mine.ranks).encode() for node in members if node is not first}
+
+    def answer() -> None:
+        for node in members:
+            if (request := node.take_request()) is not None:
+                node.answer(request, evidence[node._mine.slot])
+
+    ask = threading.Thread(target=lambda: found.append(first.gather(timeout_s=15)))
+    found: list[Any] = []
+    ask.start()
+    assert eventually(lambda: answer() or found)
+    assert found == [(evidence, [])]

@@ -118,16 +118,14 @@ def _columns(ring: bytes) -> list[bytes]:
 
 def _read_ring(stream: _Stream, slots: int) -> bytes:
     """Return the slots of the ring buffer, as many as could be read."""
-    ring = bytearray(slots * L.RECORD_SIZE)
+    blocks: list[bytes] = []
     for done in range(0, slots, _BLOCK):
         count = min(_BLOCK, slots - done)
         columns = stream.read(count * L.RECORD_SIZE)
-        at, end = done * L.RECORD_SIZE, (done + count) * L.RECORD_SIZE
-        if len(columns) < end - at:
-            return bytes(ring[:at])
-        for column in range(L.RECORD_SIZE):
-            ring[at + column : end : L.RECORD_SIZE] = columns[column * count : (column + 1) * count]
-    return bytes(ring)
+        if len(columns) < count * L.RECORD_SIZE:
+            break
+        blocks += [columns[slot::count] for slot in range(count)]
+    return b"".join(blocks)
 
 
 class _Stream:

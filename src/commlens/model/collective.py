@@ -149,7 +149,7 @@ SETUP = "setup"
 """The device type of the channels on which process groups are made: one for each call of ``init_process_group`` and ``new_group``."""
 
 
-class Channel(msgspec.Struct, frozen=True, dict=True):
+class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
     """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has two channels."""
 
     group: ProcessGroup

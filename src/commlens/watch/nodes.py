@@ -32,7 +32,8 @@ LOST_S: Final = 5.0  # a node or a store that has been silent for this long is t
 EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; doubled each time, because legal differences stay
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
-READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successors
+READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successor
+_BUSY_NODES: Final = 512  # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
 _SUCCESSORS: Final = 8
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
@@ -111,6 +112,7 @@ class Nodes:
     def _reset(self) -> None:
         self._mine = Beat(-1, self._host, [])
         self._seen: dict[int, _Seen] = {}
+        self._count = 0  # of nodes that ever drew a number
         self._announced = 0.0  # time.monotonic() of the last line
         self._contact = 0.0  # time.monotonic() of the last answer of the store
         self._asked: tuple[int, int] | None = None
@@ -345,8 +347,10 @@ class Nodes:
     def _period_s(self) -> float:
         with self._lock:
             waited = max((seen.beat.wait_s for seen in self._seen.values()), default=0.0)
-            busy = self._gathering or self._mine.dead or max(waited, self._mine.wait_s) > 2 * PERIOD_S
-        return BUSY_PERIOD_S if busy else PERIOD_S
+            if self._gathering or self._mine.dead:
+                return BUSY_PERIOD_S
+            busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
+        return min(PERIOD_S, BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)) if busy else PERIOD_S
 
     def _exchange(self, client: StoreClient, slot: int) -> None:
         """Publish this node's value and read the others'."""
@@ -360,6 +364,7 @@ class Nodes:
             client.set(self._key("evidence", slot), evidence)
         client.set(self._key("node", slot), msgspec.msgpack.encode(mine))
         count = client.add(self._key("nodes"), 0)
+        self._count = count
         values = client.get(self._to_read(client, slot, count))
         beats = [beat for beat in map(_decoded, values) if beat is not None and (beat.slot in self._seen or not beat.finished)]
         now = time.monotonic()
@@ -387,7 +392,12 @@ class Nodes:
             known = [other for other in self._seen if not self._seen[other].beat.finished]
         new = [other for other in range(count) if other != slot and other not in self._seen]
         if count > READ_ALL_NODES and (reporter := self.reporter) is not None:
-            known, new = list({reporter.slot, *reporter.successors} - {slot}), []
+            with self._lock:
+                is_silent = time.monotonic() - self._seen[reporter.slot].changed > 2 * PERIOD_S
+            # Its successor, because a node that has not seen all others may take itself for the reporter at first.
+            known, new = list({reporter.slot, *reporter.successors[: None if is_silent else 1]} - {slot}), []
+        elif not self._seen:
+            new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
         # A node may have drawn its slot and not yet stored its value.
         return [self._key("node", other) for other in known] + client.existing([self._key("node", other) for other in new])
 

@@ -7,15 +7,16 @@ from typing import Final
 
 import msgspec
 
-from commlens.blackbox.reader import read_box
+from commlens.blackbox.reader import BoxStatus, read_box
 from commlens.dumps.save import SavedRank
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined, log_without_records
 
-ALL_RECORDS_UP_TO: Final = 512  # ranks; in a larger job, each rank sends fewer of its newest records
-_RECORDS_MIN: Final = 64
+RECORDS: Final = 1 << 17  # of all ranks together: 10 us each to read and diagnose; in a larger job, each rank sends fewer
+_RECORDS_MIN: Final = 16
+_IN_FLIGHT_MAX: Final = 8  # shares that one rank may send, if its oldest record in flight is older
 
 
 class _Rank(msgspec.Struct):
@@ -45,7 +46,7 @@ def pack(members: Sequence[Member], observations: dict[int, Observation]) -> byt
         box = b""
         if member.box is not None:
             try:
-                box = member.box.packed(newest=_newest(member.box.status().capacity, member.world_size))
+                box = member.box.packed(newest=_newest(member.box.status(), member.world_size))
             except FormatError:
                 box = b""
         log = log_without_records(member, joined=joined)
@@ -54,9 +55,13 @@ def pack(members: Sequence[Member], observations: dict[int, Observation]) -> byt
     return msgspec.msgpack.encode(ranks)
 
 
-def _newest(capacity: int, world_size: int) -> int | None:
-    """Return how many records of a rank to send, so that all ranks' together stay within some 100 MB; None: all of them."""
-    return None if world_size <= ALL_RECORDS_UP_TO else max(_RECORDS_MIN, capacity * ALL_RECORDS_UP_TO // world_size)
+def _newest(status: BoxStatus, world_size: int) -> int | None:
+    """Return how many of a rank's newest records to send, the oldest one in flight among them; None: all."""
+    share = max(_RECORDS_MIN, RECORDS // max(world_size, 1))
+    if share >= min(status.capacity, status.issued):
+        return None
+    in_flight = status.issued - status.oldest_index + 1 if status.oldest_index else 0
+    return min(max(share, in_flight), _IN_FLIGHT_MAX * share, status.capacity)
 
 
 def unpack(content: bytes, host: str) -> NodeEvidence:
