@@ -158,6 +158,17 @@ class Owner(NamedTuple):
     rank: int
     world_size: int
     setup: int  # not 0: it has called init_process_group
+    phase: int  # one of layout.PHASE_*
+
+    @property
+    def left(self) -> bool:
+        """Whether the process has destroyed its last process group."""
+        return self.phase == L.PHASE_LEFT
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Whether the process has destroyed its last process group, or closed its box without an uncaught exception."""
+        return self.phase in (L.PHASE_LEFT, L.PHASE_CLOSED)
 
     @property
     def has_ended(self) -> bool | None:
@@ -176,8 +187,8 @@ def owner(box: Path) -> Owner | None:
         fields = L.STATIC.unpack(static)
         about: dict[str, Any] = json.loads(header[L.ABOUT_AT : L.ABOUT_AT + fields[-2]] or b"{}")
         machine = Machine(str(about.get("boot_id", "")), str(about.get("pid_namespace", "")))
-        beat, setup = (L.LIVE_WORD.unpack_from(header, at)[0] for at in (L.HEARTBEAT_UNIX, L.SETUP))
-        return Owner(fields[10], fields[14], machine, beat, fields[11], fields[12], setup)
+        beat, setup, phase = (L.LIVE_WORD.unpack_from(header, at)[0] for at in (L.HEARTBEAT_UNIX, L.SETUP, L.PHASE))
+        return Owner(fields[10], fields[14], machine, beat, fields[11], fields[12], setup, phase)
     except (OSError, ValueError, AttributeError, struct.error):
         return None
 

@@ -33,11 +33,13 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
     """Return the name of the job's folder, or its path if it is the one of an ancestor's job; None if this process is no rank.
 
     A rank's child is a worker, however it was started, unless it calls ``init_process_group`` with a rank of its own, as the ranks do
-    that Lightning starts from rank 0.
+    that Lightning starts from rank 0. A process that has destroyed its groups, or is alone in one, is no rank of its children's job:
+    test suites start ranks after they have been one.
     """
     box = _box_of_ancestor(settings)
     parent = job_dirs.owner(box) if box is not None else None
-    if box is not None and parent is not None:
+    is_over = parent is not None and (parent.left or (parent.setup != 0 and parent.world_size == 1))
+    if box is not None and parent is not None and (early or not is_over):
         if early or (parent.setup and parent.rank == place.rank):
             return None
         if parent.world_size == place.world_size:
@@ -113,11 +115,17 @@ def _box_of_ancestor(settings: config.Settings) -> Path | None:
 
 
 def _move_stale_boxes(job_dir: Path) -> None:
-    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started."""
+    """Move away the boxes of an earlier job with the same name, whose processes ended before this one started.
+
+    Nobody needs those of processes that ended well: test suites start many jobs at one meeting point.
+    """
     started = time.time() - _age_s()
     for box in job_dirs.boxes(job_dir):
         with contextlib.suppress(OSError):
             if job_dirs.is_leftover(box, before_s=started - 1):
+                if (owner := job_dirs.owner(box)) is not None and owner.said_goodbye:
+                    box.unlink()
+                    continue
                 aside = job_dir.with_name(f"{job_dir.name}.before-{int(box.stat().st_mtime)}")
                 aside.mkdir(mode=0o700, exist_ok=True)
                 box.rename(aside / box.name)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+_WITHOUT_PROCESSES = frozenset({"fake", "threaded"})
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID")
 
 
@@ -32,6 +33,11 @@ class Place(NamedTuple):
     meeting: str  # where the ranks meet: "tcp://node1:29500", "file:///tmp/x"; empty if not known
     backend: str = ""
 
+    @property
+    def is_pretended(self) -> bool:
+        """Whether the ranks are no processes: the fake backend has only this one, and PyTorch's tests have threads of one process."""
+        return self.backend.lower() in _WITHOUT_PROCESSES
+
 
 def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProxyType({})) -> Place:
     """Return the place from the arguments of ``init_process_group(backend, init_method, timeout, world_size, rank, store)``."""
@@ -40,8 +46,7 @@ def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProx
     rank, world_size, store = given.get("rank"), given.get("world_size"), given.get("store")
     meeting = str(given.get("init_method") or "")
     if store is not None:
-        host, port = getattr(store, "host", ""), getattr(store, "port", "")
-        meeting = f"tcp://{host}:{port}" if host and port else ""
+        meeting = _meeting_at(store)
     elif meeting in ("", "env://"):
         host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
         meeting = f"tcp://{host}:{port}" if host and port else ""
@@ -51,6 +56,17 @@ def place_of(args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = MappingProx
         meeting,
         str(given.get("backend") or ""),
     )
+
+
+def _meeting_at(store: Any) -> str:
+    """Return the address or the file of a store; empty if it has neither."""
+    for _ in range(8):  # a PrefixStore is around another store
+        inner = getattr(store, "underlying_store", None)
+        if inner is None:
+            break
+        store = inner
+    host, port, path = (getattr(store, name, "") for name in ("host", "port", "path"))
+    return f"tcp://{host}:{port}" if host and port else f"file://{path}" if path else ""
 
 
 def ranks_of_this_node(rank: int) -> range:

@@ -114,6 +114,9 @@ class Session:
 
     def begin(self, place: Place) -> None:
         """Make the box if there is none, and attach the recorder. Called when ``init_process_group`` is."""
+        if place.is_pretended:
+            self._pause()
+            return
         if self.attached and self.pid == os.getpid():
             return
         self.open(place)
@@ -129,6 +132,16 @@ class Session:
         self.attached = True
         uncaught.hook(self._record_uncaught)
         self._watch()
+
+    def _pause(self) -> None:
+        """Record nothing until the next ``init_process_group`` with other processes; free the box of a process that was no rank yet."""
+        if self.is_recording:
+            self.recorder.detach()
+            self.attached = False
+        elif self.is_open:
+            self.close(L.PHASE_CLOSED)
+            self.writer.path.unlink(missing_ok=True)
+            self.given_up = False
 
     def _watch(self) -> None:
         """Start the node's watcher, once."""
