@@ -131,6 +131,7 @@ class Session:
         self.recorder.attach()
         self.attached = True
         uncaught.hook(self._record_uncaught)
+        safely(uncaught.hook_ray_train, self._record_uncaught)
         self._watch()
 
     def _pause(self) -> None:

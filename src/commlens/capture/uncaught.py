@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -17,6 +18,8 @@ from typing import Any
 from commlens.blackbox import layout as L
 from commlens.errors import DistributedOperationException
 
+_RAY_THREAD_RUNNER = "ray.train.v2._internal.execution.worker_group.thread_runner"
+_RAY_CATCHES = "construct_user_exception_with_traceback"
 _OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")  # the scenarios are user programs
 
 
@@ -42,6 +45,25 @@ def hook(record: Callable[[type[BaseException], BaseException, TracebackType | N
         previous(kind, error, error.__traceback__ or trace)
 
     sys.excepthook = commlens_excepthook
+
+
+def hook_ray_train(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
+    """Call ``record`` for an exception of Ray Train's training function (tried with Ray 2.60).
+
+    Ray runs the function in a thread, catches its exception and ends all workers: no other trace of it is in this process.
+    """
+    runner: Any = sys.modules.get(_RAY_THREAD_RUNNER)
+    original = getattr(runner, _RAY_CATCHES, None)
+    if original is None or hasattr(original, "__commlens__"):
+        return
+
+    @functools.wraps(original)
+    def caught(error: BaseException, *args: Any, **kwargs: Any) -> Any:
+        record(type(error), error, error.__traceback__)
+        return original(error, *args, **kwargs)
+
+    caught.__commlens__ = True  # type: ignore[attr-defined]
+    setattr(runner, _RAY_CATCHES, caught)
 
 
 def hide_our_frames(error: BaseException) -> None:

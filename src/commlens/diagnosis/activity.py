@@ -179,7 +179,7 @@ def classify_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
         file = frame.file.replace("\\", "/")
         named = f"{frame_phrase(frame)} is on its stack"
         if frame.kind is not FrameKind.USER:
-            if _COMPILING.search(file):
+            if _COMPILING.search(file) and frame.function != "<module>":  # else it is being imported
                 return "compilation", named
             if frame.function in _INIT_NAMES and "torch/" in file:
                 return "initialising", named

@@ -107,10 +107,10 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
     signal = log.observation.signal or "a signal"
     if log.observation.oom_killed:
         return ProcessExit("own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})")
+    if log.exception is not None and (signal != "SIGKILL" or not log.closed):
+        return _from_exception(log, log.exception, at)  # its launcher, or Ray, ended it afterwards
     if signal in _TERMINATION_SIGNALS:
         return ProcessExit("own" if log.observation.ended_alone else "terminated", "killed", at, f"was ended by {signal}")
-    if signal != "SIGKILL" and log.exception is not None:
-        return _from_exception(log, log.exception, at)
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
         return ProcessExit("peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}")
     return ProcessExit("own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV"))

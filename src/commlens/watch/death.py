@@ -21,7 +21,9 @@ def ended_by_stop_signal(member: Member) -> bool:
 
 
 def was_stopped(member: Member) -> bool:
-    """Return whether a rank ended as a stopped process does: by SIGTERM or Ctrl-C, or with their exit codes."""
+    """Return whether a rank ended as a stopped process does: by SIGTERM or Ctrl-C, or with their exit codes, and without an exception."""
+    if member.raised_before_its_end:
+        return False
     return ended_by_stop_signal(member) or (member.ending is not None and member.ending.exit_code in _STOP_EXIT_CODES)
 
 

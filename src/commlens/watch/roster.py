@@ -68,15 +68,22 @@ class Member:
         if self.ending.signal is not None:
             return False
         if self.ending.exit_code:
-            return self.status is not None and self.status.left
+            return self.status is not None and self.status.left and not self.raised_before_its_end
         return self.said_goodbye if self.ending.exit_code is None else True
 
     @property
     def said_goodbye(self) -> bool | None:
         """Whether its box says that it closed or left its last group (True), or an uncaught exception (False); None if neither."""
-        if self.status is None or not (self.status.closed or self.status.left):
+        if self.status is None:
             return None
-        return not self.status.closed_by_exception
+        if self.raised_before_its_end:
+            return False
+        return not self.status.closed_by_exception if self.status.closed or self.status.left else None
+
+    @property
+    def raised_before_its_end(self) -> bool:
+        """Whether it was ended after an exception and before its exit handlers ran. Ray destroys the groups of such workers, too."""
+        return not self.alive and self.status is not None and self.status.exception != 0 and not self.status.closed
 
 
 @dataclass
