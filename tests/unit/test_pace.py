@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from builders import DISPATCHER, MS, SCRIPT, START
 
 from commlens.diagnosis import pace
-from commlens.diagnosis.pace import Pace, find_slow_ranks, find_stretch, measure, recent, straggler_verdict
+from commlens.diagnosis.examine import examine_logs
+from commlens.diagnosis.pace import Pace, find_slow_in_records, find_slow_ranks, find_stretch, measure, recent, straggler_verdict
 from commlens.model.collective import (
     Channel,
     Collective,
@@ -67,14 +69,8 @@ def job(ranks: int, steps: int, compute: Compute, *, how: str = "wait", device: 
 def samples(logs: list[RankLog], number: int = 6) -> list[Pace]:
     """What ``number`` samples of the job's time show."""
     begin, end = START, logs[0].captured_ns
-    found = []
-    for part in range(number):
-        first, last = (begin + (end - begin) * each // number for each in (part, part + 1))
-        for log in logs:
-            log.captured_ns = last
-        measured = measure(logs, first)
-        found += [measured] if measured is not None else []
-    return found
+    edges = [begin + (end - begin) * part // number for part in range(number + 1)]
+    return [pace for first, last in pairwise(edges) if (pace := measure(logs, first, last)) is not None]
 
 
 def late(rank: int, step: int) -> float:
@@ -141,6 +137,28 @@ def test_the_stretch_is_found(how: str) -> None:
     assert stretch.words == "between all_reduce in train.py:20 train and all_reduce in train.py:10 train"
     assert stretch.phase == "after an optimizer step: in data loading or the forward pass"
     assert stretch.extra_s == pytest.approx(0.050, abs=0.002)
+
+
+def test_records_of_a_dump() -> None:
+    verdict = examine_logs(job(4, 200, late), slow=True).verdict
+    assert (verdict.kind, verdict.culprits) == ("straggler", [2])
+    assert examine_logs(job(4, 200, lambda rank, step: 100.0), slow=True).verdict.kind == "healthy"
+    assert examine_logs(job(4, 200, late)).verdict.kind == "healthy", "the watcher judges a job that runs by itself"
+
+
+def test_clocks_of_several_hosts_are_not_compared() -> None:
+    """The second host's clock is 30 ms behind."""
+    logs = job(4, 300, lambda rank, step: 100.0, how="cpp")
+    for log in logs[2:]:
+        log.host = "other"
+        for op in log.collectives:
+            op.announced_ns -= 30 * MS
+            op.returned_ns -= 30 * MS
+    assert find_slow_in_records(logs) is None
+    late_there = job(4, 300, lambda rank, step: 150.0 if rank == 3 else 100.0, how="cpp")
+    for log in late_there[2:]:
+        log.host = "other"
+    assert find_slow_in_records(late_there) is None, "only rank 2 is known to wait for it"
 
 
 def found(logs: list[RankLog]) -> pace.Slow:

@@ -64,7 +64,7 @@ def examine_paths(
             return examined
     if not evidence.logs:
         raise EvidenceError(_nothing_readable(problems))
-    return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s)
+    return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s, slow=True)
 
 
 def _examine_foreign_files(

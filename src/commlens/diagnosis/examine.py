@@ -9,6 +9,7 @@ from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import JobIndex, index_logs
+from commlens.diagnosis.pace import find_slow_in_records, straggler_verdict
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.wait_graph import Graph, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
@@ -40,11 +41,11 @@ class ExaminedJob(NamedTuple):
 
 
 def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:
-    """Return the verdict of :func:`examine_logs`, which takes the same arguments."""
+    """Return the verdict of :func:`examine_logs`, which takes these arguments."""
     return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
 
 
-def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
+def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, slow: bool = False) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
     A pure function; the order of the logs does not matter.
@@ -53,10 +54,19 @@ def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stall
         logs: the ranks' records. Of several jobs, the one with most ranks is diagnosed.
         problems: sentences about unreadable evidence; they become part of the verdict's missing evidence.
         stalled_after_s: a collective that has been in flight for less than this in a running process is not stuck.
+        slow: if nothing is wrong, look for ranks that made the job slow.
     """
     chosen, notes = select_job(logs)
+    if not chosen:
+        return _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
     examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes])
-    return examined if chosen else _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
+    found = find_slow_in_records(chosen) if slow and examined.verdict.kind == "healthy" else None
+    if found is not None:
+        missing, looked_at = examined.verdict.missing_evidence, examined.verdict.looked_at
+        verdict = straggler_verdict(found, chosen)
+        verdict.missing_evidence, verdict.looked_at = missing, looked_at
+        return examined._replace(verdict=verdict)
+    return examined
 
 
 def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:

@@ -60,12 +60,13 @@ class Slow(NamedTuple):
     no_cpu_others: float
 
 
-def measure(logs: Iterable[RankLog], since_ns: int = 0) -> Pace | None:
+def measure(logs: Iterable[RankLog], since_ns: int = 0, until_ns: int = 0) -> Pace | None:
     """Return how long each rank was in collectives, as far as the records of all ranks reach back.
 
     Args:
-        logs: of a running job, read at about the same time on one host.
+        logs: of a running job, read at about the same time.
         since_ns: leave out what was before (Unix ns).
+        until_ns: leave out what was after; 0: nothing.
 
     Returns:
         None if there are fewer than two ranks or too few records, or the time in collectives is not known: on an accelerator without
@@ -74,7 +75,7 @@ def measure(logs: Iterable[RankLog], since_ns: int = 0) -> Pace | None:
     logs = list(logs)
     begin = max((log.collectives[0].announced_ns if log.collectives else log.captured_ns for log in logs), default=0)
     begin = max(begin, since_ns)
-    end = min((log.captured_ns for log in logs), default=0)
+    end = min([log.captured_ns for log in logs] + [until_ns] * bool(until_ns), default=0)
     if len(logs) < 2 or end <= begin:
         return None
     waited: dict[int, float] = {}
@@ -146,12 +147,14 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[Wait]]:
     """Return each rank's waits on the host, sorted.
 
     DDP waits for its collectives in C++ at the end of the backward pass, which the tap does not see. There the last collective of a step
-    counts, and the wait lasts until all ranks have issued it.
+    counts, and the wait lasts until all ranks of the host have issued it: clocks of several hosts differ.
     """
     found: dict[int, list[Wait]] = {}
-    unseen: dict[ChannelKey, dict[int, dict[int, Collective]]] = defaultdict(lambda: defaultdict(dict))  # step, rank: the last one
+    hosts: dict[int, str] = {}
+    unseen: dict[tuple[ChannelKey, str, int], dict[int, Collective]] = defaultdict(dict)  # channel, host, step: each rank's last one
     for log in logs:
         waits = found[log.rank] = []
+        hosts[log.rank] = log.host
         for op in log.collectives:
             if op.channel.device != "cpu" or not op.announced_ns:
                 continue
@@ -160,14 +163,13 @@ def find_waits(logs: Iterable[RankLog]) -> dict[int, list[Wait]]:
             if op.wait_began_ns:
                 waits.append(Wait(op.wait_began_ns, op.wait_ended_ns or still or op.wait_began_ns, op))
             elif not op.is_point_to_point and op.learned_how is not LearnedHow.RETURN:
-                unseen[op.channel.key][op.step][log.rank] = op
-    for key, steps in unseen.items():
-        for by_rank in steps.values():
-            numbers = {op.sequence_number for op in by_rank.values()}
-            if len(numbers) == 1 and len(by_rank) == sum(rank in found for rank in key[2]):
-                last = max(op.announced_ns for op in by_rank.values())
-                for rank, op in by_rank.items():
-                    found[rank].append(Wait(op.announced_ns, last, op))
+                unseen[op.channel.key, log.host, op.step][log.rank] = op
+    for (key, host, _), by_rank in unseen.items():
+        numbers = {op.sequence_number for op in by_rank.values()}
+        if len(numbers) == 1 and len(by_rank) == sum(hosts.get(rank) == host for rank in key[2]):
+            last = max(op.announced_ns for op in by_rank.values())
+            for rank, op in by_rank.items():
+                found[rank].append(Wait(op.announced_ns, last, op))
     return {rank: sorted(waits, key=lambda wait: wait[:2]) for rank, waits in found.items()}
 
 
@@ -214,6 +216,16 @@ def _low_side(waited: Mapping[int, float]) -> tuple[list[int], float]:
 def _without_cpu(paces: Sequence[Pace], ranks: Iterable[int]) -> float:
     known = [pace.no_cpu_s[rank] / pace.window_s for pace in paces for rank in ranks if rank in pace.no_cpu_s]
     return sum(known) / len(known) if known else 0.0
+
+
+def find_slow_in_records(logs: Sequence[RankLog]) -> Slow | None:
+    """Return the ranks that made a job slow for as long as the records of all ranks reach back; None if there are none."""
+    begin = max((log.collectives[0].announced_ns for log in logs if log.collectives), default=0)
+    end = min((log.captured_ns for log in logs), default=0)
+    number = MIN_SAMPLES + 1
+    edges = [begin + (end - begin) * part // number for part in range(number + 1)]
+    paces = [measure(logs, first, last) for first, last in pairwise(edges)]
+    return find_slow_ranks([pace for pace in paces if pace is not None])
 
 
 def recent(paces: Sequence[Pace]) -> list[Pace]:
