@@ -30,6 +30,9 @@ DEBUG_VARIABLE: Final = "COMMLENS_DEBUG_MODE"
 ACCELERATE_VARIABLE: Final = "ACCELERATE_DEBUG_MODE"
 """Accelerate's variable for verifying operations. With commlens enabled, it enables ``debug`` for all operations."""
 
+SAMPLE: Final = "sample"
+"""The value of the setting ``debug`` that verifies a part of the collectives."""
+
 _ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # values that Accelerate 1.15 accepts
 
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
@@ -62,7 +65,7 @@ class Settings:
     dump_on_timeout: bool = True  # dump just before a process group times out
     stall_timeout: float = 60.0  # seconds that a rank may wait for a collective before the watcher reports a stall
     on_stall: str = "warn"  # "warn" or "abort"
-    debug: bool = False  # compare every collective with the peers' before it is issued
+    debug: bool | str = False  # compare every collective with the peers' before it is issued; "sample": a part of them
     verify_timeout: float | None = None  # seconds to wait for a peer while verifying; None: the process group's timeout
     on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
     engine: str = "auto"  # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
@@ -227,6 +230,10 @@ def _boolean(value: Any) -> bool:
     raise ValueError
 
 
+def _debug(value: Any) -> bool | str:
+    return SAMPLE if str(value).strip().lower() == SAMPLE else _boolean(value)
+
+
 def _one_of(*words: str) -> Callable[[Any], str]:
     def parse(value: Any) -> str:
         if str(value) not in words:
@@ -292,7 +299,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "dump_on_timeout": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "stall_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_stall": Accepts(_one_of("warn", "abort"), "warn or abort"),
-    "debug": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
+    "debug": Accepts(_debug, "1 or 0 (true, false, yes, no, on, off), or sample"),
     "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "engine": Accepts(_one_of("auto", "python", "native"), "auto, python or native"),

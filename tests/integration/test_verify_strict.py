@@ -93,9 +93,9 @@ def test_fault_between_ranks_of_both_engines(launched_mixed: tuple[Path, str], n
     assert all(record["engine"] == verify_forked.MIXED[rank] for rank, record in ranks.items())
 
 
-def judge(out: Path, printed: str, name: str, size: int) -> dict[int, dict[str, Any]]:
+def judge(out: Path, printed: str, name: str, size: int, nodes: int = 1) -> dict[int, dict[str, Any]]:
     """Require the outcome that a case declares, and return the ranks' reports."""
-    case, folder = CASES[name], out / f"{name}:{size}"
+    case, folder = CASES[name], out / (f"{name}:{size}" if nodes == 1 else f"{name}:{size}:{nodes}")
     assert (folder / "job.json").exists(), f"the job did not run: {printed[-4000:]}"
     job = json.loads((folder / "job.json").read_text())
     outputs = "\n".join(f"--- rank {rank}:\n{(folder / f'{rank}.out').read_text()[-3000:]}" for rank in range(size))
@@ -143,11 +143,11 @@ def test_groups_are_usable_after_caught_refusals_with_both_engines(launched_mixe
     judge_caught(*launched_mixed, size)
 
 
-def judge_caught(out: Path, printed: str, size: int) -> None:
+def judge_caught(out: Path, printed: str, size: int, nodes: int = 1) -> None:
     """Require that every refusal was caught and that the groups still compute."""
     if not says_whether_a_call_waits():
         pytest.skip("with this torch, faults are found when gloo has the operation already, and no group survives that")
-    folder = out / f"caught:{size}"
+    folder = out / (f"caught:{size}" if nodes == 1 else f"caught:{size}:{nodes}")
     expected = [step for name in CAUGHT for step in (CASES[name].kind, True)]
     for rank in range(size):
         report = folder / f"{rank}.json"
@@ -166,10 +166,10 @@ def test_repeated_collectives_with_both_engines(launched_mixed: tuple[Path, str]
     judge_repeated(*launched_mixed, size)
 
 
-def judge_repeated(out: Path, printed: str, size: int) -> None:
+def judge_repeated(out: Path, printed: str, size: int, nodes: int = 1) -> None:
     """Require that a native rank calls Python only for a slow or wrong peer, and that a Python rank does each time."""
     for rank in range(size):
-        report = out / f"repeated:{size}" / f"{rank}.json"
+        report = out / (f"repeated:{size}" if nodes == 1 else f"repeated:{size}:{nodes}") / f"{rank}.json"
         assert report.exists(), f"{printed[-4000:]}\n{report.with_suffix('.out').read_text()[-4000:]}"
         found = json.loads(report.read_text())
         entered, rounds = sum(found["entered"].values()), ROUNDS * len(found["entered"])

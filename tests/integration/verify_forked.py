@@ -43,6 +43,7 @@ class Job:
     verified: bool = True
     group_timeout_s: float = GROUP_TIMEOUT_S
     timeout_s: float = JOB_TIMEOUT_S
+    nodes: int = 1  # rank r is on node r % nodes: each node has a folder of black boxes of its own
 
 
 def write(path: Path, record: dict[str, Any]) -> None:
@@ -104,13 +105,15 @@ class Jobs:
             descriptor = os.open(folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(descriptor, 1)
             os.dup2(descriptor, 2)
-            environment = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": job.size}
+            local, per_node = rank // job.nodes, job.size // job.nodes
+            environment = {"RANK": rank, "WORLD_SIZE": job.size, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": per_node}
             os.environ.update({name: str(value) for name, value in environment.items()})
             warnings.simplefilter("ignore")
             if job.verified:
                 import commlens
 
-                settings = {"watched": True, "box_dir": str(folder), "job": "job", "debug": True, **job.settings}
+                box_dir = folder if job.nodes == 1 else folder / f"node{rank % job.nodes}"
+                settings = {"watched": True, "box_dir": str(box_dir), "job": "job", "debug": True, **job.settings}
                 if settings.get("engine") == "mixed":
                     settings["engine"] = MIXED[rank % 2]
                 commlens.enable(**settings)
@@ -342,16 +345,17 @@ def main() -> None:
     out, engine = Path(sys.argv[1]), sys.argv[2]
     jobs = []
     for which in sys.argv[3:]:
-        name, _, size = which.partition(":")
+        name, size, *more = which.split(":")  # all_reduce_shape:4, or all_reduce_shape:4:2 on two nodes
+        nodes = int(more[0]) if more else 1
         if name == "caught":
-            jobs.append(Job(which, int(size), run_caught, {"engine": engine, "verify_timeout": 4.0}))
+            jobs.append(Job(which, int(size), run_caught, {"engine": engine, "verify_timeout": 4.0}, nodes=nodes))
             continue
         if name == "repeated":
-            jobs.append(Job(which, int(size), run_repeated, {"engine": engine, "verify_timeout": 4.0}, timeout_s=60.0))
+            jobs.append(Job(which, int(size), run_repeated, {"engine": engine, "verify_timeout": 4.0}, timeout_s=60.0, nodes=nodes))
             continue
         case = verify_cases.CASES[name]
         body = lambda rank, world_size, result, name=name: run_case(rank, world_size, result, name)  # noqa: E731
-        jobs.append(Job(which, int(size), body, {"engine": engine, "verify_timeout": case.timeout_s}))
+        jobs.append(Job(which, int(size), body, {"engine": engine, "verify_timeout": case.timeout_s}, nodes=nodes))
     prepare()
     Jobs(out).run(jobs)
 

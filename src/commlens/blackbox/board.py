@@ -56,6 +56,15 @@ PRESENT: Final = 128  # number of the newest rendezvous that it has reached, fro
 ALONE: Final = 152  # 1: it left the last rendezvous without all others, and verifies without them
 STEADY: Final = 144  # 1: it verifies from its first collective to its last
 COUNTS_FROM: Final = 136  # 0: it numbers collectives from its first group on; 1: from where it was enabled in mid-job
+ASKS: Final = 160  # a rank whose whereabouts this rank asks for, plus 1; the upper half counts the questions
+REMOTE: Final = 168  # not 0: a copy of a board on another node; LINKED or LOST
+HEARD: Final = 176  # of a copy: CLOCK_MONOTONIC ns of the last sign of life of the other node
+ENDED: Final = 184  # of a copy: 1: the rank's process has ended without closing its board
+ANSWER_AT: Final = 512  # of a copy: the answer to the last question about its rank's whereabouts
+ANSWER: Final = struct.Struct("<QQ")  # its question, as in ASKS; the length of the text that follows
+ANSWER_MAX: Final = 512
+LINKED: Final = 1
+LOST: Final = 2  # the other node is no longer heard of
 BLOB: Final = struct.Struct("<IIQ")  # length, CRC-32, position
 BLOB_MAX: Final = 32 * 1024
 _MASK: Final = (1 << 64) - 1
@@ -69,6 +78,25 @@ def key_of(*parts: Any) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little") or 1
 
 
+def allocate(path: Path, rank: int, start_ticks: int) -> mmap.mmap:
+    """Create the file of an empty board that this process writes, and return its map.
+
+    Raises:
+        OSError: there is no space, no permission, or the file exists.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, SIZE)
+        mapped = mmap.mmap(descriptor, SIZE)
+        STATIC.pack_into(mapped, 0, MAGIC, os.getpid(), rank, start_ticks)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
+    return mapped
+
+
 class Board:
     """This rank's own board: written here, read by its peers."""
 
@@ -80,18 +108,9 @@ class Board:
         """
         self.path = path
         building = path.with_suffix(".making")
-        descriptor = os.open(building, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, SIZE)
-            self.map = mmap.mmap(descriptor, SIZE)
-            self._words = memoryview(self.map).cast("Q")
-            STATIC.pack_into(self.map, 0, MAGIC, os.getpid(), rank, start_ticks)
-            building.rename(path)
-        except BaseException:
-            building.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(descriptor)
+        self.map = allocate(building, rank, start_ticks)
+        self._words = memoryview(self.map).cast("Q")
+        building.rename(path)
         self._lock = threading.Lock()
         self._used = 0
         self._head = 0
@@ -180,9 +199,28 @@ class PeerBoard:
         magic, self.pid, self.rank, self.start_ticks = STATIC.unpack_from(self.map, 0)
         if magic != MAGIC:
             raise ValueError(f"{path} is not a board")
+        self.path = path
         self._slots: dict[int, int] = {}
         self._seen = 0
         self._blobs: dict[int, dict[str, Any] | None] = {}
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether this is a copy of a board on another node. Its ``pid`` is then the relay's."""
+        return self._words[REMOTE // WORD_SIZE] != 0
+
+    @property
+    def answer(self) -> tuple[int, str]:
+        """The question about the rank's whereabouts that was answered last, and the answer."""
+        question, length = ANSWER.unpack_from(self.map, ANSWER_AT)
+        return question, self.map[ANSWER_AT + ANSWER.size : ANSWER_AT + ANSWER.size + min(length, ANSWER_MAX)].decode(errors="replace")
+
+    def give_up(self) -> None:
+        """Mark a copy as no longer kept, for all ranks of this node: its rank is not waited for."""
+        with self.path.open("r+b") as file, mmap.mmap(file.fileno(), HEADER_SIZE) as header:
+            words = memoryview(header).cast("Q")
+            words[REMOTE // WORD_SIZE], words[ACTIVE // WORD_SIZE] = LOST, 0
+            words.release()
 
     def slot(self, key: int) -> int:
         """Return the offset of a channel's slot; 0 if the rank has not used the channel yet."""

@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 NAME: Final = "verify.alarms"
-_COUNT, _BOARDS, _END = range(3)  # words: number of refusals; number of boards created; bytes of refusals
+DRAFTS: Final = "verify.drafts"
+"""The log of refusals that also concern other nodes, until they are posted on all nodes."""
+CONNECTING, LINKED, ALONE = range(3)
+"""States of the link to the other nodes."""
+_COUNT, _BOARDS, _END, _LINK = range(4)  # words: number of refusals; number of boards created; bytes of refusals; state of the link
 _HEADER_SIZE: Final = 4096
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _SIZE: Final = _HEADER_SIZE + 508 * 1024
@@ -28,17 +32,17 @@ _LONGEST: Final = 32 * 1024  # of a text, in characters
 class RefusalLog:
     """The file; the first rank creates it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str = NAME) -> None:
         """Open or create the file.
 
         Raises:
             OSError: there is no space or no permission.
         """
-        self.path = folder / NAME
+        self.path = folder / name
         self._lock = threading.RLock()
         self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            with self._locked():
+            with self.locked():
                 if os.fstat(self._descriptor).st_size < _SIZE:
                     os.posix_fallocate(self._descriptor, 0, _SIZE)
             self.map = mmap.mmap(self._descriptor, _SIZE)  # wakeup.py uses the rest of the first page
@@ -70,7 +74,7 @@ class RefusalLog:
 
         If the file is full, the other ranks do not learn of it and wait until their own timeout.
         """
-        with self._locked():
+        with self.locked():
             count = self.count()
             for index in range(count):
                 earlier = self.read(index)
@@ -93,7 +97,7 @@ class RefusalLog:
 
     def count_board(self) -> None:
         """Count a board that was created."""
-        with self._locked():
+        with self.locked():
             self._words[_BOARDS] += 1
 
     def close(self) -> None:
@@ -101,8 +105,24 @@ class RefusalLog:
         with contextlib.suppress(OSError):
             os.close(self._descriptor)
 
+    @property
+    def link(self) -> int:
+        """The state of the link to the other nodes."""
+        return self._words[_LINK]
+
+    @link.setter
+    def link(self, state: int) -> None:
+        self._words[_LINK] = state
+
+    def reset(self) -> None:
+        """Forget everything: the ranks that wrote it have ended, and others with the same job have started. Call this locked."""
+        for word in range(_HEADER_SIZE // 8):
+            self._words[word] = 0
+        self._read, self._read_to = [], 0
+
     @contextlib.contextmanager
-    def _locked(self) -> Any:
+    def locked(self) -> Any:
+        """Hold the lock that all ranks of the node share."""
         with self._lock:  # threads share the descriptor, and so the file lock
             fcntl.flock(self._descriptor, fcntl.LOCK_EX)
             try:

@@ -84,6 +84,39 @@ class Bells:
             self._words[self._own + 1] = 0 if not left else left.pop() if len(left) == 1 else _SEVERAL
 
 
+class RemoteBells:
+    """The bells of the ranks on other nodes, which the node's relay rings for them, and the bells of the ranks here, as it hears them."""
+
+    def __init__(self, mapped: mmap.mmap) -> None:
+        """Use the first page of a shared, writable map."""
+        self._words = memoryview(mapped)[: LAST_WORD * 8].cast("Q")
+        self._futexes = Futexes(mapped)
+
+    def add(self, rank: int) -> None:
+        """Hear every announcement that concerns a rank on another node."""
+        self._words[_bell(rank) + 1] = _SEVERAL
+
+    def ring(self, rank: int) -> None:
+        """Wake the ranks here that wait for a rank on another node."""
+        bell = _bell(rank)
+        self._words[bell] = (self._words[bell] + 1) & _SEVERAL
+        self._futexes.wake(bell)
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Wake these ranks of this node, whichever bell they sleep on: a refusal was posted."""
+        for bell in {self._words[_bell(rank) + 1] for rank in ranks}:
+            if FIRST_WORD <= bell < LAST_WORD:
+                self._futexes.wake(bell)
+
+    def heard(self, rank: int) -> int:
+        """Return the value of a bell, which changes with each announcement."""
+        return self._words[_bell(rank)]
+
+    def sleep(self, rank: int, heard: int, timeout_ns: int) -> None:
+        """Sleep until the bell of a rank on this node no longer has this value."""
+        self._futexes.wait(_bell(rank), heard, timeout_ns)
+
+
 def _bell(rank: int) -> int:
     """Return the index of a rank's bell; ranks share bells on a node with more than 252 of them."""
     return FIRST_WORD + rank % _PLACES * 2

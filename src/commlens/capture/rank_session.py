@@ -125,7 +125,7 @@ class Session:
         from commlens.tap import torch_patches
 
         self.recorder.on_unreadable_reduce_op = torch_patches.tap_reduce_ops
-        if depth := int(self.settings.debug) + self.regions:
+        if depth := int(bool(self.settings.debug)) + self.regions:
             safely(self._verify, place.rank, depth)
         torch_patches.set_recorder(self.recorder)
         self.recorder.attach()
@@ -185,6 +185,8 @@ class Session:
         self.setups.init_ended(raised)
         if not raised:
             self._initialised()
+            if self.recorder.verifier is not None and self.settings.debug:
+                safely(self.recorder.verifier.link)
 
     def _initialised(self) -> None:
         """There is a default group."""
@@ -278,7 +280,13 @@ class Session:
         timeout_s = functools.lru_cache(maxsize=1)(lambda: settings.verify_timeout or rank_environment.default_timeout_ms() / 1000)
         late = rank_environment.ranks_of_this_node(rank) if self.began_late else ()
         verifier = self.make_verifier(
-            self.job_dir, rank, timeout_s=timeout_s, active=depth > 0, late=late, make_exchange=recorder.make_exchange
+            self.job_dir,
+            rank,
+            timeout_s=timeout_s,
+            active=depth > 0,
+            late=late,
+            sample=settings.debug == config.SAMPLE,
+            make_exchange=recorder.make_exchange,
         )
         for _ in range(depth - 1):
             verifier.enter()

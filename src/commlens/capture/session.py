@@ -47,7 +47,7 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
         if not _session.is_recording:
             safely(_session.reopen, settings)
         elif settings.debug and not _session.settings.debug:
-            _session.settings = dataclasses.replace(_session.settings, debug=True, verify_timeout=settings.verify_timeout)
+            _session.settings = dataclasses.replace(_session.settings, debug=settings.debug, verify_timeout=settings.verify_timeout)
             enter_verification()
         return
     import torch.distributed as dist

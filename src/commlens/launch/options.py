@@ -6,8 +6,9 @@ import argparse
 import re
 from typing import Any, Final
 
-from commlens.config import ACCEPTED, Resolved, load_settings
+from commlens.config import ACCEPTED, SAMPLE, Resolved, load_settings
 from commlens.errors import CommandError, did_you_mean
+from commlens.verification.sampling import EVERY
 
 OPTIONS: Final = {
     "stall_timeout": ("SECONDS", "print the verdict after a rank has waited this long in a collective (default 60)"),
@@ -41,6 +42,9 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         flag = "--" + name.replace("_", "-")
         if metavar is None:
             group.add_argument(flag, dest=f"commlens_{name}", action=argparse.BooleanOptionalAction, default=None, help=help_text)
+            if name == "debug":  # a whole option to argparse, since a value might be mistaken for the program, and the program for a value
+                more = f"the same for every {EVERY}th collective of a group, and for the first of each place in the program: costs less"
+                group.add_argument(f"{flag}={SAMPLE}", dest=f"commlens_{name}", action="store_const", const=SAMPLE, help=more)
         else:
             accepts = f"; accepts {ACCEPTED[name].words}" if metavar in ("SECONDS", "N", "SIGNAL") else ""
             group.add_argument(flag, dest=f"commlens_{name}", metavar=metavar, help=help_text + accepts)

@@ -26,15 +26,16 @@ __all__ = ["disable", "enable", "expect_slow", "start", "start_from_environment"
 log = logging.getLogger("commlens")
 
 
-def enable(*, verify: bool | None = None, **settings: Any) -> None:
+def enable(*, verify: bool | str | None = None, **settings: Any) -> None:
     """Record this process's collectives from its first ``init_process_group`` on (at once if that has already run).
 
     This does in one line of code what ``commlens launch`` does. If ``COMMLENS=1`` has already switched recording on,
     the settings apply as long as nothing is recorded yet; after that, only verification can still be switched on.
 
     Args:
-        verify: verify every collective before it is issued, as ``commlens launch --debug`` does; another name for ``debug``. All ranks
-            must do this at the same point of the program. If a group exists already, they wait there for each other, for up to 10 s.
+        verify: verify every collective before it is issued, as ``commlens launch --debug`` does, or with ``"sample"`` a part of them;
+            another name for ``debug``. All ranks must do this at the same point of the program. If a group exists already, they wait
+            there for each other, for up to 10 s.
         settings: any of :class:`commlens.config.Settings`, for example ``stall_timeout=30``.
 
     Raises:
@@ -42,7 +43,7 @@ def enable(*, verify: bool | None = None, **settings: Any) -> None:
         MissingDependency: torch is not installed.
     """
     _require_torch("commlens.enable()")
-    if verify is not None and settings.setdefault("debug", verify) is not verify:
+    if verify is not None and settings.setdefault("debug", verify) != verify:
         raise ConfigError("commlens.enable got both verify and debug, which are two names for one setting: give one of them.")
     start(config.load_settings(overrides=settings, overrides_from="argument of commlens.enable", strict=True).settings)
 

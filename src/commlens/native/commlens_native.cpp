@@ -154,6 +154,7 @@ PYBIND11_MODULE(commlens_native, module) {
       .def("caught_up", [](Exchange& self, bool active, uint64_t refusals, std::optional<uint64_t> boards) {
         self.caught_up(active, refusals, boards.value_or(Exchange::ALL_BOARDS_SEEN));
       })
+      .def("sample", &Exchange::sample)
       .def("forget", &Exchange::forget)
       .def_property_readonly("generation", &Exchange::generation)
       .def("add_peer", [](Exchange& self, uint64_t rank, const py::buffer& board) { self.add_peer(rank, kept_map(board, false)); })

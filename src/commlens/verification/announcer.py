@@ -53,13 +53,14 @@ class Announcer:
         self._from_any_source: set[tuple[Channel, int]] = set()
         self._native_peers: set[int] = set()  # ranks whose boards the exchange has
 
-    def announce(self, token: Token, frame: FrameType | None, reduce_op_code: int | None) -> Pending | None:
+    def announce(self, token: Token, frame: FrameType | None, reduce_op_code: int | None, *, ring: bool = True) -> Pending | None:
         """Announce a collective, unless C++ has done so already; None if it is not compared with any peer's.
 
         Args:
             token: the recorder's token of the collective.
             frame: the caller's frame.
             reduce_op_code: the code of its reduce op.
+            ring: wake the peers that wait for it.
         """
         channel = self.channel(token.args)
         if channel is None or not channel.slot:
@@ -71,7 +72,8 @@ class Announcer:
             number = self._with_round(channel, token.tagged_number or token.number)
             token.announced = (channel.slot, number)
             self._writer.announce(channel.slot, number, signature, self._blob(token.args, code, token.stack, frame), code)
-            self._bells.ring(channel.peers)
+            if ring:
+                self._bells.ring(channel.peers)
         return Pending(channel, token.announced[1], signature, code, token.args)
 
     def announce_call(self, name: str, group: Group, number: int, leaves: Any, thread: int, frame: FrameType | None) -> Pending | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Final
 
 from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
@@ -14,9 +16,18 @@ from commlens.text import ranks_phrase, verb
 
 log = logging.getLogger("commlens")
 
+HAS_FINISHED: Final = "has finished"
+FRESH_NS: Final = 1_500_000_000  # three beats of a relay: what is older may be a cut network
+GIVE_UP_NS: Final = 7_000_000_000  # the relay itself gives up a node that is silent for 5 s; it may be stopped, too
+ANSWER_S: Final = 1.0  # the longest wait for another node's answer
+_LOW_HALF: Final = (1 << 32) - 1
+
 
 class Peers:
-    """Boards by rank, opened on demand. Usually all ranks have created theirs before the first group exists."""
+    """Boards by rank, opened on demand. Usually all ranks have created theirs before the first group exists.
+
+    Those of ranks on other nodes are copies, which the node's relay keeps (``relay.py``).
+    """
 
     def __init__(self, folder: Path, rank: int, own: Path, counts_from: int) -> None:
         """Look for boards in a folder.
@@ -34,10 +45,12 @@ class Peers:
         self._counts_from = counts_from
         self._boards: dict[int, PeerBoard] = {}
         self._own: PeerBoard | None = None
+        self._own_start = job_dirs.start_ticks(os.getpid())
+        self._questions = 0
         self._warned: set[int] = set()
 
     def get(self, rank: int) -> PeerBoard | None:
-        """Return a rank's board; None if the rank is on another node or does not verify."""
+        """Return a rank's board; None if the rank does not verify, or is on a node that is not linked."""
         found = self._boards.get(rank)
         if found is None and rank not in self.unverified:
             for path in sorted(self._folder.glob(f"rank{rank}.*{B.SUFFIX}")):
@@ -45,11 +58,19 @@ class Peers:
                     board = PeerBoard(path)
                 except (OSError, ValueError):
                     continue
-                if job_dirs.start_ticks(board.pid) == board.start_ticks and board.word(B.COUNTS_FROM) == self._counts_from:
+                if self._is_of_this_start(board) and board.word(B.COUNTS_FROM) == self._counts_from:
                     found = self._boards[rank] = board
             if found is None:
                 self.unverified.add(rank)
         return found
+
+    def _is_of_this_start(self, board: PeerBoard) -> bool:
+        """Return whether a board is of a process that lives, or a copy by a relay of this start of the job.
+
+        A rank starts the relay, so one that is older than this process belongs to an earlier start.
+        """
+        lives = job_dirs.start_ticks(board.pid) == board.start_ticks
+        return lives and (not board.is_remote or (board.start_ticks >= self._own_start and not self._counts_from))
 
     def among(self, members: Iterable[int]) -> list[int]:
         """Return those of a group's other ranks whose boards can be read here."""
@@ -82,6 +103,60 @@ class Peers:
             if description is not None:
                 return {rank for rank in description.get("ranks", ()) if isinstance(rank, int)}
         return set()
+
+    def elsewhere(self, ranks: Iterable[int]) -> list[int]:
+        """Return those of these ranks that are on other, linked nodes."""
+        boards = [(rank, self._boards[rank]) for rank in ranks if rank in self._boards]
+        return [rank for rank, board in boards if board.word(B.REMOTE) == B.LINKED]
+
+    def all_elsewhere(self) -> list[int]:
+        """Return all ranks on other, linked nodes that have not ended."""
+        names = {path.name.removeprefix("rank").split(".")[0] for path in self._folder.glob(f"rank*{B.SUFFIX}")}
+        ranks = sorted(int(name) for name in names if name.isdecimal() and self.get(int(name)) is not None)
+        return [rank for rank in self.elsewhere(ranks) if not self[rank].word(B.CLOSED) and not self[rank].word(B.ENDED)]
+
+    def how_it_ended(self, rank: int) -> str:
+        """Return how a rank's process ended; "" while it lives or if that is not known."""
+        board = self[rank]
+        if board.word(B.CLOSED):
+            return HAS_FINISHED
+        ended = bool(board.word(B.ENDED)) if board.is_remote else job_dirs.process_has_ended(board.pid, board.start_ticks)
+        return "was killed or crashed" if ended else ""
+
+    def is_doubtful(self, rank: int) -> bool:
+        """Return whether it is not known if a rank on another node lives. If that lasts, the rank is given up."""
+        board = self[rank]
+        if not board.is_remote or board.word(B.CLOSED) or board.word(B.ENDED):
+            return False
+        silent_ns = time.monotonic_ns() - board.word(B.HEARD)
+        if board.word(B.ACTIVE) and (silent_ns > GIVE_UP_NS or job_dirs.process_has_ended(board.pid, board.start_ticks)):
+            log.warning("commlens: the relay of this node has stopped: rank %d no longer compares with ranks on other nodes", self.rank)
+            for each in self._boards.values():
+                if each.is_remote:
+                    each.give_up()
+        return silent_ns > FRESH_NS or not board.word(B.ACTIVE)
+
+    def any_doubtful(self, ranks: Iterable[int]) -> bool:
+        """Return whether that is the case for any of these ranks."""
+        return any(self.is_doubtful(rank) for rank in ranks)
+
+    def ask(self, rank: int, set_question: Callable[[int], None]) -> str:
+        """Return what a rank on another node is doing, as its node answers; "" if no answer comes.
+
+        Args:
+            rank: the rank.
+            set_question: writes the word ``ASKS`` of this rank's board.
+        """
+        self._questions += 1
+        question = self._questions << 32 | (rank + 1) & _LOW_HALF
+        set_question(question)
+        until = time.monotonic() + ANSWER_S
+        while time.monotonic() < until:
+            answered, text = self[rank].answer
+            if answered == question:
+                return text
+            time.sleep(0.005)
+        return ""
 
     def warn_about(self, members: Iterable[int], peers: list[int]) -> None:
         """Warn once of each rank on this node whose collectives are not compared."""

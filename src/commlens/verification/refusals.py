@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NoReturn
 
 from commlens.blackbox.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
 from commlens.verification.channels import Pending
+
+_ON_ALL_NODES_S: Final = 3.0  # the longest wait until a refusal is posted on all nodes
+_NAP_S: Final = 0.001
 
 
 class Refusals:
@@ -19,7 +23,18 @@ class Refusals:
         self._posted = posted
         self._rank = rank
         self._bells = bells  # wake the ranks that a refusal concerns
+        self._drafts: RefusalLog | None = None
+        self._elsewhere: Callable[[Iterable[int]], list[int]] = lambda _: []
         self.raised = posted.count()  # refusals from before this rank verified are not for it
+
+    def reach_other_nodes(self, drafts: RefusalLog, elsewhere: Callable[[Iterable[int]], list[int]]) -> None:
+        """Post on all nodes what concerns them.
+
+        Args:
+            drafts: the log that the node's relay takes such refusals from.
+            elsewhere: returns which ranks are on other, linked nodes.
+        """
+        self._drafts, self._elsewhere = drafts, elsewhere
 
     def raise_new(self) -> None:
         """Raise the oldest refusal that concerns this rank and has not been raised.
@@ -79,10 +94,27 @@ class Refusals:
         """
         key, number = about or (pending.channel.key, pending.number)
         concerned = sorted({*pending.channel.members, *ranks})
-        posted = self._posted.post(key, number, {"kind": kind, "text": text, "by": self._rank, "ranks": concerned})
+        content = {"kind": kind, "text": text, "by": self._rank, "ranks": concerned}
+        posted = self._post_on_all_nodes(key, number, content, concerned) or self._posted.post(key, number, content)
         self.raised = max(self.raised, self._posted.count())
         self._bells.wake(concerned)
         raise _exception({"kind": kind, "text": text, **posted})
+
+    def _post_on_all_nodes(self, key: int, number: int, content: dict[str, Any], concerned: list[int]) -> dict[str, Any] | None:
+        """Let the relays post a refusal, and return the first about this collective; None if no other node is concerned or answers."""
+        elsewhere = self._elsewhere(concerned)
+        if self._drafts is None or not elsewhere:
+            return None
+        self._drafts.post(key, number, content)
+        self._bells.ring(elsewhere)
+        until = time.monotonic() + _ON_ALL_NODES_S
+        while time.monotonic() < until and self._elsewhere(concerned):
+            for at in range(self._posted.count()):
+                posted = self._posted.read(at)
+                if (posted.get("key"), posted.get("number")) == (key, number):
+                    return posted
+            time.sleep(_NAP_S)
+        return None
 
     def _concerns_this_rank(self, posted: dict[str, Any]) -> bool:
         ranks = posted.get("ranks")

@@ -50,7 +50,9 @@ class Rendezvous:
         self._missed: dict[int, int] = {}  # rank: how often it did not arrive
 
     def meet(self) -> list[int]:
-        """Wait for all recorded ranks on this node. They need not arrive, so the wait is limited, and shorter for ranks that missed one.
+        """Wait for all recorded ranks on this node and the ranks of linked nodes.
+
+        They need not arrive, so the wait is limited, and shorter for ranks that missed one.
 
         Returns:
             The ranks that did not arrive, named once each.
@@ -79,8 +81,8 @@ class Rendezvous:
         return self._peers.take_unwarned(missing)
 
     def _recorded_ranks(self) -> list[int]:
-        """Return the other ranks of the job that are alive on this node, by their black boxes."""
-        ranks = set(self._late)
+        """Return the other ranks of the job that are alive: on this node by their black boxes, on others by the copies of their boards."""
+        ranks = set(self._late) | set(self._peers.all_elsewhere())
         for box in job_dirs.boxes(self._folder):
             rank = int(box.name.removeprefix("rank").split(".")[0])
             if rank != self._peers.rank and job_dirs.has_ended(box) is False:

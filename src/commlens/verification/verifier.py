@@ -1,9 +1,11 @@
-"""Strict verification: compare each collective with those of the peers on the node before it is issued.
+"""Strict verification: compare each collective with those of the peers before it is issued.
 
 Every collective is announced on the rank's board (``announcer.py``). If an op needs every rank anyway and its caller waits for it,
 the rank first waits for its peers' announcements (``waiting.py``), so that all of them raise and nothing is sent. Otherwise it
 compares with the peers that have announced already (``comparison.py``), and again when a thread waits for the op: the last rank to
 arrive finds the fault, refuses to issue and posts the refusal; the others raise it at their next collective or wait (``refusals.py``).
+
+The peers' boards are in shared memory. Those of other nodes are copies, which a relay process keeps (``link.py``, ``relay.py``).
 
 With the native engine, a collective like one that was verified here is verified in C++ from then on, as long as all ranks agree.
 """
@@ -19,8 +21,8 @@ from types import FrameType
 from typing import Any, Final
 
 from commlens.blackbox import board as B
-from commlens.blackbox import job_dirs
-from commlens.blackbox.board import Board
+from commlens.blackbox import job_dirs, refusal_log
+from commlens.blackbox.board import Board, PeerBoard
 from commlens.blackbox.refusal_log import RefusalLog
 from commlens.blackbox.wakeup import Bells
 from commlens.errors import DistributedOperationException
@@ -33,9 +35,11 @@ from commlens.tap.token import Token
 from commlens.verification.announcer import Announcer
 from commlens.verification.channels import Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison
+from commlens.verification.link import Link
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals
 from commlens.verification.rendezvous import ALL_RENDEZVOUS, Rendezvous
+from commlens.verification.sampling import EVERY, Sampler
 from commlens.verification.waiting import Waiting
 
 log = logging.getLogger("commlens")
@@ -54,6 +58,7 @@ class Verifier:
         timeout_s: Callable[[], float],
         active: bool = True,
         late: Iterable[int] = (),
+        sample: bool = False,
         make_exchange: Callable[[Any, Any, int], Any] | None = None,
     ) -> None:
         """Create the rank's board.
@@ -65,6 +70,7 @@ class Verifier:
             active: verify from now on; otherwise only between :meth:`enter` and :meth:`leave`.
             late: the ranks that enable verification together in mid-job. They number collectives from there, so only they can be
                 compared with each other.
+            sample: outside of :meth:`enter` and :meth:`leave`, compare only a part of the collectives.
             make_exchange: creates the verifier in C++ from the board's map, the refusal log's map and the rank.
 
         Raises:
@@ -73,8 +79,13 @@ class Verifier:
         self.rank = rank
         together = frozenset(late) - {rank}
         counts_from = int(bool(together))
-        self._board = Board(folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}", rank, job_dirs.start_ticks(os.getpid()))
+        self._folder = folder
         self._log = RefusalLog(folder)
+        with self._log.locked():
+            if not _has_live_boards(folder):
+                self._log.reset()
+            self._board = Board(folder / f"rank{rank}.{os.getpid()}{B.SUFFIX}", rank, job_dirs.start_ticks(os.getpid()))
+        self._link = None if late else Link(folder, rank, self._log)
         self.exchange = make_exchange(self._board.map, self._log.map, rank) if make_exchange is not None else None
         bells: Any = Bells(self._log.map, rank) if self.exchange is None else self.exchange
         self._refusals = Refusals(self._log, rank, bells)
@@ -87,6 +98,7 @@ class Verifier:
         self._boards_seen = -1
         self._off = False
         self._depth = 1 if active else 0  # nesting of enter(); 0: collectives are not verified
+        self._sampler = Sampler() if sample and active else None
         self._board.set_word(B.COUNTS_FROM, counts_from)
         steady = active and not together
         self._board.set_word(B.STEADY, int(steady))
@@ -94,6 +106,13 @@ class Verifier:
         self._board.set_word(B.ACTIVE, self._depth)
         self._log.count_board()
         self._update_exchange()
+
+    def link(self) -> None:
+        """Begin to compare with the ranks on other nodes, once there is a default group. Waits for them for about ten seconds at most."""
+        link, self._link = self._link, None
+        if link is not None and not self._off and link.establish():
+            self._refusals.reach_other_nodes(RefusalLog(self._folder, refusal_log.DRAFTS), self._peers.elsewhere)
+            self._find_new_boards()
 
     @property
     def is_active(self) -> bool:
@@ -118,8 +137,10 @@ class Verifier:
             return
         try:
             self._catch_up()
-            pending = self._announcer.announce(token, frame, reduce_op_code(reduce_op) if reduce_op is not None else None)
-            if pending is None:
+            skipped = self._sampler is not None and self._depth == 1 and self._sampler.skips(token)
+            code = reduce_op_code(reduce_op) if reduce_op is not None else None
+            pending = self._announcer.announce(token, frame, code, ring=not skipped)
+            if pending is None or skipped:
                 return
             self._comparison.compare(pending)
             if pending.absent:
@@ -290,16 +311,18 @@ class Verifier:
     # --- switching
 
     def enter(self) -> list[int]:
-        """Verify from now on. Waits until the other ranks on the node do, too.
+        """Verify from now on. Waits until the other ranks do, too.
 
         Returns:
             The ranks that did not arrive, named once each. They are not compared until they verify.
         """
         self._depth += 1
         if self._depth > 1 or self._off:
+            self._update_exchange()
             return []
         self._refusals.skip()  # ranks that verified meanwhile have raised these
         self._board.set_word(B.ACTIVE, 1)
+        self.link()
         missing = self.meet()
         self._update_exchange()
         return missing
@@ -310,16 +333,19 @@ class Verifier:
         if not self._depth:
             self._board.set_word(B.ACTIVE, 0)
             self._board.set_word(B.ALONE, 0)
-            self._update_exchange()
+        self._update_exchange()
 
     def meet(self) -> list[int]:
-        """Wait for all recorded ranks on this node to verify. Returns those that did not arrive, named once each."""
+        """Wait for all recorded ranks to verify. Returns those that did not arrive, named once each."""
         return self._rendezvous.meet()
 
     def all_verify(self, group: Group) -> bool:
-        """Return whether all ranks of a group are on this node and verify from their first collective to the last."""
+        """Return whether all ranks of a group are on this node and verify from their first collective to the last.
+
+        All of them must find the same, so a link to another node, which may break, is not enough.
+        """
         boards = (self._peers.own() if rank == self.rank else self._peers.get(rank) for rank in group.ranks)
-        return all(board is not None and board.word(B.STEADY) for board in boards)
+        return all(board is not None and board.word(B.STEADY) and not board.is_remote for board in boards)
 
     def stop(self) -> None:
         """Stop verifying in this process. It and its peers continue."""
@@ -370,12 +396,28 @@ class Verifier:
     def _update_exchange(self) -> None:
         """Pass on up to where this rank has caught up. C++ calls Python as soon as there are newer refusals or boards."""
         if self.exchange is not None:
+            self.exchange.sample(EVERY if self._sampler is not None and self._depth == 1 else 0)
             self.exchange.caught_up(self.is_active, self._refusals.raised, self._boards_seen if self._peers.unverified else None)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
         log.warning("commlens stops verifying; the job goes on: %s: %s", type(error).__name__, error)
         log.debug("the verifier's error", exc_info=True)
+
+
+def _has_live_boards(folder: Path) -> bool:
+    """Return whether a process of this start of the job has a board already. Removes the boards of processes that have ended."""
+    found = False
+    for path in folder.glob(f"rank*{B.SUFFIX}"):
+        try:
+            board = PeerBoard(path)
+        except (OSError, ValueError):
+            continue
+        if job_dirs.process_has_ended(board.pid, board.start_ticks):
+            path.unlink(missing_ok=True)
+        elif not board.is_remote:
+            found = True
+    return found
 
 
 def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) -> bool:

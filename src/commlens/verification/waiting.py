@@ -13,27 +13,23 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from commlens.blackbox import board as B
-from commlens.blackbox import job_dirs
 from commlens.blackbox.board import Board
-from commlens.blackbox.reader import read_box
-from commlens.errors import FormatError
 from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_ROOT
 from commlens.tap.interned_args import InternedArgs
-from commlens.text import frame_phrase, ranks_phrase
+from commlens.text import ranks_phrase
 from commlens.verification.channels import BoardArgs, Pending, VerifiedChannel
 from commlens.verification.comparison import Comparison, table_row
 from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
 from commlens.verification.messages import Subject, absence_text, cycle_text, tag_text
-from commlens.verification.peers import Peers
+from commlens.verification.peers import HAS_FINISHED, Peers
 from commlens.verification.refusals import Refusals
+from commlens.verification.whereabouts import whereabouts
 
 log = logging.getLogger("commlens")
 
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
 ENDING_NS: Final = 2_000_000_000  # the longest from a rank's last use of its connections to its last note on its board
-SILENT_AFTER_S: Final = 1.0  # four heartbeats of the watchdog thread
-HAS_FINISHED: Final = "has finished"
 _now = time.monotonic_ns
 
 
@@ -171,7 +167,7 @@ class Waiting:
             DistributedOperationException: a rank that it needs has finished.
         """
         absent = needed(pending.args, pending.absent, self._peers.rank)
-        if any(self._peers[rank].word(B.CLOSED) for rank in absent):
+        if any(self._peers.how_it_ended(rank) == HAS_FINISHED for rank in absent):
             self._check(pending, absent, 0)
 
     def check_in_flight(self, channel: VerifiedChannel, waited_ns: int) -> None:
@@ -195,7 +191,8 @@ class Waiting:
         while failed := [found for channel in channels if (found := self._lacking(channel)) is not None]:
             for pending in failed:
                 self._check(pending, pending.absent, 0)
-                if timed_out and (absent := needed(pending.args, pending.absent, self._peers.rank)):
+                absent = needed(pending.args, pending.absent, self._peers.rank)
+                if timed_out and absent and not self._peers.any_doubtful(absent):
                     self._refuse_missing(pending, absent, self._timeout_s() * 1e9)
             if _now() > until:
                 return
@@ -223,7 +220,7 @@ class Waiting:
 
     def _check(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
         """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the timeout."""
-        ended = {rank: how for rank in absent if (how := self._how_it_ended(rank))}
+        ended = {rank: how for rank in absent if (how := self._peers.how_it_ended(rank))}
         if ended:
             self._comparison.compare(pending)  # a rank may have announced just before it ended
             ended = {rank: how for rank, how in ended.items() if rank in pending.absent}
@@ -231,6 +228,8 @@ class Waiting:
                 self._refuse_if_tags_differ(pending, waited_ns, HAS_FINISHED)
             if ended:
                 self._refuse_absence("dead", pending, ended, waited_ns)
+        if self._peers.any_doubtful(absent):
+            return  # its announcement may be on the way
         if waited_ns > CYCLE_AFTER_NS:
             self._refuse_if_in_cycle(pending, waited_ns)
         timeout_s = self._timeout_s()
@@ -298,28 +297,13 @@ class Waiting:
             if blob is not None:
                 yield blob
 
-    def _how_it_ended(self, rank: int) -> str:
-        """Return how a rank's process ended; "" while it lives."""
-        board = self._peers[rank]
-        if board.word(B.CLOSED):
-            return HAS_FINISHED
-        return "was killed or crashed" if job_dirs.process_has_ended(board.pid, board.start_ticks) else ""
-
     def _whereabouts(self, rank: int) -> str:
-        """Return what an absent rank is doing; "" if unknown. The rank's watchdog thread recorded the line of its main thread."""
+        """Return what an absent rank is doing; "" if unknown."""
         board = self._peers[rank]
-        if job_dirs.stat_fields(board.pid)[0] in "Tt":
-            return "is stopped by a signal"
-        try:
-            box = read_box(self._folder / job_dirs.box_name(rank, board.pid))
-        except (OSError, FormatError):
-            return ""
-        silent_s = (box.captured_ns - box.heartbeat_ns) / 1e9 if box.heartbeat_ns else 0.0
-        if silent_s > SILENT_AFTER_S:
-            return f"has run no Python code for {silent_s:.0f} s (is the GIL held?)"
-        main = box.main_stack
-        newest = max((op.announced_ns for op in box.collectives[-1:]), default=0)
-        if main is None or main.taken_ns < newest:
-            return ""  # the stack is older than its newest collective
-        frame = main.source
-        return f"is in {frame_phrase(frame)}" if frame is not None else ""
+        if not board.is_remote:
+            return whereabouts(self._folder, rank, board.pid)
+        return self._peers.ask(rank, self._ask)
+
+    def _ask(self, question: int) -> None:
+        self._board.set_word(B.ASKS, question)
+        self._bells.ring([(question & 0xFFFFFFFF) - 1])

@@ -1,0 +1,41 @@
+"""The relay's process. A rank starts it (``verification/link.py``)."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+
+from commlens.verification.relay.node_relay import Relay
+
+
+def main(arguments: list[str]) -> None:
+    """Run the relay: folder, world size, address to listen at ("" if this is not the hub), and two inherited pipes, in and out."""
+    folder, world_size, address, offers, answers = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3]), int(arguments[4])
+    sys.setswitchinterval(0.0005)  # the threads hand over to each other quickly
+    with (folder / "relay.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return  # another rank has started one
+        relay = Relay(folder, world_size, is_hub=bool(address))
+        failed = True
+        try:
+            if address:
+                os.write(answers, json.dumps(relay.listen(address)).encode() + b"\n")
+                os.close(offers)
+            else:
+                relay.take_offers(offers)
+            os.close(answers)
+            relay.run()
+            failed = False
+        except Exception as error:
+            relay.say(f"strict verification goes on within this node only: its relay failed: {type(error).__name__}: {error}")
+        finally:
+            relay.close(failed=failed)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

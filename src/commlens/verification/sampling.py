@@ -1,0 +1,34 @@
+"""Which collectives are compared if not all of them are.
+
+All of them are announced, so a rank that compares one always finds the others' announcements. The choice follows from the sequence
+number and from the rank's own past: in a program whose ranks agree, all of them choose the same without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from commlens.tap.token import Token
+
+EVERY: Final = 16
+"""Each of these collectives of a channel is compared. A board keeps as many announcements of a channel."""
+
+_SITES: Final = 10_000
+
+
+class Sampler:
+    """Chooses every 16th collective of each channel, and the first with the same arguments from the same place in the program."""
+
+    def __init__(self) -> None:
+        self._sites: set[tuple[int, int]] = set()
+
+    def skips(self, token: Token) -> bool:
+        """Return whether a collective is not compared."""
+        site = (id(token.args), token.stack)
+        if site not in self._sites:
+            if len(self._sites) > _SITES:
+                self._sites.clear()
+            self._sites.add(site)
+            return False
+        return (token.tagged_number or token.number) % EVERY != 0
