@@ -30,17 +30,18 @@ class Node:
     number: int
     folder: Path
     isolated: bool  # has a network namespace
+    subnet: int = 99
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
     def namespace(self) -> str:
         """The network namespace."""
-        return f"cl{os.getpid()}n{self.number}"
+        return f"cl{os.getpid()}s{self.subnet}n{self.number}"
 
     @property
     def address(self) -> str:
         """The IP address that the other nodes reach."""
-        return f"10.99.0.{self.number + 1}" if self.isolated else "127.0.0.1"
+        return f"10.{self.subnet}.0.{self.number + 1}" if self.isolated else "127.0.0.1"
 
     @property
     def box_dir(self) -> Path:
@@ -90,11 +91,11 @@ class Node:
 
 
 @contextlib.contextmanager
-def nodes(count: int, folder: Path) -> Iterator[list[Node]]:
-    """Make nodes that reach each other, and end everything that runs on them."""
-    hub = f"cl{os.getpid()}hub"
+def nodes(count: int, folder: Path, *, subnet: int = 99) -> Iterator[list[Node]]:
+    """Make nodes that reach each other, and end everything that runs on them. Sets of nodes at one time need different subnets."""
+    hub = f"cl{os.getpid()}s{subnet}hub"
     isolated = _ip("netns", "add", hub) and _ip("-n", hub, "link", "add", BRIDGE, "type", "bridge")
-    made = [Node(number, folder / f"node{number}", isolated) for number in range(count)]
+    made = [Node(number, folder / f"node{number}", isolated, subnet) for number in range(count)]
     try:
         for node in made:
             node.folder.mkdir(parents=True, exist_ok=True)

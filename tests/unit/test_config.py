@@ -258,7 +258,7 @@ def test_accelerates_debug_mode_is_above_the_file_and_below_what_is_ours(tmp_pat
     assert load(environ, overrides={"debug": False}).settings.debug is False
 
 
-@pytest.mark.parametrize(("given", "debug"), [([], True), (["--debug"], True), (["--no-debug"], False)])
+@pytest.mark.parametrize(("given", "debug"), [([], True), (["--debug"], True), (["--no-debug"], False), (["--debug=sample"], "sample")])
 def test_no_debug_wins_over_the_environment_and_the_file(given, debug, tmp_path, monkeypatch):
     import argparse
 
@@ -271,6 +271,15 @@ def test_no_debug_wins_over_the_environment_and_the_file(given, debug, tmp_path,
     resolved = settings_from(parser.parse_args([*given, "--config-file", str(path)]))
     assert resolved.settings.debug is debug
     assert resolved.origins["debug"] == ("command line" if given else "COMMLENS_DEBUG_MODE")
+
+
+@pytest.mark.parametrize("value", ["sample", " Sample"])
+def test_debug_takes_sample_from_the_environment_and_passes_it_on(value):
+    from commlens.config import settings_environment
+
+    settings = load({"COMMLENS_DEBUG_MODE": value}).settings
+    assert settings.debug == "sample"
+    assert settings_environment(settings)["COMMLENS_DEBUG_MODE"] == "sample"
 
 
 def test_a_worker_that_accelerate_started_alone_is_told():

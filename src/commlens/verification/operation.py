@@ -47,10 +47,10 @@ def verify_operation(
         @commlens.verify_operation(values=["op"])
         def gather_metrics(inputs, op="mean"): ...
 
-    With verification on (``commlens launch --debug``, ``with commlens.verify()``), a call waits until the group's other ranks on this
-    node call the function too. Then lists, tuples, dicts, named tuples and dataclasses must have the same elements, tensors the same
+    With verification on (``commlens launch --debug``, ``with commlens.verify()``), a call waits until the group's other ranks call the
+    function too. Then lists, tuples, dicts, named tuples and dataclasses must have the same elements, tensors the same
     shapes, dtypes and device types, and everything else the same types; otherwise all these ranks raise, and the function runs on none.
-    Ranks on other nodes are not compared, which is logged once. With verification off, the decorator does nothing.
+    Ranks on nodes that cannot be reached are not compared, which is logged once. With verification off, the decorator does nothing.
 
     Args:
         function: the function. Its name must be the same on all ranks.

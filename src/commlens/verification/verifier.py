@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -45,6 +46,8 @@ from commlens.verification.waiting import Waiting
 log = logging.getLogger("commlens")
 
 _PENDING_LIMIT: Final = 4096
+_ON_THE_WAY_S: Final = 0.1  # the time for refusals on other nodes to arrive here, at the end
+_NAP_S: Final = 0.001
 
 
 class Verifier:
@@ -305,7 +308,12 @@ class Verifier:
 
     def before_end(self) -> None:
         """Raise a refusal that this rank has not raised yet, before the process group is destroyed."""
-        if not self._off and self._depth:
+        if self._off or not self._depth:
+            return
+        until = time.monotonic() + (_ON_THE_WAY_S if self._log.link == refusal_log.LINKED else 0.0)
+        self._refusals.raise_new()
+        while time.monotonic() < until:  # a rank on another node may have refused what this one has sent
+            time.sleep(_NAP_S)
             self._refusals.raise_new()
 
     # --- switching

@@ -6,9 +6,13 @@ import fcntl
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Final
 
 from commlens.verification.relay.node_relay import Relay
+
+LOCK_S: Final = 5.0  # the longest wait for the relay of an earlier start of the job, whose ranks have ended
 
 
 def main(arguments: list[str]) -> None:
@@ -16,10 +20,15 @@ def main(arguments: list[str]) -> None:
     folder, world_size, address, offers, answers = Path(arguments[0]), int(arguments[1]), arguments[2], int(arguments[3]), int(arguments[4])
     sys.setswitchinterval(0.0005)  # the threads hand over to each other quickly
     with (folder / "relay.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return  # another rank has started one
+        until = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() > until:
+                    return  # another rank has started one
+                time.sleep(0.02)
         relay = Relay(folder, world_size, is_hub=bool(address))
         failed = True
         try:

@@ -72,6 +72,7 @@ class Relay:
         self._retry_at = 0.0
         self._posted: set[tuple[int, int]] = set()  # key and number of the refusals that were posted on all nodes
         self._questions: dict[int, int] = {}  # by rank: its last question
+        self._own_start = job_dirs.start_ticks(os.getpid())
         self._began = time.monotonic()
         self._beat_at = 0.0
         self._closing = False
@@ -138,8 +139,10 @@ class Relay:
             self._selector.close()
             for mirror in self._mirrors.values():
                 mirror.remove()
-            if self._log.link == refusal_log.CONNECTING:
+            if failed:
                 self._log.link = refusal_log.ALONE
+            else:
+                self._drafts.path.unlink(missing_ok=True)
 
     def _tick(self) -> bool:
         """Do what need not be done at once. Returns whether all ranks of this node have ended."""
@@ -204,7 +207,9 @@ class Relay:
                 board = PeerBoard(path)
             except (OSError, ValueError):
                 continue
-            if board.is_remote or board.rank != int(name) or job_dirs.process_has_ended(board.pid, board.start_ticks):
+            # A rank starts the relay, so a process that is younger belongs to a later start of the job.
+            is_ours = board.rank == int(name) and board.start_ticks <= self._own_start
+            if board.is_remote or not is_ours or job_dirs.process_has_ended(board.pid, board.start_ticks):
                 continue
             self._feeds[board.rank] = Feed(board, self._reaches_out)
             for connection in self._connections:

@@ -1,0 +1,106 @@
+"""Strict verification across nodes: the same refusals as on one node, and no harm where the other node is out of reach."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import verify_forked
+from emulated_nodes import PORT, Node, nodes, wait
+from test_verify_strict import TIMEOUT_S, judge, judge_caught, launch
+
+PROGRAM = Path(__file__).parent / "strict_nodes_program.py"
+FAULTS = (
+    "all_reduce_shape",
+    "async_ops",
+    "broadcast_root",
+    "ddp_skipped_step",
+    "fsdp_forward_order",
+    "gather_or_scatter",
+    "never_comes",
+    "order_swap_groups",
+    "both_receive",
+    "send_recv_shape",
+    "sigkill",
+)
+"""One fault of each kind. Rank 1, which deviates, is on the second node; ranks 0 and 1 run different engines."""
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S + 20), pytest.mark.launches]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory, native_cache: Path) -> tuple[Path, str]:
+    out = tmp_path_factory.mktemp("strict_nodes")
+    names = [f"{name}:{size(name)}:2" for name in FAULTS]
+    return out, launch(out, "verify_forked", "mixed", "caught:4:2", *names, environ={"COMMLENS_NATIVE_DIR": str(native_cache)})
+
+
+def size(name: str) -> int:
+    """Return how many ranks run a case."""
+    import verify_cases
+
+    return max(verify_cases.CASES[name].sizes)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_on_the_second_node_is_refused_alike_on_all_nodes(launched: tuple[Path, str], name: str) -> None:
+    ranks = judge(*launched, name, size(name), 2)
+    assert all(record["engine"] == verify_forked.MIXED[rank % 2] for rank, record in ranks.items())
+
+
+def test_groups_are_usable_after_caught_refusals_across_nodes(launched: tuple[Path, str]) -> None:
+    judge_caught(*launched, 4, 2)
+
+
+def start(made: Sequence[Node], how: str) -> None:
+    """Start the program on two nodes."""
+    for node in made:
+        node.start(
+            [sys.executable, str(PROGRAM), str(node.number), how],
+            {"MASTER_ADDR": made[0].address, "MASTER_PORT": str(PORT), "COMMLENS_ENGINE": "python", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"},
+        )
+
+
+def lines(node: Node, beginning: str) -> list[str]:
+    """Return the lines of a node's output that begin so, without line breaks."""
+    return [line for line in node.output.splitlines() if line.startswith(beginning)]
+
+
+def test_a_node_that_does_not_take_part_or_is_cut_off_harms_nothing(tmp_path: Path) -> None:
+    # Both at once, because most of the time is spent waiting.
+    with nodes(2, tmp_path / "without", subnet=98) as without, nodes(2, tmp_path / "cable") as cut:
+        if not cut[0].isolated:
+            pytest.skip("needs ip netns")
+        start(cut, "cable")
+        start(without, "without")
+        end = time.monotonic() + 60
+        while any(node.output.count("training took") < 2 for node in cut):
+            assert time.monotonic() < end, f"{cut[0].output}\n{cut[1].output}"
+            time.sleep(0.05)
+        assert [lines(node, "commlens") for node in cut] == [[], []]
+        cut[1].pull_the_cable()
+        for node in cut:
+            (node.folder / "go").touch()
+        assert wait(without, 60) == [0, 0], f"{without[0].output}\n{without[1].output}"
+        (line,) = lines(without[0], "commlens")
+        assert line.startswith("commlens: ranks 2-3 did not join strict verification within 10 s (commlens is not switched on there")
+        assert lines(without[1], "commlens") == []
+
+        assert wait(cut, 60) == [0, 0], f"{cut[0].output}\n{cut[1].output}"
+    for node in cut:
+        (line,) = lines(node, "commlens")
+        lost, host = ("ranks 2-3", "node1") if node.number == 0 else ("ranks 0-1", "node0")
+        assert f"strict verification has lost {lost} on {host}" in line
+        for rank in (2 * node.number, 2 * node.number + 1):
+            across, inside, mismatch = lines(node, f"rank {rank}:")[1:]
+            # The backend's own error, after its own timeout of 8 s: nobody is accused, and the wait for the lost node was bounded.
+            assert "RuntimeError" in across, across
+            assert float(across.split()[3]) < 16, across
+            assert float(inside.split()[3]) < 2, inside
+            assert "DistributedOperationException Cannot apply desired operation due to shape mismatches" in mismatch

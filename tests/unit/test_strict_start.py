@@ -1,0 +1,134 @@
+"""How strict verification starts on a node: nothing of an earlier start of the job is read, and samples are chosen alike on all ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from commlens.blackbox import board as B
+from commlens.blackbox import job_dirs
+from commlens.blackbox.board import Board
+from commlens.blackbox.mirror import Mirror
+from commlens.blackbox.refusal_log import DRAFTS, RefusalLog
+from commlens.verification import link
+from commlens.verification.peers import Peers
+from commlens.verification.refusals import Refusals
+from commlens.verification.sampling import EVERY, Sampler
+from commlens.verification.verifier import Verifier
+
+
+def verifier(folder: Path, rank: int) -> Verifier:
+    return Verifier(folder, rank, timeout_s=lambda: 1.0)
+
+
+def test_refusals_of_an_earlier_start_are_forgotten(tmp_path: Path) -> None:
+    earlier = RefusalLog(tmp_path)
+    earlier.post(7, 1, {"text": "of the earlier start", "ranks": [0, 1]})
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = Board(tmp_path / "rank0.1.board", 0, 1)
+    B.STATIC.pack_into(left.map, 0, B.MAGIC, dead.pid, 0, 1)
+    first = verifier(tmp_path, 0)
+    assert not left.path.exists()
+    assert RefusalLog(tmp_path).count() == 0
+    posted = RefusalLog(tmp_path).post(7, 1, {"text": "of this start", "ranks": [0, 1]})
+    second = verifier(tmp_path, 1)  # a rank of the same start forgets nothing
+    assert posted["text"] == RefusalLog(tmp_path).read(0)["text"] == "of this start"
+    first.close()
+    second.close()
+
+
+def test_copies_by_a_relay_of_an_earlier_start_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Board(tmp_path / "rank0.1.board", 0, job_dirs.start_ticks(os.getpid()))
+    copy = Mirror(tmp_path, 1)
+    copy.publish()
+    assert Peers(tmp_path, 0, own.path, 0).get(1) is not None
+    ticks = job_dirs.start_ticks
+    monkeypatch.setattr(job_dirs, "start_ticks", lambda pid: ticks(pid) + 1)  # this process started after the relay
+    peers = Peers(tmp_path, 0, own.path, 0)
+    monkeypatch.setattr(job_dirs, "start_ticks", ticks)
+    assert peers.get(1) is None
+
+
+def test_a_silent_copy_is_doubtful_and_then_given_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = Board(tmp_path / "rank0.1.board", 0, job_dirs.start_ticks(os.getpid()))
+    copy = Mirror(tmp_path, 1)
+    copy.apply(B.ACTIVE, (1).to_bytes(8, "little"))
+    copy.publish()
+    peers = Peers(tmp_path, 0, own.path, 0)
+    assert peers.elsewhere([0, 1]) == [] and peers.get(1) is not None
+    assert peers.elsewhere([0, 1]) == peers.all_elsewhere() == [1]
+    copy.heard(time.monotonic())
+    assert not peers.is_doubtful(1)
+    copy.heard(time.monotonic() - 2)
+    assert peers.is_doubtful(1)
+    assert peers.elsewhere([1]) == [1]
+    copy.heard(time.monotonic() - 60)
+    assert peers.is_doubtful(1)
+    assert peers.elsewhere([1]) == []
+    assert peers[1].word(B.ACTIVE) == 0
+    assert [record.getMessage() for record in caplog.records].count(
+        "commlens: the relay of this node has stopped: rank 0 no longer compares with ranks on other nodes"
+    ) == 1
+    copy.apply(B.ENDED, (1).to_bytes(8, "little"))
+    assert peers.how_it_ended(1) == "was killed or crashed"
+    assert not peers.is_doubtful(1)
+
+
+def test_a_refusal_that_concerns_other_nodes_waits_for_the_relays_word(tmp_path: Path) -> None:
+    log = RefusalLog(tmp_path)
+    bells: Any = SimpleNamespace(ring=lambda _: None, wake=lambda _: None)
+    refusals = Refusals(log, 1, bells)
+    refusals.reach_other_nodes(RefusalLog(tmp_path, DRAFTS), lambda ranks: [rank for rank in ranks if rank > 1])
+    pending: Any = SimpleNamespace(channel=SimpleNamespace(key=7, members=(0, 1, 2)), number=3)
+    other = {"text": "by rank 2", "kind": "dead", "ranks": [0, 1, 2]}
+    threading.Timer(0.05, lambda: log.post(7, 3, other)).start()
+    with pytest.raises(Exception, match="by rank 2") as refused:
+        refusals.post(pending, "mismatch/op", "by rank 1")
+    assert refused.value.kind == "dead"  # type: ignore[attr-defined]
+    assert RefusalLog(tmp_path, DRAFTS).read(0)["text"] == "by rank 1"
+    pending.channel.members = (0, 1)  # a group within the node
+    with pytest.raises(Exception, match="by rank 1 here"):
+        refusals.post(pending, "mismatch/op", "by rank 1 here", about=(8, 1))
+
+
+def test_samples_are_every_16th_and_the_first_of_each_place() -> None:
+    args: Any = object()
+    other: Any = object()
+
+    def checked(sampler: Sampler, args: Any, stack: int, numbers: range) -> list[int]:
+        tokens: list[Any] = [SimpleNamespace(args=args, stack=stack, number=number, tagged_number=0) for number in numbers]
+        return [token.number for token in tokens if not sampler.skips(token)]
+
+    sampler = Sampler()
+    assert checked(sampler, args, 5, range(1, 50)) == [1, EVERY, 2 * EVERY, 3 * EVERY]
+    assert checked(sampler, args, 5, range(50, 60)) == []
+    assert checked(sampler, args, 6, range(60, 63)) == [60]
+    assert checked(sampler, other, 6, range(63, 66)) == [63, 64]
+
+
+@pytest.mark.parametrize(
+    ("host", "begins"),
+    [("127.0.0.1", "127.0.0.1"), ("localhost", ("127.", "::1")), ("", ""), ("no-such-host.invalid", "")],
+)
+def test_the_address_on_the_way_to_the_store(host: str, begins: Any) -> None:
+    assert link._local_address(host).startswith(begins)
+
+
+def test_the_host_of_the_store_below_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch.distributed as dist
+
+    monkeypatch.setenv("MASTER_ADDR", "elsewhere")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert link._store_host(dist.PrefixStore("a", dist.PrefixStore("b", store))) == "127.0.0.1"
+    assert link._store_host(dist.HashStore()) == "elsewhere"
