@@ -125,6 +125,20 @@ def test_the_address_on_the_way_to_the_store(host: str, begins: Any) -> None:
     assert link._local_address(host).startswith(begins)
 
 
+@pytest.mark.parametrize(
+    ("published", "store_host", "hosts"),
+    [
+        ("10.0.0.1", "10.0.0.1", ["10.0.0.1"]),
+        ("10.0.0.1", "master", ["10.0.0.1", "master"]),
+        ("127.0.1.1", "master", ["master"]),  # Debian's name for the machine itself, or a master pod whose MASTER_ADDR is localhost
+        ("127.0.0.1", "127.0.0.1", ["127.0.0.1"]),
+        ("10.0.0.1", "", ["10.0.0.1"]),
+    ],
+)
+def test_where_the_hub_is_tried(published: str, store_host: str, hosts: list[str]) -> None:
+    assert link._reachable(published, store_host) == hosts
+
+
 def test_the_host_of_the_store_below_its_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch.distributed as dist
 

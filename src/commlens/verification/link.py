@@ -66,8 +66,8 @@ class Link:
         store = _default_store()
         host = _store_host(store)
         address = _local_address(host) if self._rank == 0 else ""
-        # A name of this machine may lead to its loopback device, while the other nodes reach it by that name.
-        listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) and not host.startswith(_LOOPBACK) else address
+        # The name of this machine may lead to its loopback device here, while other nodes reach it by that name.
+        listen_at = "0.0.0.0" if address.startswith(_LOOPBACK) else address
         to_relay, from_relay = os.pipe(), os.pipe()
         try:
             subprocess.run(
@@ -82,24 +82,31 @@ class Link:
             os.close(from_relay[1])
         # In a thread: a store that does not answer must not hold up the program.
         pipes = from_relay[0], to_relay[1]
-        hosts = [address, host] if host and host != address else [address]
-        threading.Thread(target=self._arrange, args=(store, hosts if address else None, pipes), name="commlens-link", daemon=True).start()
+        threading.Thread(target=self._arrange, args=(store, host, address, pipes), name="commlens-link", daemon=True).start()
 
-    def _arrange(self, store: Any, hosts: list[str] | None, pipes: tuple[int, int]) -> None:
-        """Publish where the relay of rank 0's node listens (``hosts``), or tell this node's relay what was published."""
+    def _arrange(self, store: Any, host: str, address: str, pipes: tuple[int, int]) -> None:
+        """Publish the address where the relay of rank 0's node listens, or tell this node's relay what was published."""
         told = b""
         with contextlib.suppress(Exception), os.fdopen(pipes[0], "rb") as said, os.fdopen(pipes[1], "wb") as tell:
-            if hosts is not None:
-                store.set(_KEY, json.dumps({**json.loads(said.readline()), "hosts": hosts}))
+            if address:
+                store.set(_KEY, json.dumps({**json.loads(said.readline()), "host": address}))
                 return
             until = time.monotonic() + PATIENCE_S
             while self._log.link == refusal_log.CONNECTING and time.monotonic() < until:
                 # The key may first hold what an earlier start of the job left there: its relay is gone, or knows these ranks already.
                 if store.check([_KEY]) and (value := bytes(store.get(_KEY))) != told:
                     told = value
-                    tell.write(value + b"\n")
+                    offer = json.loads(value)
+                    tell.write(json.dumps({**offer, "hosts": _reachable(offer["host"], host)}).encode() + b"\n")
                     tell.flush()
                 time.sleep(_LOOK_S)
+
+
+def _reachable(published: str, store_host: str) -> list[str]:
+    """Return the addresses at which rank 0's node may be reached from here: as published, or as the host of the store."""
+    if published.startswith(_LOOPBACK) and store_host and not store_host.startswith(_LOOPBACK):
+        return [store_host]
+    return [*dict.fromkeys([published, store_host or published])]
 
 
 def _number(variable: str) -> int:

@@ -199,9 +199,11 @@ class Relay:
     # --- the ranks of this node
 
     def _find_boards(self) -> None:
+        if len(self._feeds) + len(self._mirrors) >= self._world_size:
+            return
         for path in self._folder.glob(f"rank*{B.SUFFIX}"):
             name = path.name.removeprefix("rank").split(".")[0]
-            if not name.isdecimal() or int(name) in self._feeds:
+            if not name.isdecimal() or int(name) in self._feeds or int(name) in self._mirrors:
                 continue
             try:
                 board = PeerBoard(path)
@@ -250,9 +252,11 @@ class Relay:
                 self._attempt(connection, lambda: connection.send_json(type="challenge", nonce=connection.nonce))
 
     def _connect(self) -> None:
-        for host, port in self._offers:
+        for _ in range(len(self._offers)):
+            address = self._offers.pop(0)
+            self._offers.append(address)  # another one first, if this one turns out to be no hub
             with contextlib.suppress(OSError):
-                self._add(socket.create_connection((host, port), timeout=1.0))
+                self._add(socket.create_connection(address, timeout=1.0))
                 return
 
     def _add(self, sock: socket.socket) -> Connection:
