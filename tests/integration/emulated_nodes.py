@@ -71,16 +71,25 @@ class Node:
         """Cut the node off from the others."""
         assert _ip("-n", self.namespace, "link", "set", "eth0", "down")
 
+    def pids(self, text: str = "") -> list[int]:
+        """Return the processes on this node, or those with this text in their command lines; none without a network namespace."""
+        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
+        found = []
+        for pid in listed.stdout.split() if self.isolated else []:
+            with contextlib.suppress(OSError):
+                if text.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    found.append(int(pid))
+        return found
+
     def kill(self) -> None:
         """Kill everything that was started on this node."""
-        listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=False)
-        pids = listed.stdout.split() if self.isolated else []
+        pids = self.pids()
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait(10)
 

@@ -1,7 +1,7 @@
 """The ranks of one node of two under strict verification: ``python strict_nodes_program.py NODE HOW``, with two ranks on each node.
 
-One process imports torch, and forks the ranks. ``HOW`` is ``healthy``, ``without`` (node 1 runs without commlens) or ``cable``: the
-test pulls the cable of node 1 after ``training`` was printed, and creates the file ``go`` in both working directories.
+One process imports torch, and forks the ranks. ``HOW`` is ``healthy``, ``without`` (node 1 runs without commlens) or ``cut``: after
+``training`` was printed, the test cuts node 1 off in some way, and creates the file ``go`` in both working directories.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def collective(group: dist.ProcessGroup | None, size: int = 4) -> str:
 
 
 def train(node: int, how: str) -> None:
-    """Run a healthy program, and go on within the node after the cable was pulled."""
+    """Run a healthy program, and go on after the nodes were cut off from each other."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=8))
     inside = [dist.new_group([first, first + 1]) for first in range(0, NODES * PER_NODE, PER_NODE)][node]
     across = [dist.new_group([first, first + PER_NODE]) for first in range(PER_NODE)][int(os.environ["LOCAL_RANK"])]
@@ -50,7 +50,7 @@ def train(node: int, how: str) -> None:
         else:
             dist.recv(torch.ones(4), pair, tag=tag)
     say(f"training took {time.monotonic() - began:.2f} s")
-    if how != "cable":
+    if how != "cut":
         dist.destroy_process_group()
         return
     while not Path("go").exists():

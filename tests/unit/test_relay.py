@@ -110,6 +110,14 @@ def test_three_nodes_share_announcements_and_refusals(make: Callable[[int], tupl
     time.sleep(0.2)
     assert {node.log.count() for node in nodes} == {1}
     assert len({node.log.read(0)["text"] for node in nodes}) == 1
+    # Two ranks refuse different collectives without knowing of each other: all ranks raise the first.
+    for node in nodes[1:]:
+        content = {"text": f"by {node.rank}", "kind": "missing", "ranks": [0, 1, 2], "by": node.rank, "seen": 1}
+        RefusalLog(node.folder, refusal_log.DRAFTS).post(KEY + node.rank, 2, content)
+        node.bells.ring([0])
+    until(lambda: all(node.log.count() == 2 for node in nodes))
+    time.sleep(0.2)
+    assert {node.log.count() for node in nodes} == {2}
     assert [node.said for node in nodes] == [[], [], []]
 
 

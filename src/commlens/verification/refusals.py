@@ -95,26 +95,29 @@ class Refusals:
         key, number = about or (pending.channel.key, pending.number)
         concerned = sorted({*pending.channel.members, *ranks})
         content = {"kind": kind, "text": text, "by": self._rank, "ranks": concerned}
-        posted = self._post_on_all_nodes(key, number, content, concerned) or self._posted.post(key, number, content)
+        self._post_on_all_nodes(key, number, content, concerned)
+        posted = self._posted.post(key, number, content)
         self.raised = max(self.raised, self._posted.count())
         self._bells.wake(concerned)
         raise _exception({"kind": kind, "text": text, **posted})
 
-    def _post_on_all_nodes(self, key: int, number: int, content: dict[str, Any], concerned: list[int]) -> dict[str, Any] | None:
-        """Let the relays post a refusal, and return the first about this collective; None if no other node is concerned or answers."""
+    def _post_on_all_nodes(self, key: int, number: int, content: dict[str, Any], concerned: list[int]) -> None:
+        """Let the relays post a refusal; return if no other node is concerned or answers.
+
+        Raises:
+            DistributedOperationException: this refusal, or another one that was posted before and concerns this rank.
+        """
         elsewhere = self._elsewhere(concerned)
         if self._drafts is None or not elsewhere:
-            return None
-        self._drafts.post(key, number, content)
+            return
+        self.raise_new()
+        seen = sum(bool(self._posted.read(at).get("everywhere")) for at in range(self._posted.count()))
+        self._drafts.post(key, number, {**content, "seen": seen})
         self._bells.ring(elsewhere)
         until = time.monotonic() + _ON_ALL_NODES_S
         while time.monotonic() < until and self._elsewhere(concerned):
-            for at in range(self._posted.count()):
-                posted = self._posted.read(at)
-                if (posted.get("key"), posted.get("number")) == (key, number):
-                    return posted
+            self.raise_new()
             time.sleep(_NAP_S)
-        return None
 
     def _concerns_this_rank(self, posted: dict[str, Any]) -> bool:
         ranks = posted.get("ranks")

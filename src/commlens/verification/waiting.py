@@ -220,6 +220,8 @@ class Waiting:
 
     def _check(self, pending: Pending, absent: list[int], waited_ns: int) -> None:
         """Refuse the op if an absent rank has ended, if ranks wait for each other, or after the timeout."""
+        if not absent:
+            return  # all others have just arrived, or are given up
         ended = {rank: how for rank in absent if (how := self._peers.how_it_ended(rank))}
         if ended:
             self._comparison.compare(pending)  # a rank may have announced just before it ended
@@ -236,13 +238,19 @@ class Waiting:
         if timeout_s and waited_ns > timeout_s * 1e9:
             self._refuse_missing(pending, absent, waited_ns)
 
-    def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> NoReturn:
-        """Refuse the collective because ranks are late. If they wait in another one themselves, refuse that one for the ranks it lacks."""
+    def _refuse_missing(self, pending: Pending, absent: list[int], waited_ns: float) -> None:
+        """Refuse the collective because ranks are late. If they wait in another one themselves, refuse that one for the ranks it lacks.
+
+        Return if they have arrived meanwhile, or if it is no longer known whether they live.
+        """
         cycles, compared, half = self._cycles, self._comparison, int(waited_ns) // 2
         chain = cycles.chain(absent, half)
         if not chain:
             absent = [rank for rank in absent if not cycles.waits_in(rank, half)] or absent
             where = {rank: self._whereabouts(rank) for rank in absent}
+            compared.compare(pending)
+            if not set(where) <= set(pending.absent) or self._peers.any_doubtful(where):
+                return
             self._refuse_if_tags_differ(pending, waited_ns, next(iter(where.values()), ""))
             text = absence_text("missing", compared.subject(pending), compared.rows(pending), where, waited_ns / 1e9)
             members = cycles.held_up(set(pending.channel.members), half)

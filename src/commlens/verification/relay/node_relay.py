@@ -71,6 +71,7 @@ class Relay:
         self._offers: list[tuple[str, int]] = []  # addresses of the hub, to be tried
         self._retry_at = 0.0
         self._posted: set[tuple[int, int]] = set()  # key and number of the refusals that were posted on all nodes
+        self._concerned: list[list[int]] = []  # the ranks of each of them
         self._questions: dict[int, int] = {}  # by rank: its last question
         self._own_start = job_dirs.start_ticks(os.getpid())
         self._began = time.monotonic()
@@ -164,8 +165,9 @@ class Relay:
             silent = now - connection.heard
             if silent > (LOST_S if connection.trusted else _HANDSHAKE_S):
                 self._lose(connection, f"nothing was heard of it for {silent:.0f} s")
-        self._update_link(now)
         ranks_left = [rank for rank, feed in self._feeds.items() if rank not in self._ended and not feed.board.word(B.CLOSED)]
+        if ranks_left:  # else the ranks that read the state of the link may be those of the next start of the job
+            self._update_link(now)
         if ranks_left or (not self._feeds and now - self._began < PATIENCE_S):
             self._ended_at = now
             return False
@@ -421,12 +423,16 @@ class Relay:
                 self._send_all(type="draft", refusal=refusal)
 
     def _post(self, refusal: dict[str, Any]) -> None:
-        """As the hub, post a refusal on all nodes, if it is the first of its collective."""
+        """As the hub, post a refusal on all nodes, if it is the first of its collective and its rank knew all that concern the rank."""
         identity = (int(refusal["key"]), int(refusal["number"]))
-        if identity not in self._posted:
-            self._posted.add(identity)
-            self._send_all(type="refusal", refusal=refusal)
-            self._post_here(refusal)
+        newer = self._concerned[int(refusal.get("seen", 0)) :]
+        if identity in self._posted or any(refusal.get("by") in ranks for ranks in newer):
+            return
+        self._posted.add(identity)
+        self._concerned.append(list(refusal.get("ranks", ())))
+        refusal = {**refusal, "everywhere": True}
+        self._send_all(type="refusal", refusal=refusal)
+        self._post_here(refusal)
 
     def _post_here(self, refusal: dict[str, Any]) -> None:
         self._log.post(int(refusal["key"]), int(refusal["number"]), refusal)
