@@ -508,8 +508,11 @@ def main() -> None:
         else:
             _, count, seed = name.split("-")
             body = lambda rank, world, result, count=int(count), seed=int(seed): run_random(rank, world, result, count, seed)  # noqa: E731
-        settings = {"verify_timeout": 20.0, "engine": way}
-        jobs.append(Job(which, int(size), body, settings, way != "bare", timeout_s=90.0))
+        settings = {"verify_timeout": 20.0, "engine": "mixed" if way in ("nodes", "sample") else way}
+        if way == "sample":
+            settings["debug"] = "sample"
+        nodes = 2 if way in ("nodes", "sample") else 1
+        jobs.append(Job(which, int(size), body, settings, way != "bare", timeout_s=90.0, nodes=nodes))
     prepare()
     Jobs(out).run(jobs, at_once=2)
 

@@ -32,6 +32,10 @@ MIXED = [("oddities", 2), ("oddities", 4), RANDOM[1]]
 """These also run with the two engines on alternating ranks."""
 
 
+ON_TWO_NODES = [(("oddities", 4), "nodes"), (RANDOM[1], "nodes"), (RANDOM[1], "sample")]
+"""These also run with the ranks on two nodes in turns, and verified in samples."""
+
+
 @pytest.fixture(scope="module")
 def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Run all jobs in all ways. One process imports torch for all of them."""
@@ -39,7 +43,7 @@ def launched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     wanted = [(job, way) for job in JOBS for way in ("bare", "python")]
     with contextlib.suppress(pytest.skip.Exception):
         environ["COMMLENS_NATIVE_DIR"] = str(request.getfixturevalue("native_cache"))
-        wanted += [*((job, "native") for job in JOBS), *((job, "mixed") for job in MIXED)]
+        wanted += [*((job, "native") for job in JOBS), *((job, "mixed") for job in MIXED), *ON_TWO_NODES]
     return out, launch(
         out, "legal_programs", *(f"{name}:{size}:{way}" for (name, size), way in wanted), environ=environ, timeout_s=TIMEOUT_S
     )
@@ -62,6 +66,15 @@ def test_legal_program(launched: tuple[Path, str], engine_environment: dict[str,
 @pytest.mark.usefixtures("native_cache")
 def test_legal_program_with_both_engines(launched: tuple[Path, str], job: str, size: int, name: str) -> None:
     judge(launched, "mixed", job, size, name)
+
+
+TWO_NODES = [(way, *case) for job, way in ON_TWO_NODES for case in CASES if case[:2] == job]
+
+
+@pytest.mark.parametrize(("way", "job", "size", "name"), TWO_NODES, ids=[f"{name}-{job}-{way}" for way, job, _, name in TWO_NODES])
+@pytest.mark.usefixtures("native_cache")
+def test_legal_program_on_two_nodes(launched: tuple[Path, str], way: str, job: str, size: int, name: str) -> None:
+    judge(launched, way, job, size, name)
 
 
 def judge(launched: tuple[Path, str], way: str, job: str, size: int, name: str) -> None:
