@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast native-check explore lint hooks changelog bench compat page schemas clean
+.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench compat page schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,17 @@ test: $(VENV)/.ready $(VENV)/.browser ## Run all tests (ARGS="-k name" to select
 
 test-fast: $(VENV)/.ready ## Run the unit tests that start no process and need no browser, in about a minute (ARGS="-k name" to select)
 	$(VENV)/bin/python -m pytest tests/unit -m "not launches" $(WORKERS) $(ARGS)
+
+frameworks: $(VENV)-frameworks/.ready ## Run the examples with Accelerate, Lightning, transformers, Ray Train and DeepSpeed, which are installed for it (1.8 GB)
+	$(VENV)-frameworks/bin/python -m pytest tests/integration/test_frameworks.py -rs $(ARGS)
+
+$(VENV)-frameworks/.ready: pyproject.toml constraints.txt
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(PINNED_TORCH) $(USE_CPU_INDEX) --constraint constraints.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test]' \
+		accelerate lightning transformers 'ray[train]' deepspeed --constraint constraints.txt
+	@touch $@
 
 native-check: $(VENV)/.ready ## Test what the native engine does to shared memory: sanitizers, writers killed at every instruction, aarch64
 	@$(VENV)/bin/python tests/native/native_check.py
@@ -65,7 +76,7 @@ schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their t
 	$(VENV)/bin/python tests/unit/make_schemas.py
 
 clean: ## Remove the virtual environments
-	rm -rf .venv .venv-torch-*
+	rm -rf .venv .venv-frameworks .venv-torch-*
 
 # torch is installed first. A torch other than the pinned one chooses the versions of its own dependencies.
 $(VENV)/.ready: pyproject.toml constraints.txt
