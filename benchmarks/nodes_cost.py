@@ -42,6 +42,7 @@ REST_S = 20.0
 SETTLE_S = 60.0
 PER_PROCESS = 320
 RECORDS = 2000
+HEAD = 12  # bytes of a packed box before its compressed content
 
 
 class Row(NamedTuple):
@@ -80,7 +81,7 @@ def serve(pipe: Any) -> None:
 
 
 def template(world_size: int, behind: bool) -> bytes:
-    """Return a black box of 2,000 records, in the last of which its rank waits; a culprit's has one record less."""
+    """Return what is packed of a black box of 2,000 records, in the last of which its rank waits; a culprit's has one record less."""
     from boxes import MONO, WAIT_BEGAN, Box
 
     box = Box(0, world_size, capacity=RECORDS, pid=100)
@@ -98,21 +99,22 @@ def template(world_size: int, behind: bool) -> bytes:
     frame = ["/home/me/train.py", 57, "load_batch"] if behind else ["/home/me/train.py", 81, "step"]
     box.evidence([{"tid": 4121, "name": "MainThread", "main": True, "f": [frame]}], MONO)
     box.heartbeat(MONO + (count + 4000) * 1_000_000)
-    return box.bytes()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.write(box.bytes())
+        file.flush()
+        with OpenBox(Path(file.name)) as opened:
+            packed = opened.packed(newest=remote_evidence._newest(opened.status(), world_size))
+    return packed[:HEAD] + zlib.decompress(packed[HEAD:])
 
 
 def pack_rank(content: bytes, rank: int, world_size: int) -> remote_evidence._Rank:
     """Return what a node sends of one rank."""
-    image = bytearray(content)
+    image = bytearray(content[HEAD:])
     fields = list(layout.STATIC.unpack_from(image))
     fields[10], fields[11] = 100 + rank, rank
     layout.STATIC.pack_into(image, 0, *fields)
     struct.pack_into("<I", image, layout.STATIC_CRC_AT, zlib.crc32(image[: layout.STATIC.size]))
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
-        file.write(image)
-        file.flush()
-        with OpenBox(Path(file.name)) as box:
-            packed = box.packed(newest=remote_evidence._newest(box.status(), world_size))
+    packed = content[:HEAD] + zlib.compress(bytes(image), 4)
     log = RankLog(rank=rank, world_size=world_size, host=f"node{rank // RANKS}", pid=100 + rank, captured_ns=time.time_ns())
     log.observation = Observation(end=End.RUNNING, cpu_s=1.0)
     return remote_evidence._Rank(log, packed)

@@ -48,7 +48,7 @@ def verdicts(made: list[Node]) -> list[dict[str, object]]:
     found = []
     for node in made:
         log = node.folder / "verdicts.jsonl"
-        found += [{**json.loads(line), "node": node.number} for line in log.read_text().splitlines()] if log.exists() else []
+        found += [{**json.loads(line)["verdict"], "node": node.number} for line in log.read_text().splitlines()] if log.exists() else []
     return found
 
 

@@ -21,14 +21,14 @@ def step() -> None:
 
 def train(late_s: float) -> None:
     last = dist.get_rank() == dist.get_world_size() - 1
-    for _ in range(30):
+    for _ in range(12):
         step()
         time.sleep(0.1)
     os.write(1, b"trained\n")
     if last:
         load_batch(late_s)
     step()
-    time.sleep(1)
+    time.sleep(0.5)
     if last and late_s:
         os.kill(os.getpid(), signal.SIGKILL)
     step()
@@ -43,7 +43,7 @@ def main() -> None:
     if "SLURM_PROCID" in os.environ:  # as in many training scripts
         os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        method = f"tcp://{os.environ['HEAD']}:{os.environ['PORT']}"
+        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     else:

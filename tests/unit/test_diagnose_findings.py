@@ -12,7 +12,7 @@ from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, s
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.live import find_disagreements
-from commlens.model.collective import Frame, FrameKind
+from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.reports.json_report import schema
@@ -365,6 +365,18 @@ def test_death_and_its_victims(death: Die, why: str, source: str, size: int) -> 
     verdict = judge(logs)
     assert blame(verdict) == ("dead", why, [1], source)
     assert verdict.victims == [r for r in range(size) if r != 1]
+
+
+def test_a_rank_that_exits_because_of_a_peer_is_a_victim() -> None:
+    """torch.multiprocessing.spawn catches the exception of a child, and exits with status 1."""
+    job = Job(2).run(training(at(1, 5, Die(Observation(End.KILLED, signal="SIGKILL")))))
+    logs = job.logs()
+    logs[0].exception, logs[0].closed = "SystemExit: 1", True
+    logs[0].observation = Observation(End.FAILED, 1, ended_ns=job.now - 5_000_000)
+    assert blame(judge(logs)) != ("dead", "killed", [1], "train.py:30"), "it ended first, for no known reason"
+    last = logs[0].collectives[-1]
+    last.state, last.error = State.FAILED, "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+    assert blame(judge(logs)) == ("dead", "killed", [1], "train.py:30")
 
 
 @pytest.mark.parametrize("readable", [0, 6])

@@ -88,6 +88,9 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     if name == "SystemExit":
         code = log.observation.exit_code
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
+        failure = _last_failure(log)
+        if is_peer_error(failure):  # torch.multiprocessing.spawn turns the exception of a child into its exit
+            return ProcessExit("peer", "exception", at, f"exited with status {status} after {_short(failure)}", frame)
         return ProcessExit("own", "exit", at, f"exited with status {status}", frame)
     if is_refusal(exception):
         return ProcessExit("peer", "exception", at, "raised DistributedOperationException", frame, refused=True)
