@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commlens
 from commlens.model.trace import Phase, TraceEvent
-from commlens.tracing import stacks
+from commlens.tracing import backend_times, stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 
@@ -629,6 +629,8 @@ def test_the_wait_for_ddps_buckets_at_the_end_of_backward(gloo: None) -> None:
 def test_a_backward_that_raises_leaves_no_wait(gloo: None) -> None:
     broken, model = [DistributedDataParallel(Stack(3), bucket_cap_mb=0.0001) for _ in range(2)]
 
+    broken(batch()).sum().backward()  # after it, the buckets are rebuilt
+
     def fail(gradient: torch.Tensor) -> None:
         raise RuntimeError("no")
 
@@ -1160,3 +1162,16 @@ def test_parameters_are_those_between_two_steps(outlives: bool) -> None:
     weight = list(found.values())[1]
     assert (weight.placements, weight.shape, weight.dtype) == ("(Shard(dim=0), Shard(dim=1))", (WIDTH, 16), "float32")
     assert weight.local_bytes == WIDTH * 16 * 4 // 8 and weight.mesh.startswith("DeviceMesh(")
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="gloo has a Flight Recorder from torch 2.13 on")
+def test_entries_of_torchs_recorder_are_found_by_the_moment_of_issue(gloo: None) -> None:
+    with commlens.trace() as trace:
+        for size in (1, 2, 3):
+            dist.all_reduce(torch.ones(size))
+    # gloo's entries have no durations: each gets one of its own.
+    recorded = [{**entry, "duration_ms": entry["record_id"] + 0.5} for entry in backend_times.entries()][-3:]
+    assert len(recorded) == 3
+    events = list(trace.events)
+    backend_times.add_durations(events, [*recorded, {"duration_ms": None}, {}], trace.data.started_unix_ns)
+    assert [event.duration_ns for event in events] == [round(entry["duration_ms"] * 1e6) for entry in recorded]

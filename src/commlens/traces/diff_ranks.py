@@ -55,7 +55,7 @@ def compare_ranks(before: RankTraces, after: RankTraces) -> Comparison:
 def compare_page(before: RankTraces, after: RankTraces, comparison: Comparison, *, names: tuple[str, str]) -> bytes:
     """Return the HTML page of a comparison. Of several ranks, it shows the first that changed, or the first, side by side."""
     one, other = before[before.ranks[0]].data, after[after.ranks[0]].data
-    notes = []
+    notes = [comparison.time] if comparison.time else []
     both = [rank for rank in before.ranks if rank in after.by_rank]
     if both and not len(before) == len(after) == 1:
         shown = next((change.ranks[0] for change in comparison.changes if change.ranks), both[0])

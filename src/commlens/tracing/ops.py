@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
@@ -55,10 +55,11 @@ class OpRecord(NamedTuple):
 class _Op:
     """What an op's schema says about it."""
 
-    __slots__ = ("communicates", "is_tensor_op", "op", "packet")
+    __slots__ = ("communicates", "is_tensor_op", "op", "packet", "run")
 
     def __init__(self, op: Any) -> None:
         self.op = op  # kept alive, since it is looked up by its id
+        self.run = op._op if type(op) is OpOverload else op  # what an OpOverload calls in turn
         self.communicates = self.is_tensor_op = False
         self.packet = None
         if isinstance(op, HigherOrderOperator):
@@ -108,7 +109,7 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
         kind = _known[id(func)] = _Op(func)
     if kind.communicates:
         return self._run_collective(kind, args, kwargs or {})
-    result = func(*args, **kwargs) if kwargs else func(*args)
+    result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
     if kind.is_tensor_op and not (_is_fake(result) and _in_propagation()):
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         self._fresh += (func, self._place(), None, shapes, self._sequence)

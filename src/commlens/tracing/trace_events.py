@@ -21,6 +21,7 @@ class TraceEvents:
 
     def __init__(self, started_ns: int) -> None:
         self.groups: list[ProcessGroup] = []
+        self.on_accelerator = False  # whether any group is
         self._started_ns = started_ns
         self._indices: dict[tuple[Group, str], int] = {}
 
@@ -69,6 +70,7 @@ class TraceEvents:
         index = self._indices.get((group, device))
         if index is None:
             index = self._indices[group, device] = len(self.groups)
+            self.on_accelerator = self.on_accelerator or device not in ("cpu", "meta")
             self.groups.append(
                 ProcessGroup(group.name, group.ranks, group.description, group.backend(device), group.mesh_dim, group.incarnation)
             )

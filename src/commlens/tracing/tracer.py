@@ -24,6 +24,7 @@ from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
 from commlens.tap.interned_args import ArgsTable, noted_reduce_ops, output_pointers
+from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
@@ -364,6 +365,8 @@ class Tracer:
                 event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = event.call = 0
             events.append(event)
         events.sort(key=lambda event: event.sequence)
+        if converter.on_accelerator and not self.preview:
+            add_durations(events, entries(), self._started_unix_ns)
         rank, world_size = self._rank_and_size or _rank_and_world()
         recorded = sum(event.count for event in events)
         return TraceData(

@@ -133,6 +133,7 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
         tools={onOther ? <button type="button" class="button" onClick={onOther}>Another file</button> : undefined}
       >
         <h1>{answer(trace)}</h1>
+        {timeAnswer(trace) && <p class="dim">{timeAnswer(trace)}</p>}
         <Ranks {...{ loaded, which }} onWhich={(next) => { setWhich(next); choose(null); }} />
         <p class="dim">
           {head.names[which]}{trace.script && <>, of <span class="mono">{trace.script}</span></>}{trace.torch && `, torch ${trace.torch}`}{hasTime(trace) && trace.estimate ? `. Times are estimated for ${trace.estimate.network}` : ""}. {selfCheck(trace)}
@@ -207,6 +208,21 @@ function toggled(open: ReadonlySet<string>, key: string): Set<string> {
 
 function sum(trace: Trace, events: readonly number[]): number {
   return events.reduce((total, index) => total + trace.events[index]!.count, 0);
+}
+
+/** What the collectives took, and what the rank waited; empty if no time is known. */
+function timeAnswer(trace: Trace): string {
+  if (!trace.durationsKnown || trace.estimate) return "";
+  let [timed, time, waited] = [0, 0, 0];
+  for (const event of trace.events) {
+    const took = trace.timeOf(event);
+    if (!took) continue;
+    timed += 1;
+    time += took;
+    waited += trace.waitedOf(event) ?? 0;
+  }
+  const which = timed === trace.calls ? "They" : `${number(timed)} of them, whose time is known,`;
+  return `${which} took ${seconds(time / 1e9)}${waited ? `; the rank waited for ${seconds(waited / 1e9)} of it (${Math.round((100 * waited) / time)}%)` : ""}.`;
 }
 
 function answer(trace: Trace): string {

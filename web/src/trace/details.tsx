@@ -87,6 +87,11 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
             {event.waitEnded ? `, waited for ${seconds((event.waitEnded - event.waitBegan) / 1e9)}${event.waitBegan > event.returned ? `, ${seconds((event.waitBegan - event.returned) / 1e9)} after it returned` : ""}` : "; no wait was recorded"}
           </Fact>
         )}
+        {event.duration > 0 && (
+          <Fact name="Took">
+            {seconds(event.duration / 1e9)}{event.overlapped === null ? "" : `, ${seconds(event.overlapped / 1e9)} of it while other work ran`}
+          </Fact>
+        )}
         {trace.estimate && <Fact name="Estimate">{seconds(trace.timeOf(event) / 1e9)} on {trace.estimate.network}</Fact>}
         {trace.timesKnown && event.returned > 0 && (
           <Fact name="Overlaps">

@@ -65,6 +65,10 @@ export interface Collective {
   returned: number;
   waitBegan: number;
   waitEnded: number;
+  /** The collective's own time, as the backend or a profiler measured it; 0 if unknown. */
+  duration: number;
+  /** The part of it in which other work ran. */
+  overlapped: number | null;
   count: number;
 }
 
@@ -123,6 +127,8 @@ export class Trace {
   /** The estimated seconds of each collective, and the network's name. */
   estimate: { network: string; seconds: number[] } | null = null;
   timesKnown = false;
+  /** Whether the time of some collective is known, beyond the moments at which the host issued it. */
+  durationsKnown = false;
   bytesKnown = false;
   groupsKnown = false;
 
@@ -130,11 +136,23 @@ export class Trace {
     return this.groups[event.group]!;
   }
 
-  /** Nanoseconds that the issuing thread spent in the call and the wait; in a preview, the estimate. */
+  /** Nanoseconds of a collective, by the rules of commlens/traces/times.py, or the estimate; 0 if unknown. */
   timeOf(event: Collective): number {
     if (this.estimate) return (this.estimate.seconds[event.index] ?? 0) * 1e9 * event.count;
-    if (!this.timesKnown) return 0;
-    return event.returned - event.started + (event.waitEnded - event.waitBegan);
+    if (this.preview || event.count > 1) return 0;
+    if (event.duration) return event.duration;
+    if (!CPU_BACKENDS.has(this.groupOf(event).backend) || !event.returned) return 0;
+    if (event.waitEnded) return Math.max(event.waitEnded, event.returned) - event.started;
+    return event.asynchronous === false ? event.returned - event.started : 0;
+  }
+
+  /** The part of it that the rank waited; null if unknown. */
+  waitedOf(event: Collective): number | null {
+    const time = this.timeOf(event);
+    if (!time || this.estimate) return null;
+    if (event.duration && event.overlapped !== null) return event.duration - event.overlapped;
+    if (!CPU_BACKENDS.has(this.groupOf(event).backend) || (event.duration && !event.waitEnded)) return null;
+    return Math.min(time, event.returned - event.started + (event.waitEnded - event.waitBegan));
   }
 
   get calls(): number {
@@ -145,6 +163,8 @@ export class Trace {
     return this.events.reduce((sum, event) => sum + event.wireBytes * event.count, 0);
   }
 }
+
+const CPU_BACKENDS = new Set(["gloo", "mpi"]);
 
 const TRIVIAL = new Set([
   "aten.detach.default", "aten.t.default", "aten.view.default", "aten._to_copy.default", "aten.as_strided.default", "aten.transpose.int",
@@ -254,6 +274,8 @@ export class Builder {
       returned: int(item["returned_ns"]),
       waitBegan: int(item["wait_began_ns"]),
       waitEnded: int(item["wait_ended_ns"]),
+      duration: int(item["duration_ns"]),
+      overlapped: optional(item["overlapped_ns"]),
       count: int(item["count"], 1),
     };
     const { op, api, phase, site, owner, cause, source, through, dtype } = event;
@@ -286,6 +308,7 @@ export class Builder {
   finish(): Trace {
     const trace = this.trace;
     trace.timesKnown = !trace.preview && trace.events.some((event) => event.returned > 0);
+    trace.durationsKnown = trace.events.some((event) => trace.timeOf(event) > 0);
     trace.bytesKnown = trace.events.length === 0 || trace.events.some((event) => event.wireBytes > 0 || event.dtype !== "" || event.op.endsWith("barrier"));
     trace.groupsKnown = trace.events.length === 0 || trace.groups.some((group) => group.ranks.length > 0);
     return trace;

@@ -93,7 +93,7 @@ export function Modules(props: ModulesProps) {
 }
 
 export function hasTime(trace: Trace): boolean {
-  return trace.timesKnown || trace.estimate !== null;
+  return trace.durationsKnown || trace.estimate !== null;
 }
 
 function Name({ row, trace, noise }: { row: TreeRow; trace: Trace; noise: number }) {
