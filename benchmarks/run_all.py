@@ -62,6 +62,7 @@ BENCHMARKS = (
     Benchmark("step_time", quick=("--quick", "--only", "DDP", "TP")),
     Benchmark("memory_cost", limit_s=300),
     Benchmark("comm_debug_cost", "Tracing compared with CommDebugMode", ("--rounds", "20"), quick=("--rounds", "5"), reports=False),
+    Benchmark("estimate_check", limit_s=1200),
     Benchmark("watch_cost", "What the watcher costs", quick=("--seconds", "5", "--rounds", "1"), reports=False),
     Benchmark("diagnose_cost", "What a diagnosis costs",
               ("--sizes", "8", "64", "256", "1024", "--faults", "stuck-before-tp", "--rival-up-to", "256", "--runs", "2"),
