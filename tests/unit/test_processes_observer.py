@@ -96,6 +96,7 @@ def test_work_outside_its_own_threads() -> None:
         os.kill(process.children(started.pid)[0], signal.SIGKILL)
     assert seen.children_cpu_s is not None
     assert seen.children_cpu_s >= 0.3
+    assert (seen.children_running_fraction or 0) > 0
     if process.tcp_sockets():  # else the kernel does not tell
         assert seen.net_bytes is not None
         assert seen.net_bytes > 10_000

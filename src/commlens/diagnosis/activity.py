@@ -215,9 +215,11 @@ def movement(seen: Observation) -> tuple[list[str], bool, bool]:
         works = works or share >= CPU_WORKING or runs
         used = f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s"
         signs.append(used if share >= CPU_WORKING else "it waits for a core" if runs else "it uses no CPU")
-    if seen.children_cpu_s is not None and window >= _WINDOW_S and seen.children_cpu_s / window >= CPU_WORKING:
-        works = watched = True
-        signs.append(f"its child processes used {seen.children_cpu_s:.1f} s of CPU")
+    if seen.children_cpu_s is not None and window >= _WINDOW_S:
+        busy = seen.children_cpu_s / window >= CPU_WORKING
+        if busy or (seen.children_running_fraction or 0.0) >= _RUNNABLE:
+            works = watched = True
+            signs.append(f"its child processes used {seen.children_cpu_s:.1f} s of CPU" if busy else "a child process waits for a core")
     if seen.net_bytes is not None and window >= _WINDOW_S and seen.net_bytes >= NET_WORKING * window:
         works = watched = True
         signs.append(f"it sent or received {size(seen.net_bytes)} in {window:.0f} s")

@@ -51,6 +51,7 @@ class Observation(msgspec.Struct):
     running_fraction: float | None = None  # of the observations in the window that found its main thread in state R
     io_bytes: int | None = None  # read and written within the window, also by its child processes
     children_cpu_s: float | None = None  # CPU time that its child processes used within the window
+    children_running_fraction: float | None = None  # of the observations in the window that found one of them in state R
     net_bytes: int | None = None  # sent and received over TCP within the window, without connections that hardly move
     unsent_bytes: int | None = None  # written to TCP connections, and not taken by the other side
     stack_moved: bool | None = None  # the main thread's stack changed within the window

@@ -52,6 +52,7 @@ class _Counts(NamedTuple):
     at_ns: int  # CLOCK_MONOTONIC
     io_bytes: tuple[int, int] | None  # of the process and its children, as process.io_bytes returns them
     children_cpu_s: float  # of its child processes and theirs
+    children_run: bool  # one of them runs, or would if it got a core
     net_bytes: int
 
 
@@ -131,7 +132,8 @@ class Observer:
         if now - self._tcp_at > _COUNTS_EVERY_S * 5e8:
             self._tcp, self._tcp_at = process.tcp_sockets(), now
         children = process.descendants(subject.pid, {os.getpid(), *self._subjects})
-        cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in filter(None, map(process.read_stat, children)))
+        stats = [stat for child in children if (stat := process.read_stat(child)) is not None]
+        cpu_s = reaped_cpu_s + sum(stat.cpu_s + stat.reaped_cpu_s for stat in stats)
         io_bytes = process.io_bytes(subject.pid)
         if io_bytes is not None:
             calls, disks = zip(io_bytes, *filter(None, map(process.io_bytes, children)), strict=True)
@@ -145,7 +147,7 @@ class Observer:
             moved = before.net_bytes + sum(step for step in steps if step >= _CHATTER * (now - before.at_ns) / 1e9)
         subject.sockets = {inode: one.moved for inode, one in tcp.items()}
         subject.unsent = sum(one.unsent for one in tcp.values())
-        return _Counts(now, io_bytes, cpu_s, moved)
+        return _Counts(now, io_bytes, cpu_s, any(stat.state == "R" for stat in stats), moved)
 
     def is_stopped(self, pid: int) -> bool:
         """Return whether the last sample found a process stopped, by SIGSTOP or a debugger."""
@@ -230,6 +232,7 @@ class Observer:
                 kinds = zip(before.io_bytes, after.io_bytes, strict=True)
                 seen.io_bytes = max(0, *[later - earlier for earlier, later in kinds][: 1 if swaps else 2])
             seen.children_cpu_s = round(max(0.0, after.children_cpu_s - before.children_cpu_s), 3)
+            seen.children_running_fraction = round(sum(one.children_run for one in subject.counts) / len(subject.counts), 3)
             seen.net_bytes, seen.unsent_bytes = after.net_bytes - before.net_bytes, subject.unsent
         throttled = _throttled_fraction(subject)
         # v1 and v2 add up the times of all CPUs, so the sum can exceed the window.
