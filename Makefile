@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench compat page schemas clean
+.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat page schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,11 @@ changelog: $(VENV)/.ready ## Show the next release's entries in CHANGELOG.md, fr
 bench: $(VENV)/.ready ## Measure what commlens costs and how often it is right, and write docs/performance.md (ARGS=--quick for a quick trial, ARGS="--only NAME")
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python -m commlens build-native || echo "The native engine is left out."
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python benchmarks/run_all.py $(if $(findstring --quick,$(ARGS)),,--write) $(ARGS)
+
+MINUTES := 60
+soak: $(VENV)/.ready ## Run random jobs with and without faults, and count what commlens says (MINUTES=60; SEED=n replays one; ARGS=--write)
+	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python -m commlens build-native >/dev/null || echo "The native engine is left out."
+	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 compat: ## Run all tests on another torch, in a separate environment: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }

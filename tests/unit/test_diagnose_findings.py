@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import jsonschema
 import msgspec
 import pytest
-from builders import Die, Job, Stay, Step, Wait, all_reduce, collective, recv, send
+from builders import Die, Job, S, Stay, Step, Wait, all_reduce, collective, recv, send
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.live import find_disagreements
@@ -825,3 +825,79 @@ def test_pairs_that_disagree_at_the_same_lines_are_one_fault_also_while_the_job_
     [finding] = find_disagreements(logs)
     assert (finding.kind, finding.culprits, finding.victims) == ("mismatch/reduce-op", [], [0, 1, 2, 3])
     assert [one.kind for one in diagnose_logs(logs).findings if one.root_cause] == ["mismatch/reduce-op"]
+
+
+def gone(logs: list[RankLog], alive: Collection[int] = ()) -> list[RankLog]:
+    """Nobody saw how the ranks ended, all in one moment."""
+    for log in logs:
+        if log.rank not in alive:
+            log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
+    return logs
+
+
+def ring(job: Job, rank: int) -> Iterator[object]:
+    """A ring, in which rank 0 ends before its send of step 3; ranks 0 and 3 then do not wait for anybody."""
+    for i in range(5):
+        if (rank, i) == (0, 3):
+            yield Die(Observation(End.GONE))
+        yield send(job.world, (rank + 1) % 4, line=20)
+        if (rank, i) == (3, 3):
+            yield Stay(21, "step")
+        yield recv(job.world, (rank - 1) % 4, line=22)
+
+
+def test_of_ranks_that_all_ended_unseen_none_is_named_if_several_waited_for_nobody() -> None:
+    verdict = judge(gone(Job(4).run(ring).logs()))
+    assert 0 in verdict.victims or verdict.culprits == [0]
+    assert verdict.culprits in ([], [0])
+
+
+def test_of_ranks_that_all_ended_unseen_a_refusal_names_the_first() -> None:
+    logs = gone(Job(4).run(ring).logs())
+    logs[1].exception = "DistributedOperationException: Cannot apply desired operation: rank 0 has ended and will not take part."
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("dead", [0])
+
+
+def test_two_halves_of_which_one_finished_name_nobody() -> None:
+    """One round too many on one side, or one too few on the other."""
+    verdict = judge(Job(2).run(lambda job, rank: (all_reduce(job.world, line=20) for _ in range(5 + rank))).logs())
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.is_fault) == ("missing", "finished", [], True)
+    assert verdict.next_step.startswith("make all ranks run as many iterations")
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_of_two_halves_of_which_one_finished_the_one_that_left_its_routine_is_named(odd: int) -> None:
+    """Broadcasts hold nobody up, so the ranks part at the collective that one skips, and the others hang at the end."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(8):
+            yield collective("broadcast", job.world, 1, line=19, root=0)
+            if (rank, i) != (odd, 4):
+                yield all_reduce(job.group("tp", [0, 1]), line=20)
+            yield Step()
+
+    verdict = judge(Job(2).run(program).logs())
+    assert verdict.culprits == [odd]
+
+
+@pytest.mark.parametrize("seconds", [0, 30])
+def test_a_hung_job_that_is_interrupted_and_then_killed_did_not_die(seconds: int) -> None:
+    """Ctrl-C ends the ranks that run Python; torchrun kills those in C++ half a minute later."""
+    logs = Job(4).run(training(at(2, 5, SLEEP))).logs()
+    for log in logs:
+        log.observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=log.captured_ns + seconds * S)
+    logs[2].exception = "KeyboardInterrupt"
+    logs[2].observation = Observation(End.FAILED, 1, ended_ns=logs[2].captured_ns)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
+    assert not any(finding.kind == "dead" and finding.root_cause for finding in verdict.findings)
+
+
+def test_ranks_that_were_all_killed_in_one_moment_were_ended_from_outside() -> None:
+    logs = Job(4).run(training(lambda *_: None)).logs()
+    for log in logs:
+        log.closed = False
+        log.observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=log.captured_ns)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == ("dead", [])

@@ -173,3 +173,24 @@ def test_ranks_that_wait_for_each_other() -> None:
     verdict = diagnose_logs(refuse(Job(2).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("cycle", [], [0, 1])
     assert refused(verdict)
+
+
+def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
+    """Its process hangs at its exit, and the others' refusals say that it has ended; one of them waited for another of them."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4):
+            yield all_reduce(job.world, 8, line=10)
+
+    logs = Job(4).run(program).logs()
+    for log in logs:
+        log.closed = log.rank == 1
+        log.observation = Observation(End.RUNNING)
+        if log.rank != 1:
+            absent = "rank 3 has" if log.rank == 2 else "rank 1 has"
+            log.exception = (
+                f"DistributedOperationException: Cannot apply desired operation: {absent} ended and will not take part. Operation: x"
+            )
+            log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == ("dead", "finished", [1], [0, 2, 3])

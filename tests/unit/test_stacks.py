@@ -113,3 +113,11 @@ def test_frames_of_commlens_are_left_out_of_tracebacks():
         hide_our_frames(error)
         functions = [[frame.name for frame in traceback.extract_tb(each.__traceback__)] for each in (error, error.__cause__)]
     assert functions == [["test_frames_of_commlens_are_left_out_of_tracebacks"], ["users"]]
+
+
+def test_an_exception_whose_frames_are_all_of_commlens():
+    """As the cause of an exception is, if a backend raises it inside a call of ours."""
+    names: dict[str, Any] = {}
+    exec(compile("try:\n    raise ValueError\nexcept ValueError as e:\n    error = e", f"{SOURCE}/commlens/tap/x.py", "exec"), names)
+    names["error"].__traceback__ = names["error"].__traceback__.tb_next or names["error"].__traceback__
+    hide_our_frames(names["error"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from commlens.processes.process import Ending, Handle
 from commlens.watch.death import DeathDetector, job_was_stopped
 from commlens.watch.roster import Member
@@ -16,6 +18,7 @@ def member(pid: int, ending: Ending | None = None) -> Any:
 
 
 KILLED, FAILED, FINISHED, TERMINATED = Ending(signal="SIGKILL"), Ending(exit_code=3), Ending(exit_code=0), Ending(signal="SIGTERM")
+INTERRUPTED = Ending(signal="SIGINT")
 
 
 def test_a_death_is_due_shortly_after_and_once() -> None:
@@ -85,3 +88,25 @@ def test_a_job_was_stopped_if_all_its_ranks_were() -> None:
     assert not job_was_stopped([member(1, TERMINATED), member(2)])
     assert not job_was_stopped([member(1, TERMINATED), member(2, KILLED)])
     assert not job_was_stopped([member(1, TERMINATED)]), "of a single rank, it may be a death"
+
+
+def ended(pid: int, ending: Ending, at_s: float) -> Any:
+    made = member(pid, ending)
+    made.ended_ns = int(at_s * 1e9)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("members", "is_stop"),
+    [
+        ([ended(1, KILLED, 50.0), ended(2, KILLED, 50.1)], True),  # as torchrun does at last
+        ([ended(1, INTERRUPTED, 20.0), ended(2, KILLED, 50.0)], True),
+        ([ended(1, INTERRUPTED, 20.0), member(2)], True),  # the other one is in C++
+        ([ended(1, KILLED, 20.0), ended(2, TERMINATED, 20.1)], False),  # a death, and the launcher's signal
+        ([ended(1, KILLED, 20.0), member(2)], False),
+        ([ended(1, FAILED, 20.0), member(2)], False),
+    ],
+)
+def test_the_end_of_a_job_that_hung(members: list[Any], is_stop: bool) -> None:
+    assert job_was_stopped(members, hung=True) is is_stop
+    assert not job_was_stopped(members)

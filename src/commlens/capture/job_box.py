@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -136,7 +137,7 @@ def _move_stale_boxes(job_dir: Path) -> None:
 def _free_ended_boxes(job_dir: Path) -> None:
     """Free the boxes of other jobs' processes that ended: soon if memory is scarce, later if they never called init_process_group.
 
-    A process that ends within seconds of its start, before that call, starts no watcher that would free them.
+    A process that ends at once, before that call, starts no watcher that would free them.
     """
     is_scarce = shutil.disk_usage(job_dir).free < _SCARCE
     before_s = time.time() - (_KEEP_S if is_scarce else _KEEP_UNUSED_S)
@@ -183,25 +184,44 @@ def _about(job: str) -> dict[str, Any]:
     }
 
 
-def start_watcher(settings: config.Settings, job_dir: Path) -> None:
-    """Start the node's watcher process, which survives a SIGKILL of this one. Only the lowest local rank does."""
+def start_watcher(settings: config.Settings, job_dir: Path) -> int:
+    """Start the node's watcher process, which survives a SIGKILL of this one. Only the lowest local rank does.
+
+    Returns:
+        Its pid; 0: another rank starts it.
+    """
     local_rank = rank_environment.local_rank()
     if local_rank > 0 or (local_rank < 0 and not _claim(job_dir / _CLAIM)):
-        return
+        return 0
     environ = {**os.environ, **config.settings_environment(settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ.pop("COMMLENS", None)
     # Through a shell that ends at once: a program that waits for its children must not meet a child of ours.
-    subprocess.run(
-        ["/bin/sh", "-c", '"$@" &', "sh", sys.executable, "-m", "commlens.watch", str(job_dir)],
+    shell = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >/dev/null & echo $!', "sh", sys.executable, "-m", "commlens.watch", str(job_dir)],
         env=environ,
         cwd=_directory(),
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
         start_new_session=True,
         close_fds=True,
         timeout=10,
         check=True,
     )
+    return int(shell.stdout)
+
+
+def end_watcher(pid: int, job_dir: Path | None) -> None:
+    """End a watcher that this process started, so that another one can be started with other settings; 0: there is none."""
+    if pid and job_dir is not None and b"commlens.watch" in _command_line(pid):
+        os.kill(pid, signal.SIGTERM)
+        (job_dir / _CLAIM).unlink(missing_ok=True)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def _directory() -> str:

@@ -23,7 +23,7 @@ from commlens.capture.rank_environment import Place
 from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
-_WATCH_AFTER_S = 5.0  # from the import of torch; the program may change the settings until then
+_WATCH_AFTER_S = 0.3  # from the import of torch: a process that ends sooner, and well, needs no watcher
 
 
 class Session:
@@ -44,6 +44,7 @@ class Session:
         self.attached = False
         self.initialised = False
         self.watch_later: threading.Timer | None = None
+        self.watcher_pid = 0
         self.job_dir: Path | None = None
         self.given_up = False
         self.exception_seen = False
@@ -151,7 +152,7 @@ class Session:
             from commlens.capture import job_box
 
             timer.cancel()
-            safely(job_box.start_watcher, self.settings, self.job_dir)
+            self.watcher_pid = safely(job_box.start_watcher, self.settings, self.job_dir) or 0
 
     def begin_early(self) -> None:
         """Make the box if a launcher made this process a rank of several."""
@@ -321,6 +322,7 @@ class Session:
     def _record_uncaught(self, *exception: Any) -> None:
         if self.is_open:
             safely(self.record_exception, *exception)
+            self._watch()  # if it was too soon
 
     def at_exit(self) -> None:
         """Close the box at the end of the process. In a child of multiprocessing, the exception that ends it may be under way."""
@@ -359,12 +361,16 @@ class Session:
         self.given_up = True
 
     def reopen(self, settings: config.Settings) -> None:
-        """Make the box anew with other settings, before anything was recorded in it and before its watcher was started."""
+        """Make the box anew with other settings, before anything was recorded in it, and its watcher too."""
         if settings == self.settings:
             return
         self.settings = settings
-        if self.is_open and self.watch_later is not None:
-            self.watch_later.cancel()
+        if self.is_open:
+            from commlens.capture import job_box
+
+            if self.watch_later is not None:
+                self.watch_later.cancel()
+            job_box.end_watcher(self.watcher_pid, self.job_dir)
             self.watchdog.stop()
             self.recorder.release()
             self.writer.path.unlink(missing_ok=True)

@@ -78,9 +78,9 @@ def hide_our_frames(error: BaseException) -> None:
             if not _OURS.match(trace.tb_frame.f_code.co_filename):
                 frames.append(trace)
             trace = trace.tb_next
-        for frame, following in zip(frames, [*frames[1:], None], strict=True):
-            frame.tb_next = following
         if frames:
+            for frame, following in zip(frames, [*frames[1:], None], strict=True):
+                frame.tb_next = following
             seen.__traceback__ = frames[0]
         seen = seen.__cause__ or seen.__context__
 

@@ -20,6 +20,7 @@ _TERMINATION_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _LATE_KILL_NS = 5_000_000_000
 _SAME_MOMENT_NS = 600_000_000
+_INTERRUPTED = "was interrupted"
 
 
 class ProcessExit(msgspec.Struct):
@@ -84,7 +85,7 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     name = exception.split(":", 1)[0].strip()
     frame = user_frame(log.exception_stack)
     if name == "KeyboardInterrupt":
-        return ProcessExit("terminated", "killed", at, "was interrupted", frame)
+        return ProcessExit("terminated", "killed", at, _INTERRUPTED, frame)
     if name == "SystemExit":
         code = log.observation.exit_code
         status = str(code) if code is not None else exception.partition(":")[2].strip() or "1"
@@ -136,6 +137,10 @@ def _short(text: str | None) -> str:
     return first if len(first) <= 160 else first[:157] + "..."
 
 
+def _is_killed(one: ProcessExit) -> bool:
+    return one.kind == "own" and one.why == "killed" and "SIGKILL" in one.text
+
+
 def attribute_exits(exits: dict[int, ProcessExit]) -> dict[int, ProcessExit]:
     """Reclassify as ``terminated`` the processes that were probably ended because another one had failed.
 
@@ -144,10 +149,15 @@ def attribute_exits(exits: dict[int, ProcessExit]) -> dict[int, ProcessExit]:
     failed_by_itself = any(one.kind == "own" and one.at_ns for one in exits.values())
     first_failure = min((one.at_ns for one in exits.values() if one.failed and one.at_ns), default=0)
     gone = sorted(one.at_ns for one in exits.values() if one.kind == "gone")
+    killed = [one.at_ns for one in exits.values() if _is_killed(one)]
+    interrupted = [one.at_ns for one in exits.values() if one.kind == "terminated" and one.text == _INTERRUPTED]
+    # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
+    all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
 
     def was_terminated(one: ProcessExit) -> bool:
-        if one.kind == "own":
-            return one.why == "killed" and "SIGKILL" in one.text and one.at_ns > first_failure + _LATE_KILL_NS
+        if _is_killed(one):
+            stopped = bool(interrupted) and one.at_ns > min(interrupted) - _SAME_MOMENT_NS
+            return all_killed or stopped or one.at_ns > first_failure + _LATE_KILL_NS
         return one.kind == "gone" and (failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS))
 
     return {rank: msgspec.structs.replace(one, kind="terminated") if was_terminated(one) else one for rank, one in exits.items()}

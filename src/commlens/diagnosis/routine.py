@@ -162,3 +162,10 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
             usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
             return ops[skipped + position], ops[skipped + usual] if usual is not None else None
     return None
+
+
+def ever_leaves_routine(view: RankView) -> bool:
+    """Return whether a rank left its routine anywhere in its records."""
+    ops = view.history[-_LOOK_BACK:]
+    sure_from = next((i for i, op in enumerate(ops) if view.is_past_first_step(op)), len(ops))
+    return _deviation(_texts(ops)[0], 1, sure_from) is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from commlens.text import parse_ranks
+
 # Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6 to 2.15).
 _PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted)|socket (closed|timeout)|"
@@ -22,6 +24,7 @@ _MISMATCH = re.compile(
 )
 # Raised by commlens's strict verification on every rank that it refuses a collective.
 _REFUSAL = re.compile(r"\bDistributedOperationException\b")
+_ENDED = re.compile(r"\branks? ([\d,:-]{0,200}\d) (?:has|have) ended and will not take part")
 
 
 def is_peer_error(text: str | None) -> bool:
@@ -42,3 +45,12 @@ def is_mismatch_error(text: str | None) -> bool:
 def is_refusal(text: str | None) -> bool:
     """Return whether an error is strict verification's. It is never the cause itself: the records show the cause."""
     return _REFUSAL.search((text or "").split(":", 1)[0]) is not None
+
+
+def ended_in_refusal(text: str | None) -> tuple[int, ...]:
+    """Return the ranks of which a refusal says that they had ended before."""
+    found = _ENDED.search(text or "") if is_refusal(text) else None
+    try:
+        return parse_ranks(found[1], limit=10_000) if found is not None else ()
+    except ValueError:  # a damaged text
+        return ()

@@ -11,6 +11,7 @@ SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
 STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
 ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
+LATE_KILL_NS: Final = 5_000_000_000  # a SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s
 STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _STOP_EXIT_CODES: Final = (128 + 15, 128 + 2)
 
@@ -32,10 +33,23 @@ def dead_ranks(members: Sequence[Member]) -> list[Member]:
     return [member for member in members if member.ended_well is False]
 
 
-def job_was_stopped(members: Sequence[Member]) -> bool:
-    """Return whether all ranks were stopped from outside: by the scheduler or by Ctrl-C."""
+def job_was_stopped(members: Sequence[Member], *, hung: bool = False) -> bool:
+    """Return whether the ranks were stopped from outside: by the scheduler or by Ctrl-C.
+
+    Args:
+        members: all ranks.
+        hung: whether a fault was told before. Then a user or a timeout probably ends the job: ranks that a stop signal does not end
+            because they wait in C++ may still live, or be killed at last by the launcher.
+    """
     dead = dead_ranks(members)
-    return len(members) > 1 and len(dead) == len(members) and all(was_stopped(member) for member in dead)
+    stopped = [member for member in dead if was_stopped(member)]
+    if hung and dead:
+        killed = [member for member in dead if member.ending is not None and member.ending.signal == "SIGKILL"]
+        at_last = len(killed) == len(members) or min(each.ended_ns for each in dead) + LATE_KILL_NS < min(
+            (each.ended_ns for each in killed), default=1 << 63
+        )
+        return len(members) > 1 and len(stopped) + at_last * len(killed) == len(dead)
+    return len(members) > 1 and len(dead) == len(members) == len(stopped)
 
 
 class DeathDetector:
@@ -80,9 +94,9 @@ class DeathDetector:
             self._due = now
         return known is None and self.first is not None
 
-    def was_job_stopped(self, members: Sequence[Member]) -> bool:
-        """Return whether all ranks were stopped from outside, and not because one of them was."""
-        return not self.alone and job_was_stopped(members)
+    def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
+        """Return whether the ranks were stopped from outside, and not because one of them was; ``hung``: after a fault was told."""
+        return not self.alone and job_was_stopped(members, hung=hung)
 
     def add_elsewhere(self, now: float) -> None:
         """Note that a rank of another node died. Further calls change nothing."""

@@ -253,7 +253,8 @@ class Watcher:
         dead = dead_ranks(members)
         if self._over or not (dead or self._nodes.dead_elsewhere):
             return
-        if self._deaths.was_job_stopped(members):
+        earlier = self._stalls.stall.verdict if self._stalls.stall is not None else None
+        if self._deaths.was_job_stopped(members, hung=earlier is not None and earlier.is_fault):
             self._over = True
             return
         self._nodes.update(dead=[member.rank for member in dead])
@@ -263,7 +264,6 @@ class Watcher:
         reporter = self.reporter
         verdict = reporter.diagnose()
         ranks = ranks_phrase([*(member.rank for member in dead), *self._nodes.dead_elsewhere])
-        earlier = self._stalls.stall.verdict if self._stalls.stall is not None else None
         was_killed = any(member.ending is not None and member.ending.signal for member in dead)
         if (
             dead

@@ -9,6 +9,7 @@ from commlens.diagnosis.findings.context import Context, most_waited, prose
 from commlens.diagnosis.findings.next_steps import death_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Node
+from commlens.matching.error_texts import ended_in_refusal
 from commlens.model.collective import Collective, Frame, user_frame
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, ranks_phrase, verb
@@ -40,12 +41,26 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
         end = view.exit
         if (end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))) and not is_absorbed(context, rank):
             groups[(end.why, end.text, end.source.where if end.source else "")].append(rank)
+    _keep_the_first(context, groups, sinks)
     moments = {key: min(context.job.views[rank].exit.at_ns for rank in ranks) for key, ranks in groups.items()}
     first = min((moment for moment in moments.values() if moment), default=0)
     for key, ranks in sorted(groups.items(), key=lambda item: (moments[item[0]] or 1 << 62, item[1])):
         # An exception in user code is a cause of its own; a later signal or exit may follow from the first end.
         follows = bool(first) and moments[key] > first + _SAME_MOMENT_NS and key[0] != "exception"
         _death(context, ranks, [sinks[rank] for rank in ranks if rank in sinks], moments[key], root_cause=not follows)
+
+
+def _keep_the_first(context: Context, groups: dict[tuple[str, str, str], list[int]], sinks: dict[int, Node]) -> None:
+    """Of ranks that are gone, drop those that seem to have been ended because of the others: nobody saw in which order they ended.
+
+    A refusal that a rank raised before says which rank had ended by then. Otherwise a rank that waited for another one did not end first.
+    """
+    views = context.job.views
+    named = {ended for view in views.values() for ended in ended_in_refusal(view.log.exception)}
+    for key, ranks in groups.items():
+        if views[ranks[0]].exit.kind == "gone" and len(ranks) > 1:
+            waiting = {edge.rank for rank in ranks if rank in sinks for edge in context.graph.edges_into(sinks[rank])}
+            groups[key] = [rank for rank in ranks if rank in named] or [rank for rank in ranks if rank not in waiting] or ranks
 
 
 def _is_missed(context: Context, node: Node | None) -> bool:
@@ -66,10 +81,11 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
     waiting = sorted({edge.rank for edge in edges})
     blocked = context.blocked_by(nodes)
-    peers = sorted(rank for rank, other in views.items() if other.exit.kind in ("peer", "terminated"))
+    peers = sorted(rank for rank, other in views.items() if other.exit.kind in ("peer", "terminated", "gone") and rank not in ranks)
     op = most_waited(edges).op if edges else view.last_op
     frame = end.source or _last_line(view)
     unseen = end.kind == "gone"
+    undecided = unseen and len(ranks) > 1 and all(other.exit.ended for other in views.values())
     summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else end.text)
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
@@ -81,8 +97,9 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
         issued = view.last_op is not None and frame == view.last_op.source
         last_seen = f"; it was {'issued' if issued else 'last seen'} at {frame_phrase(frame)}"
     finding = Finding(
-        kind="dead", why=end.why, root_cause=root_cause, culprits=ranks, victims=sorted({*blocked, *peers} - set(ranks)),
-        confidence="medium" if unseen else "high", summary=summary,
+        kind="dead", why=end.why, root_cause=root_cause, culprits=[] if undecided else ranks,
+        victims=sorted({*blocked, *peers, *(ranks if undecided else ())} - set(() if undecided else ranks)),
+        confidence="low" if undecided else "medium" if unseen else "high", summary=summary,
         explanation=prose(
             f"{context.name(ranks[0])}: {context.last(ranks[0])}{last_seen}.",
             context.waiting(edges) if edges else "",

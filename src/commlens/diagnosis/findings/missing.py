@@ -10,7 +10,9 @@ from commlens.diagnosis.activity import Activity, longest_gap_ns
 from commlens.diagnosis.call_paths import parted
 from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import ended_step, missing_step
+from commlens.diagnosis.findings.sides import UNDECIDED
 from commlens.diagnosis.index import RankView
+from commlens.diagnosis.routine import ever_leaves_routine
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State, user_lines
@@ -93,6 +95,10 @@ def _missing(context: Context, absence: Absence) -> None:
     # If most members have finished, those that go on are the odd ones.
     alone = finished and not op.is_point_to_point and len(waiting) < len(ranks)
     culprits = sorted(waiting if alone else ranks)
+    is_half = finished and not op.is_point_to_point and not op.is_setup and len(waiting) == len(ranks) == len(op.channel.group.ranks) / 2
+    if is_half:
+        culprits = _odd_half(context, ranks, waiting)
+    is_tie = is_half and not culprits
     frame = op.source if alone else doing.frame
     if frame is None and finished and view.last_op is not None:
         frame = view.last_op.source
@@ -103,7 +109,7 @@ def _missing(context: Context, absence: Absence) -> None:
     if too_long and gap:
         evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")
     if finished:
-        evidence += _steps_evidence(context, absence)
+        evidence += _steps_evidence(context, absence) + [UNDECIDED] * is_tie
     elif context.job.knows.stacks:
         evidence += _stack_evidence(view, absence)
     evidence += _failure_evidence(view)
@@ -120,7 +126,7 @@ def _missing(context: Context, absence: Absence) -> None:
         more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
-        confidence="low" if too_long else "high" if sure and not alone and not context.assumed(waiting) else "medium",
+        confidence="low" if too_long else "high" if sure and not alone and not is_tie and not context.assumed(waiting) else "medium",
         summary=_summary(context, absence, alone),
         explanation=prose(
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
@@ -128,10 +134,16 @@ def _missing(context: Context, absence: Absence) -> None:
         ),
         next_step=ended_step(op, ranks, waiting)
         if finished and not op.is_setup and _is_first_of_its_line(context, absence.edge)
-        else missing_step(doing, culprits, op),
+        else missing_step(doing, culprits or sorted([*ranks, *waiting]), op),
         evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(absence.blocked))
+
+
+def _odd_half(context: Context, *halves: list[int]) -> list[int]:
+    """Return the half of a group that once left its routine: it has a round too few or too many; empty if neither or both did."""
+    odd = [half for half in halves if any(ever_leaves_routine(context.job.views[rank]) for rank in half)]
+    return sorted(odd[0]) if len(odd) == 1 else []
 
 
 def _summary(context: Context, absence: Absence, alone: bool) -> str:

@@ -31,7 +31,9 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
         "throttled": f"give {subject} more CPU: its cgroup's quota (cpu.max) starves it",
         "uninterruptible-io": f"look at the storage of {subject}'s host: the kernel waits for it (dmesg, mount)",
         "memory-pressure": f"give {subject} more memory: its cgroup is short of it",
-        "finished": f"make {subject} run as many iterations as the others (uneven data: Join, or drop the last batches)",
+        "finished": f"make {subject} run as many iterations as the others (uneven data: Join, or drop the last batches)"
+        if op is None or set(ranks) != set(op.channel.group.ranks)
+        else "make all ranks run as many iterations (uneven data: Join, or drop the last batches)",
         "initialising": f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}",
     }
     if doing.why in steps and (doing.why != "initialising" or doing.frame is not None):

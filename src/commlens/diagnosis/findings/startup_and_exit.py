@@ -9,7 +9,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.sides import separation
 from commlens.diagnosis.index import RankView, Track
-from commlens.matching.error_texts import may_be_peer_error
+from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
 from commlens.model.verdict import Finding, Kind
 from commlens.text import capital, count, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase
@@ -208,8 +208,11 @@ def find_ended(context: Context) -> None:
 
 
 def _refused_call(context: Context, ranks: list[int]) -> Finding:
-    """Return the finding for a refusal that no record shows: of a call of a user's function, which is no collective."""
+    """Return the finding for a refusal that no record explains: of a call of a user's function, or of a rank that ended and is not seen."""
     views = context.job.views
+    named = {ended: rank for rank in ranks for ended in ended_in_refusal(views[rank].log.exception)}
+    if first := sorted(set(named) - set(ranks)):
+        return _ended_early(context, first, views[named[first[0]]], ranks)
     reason, _, operation = (views[ranks[0]].log.exception or "").partition(": ")[2].partition(_OPERATION)
     reason = reason.removeprefix("Cannot apply desired operation").lstrip(":").strip().removeprefix("due to ").rstrip(".")
     kind = f"mismatch/{reason.split(' ')[0]}"
@@ -220,6 +223,21 @@ def _refused_call(context: Context, ranks: list[int]) -> Finding:
         next_step="compare the arguments with which these ranks make this call",
         evidence=[f"rank {rank} {views[rank].exit.text}." for rank in ranks[:4]],
         would_raise_confidence="The exception's whole text is in the output of these ranks.",
+    )  # fmt: skip
+
+
+def _ended_early(context: Context, ended: list[int], teller: RankView, victims: list[int]) -> Finding:
+    """Return the finding for ranks of which the refusals say that they had ended, while nobody saw how."""
+    known = [rank for rank in ended if rank in context.job.views]
+    op = teller.last_op
+    meeting = f" {op_phrase(op)}" if op is not None else " a call of the others"
+    return Finding(
+        kind="dead", why="finished" if known and context.job.views[known[0]].exit.kind in ("leaving", "clean") else "unknown",
+        root_cause=True, culprits=ended, victims=victims, confidence="medium",
+        summary=f"{ranks_and_verb(ended, 'ended', 'ended')} without{meeting}; strict verification refused it on {ranks_phrase(victims)}",
+        explanation=prose(*(f"{context.name(rank)} {context.job.views[rank].exit.text}; {context.last(rank)}." for rank in known[:2])),
+        next_step=f"look at the end of the output of {ranks_phrase(ended)}",
+        evidence=[f"rank {rank} {context.job.views[rank].exit.text}." for rank in victims[:4]],
     )  # fmt: skip
 
 
