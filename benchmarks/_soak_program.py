@@ -370,7 +370,7 @@ class _Builder:
         """
         has_steps = any("optim" in each.setup for each in self.pieces)
         has_history = has_steps and self.fault_step >= HISTORY * max(piece.every, also.every if also else 1)
-        has_majority = self.size > 2 and piece.of_all and (also is None or also.of_all)
+        has_majority = self.size > 2 and all(each.of_all for each in self.pieces)
         return not has_history and not has_majority
 
     def _stop(self) -> Truth:

@@ -110,3 +110,10 @@ def ended(pid: int, ending: Ending, at_s: float) -> Any:
 def test_the_end_of_a_job_that_hung(members: list[Any], is_stop: bool) -> None:
     assert job_was_stopped(members, hung=True) is is_stop
     assert not job_was_stopped(members)
+
+
+def test_ctrl_c_ends_ranks_one_by_one() -> None:
+    detector = DeathDetector()
+    members = [member(1, INTERRUPTED), member(2), member(3)]
+    detector.add([members[0]], members, 10.0, alone=lambda: True)
+    assert not detector.alone and detector.was_job_stopped(members)

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from commlens.config import Settings
-from commlens.model.verdict import CollectiveRef, GroupRef, Verdict
-from commlens.watch.stall import Check, StallDetector, explains, patience_s, timeout_lead_s, waited_for, waits
+from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
+from commlens.watch.stall import Check, StallDetector, explains, leaves_standing, patience_s, timeout_lead_s, waited_for, waits
 
 S = 1_000_000_000
 MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
@@ -154,3 +154,19 @@ def test_waited_for() -> None:
     assert waited_for(MISSING) == [1]
     assert waited_for(Verdict(kind="waiting", victims=[0, 2], group=GroupRef("0", "default_pg", [0, 1, 2]))) == [1]
     assert waited_for(Verdict(kind="cycle", culprits=[1])) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "culprit", "stands"),
+    [
+        ("dead", "killed", 1, True),
+        ("dead", "killed", 0, True),
+        ("dead", "killed", 7, False),  # nobody knew of it: it may be the cause
+        ("dead", "out-of-memory", 1, False),
+        ("missing", "killed", 1, False),
+    ],
+)
+def test_ranks_that_are_killed_while_the_job_hangs_leave_the_verdict_standing(kind: Any, why: Any, culprit: int, stands: bool) -> None:
+    finding = Finding(kind=kind, why=why, root_cause=True, culprits=[culprit], victims=[], confidence="high", summary="")
+    death = Verdict(kind=kind, root_cause=True, culprits=[culprit], findings=[finding])
+    assert leaves_standing(death, MISSING) is stands

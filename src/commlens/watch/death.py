@@ -42,14 +42,14 @@ def job_was_stopped(members: Sequence[Member], *, hung: bool = False) -> bool:
             because they wait in C++ may still live, or be killed at last by the launcher.
     """
     dead = dead_ranks(members)
-    stopped = [member for member in dead if was_stopped(member)]
-    if hung and dead:
-        killed = [member for member in dead if member.ending is not None and member.ending.signal == "SIGKILL"]
-        at_last = len(killed) == len(members) or min(each.ended_ns for each in dead) + LATE_KILL_NS < min(
-            (each.ended_ns for each in killed), default=1 << 63
-        )
-        return len(members) > 1 and len(stopped) + at_last * len(killed) == len(dead)
-    return len(members) > 1 and len(dead) == len(members) == len(stopped)
+    if len(members) < 2 or not dead:
+        return False
+    if not hung:
+        return len(dead) == len(members) and all(was_stopped(member) for member in dead)
+    killed = [member for member in dead if member.ending is not None and member.ending.signal == "SIGKILL"]
+    first_ns = min(member.ended_ns for member in dead)
+    at_last = len(killed) == len(members) or all(member.ended_ns > first_ns + LATE_KILL_NS for member in killed)
+    return at_last and all(was_stopped(member) or member in killed for member in dead)
 
 
 class DeathDetector:
@@ -85,7 +85,9 @@ class DeathDetector:
                 continue
             if self.first is None:
                 self.first = member
-                self.alone = ended_by_stop_signal(member) and len(ended) == 1 and alone()
+                # Ctrl-C ends the ranks one by one, and not those that are in C++.
+                interrupted = member.ending is not None and member.ending.signal == "SIGINT"
+                self.alone = ended_by_stop_signal(member) and not interrupted and len(ended) == 1 and alone()
                 settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) else SETTLE_S
                 self._due = now + settle_s
             elif was_stopped(self.first) and not was_stopped(member):
@@ -96,6 +98,8 @@ class DeathDetector:
 
     def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
         """Return whether the ranks were stopped from outside, and not because one of them was; ``hung``: after a fault was told."""
+        if self.first is not None and self.first.ending is not None and self.first.ending.signal == "SIGINT":
+            return True  # Ctrl-C; ranks that are in C++ end later
         return not self.alone and job_was_stopped(members, hung=hung)
 
     def add_elsewhere(self, now: float) -> None:

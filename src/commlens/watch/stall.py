@@ -90,6 +90,13 @@ def explains(death: Verdict, earlier: Verdict) -> bool:
     return earlier.is_fault and same and not set(death.culprits) & {*earlier.culprits, *earlier.victims}
 
 
+def leaves_standing(death: Verdict, earlier: Verdict) -> bool:
+    """Return whether ranks of a job that hung were only killed: a user or the launcher ended it, which Ctrl-C does after half a minute."""
+    deaths = [finding for finding in death.findings if finding.kind == "dead" and finding.root_cause]
+    known = {*earlier.culprits, *earlier.victims}
+    return earlier.is_fault and bool(deaths) and all(each.why == "killed" and set(each.culprits) <= known for each in deaths)
+
+
 def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:
     """Return why a job must not be ended because of a verdict: it is not sure, or ranks are out of sight; "" if it may be.
 

@@ -35,7 +35,7 @@ from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, sample
-from commlens.watch.stall import Check, Stall, StallDetector, explains, waited_for, waits, waits_recorded
+from commlens.watch.stall import Check, Stall, StallDetector, explains, leaves_standing, waited_for, waits, waits_recorded
 from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
@@ -265,15 +265,12 @@ class Watcher:
         verdict = reporter.diagnose()
         ranks = ranks_phrase([*(member.rank for member in dead), *self._nodes.dead_elsewhere])
         was_killed = any(member.ending is not None and member.ending.signal for member in dead)
-        if (
-            dead
-            and earlier is not None
-            and earlier.is_fault
-            and not was_killed
-            and {member.rank for member in dead} <= set(earlier.victims)
-        ):
+        gave_up = not was_killed and earlier is not None and earlier.is_fault and {member.rank for member in dead} <= set(earlier.victims)
+        if dead and gave_up:
             error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
             reporter.tell(f"{ranks} gave up waiting{error}; the verdict above stands.")
+        elif dead and earlier is not None and leaves_standing(verdict, earlier):
+            reporter.tell(f"{ranks} ended while the job hung; the verdict above stands.")
         elif self._mismatches.has_reported(verdict):
             reporter.report(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
         elif verdict.kind != "healthy":
