@@ -901,3 +901,22 @@ def test_ranks_that_were_all_killed_in_one_moment_were_ended_from_outside() -> N
         log.observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=log.captured_ns)
     verdict = judge(logs)
     assert (verdict.kind, verdict.culprits) == ("dead", [])
+
+
+def test_a_rank_that_failed_because_of_a_death_is_not_missing_by_itself() -> None:
+    """A ring in the first step: rank 1 dies before it, which rank 0 learns from an error; rank 3 waits for rank 0 in the next collective."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank == 1:
+            yield Stay(70, "load")
+        yield send(job.world, (rank + 1) % 4, line=20)
+        if rank == 0:
+            yield Stay(40, "train_step")
+        yield recv(job.world, (rank - 1) % 4, line=22)
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(4).run(program).logs()
+    logs[1].observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=logs[1].captured_ns)
+    logs[0].exception = "RuntimeError: Connection closed by peer [127.0.0.1]:30868"
+    logs[0].collectives[-1].state = State.COMPLETED
+    assert [(each.kind, each.culprits) for each in judge(logs).findings if each.root_cause] == [("dead", [1])]

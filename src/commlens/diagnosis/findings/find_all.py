@@ -45,6 +45,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
 
         find_stragglers(context)
     _demote_consequences(context.cases)
+    _demote_ended_victims(context)
     context.cases.sort(key=_weight)
     _add_refusals(context)
     return [case.finding for case in context.cases]
@@ -81,6 +82,14 @@ def _demote_consequences(cases: list[Case]) -> None:
                 victims = {*other.finding.victims, *case.finding.victims} - set(other.finding.culprits)
                 other.finding.victims = sorted(victims)
                 break
+
+
+def _demote_ended_victims(context: Context) -> None:
+    """Where a rank died, the absence of ranks that then ended because of a peer is a consequence."""
+    if any(case.finding.kind == "dead" and case.finding.root_cause for case in context.cases):
+        for finding in (case.finding for case in context.cases if case.finding.kind == "missing" and case.finding.culprits):
+            if all(context.job.views[rank].exit.kind in ("peer", "terminated") for rank in finding.culprits):
+                finding.root_cause = False
 
 
 def _follows(case: Case, other: Case, disagrees: bool) -> bool:
