@@ -363,13 +363,13 @@ class _Builder:
         late = [step for step in due if step >= HISTORY * piece.every]
         self.fault_step = self.rng.choice(late) if late and self.rng.random() < 0.75 else due[0]
 
-    def _undecided(self, piece: Piece, also: Piece | None = None) -> bool:
+    def _undecided(self) -> bool:
         """Return whether neither the routine nor a majority of the group tells who is wrong.
 
         Without an optimizer, nothing shows where a step begins: what repeats may be a loop over layers, which ends once.
         """
         has_steps = any("optim" in each.setup for each in self.pieces)
-        has_history = has_steps and self.fault_step >= HISTORY * max(piece.every, also.every if also else 1)
+        has_history = has_steps and self.fault_step >= HISTORY * max(each.every for each in self.pieces)
         has_majority = self.size > 2 and all(each.of_all for each in self.pieces)
         return not has_history and not has_majority
 
@@ -411,11 +411,11 @@ class _Builder:
             both = [call, self.calls[number + 1][0]]
             ordered, swapped = (textwrap.indent("\n".join(calls), "    ") for calls in (both, both[::-1]))
             self.calls[number], self.calls[number + 1] = [f"if bad(step):\n{swapped}\nelse:\n{ordered}"], []
-            return Truth("reorder", self.culprit, kinds, undecided=self._undecided(piece, self.pieces[number + 1]), silent=True)
+            return Truth("reorder", self.culprit, kinds, undecided=self._undecided(), silent=True)
         else:
             self.odd = number, change
         # A message too many or too few can lie in a buffer for ever; a rooted collective less is made up for by the next one.
-        return Truth(f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(piece), silent=change in ("skip", "extra"))
+        return Truth(f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(), silent=change in ("skip", "extra"))
 
     def _resolve(self, number: int, source: str) -> str:
         """Replace ``{odd:a|b:name}``."""
