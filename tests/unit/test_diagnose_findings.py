@@ -904,7 +904,7 @@ def test_ranks_that_were_all_killed_in_one_moment_were_ended_from_outside() -> N
 
 
 def test_a_rank_that_failed_because_of_a_death_is_not_missing_by_itself() -> None:
-    """A ring in the first step: rank 1 dies before it, which rank 0 learns from an error; rank 3 waits for rank 0 in the next collective."""
+    """Rank 1 dies before a ring, which rank 0 learns from an error; rank 3 waits for rank 0 in the next collective."""
 
     def program(job: Job, rank: int) -> Iterator[object]:
         if rank == 1:
