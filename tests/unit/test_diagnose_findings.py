@@ -920,3 +920,33 @@ def test_a_rank_that_failed_because_of_a_death_is_not_missing_by_itself() -> Non
     logs[0].exception = "RuntimeError: Connection closed by peer [127.0.0.1]:30868"
     logs[0].collectives[-1].state = State.COMPLETED
     assert [(each.kind, each.culprits) for each in judge(logs).findings if each.root_cause] == [("dead", [1])]
+
+
+def test_a_rank_that_is_gone_before_the_launcher_ends_the_others() -> None:
+    """Before any collective, so nobody waits for it."""
+    logs = Job(4).run(lambda job, rank: iter([Stay(5, "main")])).logs()
+    for log in logs:
+        log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=log.captured_ns)
+    logs[2].observation = Observation(End.GONE, ended_ns=logs[2].captured_ns)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [2], [0, 1, 3])
+    assert "ranks 0-1,3 were ended by SIGTERM" in verdict.summary
+
+
+def test_ranks_that_ctrl_c_ends_in_a_wait_were_waiting() -> None:
+    """The one that does not end, in C++, does not wait for them."""
+    job = Job(4)
+    again = job.group("again", range(4))
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            yield all_reduce(again, line=19)
+            if (rank, i) != (3, 4):
+                yield all_reduce(job.world, line=20)
+            yield Step()
+
+    logs = job.run(program).logs()
+    for log in logs[:3]:
+        log.collectives[-1].state, log.collectives[-1].error = State.FAILED, "KeyboardInterrupt:"
+        log.exception = "KeyboardInterrupt"
+    assert judge(logs).culprits == [3]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import gzip
 import io
 import json
 import os
 import pickle
+import random
+import sqlite3
+import struct
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from boxes import MONO, Box
+from boxes import HEADER, MONO, RECORD, Box, busy_box
 from flight_recorder_dumps import dump, entry
 
 from commlens.commands import main
@@ -371,3 +376,133 @@ class TestManyOfAKind:
         (rows,) = read_torch_log(io.BytesIO("\n".join(line.format(number) for number in range(200)).encode()), "job.log")
         assert rows.channel.tolist() == list(range(200))
         assert compared < 1000
+
+
+GOOD = dump([entry(number) for number in range(3)])
+TEXT = json.dumps(GOOD)
+
+
+def _write(name: str, content: bytes | str) -> Callable[[Path], object]:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def _pickled(*entries: object, **changes: object) -> bytes:
+    return pickle.dumps(dump(list(entries), **changes), protocol=2)  # type: ignore[arg-type]
+
+
+def _sparse(folder: Path) -> None:
+    with (folder / "rank_0").open("wb") as file:
+        file.truncate(200 << 20)
+
+
+def _link_loop(folder: Path) -> None:
+    for name, target in (("a", "b"), ("b", "a"), ("self", "."), ("zero", "/dev/zero")):
+        (folder / name).symlink_to(target)
+
+
+def _named_like_dumps(folder: Path) -> None:
+    (folder / "rank_0.json" / "rank_2.pkl").mkdir(parents=True)
+
+
+def _database(folder: Path) -> None:
+    with contextlib.closing(sqlite3.connect(folder / "rank_0.pkl")) as database:
+        database.execute("create table entries (record_id)")
+
+
+def _tar_of_links(folder: Path) -> None:
+    links = [("rank_0", tarfile.SYMTYPE, "/etc/passwd"), ("rank_2", tarfile.LNKTYPE, "rank_2"), ("rank_3", tarfile.CHRTYPE, "")]
+    members = (tar_member(name, type=kind, linkname=target) for name, kind, target in links)
+    (folder / "dumps.tar").write_bytes(b"".join(members) + bytes(1024))
+
+
+def _zip_of_paths(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "dumps.zip", "w") as archive:
+        archive.writestr("../../rank_0", pickle.dumps(GOOD))
+        archive.writestr("/etc/rank_2", b"\0")
+
+
+def _boxes(change: Callable[[Box, random.Random], object]) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        for rank in (0, 1):
+            box = busy_box(rank)
+            change(box, random.Random(rank))
+            box.write(folder)
+
+    return write
+
+
+def _scramble(box: Box, draw: random.Random, start: int, end: int) -> None:
+    box.data[start:end] = draw.randbytes(end - start)
+
+
+KINDS: dict[str, Callable[[Path], object]] = {
+    "nested pickle": _write("rank_0", b"\x80\x02" + b"]" * 20_000 + b"a" * 19_999 + b"."),
+    "pickle that doubles": _write("rank_0", b"\x80\x02]q\0" + b"".join(b"(h%ch%clq%c" % (i, i, i + 1) for i in range(100)) + b"."),
+    "pickle that claims a terabyte": _write("rank_0", b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b"abc."),
+    "pickle of a huge integer": _write("rank_0", b"\x80\x02}X\1\0\0\0e\x8b" + struct.pack("<i", 1 << 20) + b"\xff" * (1 << 20) + b"s."),
+    "pickle of a command": _write("rank_0", b"cos\nsystem\n(S'touch run'\ntR."),
+    "nested JSON": _write("rank_0.json", "[" * 200_000 + "]" * 200_000),
+    "huge integer in JSON": _write("rank_0.json", TEXT.replace('"collective_seq_id": 1', '"collective_seq_id": ' + "9" * 100_000, 1)),
+    "references in a circle": _write("rank_0.json", '{"version": "2.10", "entries": [{"$ref": "#/entries/0"}], "pg_config": 0}'),
+    "NaN and Infinity": _write("rank_0.json", TEXT.replace('_created_ns": ', '_created_ns": NaN, "x": ').replace("null", "Infinity")),
+    "keys that repeat": _write("rank_0.json", TEXT[:-1] + ', "entries": 5, "entries": [], "entries": {"a": 1}}'),
+    "UTF-16": _write("rank_0.json", TEXT.encode("utf-16")),
+    "two byte order marks": _write("rank_0.json", codecs.BOM_UTF8 * 2 + TEXT.encode()),
+    "gzip members and garbage": _write("rank_0.gz", gzip.compress(TEXT.encode()) * 3 + b"garbage"),
+    "truncated msgpack": _write("rank_0", b"\x82\xa7entries\xdd\x7f\xff\xff\xff\x81"),
+    "names that control the terminal": _write("rank_0\n\x1b[31mVERDICT", b"garbage"),
+    "ranks below zero": _write("rank_-3", _pickled(entry(0), pg_config={"0": {"name": "0", "desc": "default_pg", "ranks": "[-1, -5, 0]"}})),
+    "thirty thousand ranks": _write(
+        "rank_0", _pickled(entry(0), pg_config={"0": {"name": "0", "desc": "default_pg", "ranks": str(list(range(30_000)))}})
+    ),
+    "times before and after all time": _write("rank_0", _pickled(*[entry(i, time_created_ns=(1 << 62) * (-1) ** i) for i in range(4)])),
+    "tensors of 2000 dimensions": _write("rank_0", _pickled(entry(0, input_sizes=[[1 << 62] * 2000], output_sizes=[[-1] * 2000]))),
+    "entries that are none": _write("rank_0", _pickled(entry(0, state=[1], profiling_name=5), 5, None, "x", [], {})),
+    "nothing but zeros": _write("rank_0", bytes(1000)),
+    "a line of a log without an end": _write("x.log", "[rank0]: " + "A" * 2_000_000),
+    "a sparse file": _sparse,
+    "links in a circle": _link_loop,
+    "folders named like dumps": _named_like_dumps,
+    "a database": _database,
+    "tar of links": _tar_of_links,
+    "zip of paths": _zip_of_paths,
+    "boxes of random records": _boxes(lambda box, draw: _scramble(box, draw, HEADER, HEADER + 16 * RECORD)),
+    "boxes with a random header": _boxes(lambda box, draw: _scramble(box, draw, 200, HEADER)),
+    "boxes with random texts": _boxes(lambda box, draw: _scramble(box, draw, box.side_at, box.side_at + 4096)),
+    "boxes that are cut": _boxes(lambda box, draw: box.data.__delitem__(slice(HEADER + 100, None))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_hostile_input(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    """Beside a good dump, each command ends with a status of its own, soon, and without a traceback."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    if not kind.startswith("boxes"):
+        (folder / "rank_1").write_bytes(pickle.dumps(GOOD, protocol=2))
+    KINDS[kind](folder)
+    path, out = str(folder), str(tmp_path / "out")
+    for command in (
+        ["diagnose", path],
+        ["diagnose", "--entries=5", path],
+        ["compare", path, path],
+        ["convert", "--to", "csv", "-o", out, path],
+        ["view", path],
+    ):
+        assert main(command) in (0, 1, 2, 3)
+        said = "".join(capsys.readouterr())
+        assert "Traceback" not in said and "\x1b" not in said and len(said) < 20_000
+    assert not (tmp_path / "run").exists() and not Path("run").exists()
+
+
+def test_nothing_is_said_of_ranks_without_a_readable_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    KINDS["boxes of random records"](tmp_path)
+    assert main(["diagnose", str(tmp_path)]) == 0
+    assert "nothing can be said: no record of ranks 0-1 is readable" in " ".join(capsys.readouterr().out.split())
+
+
+def test_json_with_a_byte_order_mark(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"rank_{rank}.json").write_bytes(codecs.BOM_UTF8 + TEXT.encode())
+    assert main(["diagnose", str(tmp_path)]) in (0, 1)

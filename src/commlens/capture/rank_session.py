@@ -23,7 +23,7 @@ from commlens.capture.rank_environment import Place
 from commlens.text import ranks_phrase
 
 log = logging.getLogger("commlens")
-_WATCH_AFTER_S = 0.3  # from the import of torch: a process that ends sooner, and well, needs no watcher
+_WATCH_AFTER_S = 0.05  # from the import of torch: a process may die at any moment
 
 
 class Session:

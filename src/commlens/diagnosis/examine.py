@@ -130,13 +130,17 @@ def _healthy(job: JobIndex, missing: list[str], looked_at: str) -> Verdict:
     complete = len(job.views) == job.size
     known = "all collectives agree and no rank waits" if any(v.history for v in job.views.values()) else "no collective was recorded"
     summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
+    unreadable = not any(view.history for view in job.views.values()) and all(view.log.problems for view in job.views.values())
+    if unreadable:
+        summary = f"nothing can be said: no record of {ranks_phrase(job.views)} is readable"
     if job.moving:
         summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
     ended = [rank for rank, view in job.views.items() if view.exit.kind == "clean"] if job.knows.process_exit else []
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
         kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],
-        confidence="high" if complete else "medium", summary=summary, explanation=explanation,
+        confidence="low" if unreadable else "high" if complete else "medium", summary=summary,
+        explanation=explanation,
     )  # fmt: skip
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
     verdict.findings = []

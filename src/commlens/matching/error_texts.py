@@ -6,12 +6,12 @@ import re
 
 from commlens.text import parse_ranks
 
-# Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6 to 2.15).
+# Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6 to 2.15), or by Ctrl-C in a wait.
 _PEER = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted)|socket (closed|timeout)|"
     r"timed? ?out|timeout|remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
     r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut ?down|destroyed|aborted)|"
-    r"communicator was aborted|pair closure|rank \d+ .* (left|failed)|SignalException",
+    r"communicator was aborted|pair closure|KeyboardInterrupt|rank \d+ .* (left|failed)|SignalException",
     re.IGNORECASE,
 )
 # Wider: may be about a peer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import get_args
 
 from commlens.diagnosis import activity
@@ -198,13 +199,30 @@ def find_ended(context: Context) -> None:
     if peers or not stopped:
         return
     first, text = stopped[0], views[stopped[0]].exit.text
+    gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
+    if gone:  # torchrun ends the others when one has failed
+        finding = Finding(
+            kind="dead", why="unknown", root_cause=True, culprits=gone if len(gone) == 1 else [], victims=stopped, confidence="medium",
+            summary=f"{ranks_and_verb(gone, 'is', 'are')} gone, and nobody saw how; {_ended_like(views, stopped)}",
+            explanation=f"{context.name(gone[0])}: {context.last(gone[0])}.",
+            next_step=f"look at the end of the output of {ranks_phrase(gone)}, and at the scheduler's log",
+            would_raise_confidence="The system's log (dmesg, the scheduler) may show how it ended; `commlens launch` records it.",
+        )  # fmt: skip
+        context.add(finding, views[gone[0]].last_op, None)
+        return
     finding = Finding(
         kind="dead", why="killed", root_cause=True, culprits=[], victims=stopped, confidence="medium",
-        summary=f"the job was ended from outside: {ranks_phrase(stopped)} {text}",
+        summary=f"the job was ended from outside: {_ended_like(views, stopped)}",
         explanation=f"{context.name(first)} {text}; {context.last(first)}.",
         next_step="look at the scheduler's log (preemption, time limit), or for the sender of the signal",
     )  # fmt: skip
     context.add(finding, views[first].last_op, None)
+
+
+def _ended_like(views: Mapping[int, RankView], ranks: list[int]) -> str:
+    """``"ranks 1-3 were ended by SIGTERM"``: as the first of them."""
+    text = views[ranks[0]].exit.text
+    return f"{ranks_phrase(ranks)} {text.replace('was ', 'were ', 1) if len(ranks) > 1 and text.startswith('was ') else text}"
 
 
 def _refused_call(context: Context, ranks: list[int]) -> Finding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from typing import Any, Final
@@ -20,6 +21,7 @@ def read_json(data: bytes) -> tuple[Any, bool]:
     Raises:
         FormatError: the data is not JSON. The message is a sentence about "It".
     """
+    data = data[3:] if data[:3] == codecs.BOM_UTF8 else data  # as editors on Windows add it
     try:
         return msgspec.json.decode(data), False
     except (ValueError, RecursionError) as error:
