@@ -194,3 +194,19 @@ def test_a_rank_that_ended_before_and_is_not_seen_to_have_ended() -> None:
             log.observation = Observation(End.FAILED, 1, ended_ns=log.captured_ns)
     verdict = diagnose_logs(logs)
     assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == ("dead", "finished", [1], [0, 2, 3])
+
+
+def test_a_rank_that_a_refusal_ended_is_not_the_one_that_others_wait_for() -> None:
+    """Rank 2 raised the refusal of a message, while rank 0 still waits in a collective."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4):
+            yield all_reduce(job.world, 8, line=10)
+        if rank == 2:
+            yield Stay(48, "ring")
+        yield all_reduce(job.world, 8, line=11)
+
+    logs = Job(3).run(program).logs()
+    logs[2].exception = f"commlens.errors.{TEXT.splitlines()[0]}"
+    verdict = diagnose_logs(logs)
+    assert (verdict.culprits, verdict.confidence) == ([], "low")

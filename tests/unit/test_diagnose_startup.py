@@ -186,3 +186,12 @@ def test_a_process_that_has_no_box_yet() -> None:
     found = verdict(*(rank(number, init()) for number in (0, 2, 3)), early)
     assert (found.kind, found.why, found.culprits) == ("missing", "initialising", [1])
     assert "has not called init_process_group yet" in found.explanation and "py-spy" in found.next_step
+
+
+def test_ranks_that_all_end_unseen_while_the_job_starts_name_nobody() -> None:
+    """One that waits in init_process_group may have ended first: another rank may always come later."""
+    logs = [rank(0, init()), rank(1, init()), rank(2), rank(3, init())]
+    for log in logs:
+        log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
+    found = verdict(*logs)
+    assert (found.kind, found.culprits) == ("dead", [])

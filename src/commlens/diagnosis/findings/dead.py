@@ -85,7 +85,9 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     op = most_waited(edges).op if edges else view.last_op
     frame = end.source or _last_line(view)
     unseen = end.kind == "gone"
-    undecided = unseen and len(ranks) > 1 and all(other.exit.ended for other in views.values())
+    # Ranks come to init_process_group at any time: who waits there may have ended first.
+    starting = bool(edges) and all(edge.op.is_setup for edge in edges)
+    undecided = unseen and (len(ranks) > 1 or starting) and all(other.exit.ended for other in views.values())
     summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else end.text)
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"

@@ -85,10 +85,12 @@ def _demote_consequences(cases: list[Case]) -> None:
 
 
 def _demote_ended_victims(context: Context) -> None:
-    """Where a rank died, the absence of ranks that then ended because of a peer is a consequence."""
+    """Where a rank died, the absence of ranks that then ended because of a peer is a consequence, and so is a collective that broke off."""
     if any(case.finding.kind == "dead" and case.finding.root_cause for case in context.cases):
-        for finding in (case.finding for case in context.cases if case.finding.kind == "missing" and case.finding.culprits):
-            if all(context.job.views[rank].exit.kind in ("peer", "terminated") for rank in finding.culprits):
+        for finding in (case.finding for case in context.cases):
+            exits = [context.job.views[rank].exit.kind for rank in finding.culprits if rank in context.job.views]
+            ended = finding.kind == "missing" and exits and {*exits} <= {"peer", "terminated"}
+            if ended or (finding.kind == "stuck-inside" and not finding.culprits):
                 finding.root_cause = False
 
 

@@ -16,7 +16,7 @@ from commlens.diagnosis.routine import ever_leaves_routine
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State, user_lines
-from commlens.model.verdict import Finding
+from commlens.model.verdict import Confidence, Finding
 from commlens.text import capital, count, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _RECENT = 512  # records in which a line is looked for
@@ -99,6 +99,9 @@ def _missing(context: Context, absence: Absence) -> None:
     if is_half:
         culprits = _odd_half(context, ranks, waiting)
     is_tie = is_half and not culprits
+    views = [context.job.views[rank] for rank in culprits]
+    if all(each.exit.refused and op_at(each, absence.edge.instance) is None for each in views):
+        culprits = []  # strict verification ended their wait elsewhere: what they waited for is the cause
     frame = op.source if alone else doing.frame
     if frame is None and finished and view.last_op is not None:
         frame = view.last_op.source
@@ -124,9 +127,11 @@ def _missing(context: Context, absence: Absence) -> None:
         )
     elif not sure:
         more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
+    certain = sure and not alone and not is_tie and not context.assumed(waiting)
+    confidence: Confidence = "low" if too_long or not (culprits or is_tie) else "high" if certain else "medium"
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
-        confidence="low" if too_long else "high" if sure and not alone and not is_tie and not context.assumed(waiting) else "medium",
+        confidence=confidence,
         summary=_summary(context, absence, alone),
         explanation=prose(
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
