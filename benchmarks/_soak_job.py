@@ -243,7 +243,7 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
         if bare is not None and bare.exit_status == 0 and (outcome.exit_status, _results(outcome)) != (bare.exit_status, _results(bare)):
             return "harm", f"exit status {outcome.exit_status}, bare {bare.exit_status}; results {_results(outcome)}, bare {_results(bare)}"
     blamed = [_blamed(verdict) for verdict in faults]
-    if innocent := set().union(*blamed) - {truth.culprit}:
+    if (innocent := set().union(*blamed) - {truth.culprit}) and not (truth.either and all(len(ranks) < 2 for ranks in blamed)):
         return "wrong rank", f"ranks {sorted(innocent)} instead of {truth.culprit}"
     if errors and not refused and outcome.exit_status is not None:  # else the soak interrupted the job, wherever it was
         return "harm", errors[0]
@@ -257,7 +257,7 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
         return "silence", f"exit status {outcome.exit_status}, {told} verdicts printed"
     named = [verdict for verdict, ranks in zip(faults, blamed, strict=True) if ranks]
     if not named:
-        return ("undecided", "") if truth.undecided else ("unnamed", faults[0]["summary"])
+        return ("undecided", "") if truth.undecided or truth.either else ("unnamed", faults[0]["summary"])
     if not any(verdict["kind"].startswith(truth.kinds) for verdict in named):
         return "other kind", named[0]["summary"]
     return "right", ""

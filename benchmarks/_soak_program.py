@@ -75,6 +75,7 @@ class Truth:
     culprit: int = -1
     kinds: tuple[str, ...] = ()  # beginnings of the verdict's kind
     undecided: bool = False  # whether the evidence may not tell who is wrong: then naming nobody is right, too
+    either: bool = False  # whether one rank too few is another one too many: of two ranks that repeat one piece
     silent: bool = False  # whether the fault may have no effect
     by_runner: str = ""  # signal that the runner sends to the culprit
     after_s: float = 0.0  # how long after the culprit's start it sends that
@@ -414,8 +415,11 @@ class _Builder:
             return Truth("reorder", self.culprit, kinds, undecided=self._undecided(), silent=True)
         else:
             self.odd = number, change
+        either = self.size == 2 and len(self.pieces) == 1 and change in ("skip", "extra")
         # A message too many or too few can lie in a buffer for ever; a rooted collective less is made up for by the next one.
-        return Truth(f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(), silent=change in ("skip", "extra"))
+        return Truth(
+            f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(), silent=change in ("skip", "extra"), either=either
+        )
 
     def _resolve(self, number: int, source: str) -> str:
         """Replace ``{odd:a|b:name}``."""
