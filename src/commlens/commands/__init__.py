@@ -60,6 +60,7 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("preview", "Trace one rank of a job of any size, in one process, without GPUs or a network.", runs_user_code=True),
     Entry("diagnose", "Diagnose dumps or black boxes: name the fault, the rank, the collective and the line."),
     Entry("status", "Show what every rank on this node is doing right now."),
+    Entry("attach", "Look at a job that was started without commlens: is it stuck, and which rank, which line?"),
     Entry("dump", "Save a dump of a running, stuck or dead job on this node."),
     Entry("view", "Show a trace: which collectives a rank issued, where, why, and how many bytes."),
     Entry("compare", "Report what changed between two traces, or between two dumps of a job."),

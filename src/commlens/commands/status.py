@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 
 from commlens.commands.table import print_table
+from commlens.diagnosis.process_words import process_words
 from commlens.model.collective import Collective, State
-from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.ranklog import End, RankLog
 from commlens.text import count, duration, group_phrase
 
 
@@ -38,14 +39,6 @@ class StatusCommand:
         return 0
 
 
-_STATES = {
-    "R": "running",
-    "S": "sleeping",
-    "D": "in uninterruptible I/O",
-    "T": "stopped",
-    "t": "stopped by a debugger",
-    "I": "idle",
-}
 _JOBS_AT_ONCE = 16
 HEADINGS = ("rank", "pid", "process", "step", "collective", "for", "at")
 _EXCEPTION_MAX = 80
@@ -86,24 +79,6 @@ def rank_cells(log: RankLog) -> tuple[str, ...]:
 def current_collective(log: RankLog) -> Collective | None:
     """Return the oldest collective in flight, otherwise the last one."""
     return next((each for each in log.collectives if each.in_flight), log.collectives[-1] if log.collectives else None)
-
-
-def process_words(log: RankLog) -> str:
-    """Return the state of a rank's process in words."""
-    seen: Observation = log.observation
-    if seen.end is End.KILLED:
-        return f"killed by {seen.signal}"
-    if seen.end is End.FAILED:
-        return f"exited with {seen.exit_code}" if seen.exit_code is not None else "died of an exception"
-    if seen.end in (End.CLEAN, End.GONE, End.UNKNOWN):
-        return {End.CLEAN: "finished", End.GONE: "gone", End.UNKNOWN: "not visible from here"}[seen.end]
-    if seen.stopped_fraction is not None and seen.stopped_fraction >= 0.5:
-        return "stopped"
-    if seen.holds_gil:
-        return "holds the GIL"
-    if seen.cpu_s and seen.window_s and seen.cpu_s / seen.window_s > 0.5:
-        return "computing"
-    return _STATES.get(seen.proc_state or "", "running")
 
 
 def _where(log: RankLog, current: Collective | None) -> str:

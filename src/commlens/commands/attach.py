@@ -1,0 +1,149 @@
+"""``commlens attach``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from commlens.errors import CommandError, EvidenceError
+
+if TYPE_CHECKING:
+    from commlens.model.verdict import Verdict
+    from commlens.outside.find_ranks import FoundJob
+    from commlens.outside.sample import HostSamples
+
+
+class AttachCommand:
+    """Look at a job that was started without commlens: is it stuck, and which rank, which line?
+
+    It finds the ranks by their environment and process tree, reads their stacks from outside with py-spy at three moments, and changes
+    nothing in the job. Exit status: 0 the job moves or nothing is wrong, 1 a fault was found, 2 wrong usage, 3 no rank could be looked at.
+    """
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_job(parser)
+        parser.add_argument("--window", type=float, default=2.5, metavar="S", help="watch the ranks for S seconds (default: 2.5)")
+        parser.add_argument("--native", action="store_true", help="also read C++ frames; py-spy pauses each rank for some milliseconds")
+        parser.add_argument("--stacks", action="store_true", help="also print the merged stacks of all ranks, as commlens stacks does")
+        parser.add_argument("--hosts", metavar="A,B,...", help="also look on these machines, through ssh")
+        parser.add_argument("--hostfile", metavar="FILE", help="the same, from a file with one host per line")
+        parser.add_argument(
+            "--remote-command", metavar="COMMAND", help="how to run commlens on the other machines (default: this Python, -m commlens)"
+        )
+        parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
+        parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)  # for --hosts, which asks each machine for them
+        parser.add_argument("--inject", action="store_true", help="start recording in the running job, which changes the job")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        if not 0.2 <= arguments.window <= 3600:
+            raise CommandError(f"--window takes 0.2 to 3600 seconds, not {arguments.window:g}.")
+        if arguments.inject:
+            from commlens.outside.find_ranks import find_job
+            from commlens.outside.inject import inject
+
+            print(inject(find_job(arguments.job, arguments.job_name)))
+            return 0
+        if arguments.samples:
+            import msgspec
+
+            sys.stdout.buffer.write(msgspec.json.encode(_look_here(arguments)))
+            return 0
+        hosts = _look(arguments)
+        from commlens.commands.diagnose import exit_status
+        from commlens.outside.verdict_with_dumps import judge_with_dumps
+
+        verdict = judge_with_dumps(hosts)
+        _show(arguments, hosts, verdict)
+        return exit_status(verdict)
+
+
+def add_job(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments that say which job."""
+    parser.add_argument(
+        "job", nargs="?", metavar="PID|SCRIPT",
+        help="the pid of a rank or of its launcher, or a part of the ranks' command line (default: the only job that runs here)",
+    )  # fmt: skip
+    parser.add_argument("--job", dest="job_name", metavar="NAME", help="the job's name: torchrun's --rdzv-id, Slurm's job id or name")
+
+
+def _look(arguments: argparse.Namespace) -> list[HostSamples]:
+    """Look here and on the named hosts, at the same time.
+
+    Raises:
+        EvidenceError: no rank was found anywhere.
+    """
+    from commlens.outside.hosts import look_on_hosts, named_hosts
+
+    names = named_hosts(arguments.hosts, arguments.hostfile)
+    if not names:
+        return [_look_here(arguments)]
+    from concurrent.futures import ThreadPoolExecutor
+
+    here: FoundJob | None = None
+    refused = ""
+    try:
+        here = _find(arguments)
+    except EvidenceError as error:  # a login node has no ranks
+        refused = str(error)
+    asked = ["--job", arguments.job_name] if arguments.job_name else []
+    if arguments.job is not None:
+        asked += [_name_elsewhere(here, arguments.job)]
+    with ThreadPoolExecutor(1) as pool:
+        elsewhere = pool.submit(look_on_hosts, names, asked, window_s=arguments.window, command=arguments.remote_command)
+        found = [_look_at(here, arguments)] if here is not None else []
+        # A machine may be named although it is this one: its ranks are here already.
+        seen = {sample.log.pid for host in found for sample in host.samples}
+        for host in elsewhere.result():
+            if not (found and host.host == found[0].host and seen & {sample.log.pid for sample in host.samples}):
+                found.append(host)
+    if not any(host.samples for host in found):
+        notes = " ".join(note for host in found for note in host.notes)
+        raise EvidenceError(f"No rank was found on {', '.join(names)}. {notes or refused}")
+    return found
+
+
+def _name_elsewhere(job: FoundJob | None, wanted: str) -> str:
+    """Return by what to find the job on another machine, where its pids are others."""
+    from commlens.outside.find_ranks import script_of
+
+    if not wanted.isdecimal():
+        return wanted
+    if job is None:
+        raise CommandError(f"The process {wanted} is no rank of this machine: name the job by its script or --job.")
+    return script_of(job.ranks[0].command).partition(" ")[0]
+
+
+def _find(arguments: argparse.Namespace) -> FoundJob:
+    from commlens.outside.find_ranks import find_job
+
+    return find_job(arguments.job, arguments.job_name)
+
+
+def _look_here(arguments: argparse.Namespace) -> HostSamples:
+    return _look_at(_find(arguments), arguments)
+
+
+def _look_at(job: FoundJob, arguments: argparse.Namespace) -> HostSamples:
+    from commlens.outside.look import look_at
+
+    return look_at(job, window_s=arguments.window, native=arguments.native)
+
+
+def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verdict) -> None:
+    if arguments.json:
+        from commlens.reports.json_report import print_json
+
+        print_json(verdict)
+        return
+    from commlens.reports.terminal import print_verdict
+
+    print_verdict(verdict)
+    if arguments.stacks or arguments.native:
+        from commlens.diagnosis.process_words import process_words
+        from commlens.model.stack_classes import merge_stacks
+        from commlens.reports.stacks_terminal import print_classes
+
+        logs = [sample.log for host in hosts for sample in host.samples]
+        print()
+        print_classes(merge_stacks(logs, [process_words(log) for log in logs]), whole=arguments.native)

@@ -1,0 +1,249 @@
+"""Find the ranks of jobs on this machine that nothing records: by environment, process tree and command line."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from commlens.blackbox import job_dirs
+from commlens.errors import CommandError, EvidenceError
+from commlens.processes import process
+from commlens.text import printable, ranks_phrase
+from commlens.watch.strangers import has_torch
+
+_RANK: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+_WORLD: Final = ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+_LOCAL_RANK: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+_JOB_NAMES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_JOB_NAME", "PBS_JOBID", "LSB_JOBID", "JOB_NAME")
+_SAME_JOB: Final = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
+_LAUNCHERS: Final = re.compile(r"(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch)|mpirun|mpiexec|srun|commlens launch)\b")
+_COMMAND_MAX: Final = 80
+
+
+class RankProcess(NamedTuple):
+    """A rank's process. The rank is -1 if its environment does not say it."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    pid: int
+    start_ticks: int
+    command: str
+    names: tuple[str, ...]  # by which a user may call the job
+    local_world_size: int = 0
+    restart: int = 0
+
+
+class FoundJob(NamedTuple):
+    """The ranks of one job on this machine, by rank."""
+
+    ranks: list[RankProcess]
+    expected: list[int]  # ranks that this machine should have; empty: unknown
+
+    @property
+    def label(self) -> str:
+        """``"4 ranks of train.py (pid 4121)"``."""
+        first = self.ranks[0]
+        return f"{ranks_phrase(one.rank for one in self.ranks)} of {script_of(first.command)} (pid {first.pid})"
+
+
+def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
+    """Return one job on this machine.
+
+    Args:
+        wanted: a pid, of a rank, its launcher or one of its children, or a part of the command line; None: the only job here.
+        job_name: torchrun's ``--rdzv-id``, Slurm's job id or name.
+
+    Raises:
+        CommandError: several jobs match.
+        EvidenceError: no job matches, or its processes belong to another user.
+    """
+    if wanted is not None and wanted.isdecimal():
+        return _of_pid(int(wanted))
+    jobs = find_jobs()
+    if wanted is not None:
+        jobs = [job for job in jobs if any(wanted in one.command for one in job.ranks)]
+    if job_name is not None:
+        jobs = [job for job in jobs if any(job_name in one.names for one in job.ranks)]
+    if len(jobs) == 1:
+        return jobs[0]
+    about = f" that match {wanted or job_name!r}" if wanted or job_name else ""
+    if not jobs:
+        raise EvidenceError(
+            f"No ranks of a distributed job{about} run on this machine{_as_this_user()}. Give the pid of a rank or of its launcher."
+        )
+    raise CommandError(f"Several jobs{about} run on this machine: {'; '.join(job.label for job in jobs[:8])}. Give the pid of one rank.")
+
+
+def find_jobs(launcher: int | None = None) -> list[FoundJob]:
+    """Return the jobs of this machine that this user may look at, oldest first.
+
+    Args:
+        launcher: of two processes that are the same rank of the same job, the one below this process counts.
+    """
+    found: dict[tuple[str, ...], list[RankProcess]] = {}
+    for pid in _pids():
+        environ = process.environment(pid) if _runs_python(pid) else {}
+        one = _rank_process(pid, environ)
+        if one is not None and one.rank >= 0:
+            key = tuple(environ.get(name, "") for name in _SAME_JOB)
+            found.setdefault(key, []).append(one)
+    if launcher is not None:
+        for ranks in found.values():
+            near = [one for one in ranks if launcher in ancestors_of(one.pid)]
+            ranks[:] = near + [one for one in ranks if one.rank not in {other.rank for other in near}]
+    jobs = [FoundJob(_one_of_each(ranks), []) for ranks in found.values()]
+    return sorted((_with_expected(job) for job in jobs if job.ranks), key=lambda job: min(one.start_ticks for one in job.ranks))
+
+
+def _of_pid(pid: int) -> FoundJob:
+    """Return the job of a rank, of its launcher, or of a child of a rank."""
+    if process.read_stat(pid) is None:
+        raise EvidenceError(f"There is no process {pid} on this machine.")
+    refuse_foreign(pid)
+    below = set(process.descendants(pid, ()))
+    jobs = find_jobs(launcher=pid if below else None)
+    # A rank itself or a child of a rank decides before a launcher: two jobs may be children of one shell.
+    for family in (ancestors_of(pid), below):
+        matching = [job for job in jobs if any(one.pid in family for one in job.ranks)]
+        if len(matching) == 1:
+            return matching[0]
+        if matching:
+            raise CommandError(
+                f"The process {pid} started several jobs: {'; '.join(job.label for job in matching[:8])}. Give a rank's pid."
+            )
+    return _spawned(pid, below)
+
+
+def _spawned(pid: int, below: set[int]) -> FoundJob:
+    """Return the processes with torch below a process: torch.multiprocessing's ranks have no rank in their environment."""
+    with_torch = sorted(one for one in below if has_torch(one) and not _is_a_helper(one))
+    if not with_torch and has_torch(pid):
+        with_torch = [pid]
+    if not with_torch:
+        raise EvidenceError(f"Neither the process {pid} ({command_of(pid)}) nor its children are ranks: none of them has loaded torch.")
+    ranks = [RankProcess(-1, 0, None, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch)) for one in with_torch]
+    return FoundJob(ranks, [])
+
+
+def _is_a_helper(pid: int) -> bool:
+    """Return whether a process is multiprocessing's own, or a worker of a data loader: its parent is a rank, not it."""
+    command = command_of(pid)
+    return "resource_tracker" in command or "forkserver" in command or "compile_worker" in command
+
+
+def refuse_foreign(pid: int) -> None:
+    """Raise an EvidenceError if this user may not look at a process."""
+    try:
+        Path(f"/proc/{pid}/environ").read_bytes()
+    except PermissionError:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+        if owner != os.geteuid():
+            why = f"belongs to the user {_user(owner)}: only that user or root can look at it (`sudo commlens attach {pid}`)"
+        else:
+            why = "has other privileges than you (it may not be dumped): root can look at it"
+        raise EvidenceError(f"The process {pid} ({command_of(pid)}) {why}.") from None
+    except OSError:
+        return
+
+
+def _user(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _as_this_user() -> str:
+    return "" if os.geteuid() == 0 else f" as {_user(os.geteuid())}; the processes of other users are not visible to you"
+
+
+def _pids() -> list[int]:
+    return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
+
+
+def _runs_python(pid: int) -> bool:
+    try:
+        return "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe"))  # noqa: PTH115, PTH119
+    except OSError:
+        return False
+
+
+def _rank_process(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
+    rank = _number(environ, _RANK)
+    stat = process.read_stat(pid)
+    if rank is None or stat is None or stat.ended:
+        return None
+    command = command_of(pid)
+    if _LAUNCHERS.search(command.split(" -m commlens.scenarios")[0]) and not has_torch(pid):
+        return None
+    return RankProcess(
+        rank, _number(environ, _WORLD) or 0, _number(environ, _LOCAL_RANK), pid, stat.start_ticks, command,
+        tuple(filter(None, (environ.get(name, "") for name in _JOB_NAMES))), _number(environ, ("LOCAL_WORLD_SIZE",)) or 0,
+        _number(environ, ("TORCHELASTIC_RESTART_COUNT",)) or 0,
+    )  # fmt: skip
+
+
+def _number(environ: Mapping[str, str], names: Sequence[str]) -> int | None:
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdecimal()), None)
+
+
+def _one_of_each(candidates: list[RankProcess]) -> list[RankProcess]:
+    """Return one process for each rank.
+
+    A rank's children and the program that started it have its environment, too. A process of an earlier job that met at the same port
+    may still be there: the newest one counts.
+    """
+    newest = max(one.restart for one in candidates)
+    best: dict[int, RankProcess] = {}
+    for one in sorted((one for one in candidates if one.restart == newest), key=lambda one: one.start_ticks):
+        known = best.get(one.rank)
+        if known is None or not is_below(one.pid, known.pid) or (has_torch(one.pid) and not has_torch(known.pid)):
+            best[one.rank] = one
+    return [best[rank] for rank in sorted(best)]
+
+
+def is_below(pid: int, ancestor: int) -> bool:
+    """Return whether a process is a child of another one, or of a child of it."""
+    return ancestor in ancestors_of(pid)[1:]
+
+
+def ancestors_of(pid: int) -> list[int]:
+    """Return a process and its parents, without the init process."""
+    found = [pid]
+    while (parent := job_dirs.parent_of(found[-1])) > 1 and parent not in found:
+        found.append(parent)
+    return found
+
+
+def _with_expected(job: FoundJob) -> FoundJob:
+    """Add the ranks that this machine should have, from torchrun's environment: its ranks on one node follow each other."""
+    first = job.ranks[0]
+    if not first.local_world_size or first.local_rank is None:
+        return job
+    start = first.rank - first.local_rank
+    launchers = {job_dirs.parent_of(one.pid) for one in job.ranks}
+    if len(launchers) > 1:  # several nodes on one machine
+        return job
+    return job._replace(expected=list(range(start, start + first.local_world_size)))
+
+
+def command_of(pid: int) -> str:
+    """Return the command line of a process, cut short."""
+    words = (process.read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " ")
+    return printable(words if len(words) <= 400 else words[:400] + "...")
+
+
+def script_of(command: str) -> str:
+    """Return the program in a Python command line, without the interpreter and its options."""
+    words = command.split(" ")
+    for position, word in enumerate(words[1:], 1):
+        if word == "-m":
+            return " ".join(words[position + 1 :])[:_COMMAND_MAX]
+        if not word.startswith("-"):
+            return " ".join([word.rpartition("/")[2], *words[position + 1 :]])[:_COMMAND_MAX]
+    return command[:_COMMAND_MAX]

@@ -1,0 +1,273 @@
+"""Look at the ranks of a job from outside: stacks by py-spy at several moments, and the state of their processes in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from commlens.errors import EvidenceError, MissingDependency
+from commlens.model.frames import FrameKind, frame_kind
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
+from commlens.outside.calls import SeenFrame, counters, find_call, fingerprint, read_frames
+from commlens.outside.find_ranks import FoundJob, RankProcess, script_of
+from commlens.outside.sample import Call, HostSamples, RankSample
+from commlens.outside.torch_dumps import take_dumps, telling_lines
+from commlens.processes import process, pyspy
+from commlens.processes.observer import Observer, Pulse
+
+WINDOW_S: Final = 2.5
+_LOOKS: Final = 3
+_STATE_EVERY_S: Final = 0.1
+_PY_SPY_AT_ONCE: Final = 4
+_PY_SPY_TIMEOUT_S: Final = 8.0
+_SYSTEM_CALLS: Final = {
+    0: "read", 1: "write", 7: "poll", 35: "nanosleep", 45: "recvfrom", 47: "recvmsg", 61: "wait4", 202: "futex", 230: "clock_nanosleep",
+    232: "epoll_wait", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait",
+}  # fmt: skip
+"""Numbers on x86-64."""
+_SHUTDOWN: Final = frozenset({"_shutdown", "_run_exitfuncs", "_exit_function"})
+
+
+class Thread(NamedTuple):
+    """A thread as py-spy saw it."""
+
+    stack: ThreadStack
+    seen: list[SeenFrame]
+    owns_gil: bool
+
+
+class Look(NamedTuple):
+    """The threads of a rank at one moment, the main one first; or why they could not be read."""
+
+    threads: list[Thread]
+    note: str | None
+
+
+def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, values: bool = True) -> HostSamples:
+    """Look at all ranks of a job on this machine, several times within a window.
+
+    Args:
+        job: the ranks.
+        window_s: seconds between the first and the last look.
+        native: also read C++ frames, once; py-spy then pauses each process for some milliseconds.
+        values: read local variables: they show the group, the peer and whether a loop moves.
+
+    Raises:
+        MissingDependency: py-spy is not installed.
+        EvidenceError: no process may be read.
+    """
+    if pyspy.find() is None:
+        raise MissingDependency("commlens attach reads stacks with py-spy, which is not installed: pip install commlens[stacks]")
+    observer = Observer(window_s + 5.0, use_py_spy=False)
+    for one in job.ranks:
+        observer.add(one.pid, one.start_ticks)
+    looks: list[list[Look]] = []
+    began = time.monotonic()
+    with ThreadPoolExecutor(_PY_SPY_AT_ONCE) as pool:
+        for number in range(_LOOKS):
+            looks.append(list(pool.map(lambda one: look(one.pid, values=values), job.ranks)))
+            if number + 1 < _LOOKS:
+                _observe(job.ranks, observer, began + window_s * (number + 1) / (_LOOKS - 1))
+        if native:
+            looks[-1] = list(pool.map(lambda one: look(one.pid, native=True), job.ranks))
+    spent = time.monotonic() - began
+    samples = [_sample(one, [each[index] for each in looks], observer, native=native) for index, one in enumerate(job.ranks)]
+    notes = sorted({sample.log.observation.stacks_note or "" for sample in samples} - {""})
+    if notes and not any(sample.log.observation.stacks for sample in samples):
+        raise EvidenceError(f"The stacks of {script_of(job.ranks[0].command)} cannot be read: {notes[0]}.")
+    _number_ranks(samples)
+    world = max((one.world_size for one in job.ranks), default=0)
+    for index, sample in enumerate(samples):
+        sample.log.world_size = sample.log.world_size or world
+        if samples[index].log.observation.stacks_note:
+            samples[index].log.problems.append(f"its stacks could not be read: {samples[index].log.observation.stacks_note}")
+    dumps = take_dumps(job.ranks)
+    lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in telling_lines(one)]
+    return HostSamples(
+        os.uname().nodename, samples, world or len(samples), job.expected, dumps.notes, dumps.files, list(dict.fromkeys(lines)), spent
+    )  # fmt: skip
+
+
+def _observe(ranks: Sequence[RankProcess], observer: Observer, until: float) -> None:
+    while True:
+        for one in ranks:
+            observer.sample(one.pid, Pulse(closed=True))
+        left = until - time.monotonic()
+        if left <= 0:
+            return
+        time.sleep(min(_STATE_EVERY_S, left))
+
+
+def look(pid: int, *, native: bool = False, values: bool = False) -> Look:
+    """Read the threads of a process once.
+
+    Args:
+        pid: the process.
+        native: also C++ frames. This pauses the process; without it, it is not paused.
+        values: also local variables.
+    """
+    program = pyspy.find()
+    if program is None:
+        return Look([], "py-spy is not installed: `pip install commlens[stacks]`")
+    command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid)]
+    command += ["--native"] if native else ["--nonblocking"]
+    command += ["--locals"] if values else []
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_TIMEOUT_S, check=False)
+        answer = json.loads(done.stdout) if done.returncode == 0 else None
+    except subprocess.TimeoutExpired:
+        return Look([], f"py-spy did not answer within {_PY_SPY_TIMEOUT_S:.0f} s")
+    except (OSError, ValueError) as error:
+        return Look([], f"py-spy failed: {error}")
+    if answer is None:
+        return Look([], why_refused(pid, done.stderr.decode("utf-8", "replace")))
+    return _parse(answer, pid)
+
+
+def _parse(answer: Any, pid: int) -> Look:
+    now = time.time_ns()
+    threads: list[Thread] = []
+    classify = classifier(pid)
+    try:
+        for thread in answer:
+            number = int(thread.get("os_thread_id") or 0)
+            seen = read_frames(thread["frames"], classify)
+            name = thread.get("thread_name") or ("MainThread" if number == pid else "")
+            stack = ThreadStack(number, name, tuple(one.frame for one in seen), now, is_main=number == pid or name == "MainThread")
+            threads.append(Thread(stack, seen, bool(thread.get("owns_gil"))))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return Look([], "py-spy printed something that is not its JSON")
+    threads.sort(key=lambda one: not one.stack.is_main)
+    return Look(threads, None if threads else "py-spy found no Python thread")
+
+
+def classifier(pid: int) -> Callable[[str], FrameKind]:
+    """Return a function that classifies a file of a process by its path."""
+
+    def classify(file: str) -> FrameKind:
+        if "/commlens/" in file:  # commlens may be installed in place
+            if "/commlens/scenarios/" in file and not file.endswith("/scenarios/__main__.py"):
+                return FrameKind.USER
+            return FrameKind.COMMLENS
+        if not file.endswith(".py") and not file.startswith("<"):
+            return FrameKind.NATIVE
+        return frame_kind(file, [])
+
+    return classify
+
+
+def why_refused(pid: int, message: str) -> str:
+    """Return why py-spy may not read a process, in a clause that names the setting or the capability."""
+    text = " ".join(line.strip() for line in message.splitlines() if line.strip())
+    if "ermission" not in text:
+        return f"py-spy failed: {text[:200] or 'no reason given'}"
+    scope = (process.read_text("/proc/sys/kernel/yama/ptrace_scope") or "0").strip()
+    try:
+        owner = Path(f"/proc/{pid}").stat().st_uid
+    except OSError:
+        return "the process has ended"
+    if owner != os.geteuid() and os.geteuid() != 0:
+        return "its processes belong to another user, and only that user or root may read them"
+    if scope in ("1", "2"):
+        return (
+            f"kernel.yama.ptrace_scope is {scope}, which lets only root read other processes: run `sudo commlens attach {pid}`, "
+            "or `sudo sysctl kernel.yama.ptrace_scope=0`"
+        )
+    if scope == "3":
+        return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is restarted"
+    return "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look from the host as root"
+
+
+def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, native: bool) -> RankSample:
+    """Combine the looks at one rank."""
+    good = [look for look in looks if look.threads]
+    seen: Observation = observer.observe(one.pid)
+    if process.read_stat(one.pid) is None:
+        seen = Observation(end=End.GONE, window_s=seen.window_s)
+    log = RankLog(
+        rank=one.rank, world_size=one.world_size, host=os.uname().nodename, pid=one.pid, local_rank=one.local_rank, restart=one.restart,
+        captured_ns=time.time_ns(), script=script_of(one.command), source=f"pid {one.pid}", initialised=True, observation=seen,
+    )  # fmt: skip
+    sample = RankSample(log, system_call=_system_call(one.pid), python=_interpreter(one.pid))
+    if not good:
+        seen.stacks_note = looks[-1].note
+        return sample
+    last = good[-1]
+    seen.stacks = [thread.stack for thread in last.threads]
+    compared = [look for look in good if not native or look is not good[-1]]
+    if len(compared) > 1:
+        # A loop around a sleep changes its variables: that moves a rank, but it is no work.
+        sample.moved = len({fingerprint(look.threads[0].seen) for look in compared}) > 1
+        seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
+    values = compared[-1] if compared else last
+    sample.call = _call(values.threads, one.pid)
+    main = values.threads[0]
+    sample.counters = counters(main.seen)
+    sample.holds_gil = _holds_gil(good, seen)
+    seen.holds_gil = sample.holds_gil
+    if one.rank < 0:
+        log.rank = _rank_in(main.seen)
+    if any(frame.function in _SHUTDOWN for frame in main.stack.frames[:4]) and not any(
+        frame.kind is FrameKind.USER for frame in main.stack.frames
+    ):
+        log.left = True
+    return sample
+
+
+def _call(threads: Sequence[Thread], pid: int) -> Call | None:
+    """Return the call that a rank waits in. In backward, autograd's own threads run Python hooks that may issue collectives."""
+    call = find_call(threads[0].seen, pid)
+    if call is not None and call.kind == "backward":
+        for thread in threads[1:]:
+            inner = find_call(thread.seen, pid)
+            if inner is not None and inner.kind in ("collective", "message"):
+                return Call(inner.kind, inner.op, inner.group, inner.peer, inner.root, call.line)
+    return call
+
+
+def _holds_gil(looks: Sequence[Look], seen: Observation) -> bool:
+    """Return whether the main thread held the GIL in all looks and used no CPU: it waits in C code that does not release the GIL."""
+    idle = seen.cpu_s is not None and seen.window_s > 0 and seen.cpu_s / seen.window_s < 0.02
+    return len(looks) > 1 and idle and seen.proc_state not in ("T", "t") and all(look.threads[0].owns_gil for look in looks)
+
+
+def _rank_in(frames: Sequence[SeenFrame]) -> int:
+    """Return the rank of a process that torch.multiprocessing or the program itself numbered; -1: unknown."""
+    for seen in reversed(frames):
+        if seen.frame.file.endswith("torch/multiprocessing/spawn.py") and seen.values.get("i", "").isdecimal():
+            return int(seen.values["i"])
+    for seen in reversed(frames):
+        for name in ("rank", "global_rank", "local_rank", "world_rank"):
+            if seen.values.get(name, "").isdecimal():
+                return int(seen.values[name])
+    return -1
+
+
+def _number_ranks(samples: Sequence[RankSample]) -> None:
+    """Number ranks whose number is unknown by their pids, if no other rank would have the same number."""
+    ranks = [sample.log.rank for sample in samples]
+    if -1 in ranks or len(set(ranks)) < len(ranks):
+        for number, sample in enumerate(sorted(samples, key=lambda one: one.log.pid)):
+            sample.log.rank = number
+            sample.log.problems.append("its rank is not known: the ranks are numbered in the order of their pids")
+        samples.sort(key=lambda one: one.log.rank) if isinstance(samples, list) else None
+
+
+def _system_call(pid: int) -> str:
+    first = (process.read_text(f"/proc/{pid}/syscall") or "").split(" ")[0]
+    if not first.isdecimal() or os.uname().machine != "x86_64":
+        return ""
+    return _SYSTEM_CALLS.get(int(first), f"number {first}")
+
+
+def _interpreter(pid: int) -> str:
+    try:
+        return str(Path(f"/proc/{pid}/exe").readlink())
+    except OSError:
+        return ""
