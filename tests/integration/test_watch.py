@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
+import re
+import select
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +103,29 @@ def test_the_line_that_holds_the_gil(bench: Bench) -> None:
     assert "train.py:8 load_batch" in program.error, program.report()
 
 
+def top(bench: Bench, keys: bytes) -> str:
+    """Return what ``commlens top`` writes to a terminal of 80 x 24, while these keys are pressed, one for each frame."""
+    controller, terminal = pty.openpty()
+    command = [sys.executable, "-m", "commlens", "top", "--interval", "0.3"]
+    environ = {**bench.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    shown, pressed = b"", 0
+    with subprocess.Popen(command, cwd=bench.folder, env=environ, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and process.poll() is None:
+            if select.select([controller], [], [], 0.2)[0]:
+                with contextlib.suppress(OSError):  # the program has closed the terminal
+                    shown += os.read(controller, 1 << 16)
+            if pressed < len(keys) and shown.count(b"up/down") > 2 * pressed + 1:
+                os.write(controller, keys[pressed : pressed + 1])
+                pressed += 1
+        process.kill()
+    os.close(controller)
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode("utf-8", "replace"))
+    assert process.returncode == 0, text
+    return text
+
+
 def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
     nothing = bench.start("-m", "commlens", "status")
     assert nothing.end() == 3
@@ -113,6 +142,14 @@ def test_status_and_dump_from_another_terminal(bench: Bench) -> None:
     assert "stopped" in status.out[3]
     assert "after all_reduce #3" in status.out[3]
     pid = status.out[3].split()[1]
+    stacks = bench.start("-m", "commlens", "stacks", pid)
+    assert stacks.end() == 0, stacks.report()
+    assert stacks.out[0] == "2 ranks of train.py stop stand at 2 places:"
+    assert "Rank 1, stopped" in stacks.out
+    shown = top(bench, keys=b"j\rq")
+    assert "rank 1 never reached all_reduce #4" in shown
+    assert "stopped" in shown
+    assert "load_batch" in shown
     dump = bench.start("-m", "commlens", "dump", "-o", "here", pid)
     assert dump.end() == 0, dump.report()
     folder = bench.folder / dump.out[0]

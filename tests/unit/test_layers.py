@@ -63,6 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model",
         "native",
         "outside",
+        "processes",
         "reports",
         "scenarios",
         "text",

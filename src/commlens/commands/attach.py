@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from commlens.commands.naming_jobs import add_job
 from commlens.errors import CommandError, EvidenceError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class AttachCommand:
-    """Look at a job that was started without commlens: is it stuck, and which rank, which line?
+    """Look at a job that was started without commlens: say whether it is stuck, on which rank and line.
 
     It finds the ranks by their environment and process tree, reads their stacks from outside with py-spy at three moments, and changes
     nothing in the job. Exit status: 0 the job moves or nothing is wrong, 1 a fault was found, 2 wrong usage, 3 no rank could be looked at.
@@ -49,22 +50,16 @@ class AttachCommand:
 
             sys.stdout.buffer.write(msgspec.json.encode(_look_here(arguments)))
             return 0
-        hosts = _look(arguments)
         from commlens.commands.diagnose import exit_status
         from commlens.outside.verdict_with_dumps import judge_with_dumps
 
-        verdict = judge_with_dumps(hosts)
+        verdict = None if arguments.hosts or arguments.hostfile or arguments.native else _of_black_boxes(_find(arguments))
+        hosts: list[HostSamples] = []
+        if verdict is None:
+            hosts = _look(arguments)
+            verdict = judge_with_dumps(hosts)
         _show(arguments, hosts, verdict)
         return exit_status(verdict)
-
-
-def add_job(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that say which job."""
-    parser.add_argument(
-        "job", nargs="?", metavar="PID|SCRIPT",
-        help="the pid of a rank or of its launcher, or a part of the ranks' command line (default: the only job that runs here)",
-    )  # fmt: skip
-    parser.add_argument("--job", dest="job_name", metavar="NAME", help="the job's name: torchrun's --rdzv-id, Slurm's job id or name")
 
 
 def _look(arguments: argparse.Namespace) -> list[HostSamples]:
@@ -103,6 +98,25 @@ def _look(arguments: argparse.Namespace) -> list[HostSamples]:
     return found
 
 
+def _of_black_boxes(job: FoundJob) -> Verdict | None:
+    """Return the verdict of a job that is recorded after all; None if it is not, or not all of its ranks here are."""
+    from commlens.config import load_settings
+    from commlens.diagnosis.examine import diagnose_logs
+    from commlens.watch.jobs import find_jobs
+    from commlens.watch.snapshot import snapshot
+
+    try:
+        folders = find_jobs(str(job.ranks[0].pid), load_settings().settings.box_dir)
+    except CommandError:
+        return None
+    logs = snapshot(folders[0])
+    if {log.pid for log in logs} < {one.pid for one in job.ranks}:
+        return None
+    verdict = diagnose_logs(logs)
+    verdict.looked_at += "; this job is recorded, so the verdict is from its black boxes"
+    return verdict
+
+
 def _name_elsewhere(job: FoundJob | None, wanted: str) -> str:
     """Return by what to find the job on another machine, where its pids are others."""
     from commlens.outside.find_ranks import script_of
@@ -139,11 +153,11 @@ def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verd
     from commlens.reports.terminal import print_verdict
 
     print_verdict(verdict)
-    if arguments.stacks or arguments.native:
-        from commlens.diagnosis.process_words import process_words
+    if hosts and (arguments.stacks or arguments.native):
+        from commlens.diagnosis.process_words import notable_state
         from commlens.model.stack_classes import merge_stacks
         from commlens.reports.stacks_terminal import print_classes
 
         logs = [sample.log for host in hosts for sample in host.samples]
         print()
-        print_classes(merge_stacks(logs, [process_words(log) for log in logs]), whole=arguments.native)
+        print_classes(merge_stacks(logs, [notable_state(log) for log in logs]), whole=arguments.native)

@@ -30,3 +30,9 @@ def process_words(log: RankLog) -> str:
     if seen.cpu_s and seen.window_s and seen.cpu_s / seen.window_s > 0.5:
         return "computing"
     return _STATES.get(seen.proc_state or "", "running")
+
+
+def notable_state(log: RankLog) -> str:
+    """Return the state of a rank's process in words if it explains why the rank does not move; otherwise an empty text."""
+    words = process_words(log)
+    return "" if words in ("running", "sleeping", "computing", "idle", "not visible from here") else words

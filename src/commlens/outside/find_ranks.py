@@ -21,6 +21,8 @@ _LOCAL_RANK: Final = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK
 _JOB_NAMES: Final = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_JOB_NAME", "PBS_JOBID", "LSB_JOBID", "JOB_NAME")
 _SAME_JOB: Final = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID", "PMIX_NAMESPACE")
 _LAUNCHERS: Final = re.compile(r"(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch)|mpirun|mpiexec|srun|commlens launch)\b")
+_OUR_OWN: Final = re.compile(r" -m commlens\.(watch|verification)\b")
+"""Helpers of a recorded rank, which have its environment."""
 _COMMAND_MAX: Final = 80
 
 
@@ -179,7 +181,7 @@ def _rank_process(pid: int, environ: Mapping[str, str]) -> RankProcess | None:
     if rank is None or stat is None or stat.ended:
         return None
     command = command_of(pid)
-    if _LAUNCHERS.search(command.split(" -m commlens.scenarios")[0]) and not has_torch(pid):
+    if _OUR_OWN.search(command) or (_LAUNCHERS.search(command) and not has_torch(pid)):
         return None
     return RankProcess(
         rank, _number(environ, _WORLD) or 0, _number(environ, _LOCAL_RANK), pid, stat.start_ticks, command,
@@ -199,11 +201,13 @@ def _one_of_each(candidates: list[RankProcess]) -> list[RankProcess]:
     may still be there: the newest one counts.
     """
     newest = max(one.restart for one in candidates)
+    with_torch = {one.pid for one in candidates if has_torch(one.pid)}
     best: dict[int, RankProcess] = {}
     for one in sorted((one for one in candidates if one.restart == newest), key=lambda one: one.start_ticks):
         known = best.get(one.rank)
-        if known is None or not is_below(one.pid, known.pid) or (has_torch(one.pid) and not has_torch(known.pid)):
-            best[one.rank] = one
+        if known is not None and known.pid in with_torch and (one.pid not in with_torch or is_below(one.pid, known.pid)):
+            continue
+        best[one.rank] = one
     return [best[rank] for rank in sorted(best)]
 
 

@@ -72,6 +72,8 @@ class _Case:
         """Make the findings, the most important first."""
         findings = self._findings()
         looked = f"{count(len(self.samples), 'rank')} of {self.world} from outside, for {self.window_s:.1f} s"
+        if self.absent and len(self.absent) == len(self.samples):
+            return Verdict(summary="the job has ended while it was looked at", confidence="low", missing_evidence=missing, looked_at=looked)
         if not findings:
             return self._healthy(missing, looked)
         return Verdict.from_findings(findings, missing_evidence=missing, looked_at=looked)
@@ -93,8 +95,10 @@ class _Case:
     def _healthy(self, missing: list[str], looked: str) -> Verdict:
         moved = [one for one in self.samples if one.moved or self.doing[one.rank].works]
         everybody = len(moved) == len(self.samples) and bool(moved)
-        if everybody:
+        if everybody and len(self.samples) == self.world:
             text = "nothing is wrong: the job moves"
+        elif everybody:
+            text = f"nothing is wrong in what was seen: {ranks_and_verb([one.rank for one in moved], 'moves', 'move')}"
         elif moved:
             text = "nothing is wrong: no rank waits for another, and " + ranks_and_verb([one.rank for one in moved], "moves", "move")
         else:

@@ -58,8 +58,8 @@ def _cycle(waits: Waits) -> Finding | None:
 
 def _cycle_of(waits: Waits, members: Sequence[RankSample]) -> Finding:
     ahead = _ahead(members) if len(members) == 2 else None
-    culprits = [ahead.rank] if ahead is not None else ranks_of(members)
-    first = next(one for one in members if one.rank == culprits[0])
+    culprits = [ahead.rank] if ahead is not None else []  # which of them called in the wrong order cannot be seen
+    first = next((one for one in members if one.rank in culprits), members[0])
     skipped = f"{capital(ahead.phrase)}: it has left out a message. " if ahead is not None else ""
     return locate(Finding(
         kind="cycle", why="skipped" if ahead is not None else "in-collective", root_cause=True, culprits=culprits,

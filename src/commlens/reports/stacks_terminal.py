@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
 from commlens.model.stack_classes import StackClass
 from commlens.model.wrapping import unbroken
@@ -16,6 +17,7 @@ from commlens.text import capital, count, ranks_phrase
 
 _MOST_FRAMES = 24
 _MOST_CLASSES = 20
+_NAME_MAX = 80  # of a C++ function: templates make them very long
 
 
 def print_classes(classes: Sequence[StackClass], *, most: int = _MOST_CLASSES, whole: bool = False) -> None:
@@ -39,7 +41,7 @@ def class_lines(each: StackClass, *, whole: bool = False) -> list[str]:
     state = f", {each.state}" if each.state else ""
     head = f"{capital(ranks_phrase(each.ranks))}{f' ({len(each.ranks)} ranks)' if len(each.ranks) > 2 else ''}{state}"
     frames = list(each.frames) if whole else each.shown
-    lines = [f"{frame.function}  {frame.file if frame.kind is FrameKind.USER else _short(frame.file)}:{frame.line}" for frame in frames]
+    lines = [_frame_line(frame) for frame in frames]
     if len(lines) > _MOST_FRAMES and not whole:
         lines[_MOST_FRAMES:] = [f"... {len(lines) - _MOST_FRAMES} more"]
     return [head, *(lines or [f"no stack: {each.note}"]), *(f"also {text}" for text in each.others)]
@@ -48,6 +50,13 @@ def class_lines(each: StackClass, *, whole: bool = False) -> list[str]:
 def _class(each: StackClass, *, whole: bool) -> list[RenderableType]:
     head, *lines = class_lines(each, whole=whole)
     return [Text(head, style="bold"), *(Padding(Text(unbroken(line), overflow="fold"), (0, 0, 0, 2)) for line in lines)]
+
+
+def _frame_line(frame: Frame) -> str:
+    if frame.kind is FrameKind.NATIVE:
+        name = frame.function if len(frame.function) <= _NAME_MAX else f"{frame.function[:_NAME_MAX]}..."
+        return f"{name}  {frame.file.rpartition('/')[2]}" + (f":{frame.line}" if frame.line else "")
+    return f"{frame.function}  {frame.file if frame.kind is FrameKind.USER else _short(frame.file)}:{frame.line}"
 
 
 def _short(file: str) -> str:

@@ -1,0 +1,150 @@
+"""``commlens top``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from commlens.commands.naming_jobs import add_recorded_job
+from commlens.errors import CommandError
+
+if TYPE_CHECKING:
+    from commlens.diagnosis.status import JobStatus
+    from commlens.reports.top_screen import Screen, View
+
+_NEWEST: Final = 256  # records of each rank that are read for a frame
+_OBSERVED_S: Final = 4.0
+_KEYS: Final = {
+    b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
+    b"\x1b[H": "home", b"\x1b[F": "end", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
+}  # fmt: skip
+
+
+class TopCommand:
+    """Show live what every rank of a job is doing: sort, fold, pick a rank and see its stack.
+
+    It reads the black boxes from outside, like commlens status, once a second. Keys: up and down choose a row, enter shows its stack, f
+    folds equal ranks, s sorts by rank, time or state, n shows the next job, q quits.
+    """
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        add_recorded_job(parser)
+        parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="refresh every S seconds (default: 1)")
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        from commlens.config import load_settings
+        from commlens.watch.jobs import find_jobs
+
+        if not 0.1 <= arguments.interval <= 3600:
+            raise CommandError(f"--interval takes 0.1 to 3600 seconds, not {arguments.interval:g}.")
+        jobs = find_jobs(arguments.job, load_settings().settings.box_dir)
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            raise CommandError("commlens top needs a terminal. `commlens status` prints the same once.")
+        with contextlib.suppress(KeyboardInterrupt):
+            _show(jobs, arguments.interval)
+        return 0
+
+
+class _Job:
+    """A job that is read again and again."""
+
+    def __init__(self, folder: Path) -> None:
+        from commlens.processes.observer import Observer
+        from commlens.watch.roster import Roster
+
+        self.folder = folder
+        self.roster = Roster([folder])
+        self.observer = Observer(_OBSERVED_S)
+
+    def read(self) -> JobStatus:
+        """Return the job's status now."""
+        from commlens.diagnosis.status import status_of
+        from commlens.dumps.save import dump_name
+        from commlens.processes.process import Ending
+        from commlens.watch.snapshot import add_new_members, read_logs, sample
+
+        add_new_members(self.roster, self.observer)
+        self.roster.wait(0)
+        self.roster.poll()
+        for member in self.roster.take_ended():
+            self.observer.ended(member.pid, member.ending or Ending(), clean=member.said_goodbye)
+        members = self.roster.current()
+        sample(members, self.observer)
+        seen = {member.pid: self.observer.observe(member.pid) for member in members if member.here}
+        return status_of(dump_name([self.folder]), read_logs(members, seen, newest=_NEWEST)[0])
+
+
+def _show(folders: list[Path], interval_s: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+
+    from commlens.reports.top_screen import NARROW, View, draw
+
+    view = View(jobs=len(folders))
+    jobs = [_Job(folder) for folder in folders]
+    console = Console(highlight=False, markup=False, emoji=False)
+    with _keys() as wait_for_key, Live(console=console, screen=True, auto_refresh=False) as live:
+        status = jobs[0].read()
+        due = time.monotonic()  # the first frame knows no movement yet: the next one follows soon
+        pause = min(0.5, interval_s)
+        while not view.quit:
+            screen = _screen(status, view, narrow=console.width < NARROW)
+            live.update(draw(screen, view, console.width, console.height), refresh=True)
+            key = wait_for_key(max(0.0, due + pause - time.monotonic()))
+            before = view.job
+            if key is not None:
+                view.press(key, len(screen.rows))
+            if key is None or view.job != before:
+                status, due, pause = jobs[view.job].read(), time.monotonic(), interval_s
+
+
+def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
+    from commlens.diagnosis.process_words import notable_state
+    from commlens.diagnosis.status import HEADINGS, arrange, cells, fold
+    from commlens.model.stack_classes import merge_stacks
+    from commlens.reports.stacks_terminal import class_lines
+    from commlens.reports.top_screen import Screen
+
+    rows = arrange(fold(status.rows) if view.folded else status.rows, view.order)
+    view.chosen = max(0, min(view.chosen, len(rows) - 1))
+    stack: list[str] = []
+    if view.stack and rows:
+        chosen = set(rows[view.chosen].ranks)
+        logs = [log for log in status.logs if log.rank in chosen]
+        for each in merge_stacks(logs, [notable_state(log) for log in logs]):
+            stack += class_lines(each)
+    return Screen(status, rows, [cells(row, narrow=narrow) for row in rows], HEADINGS, stack)
+
+
+class _Keys:
+    """Waits for keys on the terminal."""
+
+    def __call__(self, seconds: float) -> str | None:
+        """Return the next key; None after so many seconds without one."""
+        if not select.select([sys.stdin], [], [], seconds)[0]:
+            return None
+        pressed = os.read(sys.stdin.fileno(), 32)
+        if not pressed:
+            return "q"  # the terminal is gone
+        return _KEYS.get(pressed) or pressed[:1].decode("ascii", "replace")
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[_Keys]:
+    """Switch the terminal to single keys without echo, and back."""
+    import termios
+    import tty
+
+    before = termios.tcgetattr(sys.stdin)
+    try:
+        tty.setcbreak(sys.stdin)
+        yield _Keys()
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)

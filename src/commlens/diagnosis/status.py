@@ -1,0 +1,237 @@
+"""What every rank of a job is doing right now, as rows; ranks that do the same share a row."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+from typing import Final, Literal
+
+import msgspec
+
+from commlens.diagnosis.activity import activity_of, quiet_ns
+from commlens.diagnosis.examine import ExaminedJob, examine_logs
+from commlens.diagnosis.process_exit import process_exit_of
+from commlens.diagnosis.process_words import notable_state, process_words
+from commlens.model.collective import Collective, State
+from commlens.model.ranklog import End, RankLog
+from commlens.model.verdict import Verdict
+from commlens.text import count, duration, format_ranks, group_phrase
+
+_STEPS_TIMED: Final = 20
+Order = Literal["rank", "for", "state"]
+
+
+class StatusRow(msgspec.Struct):
+    """The status of one rank, or of several that do the same."""
+
+    ranks: list[int]
+    pid: int = 0  # of a single rank
+    host: str = ""
+    process: str = ""  # "sleeping", "stopped", "killed by SIGKILL"
+    activity: str = ""  # "in-collective", "data-loading", ...
+    collective: str = ""  # "in all_reduce #41 of the default group [0-3]"
+    for_ns: int = 0  # how long it is in flight, or has been over; of several ranks, the longest
+    waits_for: list[int] = []
+    step: int = 0
+    at: str = ""  # the user's line
+
+    @property
+    def age(self) -> str:
+        """The time in words; empty if it is unknown."""
+        return duration(self.for_ns) if self.for_ns else ""
+
+
+class JobStatus(msgspec.Struct):
+    """The status of one job."""
+
+    name: str
+    heading: str  # "train-20261121: 4 ranks on n03, train.py --lr 0.1"
+    verdict: Verdict
+    rows: list[StatusRow]  # one for each rank
+    steps: str = ""  # "step 812, 0.21 s per step"
+    logs: list[RankLog] = []
+
+    @property
+    def ails(self) -> bool:
+        """Whether something is wrong, or a rank waits or does not run."""
+        return self.verdict.kind != "healthy" or any(notable_state(log) not in ("", "finished") for log in self.logs)
+
+    @property
+    def answer(self) -> str:
+        """The answer in one line."""
+        if not self.ails:
+            moves = f"; {self.steps}" if self.steps else ""
+            return f"{self.verdict.summary}{moves}"
+        return self.verdict.summary
+
+
+def status_of(name: str, logs: Sequence[RankLog]) -> JobStatus:
+    """Return the status of a job.
+
+    Args:
+        name: of the job.
+        logs: of its ranks, joined with observations of their processes.
+    """
+    examined = examine_logs(logs)
+    waits = _waits(examined)
+    rows = [_row(log, waits.get(log.rank, [])) for log in logs]
+    return JobStatus(name, heading(name, logs), examined.verdict, rows, _steps(logs), list(logs))
+
+
+def heading(name: str, logs: Sequence[RankLog]) -> str:
+    """Return the line above a job's table: ``"train-20261121: 4 ranks on n03, train.py --lr 0.1"``."""
+    world = max((log.world_size for log in logs), default=0)
+    hosts = sorted({log.host for log in logs if log.host})
+    script = next((log.script for log in logs if log.script), "")
+    ranks = f"{len(logs)} of {world} ranks" if world > len(logs) else count(len(logs), "rank")
+    where = hosts[0] if len(hosts) == 1 else count(len(hosts), "host")
+    return f"{name}: {ranks} on {where}" + (f", {script}" if script else "")
+
+
+def fold(rows: Sequence[StatusRow]) -> list[StatusRow]:
+    """Join the rows of ranks that do the same."""
+    found: dict[tuple[object, ...], list[StatusRow]] = defaultdict(list)
+    for row in rows:
+        found[(row.process, row.activity, row.collective, tuple(row.waits_for), row.step, row.at)].append(row)
+    folded = []
+    for same in found.values():
+        hosts = {row.host for row in same}
+        folded.append(
+            msgspec.structs.replace(
+                same[0], ranks=sorted(rank for row in same for rank in row.ranks), pid=same[0].pid if len(same) == 1 else 0,
+                host=same[0].host if len(hosts) == 1 else "", for_ns=max(row.for_ns for row in same),
+            )
+        )  # fmt: skip
+    return folded
+
+
+def arrange(rows: Sequence[StatusRow], order: Order) -> list[StatusRow]:
+    """Sort rows: by rank, by time (the longest first), or by state (those that run first are last)."""
+    if order == "for":
+        return sorted(rows, key=lambda row: (-row.for_ns, row.ranks))
+    if order == "state":
+        return sorted(rows, key=lambda row: (row.activity in ("", "in-collective"), len(row.ranks), row.ranks))
+    return sorted(rows, key=lambda row: row.ranks)
+
+
+def cells(row: StatusRow, *, narrow: bool = False) -> tuple[str, ...]:
+    """Return a row as text: ranks, process, step, collective, time, the ranks waited for, the line.
+
+    Args:
+        row: the row.
+        narrow: for 80 columns: no step, no members of the group, no function.
+    """
+    waits = format_ranks(row.waits_for)
+    if len(waits) > _RANKS_MAX:
+        waits = f"{len(row.waits_for)} ranks"
+    says_nothing = row.activity in ("", "in-collective", "unknown", "user-code")
+    process = row.process if says_nothing else row.activity if narrow else f"{row.process}, {row.activity}"
+    collective, step, at = row.collective, str(row.step or ""), row.at
+    if narrow:
+        collective = _MEMBERS.sub("", collective.replace(" of the default group", "").replace(" of group ", " of "))
+        step, at = "", at.partition(" ")[0]
+    return (_short_ranks(row.ranks), process, step, collective, row.age, waits, at)
+
+
+def _short_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks in few characters: ``"0-3,5-7"``, ``"0,2,5-9,.. (5000)"``."""
+    text = format_ranks(ranks)
+    if len(text) <= _RANKS_MAX:
+        return text
+    head = text[: _RANKS_MAX - 10]
+    return f"{head[: head.rindex(',')] if ',' in head else head},.. ({len(ranks)})"
+
+
+_RANKS_MAX: Final = 22
+_MEMBERS: Final = re.compile(r" \[[\d,:-]+\]")
+HEADINGS: Final = ("ranks", "process", "step", "collective", "for", "waits for", "at")
+
+
+def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
+    current = current_collective(log)
+    exit_ = process_exit_of(log)
+    blocked = current is not None and current.in_flight
+    doing = activity_of(log, exit_, quiet_ns=quiet_ns(log))
+    activity: str = "in-collective" if blocked and doing.why not in ("stopped", "holding-gil") else doing.why
+    if log.observation.end not in (End.RUNNING, End.UNKNOWN):
+        activity = exit_.why
+    if activity in ("killed", "exit", "exception", "finished", "stopped", "holding-gil"):
+        activity = ""  # the process's state says it
+    text, age_ns = _collective(log, current)
+    return StatusRow([log.rank], log.pid, log.host, process_words(log), activity, text, age_ns, waits_for, log.steps, _where(log, current))
+
+
+def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
+    """Return a rank's collective in words, and for how long it is in flight or over."""
+    age_ns = 0
+    if current is None:
+        text = "none yet" if log.initialised or not log.setups else "in init_process_group"
+    else:
+        text = f"{current.op} #{current.sequence_number} of {group_phrase(current.channel.group)}"
+        if current.is_point_to_point and current.peer is not None:
+            text = f"{current.op} {'to' if current.op == 'send' else 'from'} {current.peer} #{current.sequence_number}"
+        if current.in_flight:
+            text, age_ns = f"in {text}", log.captured_ns - current.announced_ns
+        else:
+            ended = current.done_ns or current.wait_ended_ns or current.returned_ns or current.announced_ns
+            text = f"{'after' if current.state is State.COMPLETED else current.state.value} {text}"
+            age_ns = log.captured_ns - ended
+    if log.expecting:
+        text = f"{text} (expects to be slow: {log.expecting})"
+    return text, max(0, age_ns)
+
+
+def current_collective(log: RankLog) -> Collective | None:
+    """Return the oldest collective in flight, otherwise the last one."""
+    return next((each for each in log.collectives if each.in_flight), log.collectives[-1] if log.collectives else None)
+
+
+_EXCEPTION_MAX: Final = 80
+
+
+def _where(log: RankLog, current: Collective | None) -> str:
+    stack = log.main_stack
+    frame = stack.source if stack is not None and log.observation.end in (End.RUNNING, End.UNKNOWN) else None
+    if frame is None and log.exception:
+        return log.exception if len(log.exception) <= _EXCEPTION_MAX else log.exception[: _EXCEPTION_MAX - 1] + "…"
+    # While nothing is issued, a stack is taken once a second: a younger record is newer than the stack.
+    if stack is not None and current is not None and current.announced_ns > stack.taken_ns:
+        frame = current.source or frame
+    if frame is None and current is not None:
+        frame = current.source
+    return f"{frame.where} {frame.function}" if frame is not None else ""
+
+
+def _waits(examined: ExaminedJob) -> dict[int, list[int]]:
+    """Return the ranks that each rank waits for, from the wait-for graph."""
+    graph = examined.graph
+    found: dict[int, set[int]] = defaultdict(set)
+    for node, targets in graph.edges.items():
+        if node.kind == "wait":
+            for target in targets:
+                ends = graph.edges.get(target, {}) if target.kind == "at" else [target]
+                found[node.rank] |= {end.rank for end in ends if end.rank >= 0}
+    return {rank: sorted(ranks - {rank}) for rank, ranks in found.items()}
+
+
+def _steps(logs: Sequence[RankLog]) -> str:
+    """Return the optimizer step that the ranks are in, and the time of a step, as far as they are recorded."""
+    steps = sorted({log.steps for log in logs if log.steps})
+    if not steps:
+        return ""
+    words = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    times = [time for time in map(step_time_s, logs) if time]
+    return f"{words}, {duration(median(times) * 1e9)} per step" if times else words
+
+
+def step_time_s(log: RankLog) -> float:
+    """Return the median time of the last steps in the record, from one step's first collective to the next one's; 0.0 if unknown."""
+    began: dict[int, int] = {}
+    for op in log.collectives:
+        began.setdefault(op.step, op.announced_ns)
+    moments = [began[step] for step in sorted(began)][1:][-_STEPS_TIMED:]  # the first may have lost its beginning
+    times = [later - earlier for earlier, later in itertools.pairwise(moments)]
+    return median(times) / 1e9 if times else 0.0

@@ -1,0 +1,138 @@
+"""The screen of ``commlens top``: the verdict, the ranks as far as they fit, the chosen ranks' stack, and the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from commlens.diagnosis.status import JobStatus, Order, StatusRow
+from commlens.text import sentence
+
+_ORDERS: Final[tuple[Order, ...]] = ("rank", "for", "state")
+_ANSWER_LINES: Final = 3
+_STACK_SHARE: Final = 0.5  # of the screen
+_STYLES: Final = {"healthy": "green", "waiting": "yellow"}
+KEYS: Final = "up/down  enter stack  f fold  s sort  n job  q quit"
+NARROW: Final = 110
+"""Columns below which rows are shortened."""
+
+
+@dataclass
+class View:
+    """What the user chose."""
+
+    order: Order = "rank"
+    folded: bool = True
+    chosen: int = 0  # position among the rows
+    stack: bool = False  # whether the stack of the chosen row is shown
+    job: int = 0  # position among the jobs
+    first: int = 0  # position of the first row on the screen
+    quit: bool = False
+    jobs: int = field(default=1, repr=False)
+
+    def press(self, key: str, rows: int) -> None:
+        """Change the view by a key.
+
+        Args:
+            key: a character, or "up", "down", "pageup", "pagedown", "home", "end", "enter", "escape".
+            rows: the number of rows now.
+        """
+        moves = {"up": -1, "k": -1, "down": 1, "j": 1, "pageup": -10, "pagedown": 10, "home": -rows, "end": rows}
+        if key in moves:
+            self.chosen += moves[key]
+        elif key == "enter":
+            self.stack = not self.stack
+        elif key == "escape":
+            self.stack = False
+        elif key == "f":
+            self.folded, self.chosen = not self.folded, 0
+        elif key == "s":
+            self.order = _ORDERS[(_ORDERS.index(self.order) + 1) % len(_ORDERS)]
+        elif key in ("n", "\t"):
+            self.job, self.chosen = (self.job + 1) % max(1, self.jobs), 0
+        elif key in ("q", "\x03"):
+            self.quit = True
+        self.chosen = max(0, min(self.chosen, rows - 1))
+
+
+@dataclass
+class Screen:
+    """One frame: the job and its rows, already folded and sorted."""
+
+    job: JobStatus
+    rows: list[StatusRow]
+    cells: list[tuple[str, ...]]  # of the rows
+    headings: tuple[str, ...]
+    stack: list[str]  # lines of the chosen row's stack
+    took_s: float = 0.0  # to read the job
+
+
+def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
+    """Return one frame of exactly the terminal's size or less.
+
+    Args:
+        screen: what to show.
+        view: what the user chose; its first row moves so that the chosen one is visible.
+        width: columns.
+        height: lines.
+    """
+    head = Text(screen.job.heading, style="bold", no_wrap=True, overflow="ellipsis")
+    style = _STYLES.get(screen.job.verdict.kind, "red") if screen.job.ails else "green"
+    answer = Text(sentence(screen.job.answer), style=style)
+    steps = Text(screen.job.steps if screen.job.ails else "", style="dim", no_wrap=True, overflow="ellipsis")
+    lines: list[RenderableType] = [head, *_wrapped(answer, width, _ANSWER_LINES)]
+    if steps.plain:
+        lines.append(steps)
+    left = height - len(lines) - 2  # the table's heading and the keys
+    stack = screen.stack if view.stack else []
+    for_stack = min(len(stack) + 1, int(left * _STACK_SHARE)) if stack else 0
+    room = max(1, left - for_stack)
+    view.first = max(0, min(view.first, view.chosen, len(screen.rows) - room))
+    view.first = max(view.first, view.chosen - room + 1)
+    lines.append(_table(screen, view, room, width))
+    if for_stack:
+        lines.append(Text("-" * min(width, 40), style="dim"))
+        lines += [Text(line, no_wrap=True, overflow="ellipsis") for line in stack[: for_stack - 1]]
+    used_lines = len(lines) - 1 + 1 + min(room, len(screen.rows))  # a table counts as one part
+    lines += [Text("")] * max(0, height - used_lines - 1)
+    shown = f"{view.first + 1}-{min(len(screen.rows), view.first + room)} of {len(screen.rows)} by {view.order}"
+    foot = f"{KEYS} | {shown}"
+    lines.append(Text(foot[: width - 1].ljust(width - 1), style="reverse", no_wrap=True, overflow="crop", end=""))
+    return Group(*lines)
+
+
+def _wrapped(text: Text, width: int, most: int) -> list[Text]:
+    from rich.console import Console
+
+    lines = list(text.wrap(Console(width=width), width))
+    if len(lines) > most:
+        lines[most - 1].truncate(width - 1, overflow="ellipsis")
+        lines[most - 1].append("…")
+    return [Text(line.plain.rstrip(), style=text.style, no_wrap=True) for line in lines[:most]]
+
+
+def _table(screen: Screen, view: View, room: int, width: int) -> RenderableType:
+    """Draw only the rows that fit: a job may have thousands."""
+    visible = screen.cells[view.first : view.first + room]
+    used = [column for column in range(len(screen.headings)) if any(row[column] for row in visible)]
+    widths = {column: max(len(screen.headings[column]), *(len(row[column]) for row in visible)) for column in used}
+    while (over := sum(widths.values()) + len(used) - width) > 0:
+        # Ranks and times stay whole; the widest of the other columns is cut.
+        widest = max((column for column in used if screen.headings[column] in _CUT), key=widths.__getitem__, default=None)
+        if widest is None or widths[widest] <= _NARROWEST:
+            break
+        widths[widest] = max(_NARROWEST, widths[widest] - min(over, max(1, widths[widest] // 8)))
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold", expand=False)
+    for column in used:
+        table.add_column(screen.headings[column], no_wrap=True, overflow="ellipsis", width=widths[column])
+    for position, row in enumerate(visible, view.first):
+        table.add_row(*(row[column] for column in used), style="reverse" if position == view.chosen else "")
+    return table
+
+
+_CUT: Final = ("process", "collective", "at")
+_NARROWEST: Final = 8

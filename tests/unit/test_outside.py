@@ -1,0 +1,166 @@
+"""The verdict on stacks that are seen from outside: which rank is named, and when none is."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from commlens.model.collective import Frame, FrameKind
+from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
+from commlens.model.stack_classes import merge_stacks
+from commlens.outside.calls import SeenFrame, counters, find_call
+from commlens.outside.hosts import named_hosts
+from commlens.outside.look import why_refused
+from commlens.outside.sample import HostSamples, RankSample
+from commlens.outside.verdict import judge
+
+LOGGER = "/env/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
+FUNCTIONAL = "/env/lib/python3.11/site-packages/torch/distributed/_functional_collectives.py"
+C10D = "/env/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+GROUP = "<torch._C._distributed_c10d.ProcessGroup at 0x7f>"
+
+
+def frame(function: str, line: int, file: str = "/home/me/train.py", **values: object) -> SeenFrame:
+    kind = FrameKind.TORCH if "/torch/" in file else FrameKind.USER
+    addresses = {name: 7 if value == GROUP else 1 for name, value in values.items()}
+    return SeenFrame(Frame(file, line, function, kind), {name: str(value) for name, value in values.items()}, addresses)
+
+
+def call(op: str, line: int, *, step: int = 6, passed: str = "", **values: object) -> list[SeenFrame]:
+    """A rank in one of torch.distributed's functions, called at a line of the user's code."""
+    wrapper = frame("_exception_logger.<locals>.wrapper", 83, LOGGER, args=f"({passed})", kwargs="{}")
+    return [frame(op, 3252, C10D, group=GROUP, **values), wrapper, frame("step", line), frame("main", 90, step=step)]
+
+
+def stay(function: str, line: int) -> list[SeenFrame]:
+    return [frame(function, line), frame("main", 88, step=6)]
+
+
+def sample(
+    rank: int, frames: list[SeenFrame], *, moved: bool | None = False, world: int = 4, state: str = "S", cpu_s: float = 0.0
+) -> RankSample:
+    seen = Observation(
+        end=End.RUNNING, window_s=2.5, cpu_s=cpu_s, proc_state=state, stopped_fraction=float(state == "T"), running_fraction=0.0,
+        stack_moved=moved, stacks=[ThreadStack(1, "MainThread", tuple(one.frame for one in frames), 1, True)],
+    )  # fmt: skip
+    log = RankLog(rank=rank, world_size=world, host="n1", pid=100 + rank, initialised=True, source="pid", captured_ns=1, observation=seen)
+    return RankSample(log, find_call(frames, os.getpid()), moved, counters(frames))
+
+
+def verdict(*frames: list[SeenFrame], **options: object):
+    samples = [sample(rank, each, world=len(frames), **options) for rank, each in enumerate(frames)]
+    return judge([HostSamples("n1", samples, len(frames), list(range(len(frames))), window_s=2.5)])
+
+
+def test_a_rank_that_is_in_no_call():
+    found = verdict(*[call("all_reduce", 81)] * 2, stay("load_batch", 57), call("all_reduce", 81))
+    assert (found.kind, found.why, found.culprits, found.victims, found.source) == (
+        "missing",
+        "data-loading",
+        [2],
+        [0, 1, 3],
+        "train.py:57",
+    )
+    assert found.confidence == "high"
+    assert found.summary == "rank 2 is in train.py:57 load_batch; ranks 0-1,3 wait in all_reduce of the default group at train.py:81 step"
+
+
+def test_a_group_that_is_not_known_makes_it_less_sure():
+    waits = call("all_reduce", 81, passed=GROUP)
+    found = verdict(waits, waits, stay("load_batch", 57), waits)
+    assert (found.culprits, found.confidence) == ([2], "medium")
+
+
+def test_a_rank_that_works_is_not_blamed():
+    samples = [sample(rank, call("all_reduce", 81)) for rank in range(3)] + [sample(3, stay("evaluate", 57), cpu_s=2.4)]
+    found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
+    assert (found.kind, found.culprits, found.is_fault) == ("waiting", [3], False)
+
+
+def test_a_stopped_rank_is_named_wherever_it_stands():
+    samples = [sample(rank, call("all_reduce", 81), state="T" if rank == 1 else "S") for rank in range(4)]
+    found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
+    assert (found.why, found.culprits) == ("stopped", [1])
+
+
+def test_the_majority_decides_where_all_ranks_must_meet():
+    found = verdict(*[call("all_reduce", 81)] * 3, call("all_gather", 85))
+    assert (found.kind, found.culprits, found.source, found.confidence) == ("mismatch/op", [3], "train.py:85", "medium")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param([*[call("all_reduce", 81)] * 2, *[call("all_gather", 85)] * 2], id="tie"),
+        pytest.param([*[call("all_reduce", 81, passed=GROUP)] * 3, call("all_reduce", 85, passed=GROUP)], id="unknown groups"),
+        pytest.param([*[call("all_reduce", 81)] * 3, call("recv", 85, src=0)], id="message whose sender went on"),
+        pytest.param([*[call("all_reduce", 81)] * 2, call("recv", 85, src=3), call("recv", 85, src=2)], id="two receive first"),
+        pytest.param([call("all_reduce", 81)] * 4, id="all at one line"),
+    ],
+)
+def test_no_rank_is_named_where_stacks_do_not_decide(frames: list[list[SeenFrame]]):
+    found = verdict(*frames)
+    assert found.culprits == []
+    assert found.is_fault and found.confidence in ("low", "medium")
+
+
+def test_of_two_that_wait_for_each_other_the_one_ahead_left_something_out():
+    found = verdict(call("recv", 53, src=1), call("recv", 53, src=2), call("recv", 21, src=1, step=7), call("recv", 21, src=2, step=7))
+    assert (found.kind, found.culprits, found.source) == ("cycle", [2], "train.py:21")
+    assert "Rank 2 is in step 7, the others in step 6" in found.explanation
+
+
+def test_a_rank_in_another_round_of_the_loop():
+    found = verdict(*[call("all_reduce", 81)] * 3, call("all_reduce", 81, step=7))
+    assert (found.culprits, found.confidence) == ([3], "low")
+
+
+def test_a_job_that_moves():
+    found = verdict(*[call("all_reduce", 81)] * 4, moved=True)
+    assert (found.kind, found.is_fault) == ("healthy", False)
+    assert found.summary == "nothing is wrong: the job moves (step 6)"
+
+
+def test_a_rank_without_a_process():
+    samples = [sample(rank, call("all_reduce", 81)) for rank in (0, 1, 3)]
+    found = judge([HostSamples("n1", samples, 4, [0, 1, 2, 3], window_s=2.5)])
+    assert (found.kind, found.culprits) == ("dead", [2])
+    of_two_hosts = judge([HostSamples("n1", samples[:2], 4, [0, 1]), HostSamples("n2", notes=["n2 could not be asked: no route to host."])])
+    assert of_two_hosts.culprits == [] and "Ranks 2-3 were not seen" in " ".join(of_two_hosts.missing_evidence)
+
+
+@pytest.mark.parametrize(
+    ("frames", "phrase"),
+    [
+        (call("all_reduce", 1), "all_reduce of the default group"),
+        ([frame("all_reduce", 1, C10D, group=GROUP), frame("step", 2, rows=GROUP)], "all_reduce of group `rows`"),
+        (call("broadcast", 1, src=3), "broadcast of the default group from rank 3"),
+        (call("recv", 1, src=3), "recv from rank 3"),
+        (call("isend", 1, dst=0), "send to rank 0"),
+        ([frame("_engine_run_backward", 9, "/x/torch/autograd/graph.py"), frame("step", 2)], "backward"),
+        ([frame("wait_tensor", 9, FUNCTIONAL), frame("f", 2)], "wait_tensor() for an earlier operation"),
+        ([frame("init_process_group", 9, C10D), frame("main", 2)], "init_process_group"),
+        (stay("load_batch", 5), None),
+        ([frame("mm", 9, "/x/torch/functional.py"), frame("step", 2)], None),
+    ],
+)  # fmt: skip
+def test_the_call_that_a_stack_waits_in(frames: list[SeenFrame], phrase: str | None):
+    found = find_call(frames, os.getpid())
+    assert (found.phrase if found is not None else None) == phrase
+
+
+def test_equal_stacks_are_one_class_and_the_odd_ones_come_first():
+    logs = [sample(rank, stay("load_batch", 57) if rank == 7 else call("all_reduce", 81)).log for rank in range(10_000)]
+    classes = merge_stacks(logs, [""] * len(logs))
+    assert [(len(each.ranks), each.frames[0].function) for each in classes] == [(1, "load_batch"), (9_999, "all_reduce")]
+
+
+def test_hosts_come_from_the_option_and_a_file(tmp_path):
+    (tmp_path / "hosts").write_text("# nodes\nn1 slots=8\nn2:4\n\nn1\n")
+    assert named_hosts("n0, n1", str(tmp_path / "hosts")) == ["n0", "n1", "n2"]
+
+
+def test_a_refusal_names_the_capability_or_the_setting():
+    assert "ptrace_scope" in (text := why_refused(os.getpid(), "Permission Denied")) or "SYS_PTRACE" in text
+    assert why_refused(os.getpid(), "Error: no such process") == "py-spy failed: Error: no such process"
