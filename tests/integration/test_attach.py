@@ -52,6 +52,7 @@ case "$*" in *lost*) echo "lost: no route to host" >&2; exit 255;; esac
 exec bash -c "$last"
 """
 WORLD = 3
+SCRIPT = f"train_{os.getpid()}.py"  # other jobs may run on this machine
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,9 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.P
     if shutil.which("py-spy", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
         pytest.skip("py-spy is not installed")
     folder = tmp_path_factory.mktemp("attach")
-    (folder / "train.py").write_text(TRAIN)
+    (folder / SCRIPT).write_text(TRAIN)
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port", str(free_port()), "train.py"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--master-port", str(free_port()), SCRIPT]
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
@@ -112,11 +113,11 @@ def test_a_job_that_never_had_commlens(job: tuple[subprocess.Popen[bytes], Path]
     verdict = json.loads(stuck.stdout)
     assert stuck.returncode == 1
     assert (verdict["kind"], verdict["culprits"], verdict["victims"], verdict["confidence"]) == ("missing", [1], [0, 2], "high")
-    assert (verdict["source"], verdict["why"]) == (f"train.py:{line}", "data-loading")
+    assert (verdict["source"], verdict["why"]) == (f"{SCRIPT}:{line}", "data-loading")
     assert "ranks 0,2 wait in all_reduce of the default group" in verdict["summary"]
 
     of_rank = commlens("stacks", children(process.pid)[1])
-    assert of_rank.stdout.startswith(f"3 ranks of train.py stand at 2 places:\n\nRank 1\n  load_batch  {folder}/train.py:{line}\n")
+    assert of_rank.stdout.startswith(f"3 ranks of {SCRIPT} stand at 2 places:\n\nRank 1\n  load_batch  {folder}/{SCRIPT}:{line}\n")
     assert "Ranks 0,2\n  all_reduce  torch/distributed/distributed_c10d.py" in of_rank.stdout
 
     # Two "hosts": this machine under its name, through a stand-in for ssh, and one that cannot be reached.
@@ -126,7 +127,7 @@ def test_a_job_that_never_had_commlens(job: tuple[subprocess.Popen[bytes], Path]
     elsewhere = commlens("attach", str(folder), "--hosts", "a,lost", "--window", "0.5", "--json", path=f"{tmp_path}:{os.environ['PATH']}")
     assert elsewhere.returncode == 3  # the command line holds no folder, so neither place has such a job
     assert "lost could not be asked: lost: no route to host" in elsewhere.stderr
-    merged = commlens("attach", "train.py", "--hosts", "a,lost", "--window", "0.5", "--json", path=f"{tmp_path}:{os.environ['PATH']}")
+    merged = commlens("attach", SCRIPT, "--hosts", "a,lost", "--window", "0.5", "--json", path=f"{tmp_path}:{os.environ['PATH']}")
     verdict = json.loads(merged.stdout)
     assert verdict["culprits"] == [1] and "lost could not be asked: lost: no route to host." in " ".join(verdict["missing_evidence"])
 

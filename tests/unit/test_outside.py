@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
 
 import pytest
+from flight_recorder_dumps import dump, entry
 
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.stack_classes import merge_stacks
 from commlens.outside.calls import SeenFrame, counters, find_call
+from commlens.outside.find_ranks import RankProcess
 from commlens.outside.hosts import named_hosts
 from commlens.outside.look import why_refused
 from commlens.outside.sample import HostSamples, RankSample
+from commlens.outside.torch_dumps import take_dumps, telling_lines
 from commlens.outside.verdict import judge
+from commlens.outside.verdict_with_dumps import judge_with_dumps
 
 LOGGER = "/env/lib/python3.11/site-packages/torch/distributed/c10d_logger.py"
 FUNCTIONAL = "/env/lib/python3.11/site-packages/torch/distributed/_functional_collectives.py"
@@ -164,3 +171,52 @@ def test_hosts_come_from_the_option_and_a_file(tmp_path):
 def test_a_refusal_names_the_capability_or_the_setting():
     assert "ptrace_scope" in (text := why_refused(os.getpid(), "Permission Denied")) or "SYS_PTRACE" in text
     assert why_refused(os.getpid(), "Error: no such process") == "py-spy failed: Error: no such process"
+
+
+DUMPER = """
+import os, pathlib, select, sys
+pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + os.environ["RANK"] + ".pipe"
+os.mkfifo(pipe)
+reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # as torch's monitor does
+print("ready", flush=True)
+select.select([reader], [], [], 30)
+pathlib.Path(os.environ["TORCH_FR_DUMP_TEMP_FILE"] + os.environ["RANK"]).write_bytes(b"a dump")
+print("RuntimeError: [Rank 1] Watchdog caught collective operation timeout", file=sys.stderr, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.launches
+def test_a_pipe_makes_torch_dump_and_logs_are_read(tmp_path):
+    environ = {**os.environ, "RANK": "1", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{tmp_path}/p", "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/d"}
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DUMPER], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        one = RankProcess(1, 2, 1, process.pid, 0, "python train.py", ())
+        dumps = take_dumps([one])
+        lines = telling_lines(one)
+        process.kill()
+    assert (dumps.files, dumps.notes) == ({"torch_dump_rank_1": b"a dump"}, [])
+    assert lines == ["RuntimeError: [Rank 1] Watchdog caught collective operation timeout"]
+
+
+def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
+    """All ranks wait at one line; rank 2's dump shows that it has not issued the last collective."""
+
+    def rank_dump(last: int) -> bytes:
+        waits = {"state": "scheduled", "time_discovered_completed_ns": None, "retired": False}
+        return pickle.dumps(dump([entry(number, **(waits if number == 5 else {})) for number in range(last + 1)]), protocol=2)
+
+    samples = [sample(rank, call("all_reduce", 81)) for rank in range(4)]
+    files = {f"torch_dump_rank_{rank}": rank_dump(4 if rank == 2 else 5) for rank in range(4)}
+    host = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps=files, log_lines=["rank 0's log: NCCL WARN"], window_s=2.5)
+    found = judge_with_dumps([host])
+    assert (found.kind, found.culprits) == ("missing", [2])
+    assert "torch's own dumps" in found.looked_at
+    assert found.findings[-1].summary.startswith("seen from outside: ranks 0-3 wait in all_reduce")
+    assert judge([host]).culprits == []
+    broken = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps={"torch_dump_rank_0": b"nothing"})
+    assert "could not be read" in " ".join(judge_with_dumps([broken]).missing_evidence)

@@ -23,6 +23,9 @@ _SAME_JOB: Final = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RU
 _LAUNCHERS: Final = re.compile(r"(torchrun|accelerate|deepspeed|torch\.distributed\.(run|launch)|mpirun|mpiexec|srun|commlens launch)\b")
 _OUR_OWN: Final = re.compile(r" -m commlens\.(watch|verification)\b")
 """Helpers of a recorded rank, which have its environment."""
+NO_CAPABILITY: Final = (
+    "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look from the host as root"
+)
 _COMMAND_MAX: Final = 80
 
 
@@ -146,8 +149,10 @@ def refuse_foreign(pid: int) -> None:
         owner = Path(f"/proc/{pid}").stat().st_uid
         if owner != os.geteuid():
             why = f"belongs to the user {_user(owner)}: only that user or root can look at it (`sudo commlens attach {pid}`)"
+        elif os.geteuid() == 0:
+            why = f"cannot be read: {NO_CAPABILITY}"
         else:
-            why = "has other privileges than you (it may not be dumped): root can look at it"
+            why = f"has more privileges than you: only root can look at it (`sudo commlens attach {pid}`)"
         raise EvidenceError(f"The process {pid} ({command_of(pid)}) {why}.") from None
     except OSError:
         return

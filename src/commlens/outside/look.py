@@ -15,7 +15,7 @@ from commlens.errors import EvidenceError, MissingDependency
 from commlens.model.frames import FrameKind, frame_kind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.outside.calls import SeenFrame, counters, find_call, fingerprint, read_frames
-from commlens.outside.find_ranks import FoundJob, RankProcess, script_of
+from commlens.outside.find_ranks import NO_CAPABILITY, FoundJob, RankProcess, script_of
 from commlens.outside.sample import Call, HostSamples, RankSample
 from commlens.outside.torch_dumps import take_dumps, telling_lines
 from commlens.processes import process, pyspy
@@ -181,7 +181,7 @@ def why_refused(pid: int, message: str) -> str:
         )
     if scope == "3":
         return "kernel.yama.ptrace_scope is 3, which forbids it to everybody until the machine is restarted"
-    return "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look from the host as root"
+    return NO_CAPABILITY
 
 
 def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, native: bool) -> RankSample:
