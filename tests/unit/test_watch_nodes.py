@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commlens.watch import nodes
+from commlens.watch import nodes, other_nodes
 from commlens.watch.nodes import Nodes
 
 dist = pytest.importorskip("torch.distributed")
@@ -84,3 +84,14 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Callable[[i
     ask.start()
     assert eventually(lambda: answer() or found)
     assert found == [(evidence, [])]
+
+
+def test_status_reads_the_other_nodes_without_taking_part(meet: Callable[[int], Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = meet(0), meet(1)
+    assert eventually(lambda: here.others and there.others)
+    there.update(dead=[1])
+    monkeypatch.setattr(other_nodes, "store_address", nodes.store_address)
+    members: Any = [SimpleNamespace(rank=0, restart=0)]
+    lines = eventually(lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members), [0]) if "died" in line])
+    assert lines == ["rank 1 on host1: rank 1 has died."]
+    assert [beat.slot for beat in other_nodes.read_beats(members)] == [0, 1], "no slot was drawn"

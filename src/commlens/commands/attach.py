@@ -34,7 +34,7 @@ class AttachCommand:
         )
         parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
         parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)  # for --hosts, which asks each machine for them
-        parser.add_argument("--inject", action="store_true", help="start recording in the running job, which changes the job")
+        parser.add_argument("--inject", action="store_true", help="start recording in the running job (refused, with the reason)")
 
     def run(self, arguments: argparse.Namespace) -> int:
         if not 0.2 <= arguments.window <= 3600:

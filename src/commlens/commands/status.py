@@ -42,7 +42,10 @@ class StatusCommand:
         if arguments.json:
             import msgspec
 
-            shown = [{"job": each.heading, "verdict": each.verdict, "steps": each.steps, "ranks": each.rows} for each in found]
+            shown = [
+                {"job": each.heading, "verdict": each.verdict, "steps": each.steps, "ranks": each.rows, "other_nodes": each.other_nodes}
+                for each in found
+            ]
             print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
             return 0
         for position, each in enumerate(found):
@@ -54,9 +57,14 @@ class StatusCommand:
 def _status(job: Path) -> JobStatus:
     from commlens.diagnosis.status import status_of
     from commlens.dumps.save import dump_name
+    from commlens.watch.other_nodes import lines_of_other_nodes
     from commlens.watch.snapshot import snapshot
 
-    return status_of(dump_name([job]), snapshot(job, window_s=0.4))
+    logs = snapshot(job, window_s=0.4)
+    status = status_of(dump_name([job]), logs)
+    if any(log.world_size > len(logs) for log in logs):
+        status.other_nodes = lines_of_other_nodes(job)
+    return status
 
 
 def _print(job: JobStatus, *, everything: bool) -> None:
@@ -65,6 +73,8 @@ def _print(job: JobStatus, *, everything: bool) -> None:
     from commlens.text import sentence
 
     print(f"{job.heading}: {sentence(job.answer)}")
+    for line in job.other_nodes:
+        print(f"  {line}")
     if not job.ails and not everything:
         return
     rows = job.rows if everything else fold(job.rows)

@@ -53,6 +53,7 @@ class JobStatus(msgspec.Struct):
     rows: list[StatusRow]  # one for each rank
     steps: str = ""  # "step 812, 0.21 s per step"
     logs: list[RankLog] = []
+    other_nodes: list[str] = []  # sentences
 
     @property
     def ails(self) -> bool:

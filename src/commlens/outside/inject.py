@@ -1,4 +1,4 @@
-"""Start recording in a running job. Only on request: it runs code in the ranks."""
+"""The answer to ``commlens attach --inject``, which asks to start recording in a running job."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from commlens.outside.find_ranks import FoundJob
 
 
 def inject(job: FoundJob) -> str:
-    """Refuse, as no way is there to run code in these ranks.
+    """Refuse: the ranks would start to count their collectives at different moments, and a verdict compares the counts.
 
     Raises:
         CommandError: always.
     """
     raise CommandError(
-        f"Recording cannot be started in {job.label}: that needs Python 3.14's sys.remote_exec in the ranks. "
-        "`commlens attach` without --inject looks at them from outside."
+        f"Recording cannot be started in {job.label}: the ranks would begin to number their collectives at different moments, so verdicts "
+        "could be wrong. `commlens attach` without --inject looks at them from outside."
     )

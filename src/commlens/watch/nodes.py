@@ -342,7 +342,7 @@ class Nodes:
             self._closing.wait(PERIOD_S if not known else BUSY_PERIOD_S)
 
     def _key(self, *parts: object) -> str:
-        return "/".join([_PREFIX, str(self._restart), *map(str, parts)])
+        return _key(self._restart, *parts)
 
     def _period_s(self) -> float:
         with self._lock:
@@ -400,6 +400,20 @@ class Nodes:
             new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
         # A node may have drawn its slot and not yet stored its value.
         return [self._key("node", other) for other in known] + client.existing([self._key("node", other) for other in new])
+
+
+def nodes_key(restart: int) -> str:
+    """Return the key of the number of nodes."""
+    return _key(restart, "nodes")
+
+
+def node_key(restart: int, slot: int) -> str:
+    """Return the key of a node's value."""
+    return _key(restart, "node", slot)
+
+
+def _key(restart: int, *parts: object) -> str:
+    return "/".join([_PREFIX, str(restart), *map(str, parts)])
 
 
 def _decoded(value: bytes) -> Beat | None:
