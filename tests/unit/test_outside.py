@@ -104,6 +104,7 @@ def test_the_majority_decides_where_all_ranks_must_meet():
         pytest.param([*[call("all_reduce", 81)] * 3, call("recv", 85, src=0)], id="message whose sender went on"),
         pytest.param([*[call("all_reduce", 81)] * 2, call("recv", 85, src=3), call("recv", 85, src=2)], id="two receive first"),
         pytest.param([call("all_reduce", 81)] * 4, id="all at one line"),
+        pytest.param([*[[frame("wait_tensor", 9, FUNCTIONAL), frame("step", 2)]] * 3, call("all_reduce", 81)], id="unknown operations"),
     ],
 )
 def test_no_rank_is_named_where_stacks_do_not_decide(frames: list[list[SeenFrame]]):

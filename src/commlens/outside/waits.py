@@ -83,7 +83,8 @@ def _left_alone(waits: Waits) -> Finding | None:
         return locate(Finding(
             kind="missing", why="skipped", root_cause=True, culprits=[], victims=ranks_of(waits.members), confidence="low",
             summary=f"{_stand(one)}, but {_stand(other)}",
-            explanation=f"Either rank {other.rank} has left out its {part}, or rank {one.rank} calls {one.call.op} once too often. "
+            explanation=f"Rank {other.rank} has left out its {part}, or has not come to it because it waits itself; "
+            f"or rank {one.rank} calls {one.call.op} where it should not. "
             + unmoved(waits.members, waits.window_s),
             next_step=f"compare the messages between ranks {one.rank} and {other.rank} before {frame_phrase(one.line)}",
             evidence=places(waits.members), would_raise_confidence=_MORE), one)  # fmt: skip
@@ -101,7 +102,7 @@ def _odd_one_out(waits: Waits) -> Finding:
         return _all_inside(waits)
     odd, most = ordered[0], ordered[-1]
     calls = [call for call in (odd[0].call, most[0].call) if call is not None]
-    decided = len(ordered) == 2 and len(odd) < len(most) and any(map(needs_all, calls)) and calls[0].kind not in _BLIND
+    decided = len(ordered) == 2 and len(odd) < len(most) and any(map(needs_all, calls)) and not any(call.kind in _BLIND for call in calls)
     if decided:
         why = f"{capital(ranks_and_verb(ranks_of(odd), 'stands', 'stand'))} where no other rank stands: the majority decides."
     elif len(ordered) == 2 and len(odd) == len(most):
