@@ -130,6 +130,13 @@ def test_a_job_that_moves():
     assert found.summary == "nothing is wrong: the job moves (step 6)"
 
 
+def test_a_rank_whose_stack_cannot_be_read_is_not_blamed():
+    samples = [sample(rank, call("all_reduce", 81) if rank else [], moved=False if rank else None) for rank in range(4)]
+    found = judge([HostSamples("n1", samples, 4, [], window_s=2.5)])
+    assert (found.culprits, found.confidence) == ([], "low")
+    assert found.summary.startswith("the stack of rank 0 could not be read; ranks 1-3 wait in all_reduce")
+
+
 def test_a_rank_without_a_process():
     samples = [sample(rank, call("all_reduce", 81)) for rank in (0, 1, 3)]
     found = judge([HostSamples("n1", samples, 4, [0, 1, 2, 3], window_s=2.5)])

@@ -62,8 +62,11 @@ class _Case:
         self.doing = {one.rank: activity_of(one.log, process_exit_of(one.log)) for one in samples}
         gone = [one for one in samples if one.log.observation.end is End.GONE]
         self.absent += [one.rank for one in gone]
-        living = [one for one in samples if one not in gone]
-        self.outside = [one for one in living if one.call is None or self.doing[one.rank].why in ("stopped", "holding-gil")]
+        # A stopped rank counts as outside whatever its stack is; a rank without a readable stack may stand anywhere.
+        suspended = [rank for rank, doing in self.doing.items() if doing.why in ("stopped", "holding-gil")]
+        self.unread = [one for one in samples if one not in gone and not one.stack and one.rank not in suspended]
+        living = [one for one in samples if one not in gone and one not in self.unread]
+        self.outside = [one for one in living if one.call is None or one.rank in suspended]
         inside = [one for one in living if one not in self.outside]
         self.stuck = [one for one in inside if one.moved is False]
         self.moving = [one for one in inside if one.moved is not False]
@@ -87,6 +90,8 @@ class _Case:
             return self._missing()
         if self.moving:
             return [self._partly()]
+        if self.unread:
+            return [self._unreadable()]
         waits = Waits(self.stuck, [one.rank for one in self.stuck if self.doing[one.rank].works], self.window_s)
         return [compare_waits(waits)]
 
@@ -103,9 +108,8 @@ class _Case:
             text = "nothing is wrong: no rank waits for another, and " + ranks_and_verb([one.rank for one in moved], "moves", "move")
         else:
             text = f"no rank waits for another, and none moved within {self.window_s:.1f} s"
-        unread = [one for one in self.samples if one.moved is None]
-        if unread:
-            text = f"{ranks_and_verb([one.rank for one in unread], 'was', 'were')} not readable; the other ranks do not wait"
+        if self.unread:
+            text = f"the stack of {ranks_phrase(ranks_of(self.unread))} could not be read; the other ranks do not wait"
         steps = self._steps()
         finding = Finding(
             kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[], summary=text + (f" ({steps})" if steps else ""),
@@ -134,7 +138,8 @@ class _Case:
             places[(doing.why, doing.works, doing.phrase)].append(one)
         most = len(self.outside) > len(self.stuck)
         known = any(needs_all(one.call) for one in self.stuck)
-        sure: Confidence = "low" if most or len(places) > 1 else "high" if known and len(self.samples) == self.world else "medium"
+        seen = len(self.samples) - len(self.unread)
+        sure: Confidence = "low" if most or len(places) > 1 else "high" if known and seen == self.world else "medium"
         found = []
         for members in sorted(places.values(), key=lambda each: (self.doing[each[0].rank].works, len(each), each[0].rank)):
             found.append(self._absence(members, sure))
@@ -171,6 +176,15 @@ class _Case:
             return "look again with --window 60: a rank that works for very long may be in an endless loop"
         where = doing.frame.function if doing.frame is not None else "its stack"
         return f"look at {where} on rank {one.rank} (pid {one.log.pid} on {one.log.host}); `commlens stacks {one.log.pid}` shows all stacks"
+
+    def _unreadable(self) -> Finding:
+        return Finding(
+            kind="missing", why="unknown", root_cause=True, culprits=[], victims=ranks_of(self.stuck), confidence="low",
+            summary=f"the stack of {ranks_phrase(ranks_of(self.unread))} could not be read{self._waiting_words('; ')}",
+            explanation="Every rank that could be read waits, so the cause may be where none could be read. "
+            + unmoved(self.stuck, self.window_s),
+            next_step="look again, or as root", evidence=self._stands(),
+        )  # fmt: skip
 
     def _partly(self) -> Finding:
         return Finding(
