@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 from commlens.model.collective import Frame
 from commlens.model.frames import FrameKind
 from commlens.outside.sample import DEFAULT_GROUP, Call
+from commlens.outside.tensors import tensor_words
 
 Locals = Mapping[str, str]
 
@@ -71,10 +72,10 @@ def find_call(frames: Sequence[SeenFrame], pid: int) -> Call | None:
         inner.append(seen)
     if line is None:  # no user frame at all: a library's own loop; its outermost library frame stands for the line
         line = next((seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY), None)
-    return _in_distributed(inner, outer, line) or _elsewhere(inner, line, pid)
+    return _in_distributed(inner, outer, line, pid) or _elsewhere(inner, line, pid)
 
 
-def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None) -> Call | None:
+def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None, pid: int) -> Call | None:
     """Recognise torch.distributed's functions; of nested ones, the outermost: it is the one that the user called."""
     found: Call | None = None
     for position, seen in enumerate(inner):
@@ -84,9 +85,12 @@ def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line
         if name in _SETUP:
             found = Call("setup", name, line=line)
         elif name in _MESSAGES:
-            found = Call("message", _MESSAGES[name], _group(inner[position:], outer), peer=_peer(seen), line=line)
+            found = Call(
+                "message", _MESSAGES[name], _group(inner[position:], outer), peer=_peer(seen), tensor=_tensor(seen, pid), line=line
+            )
         elif name in _COLLECTIVES and (found is None or found.kind in ("request", "collective")):
-            found = Call("collective", _COLLECTIVES[name], _group(inner[position:], outer), root=_root(seen), line=line)
+            group = _group(inner[position:], outer)
+            found = Call("collective", _COLLECTIVES[name], group, root=_root(seen), tensor=_tensor(seen, pid), line=line)
         elif name in _REQUESTS and found is None:
             found = Call("request", name, line=line)
     if found is None and inner and _DISTRIBUTED.search(inner[0].frame.file.replace("\\", "/")):
@@ -131,6 +135,13 @@ def _group(frames: Sequence[SeenFrame], outer: Sequence[SeenFrame]) -> str:
             if there == address and name not in ("group", "pg", "process_group", "self") and "ProcessGroup" in seen.values[name]:
                 return name
     return ""
+
+
+def _tensor(seen: SeenFrame, pid: int) -> str:
+    """Return dtype and shape of the tensor that a rank contributes to a call, else of the one that it receives."""
+    names = ("input_tensor", "tensor", "output")
+    found = next((name for name in names if seen.values.get(name, "").startswith(("<Tensor at", "<Parameter at"))), None)
+    return tensor_words(pid, seen.addresses[found]) if found is not None else ""
 
 
 def _peer(seen: SeenFrame) -> int | None:

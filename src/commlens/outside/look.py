@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import msgspec
+
 from commlens.errors import EvidenceError, MissingDependency
 from commlens.model.frames import FrameKind, frame_kind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
@@ -207,6 +209,8 @@ def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, nati
         seen.stack_moved = len({look.threads[0].stack.frames for look in compared}) > 1
     values = compared[-1] if compared else last
     sample.call = _call(values.threads, one.pid)
+    if sample.call is not None and sample.moved is not False:  # the address may be that of another object by now
+        sample.call = msgspec.structs.replace(sample.call, tensor="")
     main = values.threads[0]
     sample.counters = counters(main.seen)
     sample.holds_gil = _holds_gil(good, seen)
@@ -227,7 +231,7 @@ def _call(threads: Sequence[Thread], pid: int) -> Call | None:
         for thread in threads[1:]:
             inner = find_call(thread.seen, pid)
             if inner is not None and inner.kind in ("collective", "message"):
-                return Call(inner.kind, inner.op, inner.group, inner.peer, inner.root, call.line)
+                return msgspec.structs.replace(inner, line=call.line)
     return call
 
 

@@ -22,6 +22,7 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
     group: str = ""  # "the default group", or the name of the variable that holds it; empty: unknown
     peer: int | None = None  # messages: the other global rank
     root: int | None = None
+    tensor: str = ""  # "float32[1024]": the rank's contribution, else what it receives; empty: unknown
     line: Frame | None = None  # the user's line that calls it
 
     @property
@@ -36,6 +37,11 @@ class Call(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.kind == "device":
             return f"{self.op}, for the device"
         return f"{self.op or 'torch.distributed'}{of}{root}"
+
+    @property
+    def described(self) -> str:
+        """The phrase with the tensor."""
+        return f"{self.phrase} ({self.tensor})" if self.tensor else self.phrase
 
 
 DEFAULT_GROUP = "the default group"
