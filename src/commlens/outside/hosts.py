@@ -14,7 +14,7 @@ import msgspec
 
 from commlens.errors import CommandError, MissingDependency
 from commlens.outside.sample import HostSamples
-from commlens.text import clean
+from commlens.text import clean, sentence
 
 _AT_ONCE: Final = 32
 _CONNECT_S: Final = 10
@@ -69,9 +69,7 @@ def _look_on(host: str, line: str, timeout_s: float) -> HostSamples:
         return HostSamples(host, notes=[f"{host} did not answer within {timeout_s:.0f} s."])
     if done.returncode:
         text = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return HostSamples(
-            host, notes=[f"{host} could not be asked: {clean(text[-1][:300]) if text else f'ssh exited with {done.returncode}'}"]
-        )
+        return HostSamples(host, notes=[f"{host} could not be asked: {clean(lines[-1][:300])}"])
     try:
         # A login shell may print something before.
         return msgspec.json.decode(done.stdout[done.stdout.index(b'{"host"') :], type=HostSamples)

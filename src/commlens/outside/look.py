@@ -83,6 +83,8 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
     notes = sorted({sample.log.observation.stacks_note or "" for sample in samples} - {""})
     if notes and not any(sample.log.observation.stacks for sample in samples):
         raise EvidenceError(f"The stacks of {script_of(job.ranks[0].command)} cannot be read: {notes[0]}.")
+    if any(one.rank < 0 for one in job.ranks) and any(sample.log.rank >= 0 for sample in samples):
+        samples = [sample for sample in samples if sample.log.rank >= 0]  # the others are the program that spawned them, and helpers
     _number_ranks(samples)
     world = max((one.world_size for one in job.ranks), default=0)
     for index, sample in enumerate(samples):
@@ -91,9 +93,8 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
             samples[index].log.problems.append(f"its stacks could not be read: {samples[index].log.observation.stacks_note}")
     dumps = take_dumps(job.ranks)
     lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in telling_lines(one)]
-    return HostSamples(
-        os.uname().nodename, samples, world or len(samples), job.expected, dumps.notes, dumps.files, list(dict.fromkeys(lines)), spent
-    )  # fmt: skip
+    size = world or max(len(samples), *(sample.log.rank + 1 for sample in samples))
+    return HostSamples(os.uname().nodename, samples, size, job.expected, dumps.notes, dumps.files, list(dict.fromkeys(lines)), spent)
 
 
 def _observe(ranks: Sequence[RankProcess], observer: Observer, until: float) -> None:
