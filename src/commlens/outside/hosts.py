@@ -68,8 +68,8 @@ def _look_on(host: str, line: str, timeout_s: float) -> HostSamples:
     except subprocess.TimeoutExpired:
         return HostSamples(host, notes=[f"{host} did not answer within {timeout_s:.0f} s."])
     if done.returncode:
-        text = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return HostSamples(host, notes=[f"{host} could not be asked: {clean(lines[-1][:300])}"])
+        lines = done.stderr.decode("utf-8", "replace").strip().splitlines() or [f"ssh exited with {done.returncode}"]
+        return HostSamples(host, notes=[sentence(f"{host} could not be asked: {clean(lines[-1][:300])}")])
     try:
         # A login shell may print something before.
         return msgspec.json.decode(done.stdout[done.stdout.index(b'{"host"') :], type=HostSamples)
