@@ -58,6 +58,12 @@ def size(amount: float) -> str:
     return f"{value:.{digits}f} {_UNITS[unit]}"
 
 
+def two_sizes(before: float, after: float) -> tuple[str, str]:
+    """Two sizes to compare: different ones never read alike, if necessary as ``"16,384 B"`` and ``"16,392 B"``."""
+    one, other = size(before), size(after)
+    return (one, other) if one != other or before == after else (f"{number(before)} B", f"{number(after)} B")
+
+
 def number(value: float) -> str:
     """``"12"``, ``"1,024"``, ``"2.5"``: as few digits as it takes."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:.4g}"

@@ -628,9 +628,58 @@ def test_models_are_not_kept_alive(mesh):
     del model, x
     gc.collect()
     assert [reference() for reference in watched] == [None] * 3
-    assert mode.get_parameter_info() == {}
+    described = mode.get_parameter_info()["MLPModule.net1"]["weight"]
+    assert (described.shape, described.dtype, described.placements) == ((16, 10), "float32", "(Shard(dim=0),)")
     assert len(mode.get_sharding_info()) == 4
     assert table(mode, 0) == MLP_TABLE
+
+
+@pytest.mark.parametrize("base", [TorchCommDebugMode, CommDebugMode], ids=["torch", "ours"])
+def test_subclasses_see_every_op(mesh, base):
+    class Subclass(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen.append(str(func))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    mode = Subclass()
+    first, second = (distribute_tensor(torch.ones(8, 8), mesh, [Shard(dim)]) for dim in (1, 0))
+    with mode:
+        (first @ second).redistribute(mesh, [Replicate()])
+    assert counts(mode) == {"c10d_functional.all_reduce": 1}
+    assert {"aten.mm.default", "_c10d_functional.all_reduce.default"} <= set(mode.seen)
+    assert next(name for name in mode.seen if name.startswith("_c10d")) == "_c10d_functional.all_reduce.default"
+
+
+def test_user_hooks_are_called_in_their_modules(mesh):
+    def called(mode: Any) -> list[tuple[Any, ...]]:
+        tracker, log = mode.advanced_module_tracker, []
+
+        def hook(name: str) -> Callable[..., None]:
+            return lambda module, *rest: log.append((name, tracker.get_known_fqn(module), sorted(tracker.parents), len(rest)))
+
+        tracker.register_user_hooks(hook("before"), hook("after"), hook("before backward"), hook("after backward"))
+        with pytest.raises(AssertionError, match="clear_user_hooks"):
+            tracker.register_user_hooks(pre_fw_hook=hook("twice"))
+        model = parallel_mlp(mesh)
+        with mode:
+            model(torch.rand(8, 10)).sum().backward()
+        assert tracker.get_known_fqn(nn.Linear(1, 1)) is None
+        tracker.clear_user_hooks()
+        before = len(log)
+        with mode:
+            model(torch.rand(8, 10))
+        assert len(log) == before
+        return log
+
+    theirs, ours = called(TorchCommDebugMode()), called(CommDebugMode())
+    assert sorted(map(str, theirs)) == sorted(str(each) for each in ours if each[0] != "before")  # torch's never calls that one
+    assert [name for kind, name, _, _ in ours if kind == "before"] == ["MLPModule", "MLPModule.net1", "MLPModule.relu", "MLPModule.net2"]
+    mode = CommDebugMode()
+    assert mode.advanced_module_tracker.parents == {"Global"}
 
 
 class Averaged(nn.Module):

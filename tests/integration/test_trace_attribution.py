@@ -21,9 +21,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -141,6 +143,95 @@ def line_of(function: Callable[..., object], text: str) -> int:
     return first + next(number for number, line in enumerate(lines) if text in line)
 
 
+# --- optimizers in backward
+
+
+def test_an_optimizer_inside_backward_is_the_optimizer(fake: None) -> None:
+    model = Stack(2)
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+    for optimizer in optimizers.values():
+        optimizer.register_step_pre_hook(lambda *_: dist.all_reduce(torch.ones(3)))
+    for parameter, optimizer in optimizers.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    model.layers[0].register_full_backward_hook(lambda *_: dist.all_reduce(torch.ones(5)))
+    comm_mode = commlens.CommDebugMode()
+    with commlens.trace(depth="ops") as trace, comm_mode:
+        for _ in range(2):
+            model(batch().requires_grad_()).sum().backward()
+    number = len(optimizers)
+    assert trace.counts(by=("phase", "step")) == {
+        ("optimizer", 0): number,
+        ("backward", 0): 1,
+        ("optimizer", 1): number,
+        ("backward", 1): 1,
+    }
+    assert trace.data.steps == 2
+    assert {event.site for event in trace.filter(phase="optimizer").events} == {None}
+    assert comm_mode.comm_module_counts["Global"]["optimizer"] == {torch.ops.c10d.allreduce_: 2 * number}
+    assert sum(op.name == "aten.add_.Tensor" for op in trace.ops if op.phase is Phase.OPTIMIZER) == 2 * number
+
+
+def test_collectives_in_hooks_of_gradients_belong_to_the_parameters_module(fake: None) -> None:
+    model = Stack(1)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad))
+    trace = run(model)
+    assert sorted(sites(trace)) == [(BACKWARD, f"Stack.layers.0.{name}") for name in ("net1", "net1", "net2", "net2")]
+    assert trace.coverage.unclassified == 0
+
+
+def test_a_backward_inside_an_optimizer_is_backward(fake: None) -> None:
+    model = Talker()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(batch()).sum()
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        return loss
+
+    with commlens.trace() as trace:
+        optimizer.step(closure)
+    assert sites(trace) == [(FORWARD, "Talker"), (BACKWARD, "Talker"), (Phase.OPTIMIZER, None)]
+
+
+# --- fake tensors
+
+
+def _every_kind_of_collective(mesh: DeviceMesh) -> None:
+    model = parallelize_module(MLP(), mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+    model(batch()).sum().backward()
+    tensor = torch.ones(8)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    dist.broadcast(tensor, 3)
+    dist.all_gather_into_tensor(torch.ones(64), tensor)
+    functional.all_gather_tensor(tensor, 0, dist.group.WORLD).sum()
+    functional.reduce_scatter_tensor(tensor, "avg", 0, mesh["tp"].get_group()).sum()
+    functional.all_to_all_single(tensor, None, None, dist.group.WORLD).sum()
+
+
+@pytest.mark.parametrize("depth", ["collectives", "ops"])
+def test_collectives_on_fake_tensors_are_those_on_real_ones(fake: None, depth: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+
+    def traced() -> list[tuple[object, ...]]:
+        with commlens.trace(depth=depth) as trace, commlens.trace():
+            _every_kind_of_collective(mesh)
+        assert trace.coverage.recorded == trace.coverage.dispatched > 0
+        return [
+            (e.op, e.api, e.phase, e.site, e.dtype, e.input_bytes, e.output_bytes, e.wire_bytes, e.reduce_op, e.root, e.cause, e.source,
+             trace.data.group_of(e).ranks)
+            for e in trace.events
+        ]  # fmt: skip
+
+    real = traced()
+    untouched = FakeTensorMode.dispatch
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert traced() == real
+    assert FakeTensorMode.dispatch is untouched
+
+
 # --- modules
 
 
@@ -170,6 +261,42 @@ def test_sequence_numbers_and_threads_count_from_the_first_one(fake: None) -> No
     trace = run(Between())
     assert [event.sequence for event in trace.events] == list(range(1, len(trace.events) + 1))
     assert {event.thread for event in trace.events} == {0}
+
+
+def _checkpointed(model: nn.Sequential) -> nn.Module:
+    for name, child in list(model.named_children()):
+        setattr(model, name, checkpoint_wrapper(child))
+    return model
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        _checkpointed,
+        lambda model: checkpoint_wrapper(checkpoint_wrapper(model)),
+        lambda model: offload_wrapper(model),
+        nn.DataParallel,
+        lambda model: DistributedDataParallel(model, bucket_cap_mb=10),
+        lambda model: nn.DataParallel(DistributedDataParallel(_checkpointed(model))),
+    ],
+    ids=["each checkpointed", "twice", "offloaded", "DataParallel", "DDP", "all"],
+)
+def test_wrappers_have_no_part_in_paths(gloo: None, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(Talker(), nn.Linear(WIDTH, WIDTH)), Between())
+
+    plain, wrapped = run(model()), run(wrap(model()))
+    talks = wrapped.filter(op="all_reduce", owner=None)  # without those of DDP
+    for phase in ("forward", "backward"):
+        assert sites(talks.filter(phase=phase)) == sites(plain.filter(phase=phase))
+    assert {module.path: module.type for module in plain.data.modules}.items() <= {
+        module.path: module.type for module in wrapped.data.modules
+    }.items()
+    assert len({module.path for module in wrapped.data.modules}) == len(wrapped.data.modules)
+    assert wrapped.coverage.unclassified == 0
+    again = sites(talks.filter(phase="recomputation"))  # which stops once it has what backward needs
+    assert {site for _, site in again} <= {site for _, site in sites(plain.filter(phase="forward"))}
+    assert talks.filter(module="0.0", phase="forward").calls == 1
 
 
 def test_siblings_in_a_module_list(fake: None) -> None:
@@ -593,7 +720,7 @@ def test_ddp_buckets(gloo: None, options: dict[str, Any]) -> None:
             assert event.owner.library == "DDP"
             assert event.owner.parameters
             assert event.input_bytes == parameter_bytes(inner, event.owner.parameters), f"step {step}: {event}"
-            assert event.site == "DistributedDataParallel"
+            assert event.site == "Stack"
             assert event.phase is BACKWARD
             names += event.owner.parameters
         assert sorted(names) == sorted(name for name, _ in inner.named_parameters()), f"step {step}"
@@ -608,7 +735,7 @@ def test_ddp_buffers_are_broadcast_in_forward(gloo: None) -> None:
             model(batch()).sum().backward()
     broadcasts = [event for event in trace.events if event.op == "broadcast"]
     assert broadcasts
-    assert {(event.phase, event.site) for event in broadcasts} == {(FORWARD, "DistributedDataParallel")}
+    assert {(event.phase, event.site) for event in broadcasts} == {(FORWARD, "Sequential")}
 
 
 def test_the_wait_for_ddps_buckets_at_the_end_of_backward(gloo: None) -> None:

@@ -68,6 +68,36 @@ def test_nothing_false_is_said_of_a_healthy_job(jobs, job, answer):
     assert [trace.coverage.unclassified for trace in jobs[job]] == [0] * 4
 
 
+def passes(trace: commlens.Trace, op: str) -> list[tuple[str, str | None, int | None]]:
+    return sorted((e.phase.value, e.site, e.microbatch) for e in trace.events if e.op == op and e.microbatch is not None)
+
+
+@pytest.mark.parametrize(("job", "microbatches"), [("gpipe", 4), ("1f1b", 4)])
+def test_messages_of_a_pipeline_have_their_pass_and_microbatch(jobs, job, microbatches):
+    for rank, trace in jobs[job].by_rank.items():
+        forward, backward = ([(phase, "Blocks", number) for number in range(microbatches)] for phase in ("forward", "backward"))
+        assert passes(trace, "send") == (backward if rank > 0 else []) + (forward if rank < 3 else [])
+        assert passes(trace, "recv") == (backward if rank < 3 else []) + (forward if rank > 0 else [])
+        others = [event for event in trace.events if event.microbatch is None]  # the shapes, sent once before
+        assert {event.phase.value for event in others} <= {"outside"}
+
+
+def test_microbatches_of_several_stages_on_a_rank(jobs):
+    for rank, trace in jobs["interleaved"].by_rank.items():
+        first = [("forward", site, number) for site in ("Blocks", "Blocks#2") for number in range(4)]
+        sent = [each for each in passes(trace, "send") if each[0] == "forward"]
+        assert sent == (first if rank < 3 else first[:4])
+
+
+def test_what_stages_communicate_has_its_pass_and_microbatch(jobs):
+    for rank, trace in jobs["three_dimensions"].by_rank.items():
+        scattered = trace.filter(op="reduce_scatter").events
+        assert [event.phase.value for event in scattered] == ["backward"] * len(scattered), rank
+        reduced = trace.filter(op="all_reduce", phase=["forward", "backward"], mesh_dim="tp")
+        assert set(reduced.counts(by="microbatch")) == {0, 1, None}  # None: to learn the shapes
+        assert trace.filter(phase="outside").counts().keys() <= {"send", "recv", "scatter", "broadcast"}
+
+
 def _content(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:
     group, owner = data.group_of(event), event.owner
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from traces import Recorder, block, one_event, training
 
 import commlens
 from commlens import assert_comms, assert_matches_golden
+from commlens.model.collective import ProcessGroup
 from commlens.model.trace import Coverage, Phase, TraceData
 from commlens.traces.assertions import condense
 
@@ -31,6 +33,35 @@ def test_what_holds():
     assert_comms(trace, {Phase.FORWARD: 16, Phase.BACKWARD: 14, Phase.OUTSIDE: 2}, by="phase")
     assert_comms(trace, 32)
     assert_comms(trace, 0, phase="optimizer", none_on=["dp", "tp"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"module": "layers.0.nett2"}, "The trace has no module 'layers.0.nett2'. Did you mean 'layers.0.net2'?"),
+        ({"module": ["layers.0.net2", "layers.9"]}, "The trace has no module 'layers.9'. Did you mean 'layers.3'?"),
+        ({"module": "layers.*.nett2"}, "The trace has no module 'layers.*.nett2'."),
+        ({"mesh_dim": "ttp"}, "The trace has no mesh dimension 'ttp'. Did you mean 'tp'?"),
+        ({"group": "xyz"}, "The trace has no group 'xyz'. There are dp, 4, mesh_dp, tp, 5, mesh_tp."),
+        ({"none_on": "ttp"}, "The trace has no group 'ttp'. Did you mean 'tp'?"),
+        ({"op": "all_reduse"}, "The trace has no op 'all_reduse'. Did you mean 'all_reduce'?"),
+        ({"phase": "forwards"}, "There is no phase 'forwards'."),
+        ({"moduel": "net1"}, "A collective has no field 'moduel'."),
+        ({"counts": {"all_reduse": 0}, "phase": "optimizer"}, "The trace has no op 'all_reduse'."),
+        ({"counts": {("ttp", "all_reduce"): 0}, "by": ("mesh_dim", "op"), "phase": "optimizer"}, "The trace has no mesh dimension 'ttp'."),
+    ],
+)
+def test_names_of_nothing_never_pass(wrong, message):
+    with pytest.raises(commlens.SelectionError, match=re.escape(message)):
+        assert_comms(commlens.Trace(training()), **{"counts": {}, **wrong})
+
+
+def test_names_of_what_does_not_communicate_pass():
+    data = training()
+    data.groups.append(ProcessGroup("9", (0, 4), "mesh_pp", "gloo", "pp"))
+    assert_comms(data, {}, mesh_dim="pp")
+    assert_comms(data, {}, op="all_to_all", module="MLP.layers.*.net1")
+    assert_comms(data, {"broadcast": 0}, phase="optimizer", none_on="pp")
 
 
 class HasTrace:
@@ -80,7 +111,7 @@ def test_an_incomplete_trace_never_passes():
     data = training()
     data.coverage = Coverage(40, 32)
     with pytest.raises(AssertionError, match="it lacks 8 dispatched collectives"):
-        assert_comms(data, none_on="ep")
+        assert_comms(data, none_on=())
 
 
 def test_an_unknown_field_is_no_assertion():

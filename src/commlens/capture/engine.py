@@ -28,6 +28,9 @@ class Engine:
     recorder: Callable[..., Recorder]
 
 
+_TRACED = "this process traced collectives before, with kernels in Python, which stay installed"
+
+
 def choose(wanted: str) -> Engine:
     """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was asked for cannot be used."""
     if wanted != "python":
@@ -35,7 +38,9 @@ def choose(wanted: str) -> Engine:
         if module is not None:
             return _native(module)
         if wanted == "native" or why:
-            log.warning("commlens records in Python: %s", why or native.NOT_BUILT)
+            # A traced process has kernels in Python, which is no fault unless the native ones were asked for.
+            level = logging.DEBUG if why == _TRACED and wanted != "native" else logging.WARNING
+            log.log(level, "commlens records in Python: %s", why or native.NOT_BUILT)
     return Engine("python", BoxWriter, lambda writer, **options: Recorder(writer, Groups(), **options))
 
 
@@ -46,7 +51,7 @@ def _native_module() -> tuple[Any, str]:
         if module is None:
             return None, ""
         if not tap.use_native(module):
-            return None, "this process traced collectives before, with kernels in Python, which stay installed"
+            return None, _TRACED
         return module, ""
     except Exception as error:
         return None, f"the native engine cannot be used: {error}"

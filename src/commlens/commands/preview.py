@@ -65,6 +65,9 @@ class PreviewCommand:
         if error is None:
             return 0
         if isinstance(error, KeyboardInterrupt):
+            from commlens.launch import worker
+
+            worker.show_from_program_at_exit(error)
             raise error
         if isinstance(error, SystemExit):
             return error.code if isinstance(error.code, int) else 0 if error.code is None else EXIT_PROGRAM_FAILED

@@ -93,6 +93,9 @@ def run_here(program: Sequence[str], *, module: bool) -> NoReturn:
         show_from_program(error)
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
+    except KeyboardInterrupt as error:
+        show_from_program_at_exit(error)
+        raise
     sys.exit(0)
 
 
@@ -111,6 +114,19 @@ def show_from_program(error: BaseException) -> None:
         trace = trace.tb_next
     error.__traceback__ = trace or error.__traceback__
     hide_our_frames(error)
+
+
+def show_from_program_at_exit(error: BaseException) -> None:
+    """Do the same for an exception that is about to end this interpreter, when it prints it."""
+    show = sys.excepthook
+
+    def excepthook(kind: Any, value: Any, trace: Any) -> None:
+        if value is error:
+            show_from_program(error)
+            trace = error.__traceback__
+        show(kind, value, trace)
+
+    sys.excepthook = excepthook
 
 
 def _switch_on(reason: str) -> None:

@@ -57,6 +57,7 @@ class TraceEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     group: int  # index into TraceData.groups
     site: str | None = None  # path of the module whose forward or backward issued it: "Transformer.layers.0.attention"
     call: int = 0  # number of the module's call within the trace, from 1; 0 outside modules
+    microbatch: int | None = None  # of a pipeline schedule, from 0; None outside of one
     owner: Owner | None = None
     cause: Cause | None = None
     source: Frame | None = None  # the user's line

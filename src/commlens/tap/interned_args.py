@@ -125,6 +125,14 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
     return args
 
 
+def describe_tensors(value: Any) -> tuple[list[Any], str]:
+    """Describe a tensor or the tensors of a list, as a blob holds them; and return the first one's device type."""
+    found: list[Any] = []
+    devices: list[str] = []
+    _describe(value, found, devices)
+    return found, devices[0] if devices else "cpu"
+
+
 def _signature(value: Any) -> Any:
     if isinstance(value, _Tensor):
         layout = value.layout

@@ -70,17 +70,19 @@ def assert_comms(
 
     Raises:
         AssertionError: the trace differs. The message shows the collectives and the lines of code that issued them.
-        SelectionError: unknown field.
+        SelectionError: unknown field, or a module, group, mesh dimension, op or phase that does not exist: no test passes by a slip.
     """
     __tracebackhide__ = True  # pytest shows the test's own line
-    part = Trace(as_trace(trace).data).filter(**only)
+    unwanted = [none_on] if isinstance(none_on, str) else list(none_on or [])
+    whole = as_trace(trace).data
+    _check_names(whole, only, unwanted, counts, by)
+    part = Trace(whole).filter(**only)
     data = part.data
     problems: list[str] = []
     if isinstance(counts, Mapping):
         problems += _wrong_counts(part, counts, by)
     elif counts is not None and part.calls != counts:
         problems.append(f"expected {count(counts, 'collective')}, found {_number_or_none(part.calls)}:" + _event_lines(data, data.events))
-    unwanted = [none_on] if isinstance(none_on, str) else list(none_on or [])
     for name in unwanted:
         found = part.filter(group=name).events
         if found:
@@ -173,6 +175,23 @@ def condense(data: TraceData) -> TraceData:
     return condensed
 
 
+def _check_names(
+    data: TraceData, only: Mapping[str, Any], unwanted: Iterable[str], counts: Mapping[Any, int] | int | None, by: str | Sequence[str]
+) -> None:
+    """Check that everything named exists. A name of nothing has no collectives, whatever the program does."""
+    for name, value in only.items():
+        fields.field(name)
+        fields.check_exists(data, name, value)
+    for group in unwanted:
+        fields.check_exists(data, "group", group)
+    if isinstance(counts, Mapping):
+        names = (by,) if isinstance(by, str) else tuple(by)
+        for key, expected in counts.items():
+            if not expected:  # others are found missing
+                for name, value in zip(names, (key,) if isinstance(by, str) else key, strict=False):
+                    fields.check_exists(data, name, value)
+
+
 def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str]) -> list[str]:
     actual = part.counts(by=by)
     wanted = {_without_enums(key): expected for key, expected in counts.items()}
@@ -220,7 +239,7 @@ def event_words(data: TraceData, event: TraceEvent) -> str:
     label = f"#{event.sequence}" if event.count == 1 else f"{number(event.count)} x"
     parts = [
         f"{label} {event.op} on {wording.on_group(data.group_of(event))}",
-        wording.place(event.phase, event.site),
+        wording.place(event.phase, event.site) + ("" if event.microbatch is None else f" (microbatch {event.microbatch})"),
         wording.payload(event),
     ]
     if event.owner is not None:

@@ -14,7 +14,7 @@ from fractions import Fraction
 
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_changes import Change, Comparison
-from commlens.text import count, joined, number, size
+from commlens.text import count, joined, number, size, two_sizes
 from commlens.traces import wording
 
 _ROOT = "<model>"
@@ -98,7 +98,8 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
 def answer(comparison: Comparison) -> str:
     """Return the comparison in one sentence."""
     calls = f"{count(comparison.calls_after, 'collective')}{' per step' if comparison.per_step else ''}"
-    carried = f"{size(comparison.wire_bytes_after)} on the wire"
+    was, now = two_sizes(comparison.wire_bytes_before, comparison.wire_bytes_after)
+    carried = f"{now} on the wire"
     if not comparison.changes:
         return f"Nothing changed: {calls}{f', {carried}' if comparison.wire_bytes_after else ''}."
     if comparison.calls_before != comparison.calls_after:
@@ -106,7 +107,7 @@ def answer(comparison: Comparison) -> str:
     else:
         calls += " as before"
     if comparison.wire_bytes_before != comparison.wire_bytes_after:
-        carried += f" instead of {size(comparison.wire_bytes_before)}"
+        carried += f" instead of {was}"
         if comparison.wire_bytes_before:
             share = comparison.wire_bytes_after / comparison.wire_bytes_before - 1
             carried += f" ({share:+.0%})" if abs(share) >= 0.005 else ""
@@ -218,21 +219,22 @@ def _distance(one: Kind, other: Kind) -> int:
 
 def _difference(one: Kind, other: Kind) -> dict[str, tuple[str, str]]:
     changed = {
-        title: (_shown(name, getattr(one, name)), _shown(name, getattr(other, name)))
+        title: _shown(name, getattr(one, name), getattr(other, name))
         for name, title in _FEATURES.items()
         if getattr(one, name) != getattr(other, name)
     }
-    if "bytes in" in changed and "bytes out" in changed:  # one size says both
-        sizes = [size(max(kind.input_bytes, kind.output_bytes)) for kind in (one, other)]
+    most, most_after = (max(kind.input_bytes, kind.output_bytes) for kind in (one, other))
+    if "bytes in" in changed and "bytes out" in changed and most != most_after:  # one size says both
         changed = {("size" if name == "bytes in" else name): value for name, value in changed.items() if name != "bytes out"}
-        changed["size"] = (sizes[0], sizes[1])
+        changed["size"] = two_sizes(most, most_after)
     return changed
 
 
-def _shown(name: str, value: object) -> str:
-    if name.endswith("bytes") and isinstance(value, int):
-        return size(value)
-    return "none" if value in (None, "") else str(value)
+def _shown(name: str, before: object, after: object) -> tuple[str, str]:
+    if name.endswith("bytes") and isinstance(before, int) and isinstance(after, int):
+        return two_sizes(before, after)
+    one, other = ("none" if value in (None, "") else str(value) for value in (before, after))
+    return one, other
 
 
 def _without_numbers(kind: Kind) -> Kind:
@@ -296,7 +298,8 @@ def _pair_change(name: str, group: list[Pair]) -> Change:
             **{key: value for key, value in changed.items() if key in ("dtype", "group size", "placements")},
         }
         if one.wire_bytes != other.wire_bytes:
-            sentence += f", {size(other.wire_bytes)} on the wire instead of {size(one.wire_bytes)}"
+            was, now = two_sizes(one.wire_bytes, other.wire_bytes)
+            sentence += f", {now} on the wire instead of {was}"
     else:
         sentence = f"{collectives} {within}: {_features(changed)}"
     rest = {key: value for key, value in changed.items() if key not in ("group", "place", "op")}

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from commlens.errors import SelectionError
 from commlens.model.collective import ProcessGroup
+from commlens.model.ops import WIRE_OPS
 from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.traces import wording
 
@@ -42,6 +43,11 @@ def _equal(get: Getter) -> Field:
 
 def _module(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
     return path_matches(event.site, wanted) if isinstance(wanted, str) else event.site == wanted
+
+
+def _mesh_dim(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
+    """Match a mesh dimension; also a group without one by the name that stands for it in tables, such as ``default``."""
+    return bool(wanted == group.mesh_dim) or (group.mesh_dim is None and wanted is not None and wanted == wording.label(group))
 
 
 def _group(group: ProcessGroup, event: TraceEvent, wanted: Any) -> bool:
@@ -91,10 +97,11 @@ FIELDS: Final[dict[str, Field]] = {
         lambda group, event: None if event.phase is None else event.phase.value,
         lambda group, event, wanted: event.phase is wanted,
     ),
-    "mesh_dim": _equal(lambda group, event: group.mesh_dim),
+    "mesh_dim": Field(lambda group, event: group.mesh_dim, _mesh_dim),
     "group": Field(lambda group, event: wording.label(group), _group),
     "module": Field(lambda group, event: event.site, _module),
     "call": _equal(lambda group, event: event.call),
+    "microbatch": _equal(lambda group, event: event.microbatch),
     "owner": Field(lambda group, event: f"{event.owner.library} {event.owner.name}".strip() if event.owner else None, _owner),
     "cause": Field(lambda group, event: None if event.cause is None else wording.cause_words(event.cause), _cause),
     "source": Field(lambda group, event: event.source.where if event.source else None, _source),
@@ -165,6 +172,46 @@ def _steps(value: Any) -> Any:
         return range(start, int(end) if end else 1 << 62)
     except ValueError:
         raise SelectionError(f"{value!r} is not a step or a range of steps such as 2:4.") from None
+
+
+def check_exists(data: TraceData, name: str, wanted: Any) -> None:
+    """Check that a wanted module, group, op or phase exists in the traced program, whether or not it communicated.
+
+    Raises:
+        SelectionError: it does not; the message names similar ones.
+    """
+    if name not in _EXISTING:
+        return
+    what, known_of, matches = _EXISTING[name]
+    known = known_of(data)
+    for value in wanted_values(name, wanted):
+        if not isinstance(value, str) or isinstance(value, Phase) or any(matches(item, value) for item in known):
+            continue
+        plain = list(dict.fromkeys([*known, *(path.partition(".")[2] for path in known if name == "module" and "." in path)]))
+        close = difflib.get_close_matches(value, plain, n=1)
+        listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {listed}." if known else "There is none at all."
+        raise SelectionError(f"The trace has no {what} {value!r}. {hint}")
+
+
+def _known_modules(data: TraceData) -> list[str]:
+    sites = (event.site for event in data.events if event.site is not None)
+    paths = [*(module.path for module in data.modules), *sites]
+    return list(dict.fromkeys(prefix for path in paths for prefix in wording.prefixes(path)))
+
+
+def _known_groups(data: TraceData) -> list[str]:
+    names = (name for group in data.groups for name in (wording.label(group), group.label, group.name, group.description))
+    return list(dict.fromkeys(name for name in names if name))
+
+
+_EXISTING: Final[dict[str, tuple[str, Callable[[TraceData], list[str]], Callable[[str, str], bool]]]] = {
+    "module": ("module", _known_modules, path_matches),
+    "group": ("group", _known_groups, str.__eq__),
+    "mesh_dim": ("mesh dimension", lambda data: list(dict.fromkeys(map(wording.label, data.groups))), str.__eq__),
+    "op": ("op", lambda data: sorted({*WIRE_OPS.values(), *(event.op for event in data.events)}), str.__eq__),
+}
+"""By field: the field in words, the values that exist in a trace, and whether one of them is meant by a wanted value."""
 
 
 def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:

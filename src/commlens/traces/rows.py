@@ -36,6 +36,7 @@ def row(data: TraceData, event: TraceEvent) -> dict[str, Any]:
         "backend": group.backend,
         "module": event.site,
         "call": event.call,
+        "microbatch": event.microbatch,
         "owner_library": owner.library if owner else None,
         "owner": owner.name if owner else None,
         "owner_parameters": ", ".join(owner.parameters) if owner else None,

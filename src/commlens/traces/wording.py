@@ -42,9 +42,13 @@ def within(phase: Phase | None, site: str | None) -> str:
     return text if phase is Phase.OUTSIDE else f"in {text}"
 
 
+_MASK = re.compile(r"_?MaskPartial\((?:[^()]|\([^()]*\))*\)")
+"""torch prints a mask's shapes and dimensions with it."""
+
+
 def placements(text: str) -> str:
     """Shorten ``"(Shard(dim=0),)"`` to ``"Shard(0)"``; placements on several mesh dimensions keep their brackets."""
-    text = text.replace("dim=", "").strip()
+    text = _MASK.sub("MaskPartial", text).replace("dim=", "").strip()
     if text.startswith("(") and text.endswith(",)"):
         return text[1:-2]
     return text

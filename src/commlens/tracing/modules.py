@@ -18,14 +18,15 @@ import logging
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 from torch.fx import GraphModule
-from torch.nn import Module
+from torch.nn import DataParallel, Module
+from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Phase
 
@@ -64,7 +65,7 @@ class ModuleCall:
     parent: ModuleCall | None
     recomputed_by: int | None  # number of the autograd node that recomputes it, else None
     start: int
-    compiled: bool  # a call of torch.compile(module)'s result, which may call the module itself
+    wrapper: bool  # a call of a wrapper, such as torch.compile(module)'s result, which may call the module itself
     end: int | None = None  # None while it is running
 
 
@@ -132,6 +133,8 @@ class ModuleTracker:
         self._paths: dict[int, tuple[weakref.ref[Module], list[str]]] = {}  # by id of the module
         self._parameters: dict[int, tuple[Any, str]] = {}  # by id of the parameter: weak reference and name under its root
         self._failed = False
+        self.names_wrappers = False
+        """Whether wrappers are modules with names of their own, as in CommDebugMode; else their calls count as the wrapped module's."""
 
     # --- install and remove
 
@@ -170,7 +173,7 @@ class ModuleTracker:
             stack = thread.stack
             node = current_node()
             recomputed_by = None
-            compiled = False
+            wrapper = False
             if node is not None:
                 recomputed_by = node._sequence_nr()
                 parent = stack[-1] if stack and stack[-1].recomputed_by == recomputed_by else self.find_node(node)
@@ -181,20 +184,22 @@ class ModuleTracker:
                 if row is None or row.ref() is not module:
                     if isinstance(module, GraphModule) and not self._known_paths(module):
                         return None  # made by a compiler from the parent; not part of the model
-                    row = self._row(inner := _compiled(module), parent)
-                    if row is parent.row and parent.compiled:
+                    row = self._row(inner := self._unwrapped(module), parent)
+                    if row is parent.row and parent.wrapper and parent.recomputed_by == recomputed_by:
+                        for listener in self.on_enter:
+                            listener(parent, module)
                         return None  # the same call, already recorded
-                    compiled = inner is not module
-                    if not compiled:
+                    wrapper = inner is not module
+                    if not wrapper:
                         parent.row.children[id(module)] = row
             else:
-                row = self._row(inner := _compiled(module), None)
-                compiled = inner is not module
+                row = self._row(inner := self._unwrapped(module), None)
+                wrapper = inner is not module
             if recomputed_by is None:
                 number = row.calls = row.calls + 1
             else:
                 number = row.recomputed = row.recomputed + 1
-            call = ModuleCall(row, number, parent, recomputed_by, _next_number(), compiled)
+            call = ModuleCall(row, number, parent, recomputed_by, _next_number(), wrapper)
             thread.table.add(call)
             stack.append(call)
             for listener in self.on_enter:
@@ -256,6 +261,12 @@ class ModuleTracker:
                 return found.pop() if len(found) == 1 else None
         return None
 
+    def accumulating_path(self, node: Any) -> str | None:
+        """Return the path of the module whose parameter's gradient a node accumulates; None for other nodes."""
+        parameter = getattr(node, "variable", None)
+        path = self.parameter_path(parameter) if parameter is not None else None
+        return path.rpartition(".")[0] if path is not None else None
+
     # --- rows and paths
 
     def _row(self, module: Module, parent: ModuleCall | None) -> ModuleRow:
@@ -298,13 +309,35 @@ class ModuleTracker:
         return paths if reference is not None and reference() is module else []
 
     def _learn_paths(self, root: Module, name: str) -> None:
-        for inner_name, module in root.named_modules(remove_duplicate=False):
-            path = _without_wrappers(f"{name}.{inner_name}" if inner_name else name)
+        for path, module in self._named_modules(root, name):
             reference, paths = self._paths.get(id(module), (None, []))
             if reference is None or reference() is not module:
                 self._paths[id(module)] = (weakref.ref(module), [path])
             elif path not in paths:
                 paths.append(path)
+
+    def _wrapped(self, module: Module) -> Module | None:
+        """Return the module that a wrapper wraps, if its calls count as that module's."""
+        if self.names_wrappers and "_orig_mod" not in module.__dict__.get("_modules", {}):
+            return None
+        return _inside(module)
+
+    def _unwrapped(self, module: Module) -> Module:
+        while (inner := self._wrapped(module)) is not None:
+            module = inner
+        return module
+
+    def _named_modules(self, module: Module, path: str) -> Iterator[tuple[str, Module]]:
+        """Yield a module and all inside it under all their paths, in which wrappers have no part."""
+        yield path, module
+        wrapped = self._wrapped(module)
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from self._named_modules(child, path if child is wrapped else f"{path}.{name}")
+
+    def name_root(self, module: Module) -> str:
+        """Return the path of a module, which is taken for a root if no call has shown otherwise."""
+        return self._path(self._unwrapped(module), None)
 
     def path_of(self, module: Module) -> str | None:
         """Return the path of a module whose root has been called."""
@@ -318,20 +351,26 @@ class ModuleTracker:
             for row in self._roots:
                 root = row.ref()
                 if root is not None:
-                    for name, tensor in root.named_parameters():
-                        self._parameters[id(tensor)] = (weakref.ref(tensor), _without_wrappers(f"{row.path}.{name}"))
+                    for path, module in self._named_modules(root, row.path):
+                        for name, tensor in module._parameters.items():
+                            if tensor is not None:
+                                self._parameters.setdefault(id(tensor), (weakref.ref(tensor), f"{path}.{name}"))
             reference, path = self._parameters.get(id(parameter), (None, ""))
         return path if reference is not None and reference() is parameter else None
 
 
-def _compiled(module: Module) -> Module:
-    """Return the module wrapped by ``torch.compile(module)``, or the module itself."""
-    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if isinstance(inner, Module) else module
+def _inside(module: Module) -> Module | None:
+    """Return the module that a wrapper wraps: that of torch.compile, activation checkpointing or offloading, FSDP, DDP, DataParallel."""
+    inside = module.__dict__.get("_modules", {})
+    for name in _WRAPPED:
+        if name in inside:
+            found = inside[name]
+            return found if isinstance(found, Module) else None
+    return inside.get("module") if isinstance(module, _WRAPPERS) else None
 
 
-def _without_wrappers(path: str) -> str:
-    return path.replace("._orig_mod", "")
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+_WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
 # --- the wrapper around nn.Module.__call__

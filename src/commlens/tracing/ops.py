@@ -80,6 +80,7 @@ class _ThreadState(threading.local):
 
     issued = 0  # collectives that the tap has reported
     optimizers = 0  # running optimizer steps
+    optimizing_in = -1  # the backward pass inside which the innermost of them began; -1 outside of any
     call: Any = None
     number = _NOWHERE
     place: Any = None
@@ -245,6 +246,8 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         if node is None:
             return stack[-1] if stack else _OPTIMIZER if self._thread.optimizers else _OUTSIDE
         thread = self._thread
+        if thread.optimizers and thread.optimizing_in == torch._C._current_graph_task_id():
+            return _OPTIMIZER
         call = stack[-1] if stack else None
         number = node._sequence_nr()
         recording = torch.is_grad_enabled()  # in backward: a recomputed forward, or a double backward
@@ -259,7 +262,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         if phase is _BACKWARD:
             if number >= FIRST_ACCUMULATION:
                 thread.number = _NOWHERE
-                path = path or self._path_of_accumulation(node)
+                path = path or self._modules.accumulating_path(node)
             elif recording:
                 thread.number = _NOWHERE
                 if _in_checkpoint():
@@ -267,14 +270,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         place = thread.place = (phase, path)
         return place
 
-    def _path_of_accumulation(self, node: Any) -> str | None:
-        """Return the path of the module whose parameter's gradient is being accumulated."""
-        parameter = getattr(node, "variable", None)
-        path = self._modules.parameter_path(parameter) if parameter is not None else None
-        return path.rpartition(".")[0] if path is not None else None
-
     def _optimizer_begins(self, *_: Any) -> None:
         self._thread.optimizers += 1
+        self._thread.optimizing_in = torch._C._current_graph_task_id()
 
     def _optimizer_ended(self, *_: Any) -> None:
         self._thread.optimizers = max(0, self._thread.optimizers - 1)

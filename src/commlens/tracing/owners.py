@@ -86,7 +86,7 @@ class Owners:
         try:
             paths = [path for p in bucket.parameters() if (path := self._modules.parameter_path(p))]
             row = next((r.row for r in self._reducers if paths and paths[0].startswith(r.row.path + ".")), None)
-            names = tuple(path.removeprefix(f"{row.path}.module.") if row is not None else path for path in paths)
+            names = tuple(path.removeprefix(f"{row.path}.") if row is not None else path for path in paths)
             return Owner("DDP", f"bucket {bucket.index()}", names), row.path if row is not None else None
         except Exception:
             return None, None

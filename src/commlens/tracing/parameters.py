@@ -44,6 +44,10 @@ class Parameters:
         """Return the parameters of a row."""
         return self._known.get(row, ())
 
+    def of_path(self, path: str) -> tuple[TracedParameter, ...]:
+        """Return the parameters of the first row with this path."""
+        return next((self.of(row) for row in self._rows if row.path == path), ())
+
 
 def _described(module: Module, meshes: dict[int, str]) -> list[TracedParameter]:
     found = []

@@ -20,6 +20,7 @@ class RawEvent:
     phase: Phase | None
     call: ModuleCall | None
     path: str | None
+    microbatch: int | None
     owner: Owner | None
     cause: Cause | None
     functional: Any

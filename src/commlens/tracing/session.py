@@ -43,6 +43,10 @@ class LiveTrace(Trace):
             self._finished = data
         return data
 
+    def __reduce__(self) -> tuple[type[Trace], tuple[TraceData]]:
+        """Copy and pickle as the trace so far."""
+        return Trace, (self.data,)
+
     def start(self) -> None:
         """Start tracing, as ``with`` does."""
         self._open += 1

@@ -42,7 +42,12 @@ _C10D = "distributed/distributed_c10d.py"
 _OPS = "_ops.py"
 _DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # frames that our own dispatch mode adds below the issuer
 _MODULE = "nn/modules/module.py"
-_WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py")
+_WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py",
+             "distributed/checkpoint/logger.py", "distributed/checkpoint/utils.py")  # fmt: skip
+_STAGE = "distributed/pipelining/stage.py"
+_SCHEDULES = "distributed/pipelining/schedules.py"
+_FORWARD_CHUNK = "fwd_chunk_id"
+_BACKWARD_CHUNK = "bwd_chunk_id"
 _NOT_CALLED_BY_NAME = (
     "autograd/", "_tensor.py", "_library/", "_ops.py", "distributed/tensor/_dispatch.py", _C10D,
     "distributed/_functional_collectives.py", "_functorch/", "_dynamo/", "_inductor/", "fx/",
@@ -71,9 +76,9 @@ def use_native_engine() -> None:
 class StackInfo:
     """The facts of one stack. Depths count frames outwards from the caller of the tap's kernel; -1 means absent."""
 
-    __slots__ = ("codes", "dispatch_depth", "engine_calls", "explicit", "fsdp1_depth", "fsdp_depth", "fsdp_state_depth", "hook_depth",
-                 "in_optimizer", "in_pass", "index", "may_be_functional", "packet", "redistribute_depth", "returns_work", "source",
-                 "through")  # fmt: skip
+    __slots__ = ("chunk_depth", "chunk_name", "codes", "dispatch_depth", "engine_calls", "explicit", "fsdp1_depth", "fsdp_depth",
+                 "fsdp_state_depth", "hook_depth", "in_optimizer", "in_pass", "index", "may_be_functional", "message_depth", "message_name",
+                 "packet", "redistribute_depth", "returns_work", "source", "through")  # fmt: skip
 
     def __init__(self, index: int, codes: list[CodeType]) -> None:
         self.index = index
@@ -87,6 +92,8 @@ class StackInfo:
         self.fsdp_depth = self.fsdp_state_depth = self.fsdp1_depth = self.hook_depth = self.redistribute_depth = self.dispatch_depth = -1
         self.explicit = False
         self.may_be_functional = self.returns_work = True  # waited for by tensor; or by the Work that Python gets
+        self.message_depth = self.chunk_depth = -1  # of the function that issues a P2POp; of a pipeline stage's for one microbatch
+        self.message_name = self.chunk_name = ""  # the local variables that hold the P2POp, or the microbatch's number
 
 
 class StackInfos:
@@ -160,7 +167,16 @@ class StackInfos:
             if info.in_pass is None and function in ("recompute_fn", "backward", "unpack_hook"):
                 info.in_pass = RECOMPUTE
         elif file == _OPTIMIZER:
-            info.in_optimizer = info.in_optimizer or _wraps_step(file, frame)
+            # Not if the optimizer runs a backward pass, as with a closure.
+            info.in_optimizer = info.in_optimizer or (info.in_pass is None and _wraps_step(file, frame))
+        elif file == _STAGE:
+            self._stage_frame(info, frame, depth)
+        elif file == _C10D:
+            if function == "batch_isend_irecv":
+                info.message_depth, info.message_name = depth, "p2p_op"
+        elif file == _SCHEDULES:
+            if info.message_depth < 0 and function in ("_batch_p2p", "<listcomp>") and "p" in frame.f_code.co_varnames:
+                info.message_depth, info.message_name = depth, "p"
         elif file == _REDISTRIBUTE:
             if function == "redistribute_local_tensor" and info.redistribute_depth < 0:
                 info.redistribute_depth = depth
@@ -169,18 +185,31 @@ class StackInfos:
         elif file == _DISPATCH:
             if info.dispatch_depth < 0 and "op_call" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
                 info.dispatch_depth = depth
-        elif file in _FSDP:
-            if info.fsdp_depth < 0 and "self" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+        else:
+            self._wrapper_frame(info, file, frame, depth)
+
+    def _wrapper_frame(self, info: StackInfo, file: str, frame: FrameType, depth: int) -> None:
+        """Note a frame of FSDP2, FSDP or DDP's hooks."""
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if file in _FSDP:
+            if info.fsdp_depth < 0 and "self" in names:
                 info.fsdp_depth = depth
         elif file in _FSDP_STATE:
-            if info.fsdp_state_depth < 0 and function == "_pre_backward":
+            if info.fsdp_state_depth < 0 and frame.f_code.co_name == "_pre_backward":
                 info.fsdp_state_depth = depth
         elif file in _FSDP1:
-            names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
             if info.fsdp1_depth < 0 and ("handle" in names or (file == _FSDP1[0] and "self" in names)):
                 info.fsdp1_depth = depth
-        elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in frame.f_code.co_varnames[: frame.f_code.co_argcount]:
+        elif file.startswith(_DDP_HOOKS) and info.hook_depth < 0 and "bucket" in names:
             info.hook_depth = depth
+
+    def _stage_frame(self, info: StackInfo, frame: FrameType, depth: int) -> None:
+        names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        if info.chunk_depth < 0 and (_FORWARD_CHUNK in names or _BACKWARD_CHUNK in names):
+            info.chunk_depth = depth
+            info.chunk_name = _FORWARD_CHUNK if _FORWARD_CHUNK in names else _BACKWARD_CHUNK
+        if _BACKWARD_CHUNK in names or frame.f_code.co_name == "perform_reduce_grad":
+            info.in_pass = info.in_pass or ENGINE  # FSDP's work after backward is done outside of the engine
 
 
 def _key_of(frame: FrameType | None, op: str) -> tuple[Any, ...]:
@@ -218,10 +247,10 @@ def local_values(info: StackInfo, frame: FrameType | None, depth: int, names: tu
         return values
     for _ in range(depth):
         frame = frame.f_back if frame is not None else None
-    return _values_of(frame, names) if frame is not None else (None,) * len(names)
+    return values_of(frame, names) if frame is not None else (None,) * len(names)
 
 
-def _values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
+def values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
     """Return the values of a frame's local variables.
 
     Before Python 3.13, reading a frame's locals leaves a copy on the frame that keeps tensors alive until the function returns, so
@@ -235,7 +264,7 @@ def _values_of(frame: FrameType, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def _packet_name(frame: FrameType) -> str | None:
-    (operator,) = _values_of(frame, ("self",))
+    (operator,) = values_of(frame, ("self",))
     name = str(getattr(operator, "_qualified_op_name", "") or getattr(operator, "_name", "")).replace("::", ".")
     return name if name.startswith(("_c10d_functional.", "c10d_functional.", "_dtensor.")) else None
 

@@ -41,6 +41,7 @@ class TraceEvents:
             group=self._group_index(group, args.channel.device),
             site=raw.path,
             call=raw.call.number if raw.call is not None else 0,
+            microbatch=raw.microbatch,
             owner=raw.owner,
             cause=raw.cause,
             source=info.source,
@@ -62,6 +63,11 @@ class TraceEvents:
             wait_began_ns=self._since_start(raw.wait_began_ns),
             wait_ended_ns=self._since_start(raw.wait_ended_ns),
         )
+
+    def add(self, group: Group) -> None:
+        """Add a group on which nothing was issued, so that its name is known."""
+        if all(group is not other for other, _ in self._indices):
+            self._group_index(group, "cpu")
 
     def _since_start(self, moment: int) -> int:
         return max(1, moment - self._started_ns) if moment else 0
@@ -115,3 +121,10 @@ def _bytes(tensors: list[Any]) -> int:
 def _element_size(dtype: str) -> int:
     kind = getattr(torch, dtype, None)
     return int(kind.itemsize) if isinstance(kind, torch.dtype) else 1
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank and world size; 0 and 1 without a process group."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)

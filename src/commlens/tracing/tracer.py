@@ -23,18 +23,20 @@ import torch
 from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
-from commlens.tap.interned_args import ArgsTable, noted_reduce_ops, output_pointers
+from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers
+from commlens.tracing import fake_tensors
 from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
-from commlens.tracing.modules import ModuleTracker
+from commlens.tracing.modules import ModuleTracker, current_node
 from commlens.tracing.owners import Owners
 from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters
+from commlens.tracing.pipelines import mark_messages, set_microbatch, stop_marking
 from commlens.tracing.raw_event import RawEvent
 from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps, use_native_engine
-from commlens.tracing.trace_events import TraceEvents, reduce_op_text
+from commlens.tracing.trace_events import TraceEvents, rank_and_world, reduce_op_text
 from commlens.version import __version__
 
 log = logging.getLogger("commlens")
@@ -80,6 +82,7 @@ class Tracer:
         self.preview = self.sees_fake_tensors = preview
         self.modules = ModuleTracker()
         self.on_collective: list[Callable[[RawEvent], None]] = []
+        self.on_step: list[Callable[[], None]] = []
         self.events: list[RawEvent] = []
         self.steps = 0
         self.dispatched = 0
@@ -92,9 +95,9 @@ class Tracer:
         self._stacks = StackInfos()
         self._causes = Causes()
         self._owners = Owners(self.modules)
-        self._parameters = Parameters(self.modules.rows)
+        self.parameters = Parameters(self.modules.rows)
         self._backward_waits = BackwardWaits()
-        self.modules.on_leave.append(self._parameters.left)
+        self.modules.on_leave.append(self.parameters.left)
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
@@ -125,6 +128,8 @@ class Tracer:
         self.modules.install()
         torch_patches.add_tracer(self)
         tap.attach(self)
+        mark_messages()
+        fake_tensors.report_to(self._on_fake_tensors)
         if self.depth is Depth.OPS:
             from commlens.tracing.ops import OpsMode
 
@@ -136,10 +141,13 @@ class Tracer:
         if not self._running:
             return
         self._running = False
-        self._parameters.read()
+        self._groups.before_destroy()  # now: the program may destroy them before it reads the trace
+        self.parameters.read()
         if self.ops is not None:
             self.ops.__exit__(None, None, None)
         tap.detach(self)
+        stop_marking()
+        fake_tensors.stop_reporting_to(self._on_fake_tensors)
         torch_patches.remove_tracer(self)
         self.modules.remove()
         self._step_hook.remove()
@@ -163,26 +171,15 @@ class Tracer:
             return None
 
     def _begin(self, spec: tap.OpSpec, arguments: tuple[Any, ...], frame: FrameType | None) -> RawEvent:
-        event = RawEvent()
         group = self._groups.find(tap.unbox_group(arguments[spec.process_group]))
-        event.args = args = self._args_table.find(spec, arguments, group)
-        event.info = self._stacks.find(frame, spec.name)
-        event.functional = functional_scope.packet
-        self._attribute(event, frame)
-        thread = threading.get_ident()
+        args = self._args_table.find(spec, arguments, group)
+        reduce_op = None
         if spec.reduce_op >= 0:
             noted = noted_reduce_ops.get(threading.get_native_id()) if noted_reduce_ops else None
-            event.reduce_op = noted or arguments[spec.reduce_op]
-        else:
-            event.reduce_op = None
-        event.thread = self._threads.get(thread, -1)
-        if event.thread < 0:
-            event.thread = self._threads.setdefault(thread, len(self._threads))
-        event.sequence = self._sequence()
-        event.step = self.steps
-        event.returned_ns = event.wait_began_ns = event.wait_ended_ns = 0
+            reduce_op = noted or arguments[spec.reduce_op]
+        event = self._record(spec.name, args, reduce_op, frame)
         if args.synchronous:
-            self._synchronous[thread] = event
+            self._synchronous[threading.get_ident()] = event
         elif event.info.may_be_functional and not self.preview:
             for pointer in output_pointers(spec, arguments):
                 self._pointers[pointer] = event
@@ -190,21 +187,51 @@ class Tracer:
                 self._pointers = dict(itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None))
         if event.owner is not None and event.owner.library == "DDP" and args.channel.blocks_caller and not self.preview:
             self._backward_waits.issued(event)
+        event.started_ns = _now()
+        return event
+
+    def _record(self, op: str, args: InternedArgs, reduce_op: Any, frame: FrameType | None) -> RawEvent:
+        event = RawEvent()
+        event.args = args
+        event.reduce_op = reduce_op
+        event.info = self._stacks.find(frame, op)
+        event.functional = functional_scope.packet
+        self._attribute(event, frame)
+        thread = threading.get_ident()
+        event.thread = self._threads.get(thread, -1)
+        if event.thread < 0:
+            event.thread = self._threads.setdefault(thread, len(self._threads))
+        event.sequence = self._sequence()
+        event.step = self.steps
+        event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = 0
         self.events.append(event)
         for listener in self.on_collective:
             listener(event)
         if self._rank_and_size is None:
-            self._rank_and_size = _rank_and_world()  # now: the program may destroy its group before it reads the trace
-        event.started_ns = _now()
+            self._rank_and_size = rank_and_world()  # now: the program may destroy its group before it reads the trace
         return event
+
+    def _on_fake_tensors(self, op: str, describing: fake_tensors.Describe, frame: FrameType | None) -> None:
+        """Record a collective on fake tensors, which is not issued."""
+        if self.wanted_steps is not None and not self._wanted():
+            return
+        self.dispatched += 1
+        try:
+            args, reduce_op = describing(self._groups)
+            event = self._record(op, args, reduce_op_text(reduce_op), frame)
+            event.started_ns = event.returned_ns = _now()
+        except Exception as error:
+            self._fail(error)
 
     def _attribute(self, event: RawEvent, frame: FrameType | None) -> None:
         """Set the phase, module call, path, cause and owner of an event whose stack starts at ``frame``."""
         info, args = event.info, event.args
         event.phase, event.call = self.modules.locate()
-        event.owner = event.cause = event.path = None
+        event.owner = event.cause = event.path = event.microbatch = None
         if info.in_pass is not None or info.in_optimizer:
             self._correct_phase(event, info)
+        if info.message_depth >= 0 or info.chunk_depth >= 0:
+            set_microbatch(event, info, frame, self.modules)
         if event.call is not None:
             if info.fsdp_state_depth >= 0:
                 event.call = self._owners.hooked_call(info, frame, event.call)
@@ -216,17 +243,19 @@ class Tracer:
             event.path, event.call = owners_path, None
             if frame is None or (event.phase is Phase.OUTSIDE and info.in_pass == ENGINE):
                 event.phase = Phase.BACKWARD
+        elif event.path is None and event.phase is Phase.BACKWARD:
+            event.path = self.modules.accumulating_path(current_node())  # in the hook of a parameter's gradient
         elif frame is None and event.phase is Phase.OUTSIDE:
             event.phase = None  # issued by a C++ thread: the phase is unknown
 
     def _correct_phase(self, event: RawEvent, info: StackInfo) -> None:
         """Take the phase from the stack where no node is current or no module runs: final callbacks, recomputed functions."""
-        if info.in_pass == RECOMPUTE and event.phase in (Phase.BACKWARD, Phase.OUTSIDE):
+        if info.in_optimizer and event.phase in (Phase.OUTSIDE, Phase.BACKWARD):  # also inside backward, in a gradient's hook
+            event.phase, event.call = Phase.OPTIMIZER, None
+        elif info.in_pass == RECOMPUTE and event.phase in (Phase.BACKWARD, Phase.OUTSIDE):
             event.phase = Phase.RECOMPUTATION
         elif info.in_pass == ENGINE and event.phase is Phase.OUTSIDE:
             event.phase = Phase.BACKWARD
-        elif info.in_optimizer and event.phase is Phase.OUTSIDE:
-            event.phase = Phase.OPTIMIZER
 
     def returned(self, event: RawEvent | None, result: Any) -> None:
         """Record that the backend accepted the collective."""
@@ -316,13 +345,24 @@ class Tracer:
                 self._stepper = weakref.ref(optimizer)
             if self._stepper() is not optimizer:
                 return  # of several optimizers, only the first counts
-            self.steps += 1
+            if torch._C._current_graph_task_id() == -1:
+                self._count_step()
+            else:  # the optimizer runs in a gradient's hook, and others may follow: the step ends with the backward pass
+                torch.autograd.Variable._execution_engine.queue_callback(self._count_step)
+        except Exception as error:
+            self._fail(error)
+
+    def _count_step(self) -> None:
+        self.steps += 1
+        try:
             self.modules.step_ended()
             if self.steps == 1:
-                self._parameters.read()
+                self.parameters.read()
             self._fold_old()
         except Exception as error:
             self._fail(error)
+        for listener in self.on_step:
+            listener()
 
     def _fold_old(self) -> None:
         """Summarise events after the whole steps. Keep those of the current step, whose waits may still come."""
@@ -342,7 +382,8 @@ class Tracer:
 
     def _fold(self, event: RawEvent) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)
-        key = (id(event.args), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional)
+        key = (id(event.args), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional,
+               event.microbatch)  # fmt: skip
         summary = self._summaries.get(key)
         if summary is None:
             summary = self._summaries[key] = _Summary(event, event.step)
@@ -355,6 +396,8 @@ class Tracer:
     def data(self) -> TraceData:
         """Return the trace so far."""
         with contextlib.suppress(Exception):
+            if self._running:
+                self._groups.before_destroy()
             name_mesh_dims(self._groups)
         converter = TraceEvents(self._started_ns)
         events = [converter.convert(raw) for raw in list(self.events)]
@@ -367,7 +410,9 @@ class Tracer:
         events.sort(key=lambda event: event.sequence)
         if converter.on_accelerator and not self.preview:
             add_durations(events, entries(), self._started_unix_ns)
-        rank, world_size = self._rank_and_size or _rank_and_world()
+        for group in self._groups.by_name.values():
+            converter.add(group)
+        rank, world_size = self._rank_and_size or rank_and_world()
         recorded = sum(event.count for event in events)
         return TraceData(
             commlens_version=__version__,
@@ -382,7 +427,7 @@ class Tracer:
             whole_steps=self.whole_steps if self._summaries else None,
             groups=converter.groups,
             modules=[
-                TracedModule(row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self._parameters.of(row))
+                TracedModule(row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self.parameters.of(row))
                 for row in self.modules.rows
             ],
             events=events,
@@ -400,9 +445,3 @@ class Tracer:
         if not self._logged:
             self._logged = True
             log.warning("commlens could not trace a collective and continues without it: %s: %s", type(error).__name__, error)
-
-
-def _rank_and_world() -> tuple[int, int]:
-    import torch.distributed as dist
-
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)

@@ -21,6 +21,9 @@ from commlens.traces.trace import Trace
 if importlib.util.find_spec("torch") is None:
     raise MissingDependency.torch("commlens.CommDebugMode")
 
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from commlens.tracing.comm_debug import json_dump, table
 from commlens.tracing.comm_debug.modules import GLOBAL, ModuleView, SeenModules
 from commlens.tracing.comm_debug.sections import PASSES, Section, sections
@@ -55,19 +58,31 @@ class CommDebugMode:
         self._modules = SeenModules()
         self._tracer: Tracer | None = None
         self._ops: OpsMode | None = None
+        self._subclass: _SubclassMode | None = None
         self._entered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op. A subclass may override this to see every op, and call this to run it. DTensors run their own ops first."""
+        if DTensor in types:
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
 
     def __enter__(self) -> Self:
         self._clear()
         self._entered += 1
         if self._entered == 1:
             self._tracer = tracer = Tracer()
+            tracer.modules.names_wrappers = True
             self._ops = OpsMode(tracer.modules, tracer.on_collective, shapes=False)
             self._ops.on_unissued.append(self._count)
             tracer.on_collective.append(self._issued)
             tracer.modules.on_enter.append(lambda call, module: self._modules.of_row(call.row))
             tracer.start()
             self._ops.__enter__()
+            if type(self).__torch_dispatch__ is not CommDebugMode.__torch_dispatch__:
+                self._subclass = _SubclassMode(self)
+                self._subclass.__enter__()
+            self.advanced_module_tracker.user_hooks.install()
         elif self._ops is not None:
             self._ops.clear()
         if self._tracer is not None:
@@ -77,6 +92,10 @@ class CommDebugMode:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self._entered -= 1
         if self._entered == 0 and self._tracer is not None and self._ops is not None:
+            self.advanced_module_tracker.user_hooks.remove()
+            if self._subclass is not None:
+                self._subclass.__exit__(kind, error, traceback)
+                self._subclass = None
             self._ops.__exit__(kind, error, traceback)
             self._tracer.stop()
 
@@ -184,6 +203,19 @@ class CommDebugMode:
         for row in list(self._ops.rows.values()):
             self._modules.of_row(row)
         return self._ops.records()
+
+
+class _SubclassMode(TorchDispatchMode):  # type: ignore[misc]
+    """Passes ops to the ``__torch_dispatch__`` of a subclass."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: CommDebugMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._mode.__torch_dispatch__(func, types, args, kwargs)
 
 
 def _no_counts() -> dict[str, Counts]:

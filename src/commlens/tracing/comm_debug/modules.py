@@ -11,6 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commlens.model.trace import Phase
+from commlens.tracing.comm_debug.user_hooks import Hook, UserHooks
 
 if TYPE_CHECKING:
     from commlens.tracing.modules import ModuleRow
@@ -76,6 +77,8 @@ class ModuleView:
     def __init__(self) -> None:
         self._modules = SeenModules()
         self._tracer: Tracer | None = None
+        self._hooked: Any = None  # the module whose backward hook is running
+        self.user_hooks = UserHooks(self._run_backward_hook)
 
     def follow(self, tracer: Tracer, modules: SeenModules) -> None:
         """Switch to another context."""
@@ -96,6 +99,40 @@ class ModuleView:
         """The module that this thread is in; ``"Global"`` outside all modules."""
         call = self._tracer.modules.locate()[1] if self._tracer is not None else None
         return call.row.path if call is not None else GLOBAL
+
+    @property
+    def parents(self) -> set[str]:
+        """The paths of the module that this thread is in and of all modules around it, including ``"Global"``."""
+        path = self.get_known_fqn(self._hooked) if self._hooked is not None else self.name
+        return {GLOBAL} | self.module_parents_dict.get(path or GLOBAL, set())
+
+    def get_known_fqn(self, mod: Any) -> str | None:
+        """Return the path of a module whose root has been called, else None."""
+        return self._tracer.modules.path_of(mod) if self._tracer is not None else None
+
+    def register_user_hooks(
+        self, pre_fw_hook: Hook | None = None, post_fw_hook: Hook | None = None, pre_bw_hook: Hook | None = None,
+        post_bw_hook: Hook | None = None,
+    ) -> None:  # fmt: skip
+        """Call hooks before and after the forward and backward of every module, in the contexts entered from now on.
+
+        They get the module and its inputs; inputs and outputs; the gradients of its outputs; the gradients of its inputs.
+
+        Raises:
+            AssertionError: such a hook is registered already.
+        """
+        self.user_hooks.register(pre_fw_hook=pre_fw_hook, post_fw_hook=post_fw_hook, pre_bw_hook=pre_bw_hook, post_bw_hook=post_bw_hook)
+
+    def clear_user_hooks(self) -> None:
+        """Remove the registered hooks."""
+        self.user_hooks.clear()
+
+    def _run_backward_hook(self, hook: Hook, module: Any, gradients: Any) -> None:
+        outer, self._hooked = self._hooked, module
+        try:
+            hook(module, gradients)
+        finally:
+            self._hooked = outer
 
     @property
     def module_helper_dict(self) -> dict[str, dict[str, Any]]:
@@ -132,13 +169,15 @@ class ModuleView:
 
     @property
     def module_parameters_dict(self) -> dict[str, dict[str, Any]]:
-        """By path: the parameters' data by name, for modules that have parameters and still exist."""
+        """By path: the parameters' data by name. Those of a module that is gone are described: placements, shape, dtype and bytes."""
         found: dict[str, dict[str, Any]] = {}
         with torch.utils._python_dispatch._disable_current_modes():  # reading data is an op
             for seen in self._modules.root.with_descendants():
                 module = seen.reference() if seen.reference is not None else None
                 parameters = module._parameters.items() if module is not None else ()
-                data = {name: parameter.data for name, parameter in parameters if parameter is not None}
+                data: dict[str, Any] = {name: parameter.data for name, parameter in parameters if parameter is not None}
+                if module is None and self._tracer is not None:
+                    data = {parameter.name: parameter for parameter in self._tracer.parameters.of_path(seen.path)}
                 if data:
                     found[seen.path] = data
         return found

@@ -135,18 +135,14 @@ def _stop_after(steps: int | None, live: LiveTrace) -> Any:
     if steps is None:
         yield
         return
-    from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    def stepped(*_: Any) -> None:
+    def stepped() -> None:
         if live.tracer.steps >= steps:
             live.tracer.stop()  # leave out the collectives of finally clauses
             raise _EnoughSteps
 
-    hook = register_optimizer_step_post_hook(stepped)
-    try:
-        yield
-    finally:
-        hook.remove()
+    live.tracer.on_step.append(stepped)
+    yield
 
 
 def check_world(world_size: int, rank: int) -> None:

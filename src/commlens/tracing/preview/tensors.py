@@ -33,6 +33,9 @@ _SCALAR = torch.ops.aten._local_scalar_dense.default
 class PreviewTensors(FakeTensorMode):  # type: ignore[misc]
     """torch's FakeTensorMode, except that it invents the values that the program reads, and records where."""
 
+    issues_collectives = True
+    """The tap sees them: ``tracing/fake_tensors.py`` must not report them again."""
+
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.invented_at: dict[str, None] = {}  # lines that read values

@@ -1,0 +1,101 @@
+"""Collectives on fake tensors, in programs that run under torch's FakeTensorMode. They reach no backend, so the tap does not see them.
+
+``FakeTensorMode.dispatch`` is wrapped while a tracer runs. A compiler's own work on fake tensors is not the program's, and is left out.
+Tried on torch 2.6.0 and 2.13.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch.distributed.distributed_c10d as c10d
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from commlens.model.ops import api_wire_op
+from commlens.tap import tap
+from commlens.tap.interned_args import InternedArgs, describe, describe_tensors
+from commlens.tracing.packets import functional_scope, public_packet
+
+Describe = Callable[[Any], tuple[InternedArgs, Any]]
+"""Takes a tracer's groups. Returns a collective's arguments and its reduce op."""
+
+Note = Callable[[str, Describe, FrameType | None], None]
+
+_notes: tuple[Note, ...] = ()
+_lock = threading.Lock()
+_original: Any = None
+
+
+def report_to(note: Note) -> None:
+    """Call ``note(op, describe, frame)`` for every collective on fake tensors from now on."""
+    global _notes, _original
+    with _lock:
+        _notes = (*_notes, note)
+        if _original is None:
+            _original = FakeTensorMode.dispatch
+            FakeTensorMode.dispatch = functools.wraps(_original)(_dispatch)
+
+
+def stop_reporting_to(note: Note) -> None:
+    """Stop calling ``note``."""
+    global _notes, _original
+    with _lock:
+        _notes = tuple(other for other in _notes if other != note)
+        if not _notes and getattr(FakeTensorMode.dispatch, "__wrapped__", None) is _original:
+            FakeTensorMode.dispatch, _original = _original, None
+
+
+def _dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    result = _original(self, func, types, args, kwargs or {})
+    namespace = getattr(func, "namespace", "")
+    if namespace not in ("c10d", "_c10d_functional", "_dtensor") or not _notes:
+        return result
+    if getattr(self, "issues_collectives", False) or TracingContext.try_get() is not None:
+        return result
+    scope, outer = functional_scope, functional_scope.packet
+    if namespace == "c10d":
+        spec = _specs().get(func)
+        if spec is None:
+            return result
+        name, describing = spec.name, functools.partial(_of_c10d, spec, args)
+    else:
+        names = [argument.name for argument in func._schema.arguments]
+        if "group_name" not in names:
+            return result
+        name = func._schema.name.partition("::")[2]
+        describing = functools.partial(_of_functional, name, dict(zip(names, args, strict=False)) | (kwargs or {}), args, result)
+        scope.packet = public_packet(func._overloadpacket)
+    try:
+        for note in _notes:
+            note(name, describing, sys._getframe(1))
+    finally:
+        scope.packet = outer
+    return result
+
+
+@functools.cache
+def _specs() -> dict[Any, tap.OpSpec]:
+    return dict(tap.ops())
+
+
+def _of_c10d(spec: tap.OpSpec, arguments: Any, groups: Any) -> tuple[InternedArgs, Any]:
+    group = groups.find(tap.unbox_group(arguments[spec.process_group]))
+    return describe(spec, arguments, group), arguments[spec.reduce_op] if spec.reduce_op >= 0 else None
+
+
+def _of_functional(name: str, given: dict[str, Any], arguments: Any, result: Any, groups: Any) -> tuple[InternedArgs, Any]:
+    group = groups.find(c10d._resolve_process_group(given["group_name"]))
+    inputs, device = describe_tensors(arguments[0])
+    outputs, _ = describe_tensors(result)
+    root, reduce_op = given.get("src"), given.get("reduce_op")
+    content = {
+        "k": "asked", "op": api_wire_op(name), "dop": name, "in": inputs, "out": outputs, "rop": None,
+        "root": None if root is None else group.global_rank(int(root)), "is": [], "os": [], "async": True,
+    }  # fmt: skip
+    return InternedArgs(content, group.channel(device)), None if reduce_op is None else str(reduce_op).upper()
