@@ -22,7 +22,8 @@ DRAFTS: Final = "verify.drafts"
 """The log of refusals that also concern other nodes, until they are posted on all nodes."""
 CONNECTING, LINKED, ALONE = range(3)
 """States of the link to the other nodes."""
-_COUNT, _BOARDS, _END, _LINK = range(4)  # words: number of refusals; number of boards created; bytes of refusals; state of the link
+_COUNT, _BOARDS, _END, _LINK, _SHARED = range(5)
+"""Words: number of refusals; number of boards created; bytes of refusals; state of the link; number of refusals that all nodes have."""
 _HEADER_SIZE: Final = 4096
 _RECORD: Final = struct.Struct("<II")  # length, CRC-32 of the JSON text that follows
 _SIZE: Final = _HEADER_SIZE + 508 * 1024
@@ -113,6 +114,16 @@ class RefusalLog:
     @link.setter
     def link(self, state: int) -> None:
         self._words[_LINK] = state
+
+    @property
+    def shared(self) -> int:
+        """The number of refusals that were posted on all nodes, in the same order on each."""
+        return self._words[_SHARED]
+
+    def post_shared(self, key: int, number: int, content: dict[str, Any]) -> None:
+        """Post a refusal that is posted on all nodes."""
+        self.post(key, number, content)
+        self._words[_SHARED] += 1
 
     def reset(self) -> None:
         """Forget everything: the ranks that wrote it have ended, and others with the same job have started. Call this locked."""

@@ -12,7 +12,7 @@ from commlens.blackbox.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
 from commlens.verification.channels import Pending
 
-_ON_ALL_NODES_S: Final = 3.0  # the longest wait until a refusal is posted on all nodes
+_ON_ALL_NODES_S: Final = 10.0  # the longest wait until a refusal is posted on all nodes; a node that is lost is given up before
 _NAP_S: Final = 0.001
 
 
@@ -110,8 +110,8 @@ class Refusals:
         elsewhere = self._elsewhere(concerned)
         if self._drafts is None or not elsewhere:
             return
+        seen = self._posted.shared
         self.raise_new()
-        seen = sum(bool(self._posted.read(at).get("everywhere")) for at in range(self._posted.count()))
         self._drafts.post(key, number, {**content, "seen": seen})
         self._bells.ring(elsewhere)
         until = time.monotonic() + _ON_ALL_NODES_S

@@ -430,12 +430,11 @@ class Relay:
             return
         self._posted.add(identity)
         self._concerned.append(list(refusal.get("ranks", ())))
-        refusal = {**refusal, "everywhere": True}
         self._send_all(type="refusal", refusal=refusal)
         self._post_here(refusal)
 
     def _post_here(self, refusal: dict[str, Any]) -> None:
-        self._log.post(int(refusal["key"]), int(refusal["number"]), refusal)
+        self._log.post_shared(int(refusal["key"]), int(refusal["number"]), refusal)
         self._bells.wake(rank for rank in refusal.get("ranks", ()) if rank in self._feeds)
 
     # --- whereabouts of ranks
