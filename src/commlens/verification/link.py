@@ -27,6 +27,7 @@ log = logging.getLogger("commlens")
 _KEY: Final = "commlens/strict"
 _NAP_S: Final = 0.001
 _LOOK_S: Final = 0.05
+_START_S: Final = 5.0  # the time that a relay takes to start, on a busy machine
 _LOOPBACK: Final = ("127.", "::1", "localhost")
 
 
@@ -52,7 +53,7 @@ class Link:
             return False
         if self._rank == min(here):
             self._start_relay(world_size)
-        until = time.monotonic() + PATIENCE_S + 1
+        until = time.monotonic() + PATIENCE_S + _START_S
         while self._log.link == refusal_log.CONNECTING and time.monotonic() < until:
             time.sleep(_NAP_S)
         return True
