@@ -211,7 +211,7 @@ def _missing_evidence(job: JobIndex) -> list[str]:
             by_text.setdefault(text.rstrip("."), []).append(rank)
         if log.issued > len(view.history) and not log.problems:
             dropped = log.issued - len(view.history)
-            by_text.setdefault(f"the oldest {count(dropped, 'record')} had been overwritten", []).append(rank)
+            by_text.setdefault(f"the oldest {count(dropped, 'record')} are not at hand", []).append(rank)
     for text, ranks in by_text.items():
         notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")
     return notes

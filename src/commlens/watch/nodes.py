@@ -33,6 +33,7 @@ EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; double
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
 READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successor
+_LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next are all silent
 _BUSY_NODES: Final = 512  # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
 _SUCCESSORS: Final = 8
 LINGER_S: Final = 3 * BUSY_PERIOD_S
@@ -387,15 +388,30 @@ class Nodes:
         if self._asked or any(beat.news or beat.dead for beat in beats):
             self._wake()
 
+    def _leading(self, slot: int) -> list[int]:
+        """Return the slots that matter to a node that does not report: of the reporter and, if it is silent, of those that would be next.
+
+        Empty if this node may have to report. With many nodes, none reads all values only because the store is slow.
+        """
+        with self._lock:
+            first = min((seen for seen in self._seen.values() if not seen.beat.finished), key=lambda seen: seen.beat.order, default=None)
+            mine = self._mine.order
+        if first is None or mine < first.beat.order:
+            return []
+        silent_s, beat = time.monotonic() - first.changed, first.beat
+        reporter = self.reporter
+        if silent_s > (LOST_S if slot in beat.successors else _LEADERS_LOST_S) and reporter is None:
+            return []
+        # Its successor, too, because a node that has not seen all others may take itself for the reporter at first.
+        following = beat.successors[: None if silent_s > 2 * PERIOD_S else 1]
+        return list({beat.slot, *following, *([reporter.slot] if reporter is not None else [])} - {slot})
+
     def _to_read(self, client: StoreClient, slot: int, count: int) -> list[str]:
         with self._lock:
             known = [other for other in self._seen if not self._seen[other].beat.finished]
         new = [other for other in range(count) if other != slot and other not in self._seen]
-        if count > READ_ALL_NODES and (reporter := self.reporter) is not None:
-            with self._lock:
-                is_silent = time.monotonic() - self._seen[reporter.slot].changed > 2 * PERIOD_S
-            # Its successor, because a node that has not seen all others may take itself for the reporter at first.
-            known, new = list({reporter.slot, *reporter.successors[: None if is_silent else 1]} - {slot}), []
+        if count > READ_ALL_NODES and (leading := self._leading(slot)):
+            known, new = leading, []
         elif not self._seen:
             new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
         # A node may have drawn its slot and not yet stored its value.
