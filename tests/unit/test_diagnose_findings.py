@@ -208,7 +208,7 @@ def test_two_independent_faults_are_two_roots_the_larger_first() -> None:
         (Stay(73, "send_results", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, net_bytes=50_000)), "user-code"),
         (Stay(74, "pack", Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False, children_cpu_s=3.0)), "user-code"),
         (
-            Stay(74, "pack", Observation(End.RUNNING, window_s=5, cpu_s=0, stack_moved=False, children_cpu_s=0.1, children_running_fraction=1)),
+            Stay(74, "pack", Observation(End.RUNNING, window_s=5, stack_moved=False, children_cpu_s=0.1, children_running_fraction=1)),
             "user-code",
         ),
         (Stay(75, "train", Observation(End.RUNNING, window_s=5, cpu_s=0.2, stack_moved=False, running_fraction=0.9)), "user-code"),
