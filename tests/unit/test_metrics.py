@@ -11,7 +11,6 @@ import pytest
 
 from commlens.config import Settings, load_settings
 from commlens.errors import ConfigError
-from commlens.processes.observer import Observer
 from commlens.watch.metrics import Metrics
 from commlens.watch.reporting import Evidence, Reporter
 from commlens.watch.slowness import Slowness
@@ -36,14 +35,14 @@ def test_the_endpoint(tmp_path: Path) -> None:
     said: list[str] = []
     port = free_port()
     served = metrics(tmp_path, said, metrics_port=str(port))
-    served.update([], None, Slowness(Observer()), 7)
+    served.update([], None, Slowness(), 7)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     assert 'commlens_verdicts_total{job="train-1",kind="straggler"} 2.0' in text
     assert 'commlens_records_not_compared_total{job="train-1"} 7.0' in text
     taken = metrics(tmp_path, said, metrics_port=str(port))
     assert said == [f"no metrics on port {port}: Address already in use."]
-    taken.update([], None, Slowness(Observer()), 0)
+    taken.update([], None, Slowness(), 0)
     taken.close()
     served.close()
     with pytest.raises(OSError, match="refused"):
@@ -53,14 +52,14 @@ def test_the_endpoint(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     said: list[str] = []
     lost = metrics(tmp_path, said, metrics_file=str(tmp_path / "absent" / "commlens.prom"))
-    lost.update([], None, Slowness(Observer()), 0)
+    lost.update([], None, Slowness(), 0)
     lost.close()
     assert said == [f"no metrics in {tmp_path}/absent/commlens.prom: No such file or directory."]
 
 
 def test_a_folder_holds_a_file_for_each_job(tmp_path: Path) -> None:
     written = metrics(tmp_path, [], metrics_file=str(tmp_path))
-    written.update([], None, Slowness(Observer()), 0)
+    written.update([], None, Slowness(), 0)
     assert [path.name for path in tmp_path.iterdir()] == ["commlens-train-1.prom"]
     written.close()
     assert not list(tmp_path.iterdir())

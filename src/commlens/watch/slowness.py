@@ -39,12 +39,10 @@ class Slowness:
     """The pace of the job's ranks on this node.
 
     Args:
-        observer: of their processes.
         interval_s: between two samples, at least.
     """
 
-    def __init__(self, observer: Observer, *, interval_s: float | None = None) -> None:
-        self._observer = observer
+    def __init__(self, *, interval_s: float | None = None) -> None:
         self._interval_s = INTERVAL_S if interval_s is None else interval_s
         self._due = 0.0
         self._failed = False
@@ -54,7 +52,9 @@ class Slowness:
         self._sampled_ns = time.monotonic_ns()
         self._steps = 0  # completed by all ranks by then
         self._no_cpu: dict[int, int] = {}  # pid: ns
+        # Both only while ranks seem to be slow. The watcher's own observer must not see the job before it stalls: it looks for work.
         self._profiling: Profiling | None = None
+        self._observer: Observer | None = None
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.last: Pace | None = None  # the newest sample
         self.logs: list[RankLog] = []  # it was made of
@@ -79,7 +79,8 @@ class Slowness:
         ranks = [member for member in members if member.alive and member.here and member.box is not None and member.rank >= 0]
         if len(ranks) < 2 or len(ranks) < sum(member.here for member in members):
             return []
-        sample(ranks, self._observer)
+        if self._observer is not None:
+            sample(ranks, self._observer)
         steps = min(member.status.steps if member.status is not None else 0 for member in ranks)
         if not self._steps or steps <= self._steps:  # a sample spans at least one step, not the start of the job
             self._steps, self._sampled_ns = steps, time.monotonic_ns() if not self._steps else self._sampled_ns
@@ -116,7 +117,7 @@ class Slowness:
         slow = find_slow_ranks(newest)
         before = self.verdict
         if slow is None:
-            self._profiling = None
+            self._profiling = self._observer = None
             if before is not None and find_slow_ranks(newest, MIN_COST / 2) is None:
                 self.verdict = None
                 return [f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')} the job slow."]
@@ -129,12 +130,17 @@ class Slowness:
             box = ranks[0].box
             classify = box.classifier() if box is not None else lambda _: FrameKind.USER
             self._profiling = Profiling({rank: pids[rank] for rank in (slow.ranks[0], other)}, classify)
+            self._observer = Observer(use_py_spy=False)
+            for member in ranks:
+                self._observer.add(member.pid, member.start_ticks)
+            sample(ranks, self._observer)
             return []  # the next sample has them
-        if not self._profiling.is_done:
+        if not self._profiling.is_done or self._observer is None:
             return []
-        profiles, self._profiling = self._profiling.profiles, None
         for each in logs:
             each.observation = self._observer.observe(pids[each.rank])
+        profiles = self._profiling.profiles
+        self._profiling = self._observer = None
         self.verdict = straggler_verdict(slow, logs, profiles)
         return [self.verdict]
 

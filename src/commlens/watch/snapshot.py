@@ -29,7 +29,7 @@ def add_new_members(roster: Roster, observer: Observer) -> list[Member]:
     return new
 
 
-def sample(members: list[Member], observer: Observer) -> None:
+def sample(members: Sequence[Member], observer: Observer) -> None:
     """Sample the members' processes, with the signs of life in their boxes as of the last poll."""
     for member in members:
         if member.alive and member.here:

@@ -94,7 +94,7 @@ class Watcher:
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
         self.reporter.evidence.forget()
-        self._slowness = Slowness(self._observer)
+        self._slowness = Slowness()
         self._strangers = Strangers(self._roster, self._observer)
         self._job_abort = JobAbort(self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched)
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
