@@ -31,9 +31,10 @@ from commlens.blackbox import layout
 from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.ranklog import End, Observation, RankLog
+from commlens.watch import meeting_places, remote_evidence
 from commlens.watch import nodes as meeting
-from commlens.watch import remote_evidence
 from commlens.watch.channel_progress import ChannelDigest
+from commlens.watch.reporting import HEAD_RECORDS, MANY_NODES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 RANKS = 8
@@ -80,7 +81,7 @@ def serve(pipe: Any) -> None:
         pipe.send(cpu_s())
 
 
-def template(world_size: int, behind: bool) -> bytes:
+def template(world_size: int, behind: bool, records: int = 0) -> bytes:
     """Return what is packed of a black box of 2,000 records, in the last of which its rank waits; a culprit's has one record less."""
     from boxes import MONO, WAIT_BEGAN, Box
 
@@ -103,7 +104,7 @@ def template(world_size: int, behind: bool) -> bytes:
         file.write(box.bytes())
         file.flush()
         with OpenBox(Path(file.name)) as opened:
-            packed = opened.packed(newest=remote_evidence._newest(opened.status(), world_size))
+            packed = opened.packed(newest=records or remote_evidence._newest(opened.status(), world_size))
     return packed[:HEAD] + zlib.decompress(packed[HEAD:])
 
 
@@ -131,36 +132,38 @@ def digests() -> dict[str, Any]:
     return found
 
 
-class PatientClient(meeting.StoreClient):
+class PatientClient(meeting_places.StoreClient):
     """A client that waits longer than a watcher does: this machine may be busy with other work."""
 
-    def __init__(self, host: str, port: int, *, timeout_s: float = 1.0) -> None:
+    def __init__(self, host: str, port: int, *, timeout_s: float = 1.0, answer_s: float | None = None) -> None:
         super().__init__(host, port, timeout_s=20 * timeout_s)
 
 
-def start_node(number: int, address: meeting.Address, told: dict[str, Any]) -> meeting.Nodes:
+def start_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -> meeting.Nodes:
     """Let a node meet the others."""
-    meeting.StoreClient = PatientClient  # type: ignore[misc]
+    meeting_places.StoreClient = PatientClient  # type: ignore[misc]
     node = meeting.Nodes(f"node{number}", lambda: None)
     node.update(ranks=list(range(number * RANKS, (number + 1) * RANKS)), digests=told)
-    node._address = address
-    node._thread = threading.Thread(target=node._run, args=(address,), daemon=True)
+    node._places = [address]
+    node._thread = threading.Thread(target=node._run, daemon=True)
     node._thread.start()
     return node
 
 
-def simulate(pipe: Any, address: meeting.Address, numbers: range, world_size: int) -> None:
+def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_size: int) -> None:
     """Run some nodes until the other side hangs up; answer with the number of exchanges so far."""
     threading.stack_size(1 << 20)
     told = digests()
-    victim, culprit = template(world_size, False), template(world_size, True)
+    boxes = {records: [template(world_size, behind, records) for behind in (False, True)] for records in (0, HEAD_RECORDS)}
     chosen = world_size // 2 + 1
     evidence = {
-        number: msgspec.msgpack.encode(
-            [pack_rank(culprit if rank == chosen else victim, rank, world_size) for rank in range(number * RANKS, (number + 1) * RANKS)]
-        )
+        (number, records): msgspec.msgpack.encode([
+            pack_rank(boxes[records][rank == chosen], rank, world_size)
+            for rank in range(number * RANKS, (number + 1) * RANKS)
+        ])
         for number in numbers
-    }
+        for records in (0, HEAD_RECORDS)
+    }  # fmt: skip
     nodes = {number: start_node(number, address, told) for number in numbers}
 
     def answer() -> None:
@@ -168,7 +171,7 @@ def simulate(pipe: Any, address: meeting.Address, numbers: range, world_size: in
             time.sleep(0.05)
             for number, node in nodes.items():
                 if (request := node.take_request()) is not None:
-                    node.answer(request, evidence[number])
+                    node.answer(request, evidence[number, request.records])
 
     threading.Thread(target=answer, daemon=True).start()
     pipe.send("ready")
@@ -193,7 +196,7 @@ def measure(count: int) -> Row:
     store, there = multiprocessing.Pipe()
     server = context.Process(target=serve, args=(there,), daemon=True)
     server.start()
-    address = meeting.Address("127.0.0.1", store.recv())
+    address = meeting_places.Store("127.0.0.1", store.recv())
 
     def used() -> float:
         store.send(True)
@@ -231,7 +234,12 @@ def measure(count: int) -> Row:
 
     gc.collect()
     began = time.monotonic()
-    gathered, silent = first.gather(timeout_s=60)
+    if count > MANY_NODES + 1:
+        gathered, silent = first.gather(records=HEAD_RECORDS, timeout_s=60)
+        culprits = next(beat.slot for beat in first.others if world_size // 2 + 1 in beat.ranks)
+        gathered |= first.gather(of=[culprits], timeout_s=60)[0]
+    else:
+        gathered, silent = first.gather(timeout_s=60)
     gather_s = time.monotonic() - began
     for process in processes:
         process.kill()

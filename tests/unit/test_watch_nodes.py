@@ -4,34 +4,50 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commlens.watch import nodes, other_nodes
+from commlens.watch.meeting_places import Folder, Place, Store
 from commlens.watch.nodes import Nodes
 
 dist = pytest.importorskip("torch.distributed")
 
 
+Meet = Callable[..., Nodes]
+
+
 @pytest.fixture
-def meet(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Nodes]]:
-    """Returns a function that lets a node with one rank meet the others."""
+def meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Meet]:
+    """Returns a function that lets a node with one rank meet the others, in a store or in a folder."""
     store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr(nodes, "store_address", lambda _: nodes.Address("127.0.0.1", store.port))
     monkeypatch.setattr(nodes, "waits", lambda _: [])
     members: list[Nodes] = []
 
-    def start(rank: int) -> Nodes:
+    def start(rank: int, places: Sequence[Place] = ()) -> Nodes:
+        monkeypatch.setattr(nodes, "places", lambda *_: list(places) or [Store("127.0.0.1", store.port)])
         members.append(Nodes(f"host{rank}", lambda: None))
-        members[-1].meet([SimpleNamespace(rank=rank)], 0, dict)  # type: ignore[list-item]
+        tell(members[-1], rank)
         return members[-1]
 
     yield start
     for node in members:
         node.leave()
+
+
+def tell(node: Nodes, rank: int, *, alive: bool = True) -> None:
+    node.meet([SimpleNamespace(rank=rank, world_size=4, alive=alive, status=SimpleNamespace(initialised=True))], dict)  # type: ignore[list-item]
+
+
+def kill(node: Nodes) -> None:
+    """End a node's thread without a word."""
+    thread, node._thread = node._thread, None
+    assert thread is not None
+    thread.join(20)
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
@@ -41,18 +57,15 @@ def eventually(condition: Callable[[], Any]) -> Any:
     return result
 
 
-def test_words_of_replaced_workers_are_not_heard(meet: Callable[[int], Nodes]) -> None:
-    """torchelastic does not count a restart on a node whose own workers did not fail."""
+def test_words_of_replaced_workers_are_not_heard(meet: Meet) -> None:
     left, killed = meet(0), meet(1)
     assert eventually(lambda: left.others and killed.others)
     for node in (left, killed):
         node.update(dead=[node._mine.ranks[0]])
         node.announce("ending the job", abort=True)
-    assert eventually(lambda: left.take_news() and killed.take_news()), "they hear each other"
+    assert eventually(left.take_news) and eventually(killed.take_news), "they hear each other"
     left.leave(lambda: b"evidence")
-    thread, killed._thread = killed._thread, None  # as if its process was killed
-    assert thread is not None
-    thread.join(20)
+    kill(killed)
     late = meet(2)
     assert eventually(lambda: late.others), "the one that was killed may still live"
     time.sleep(2 * nodes.PERIOD_S)
@@ -64,7 +77,7 @@ def test_words_of_replaced_workers_are_not_heard(meet: Callable[[int], Nodes]) -
     assert eventually(late.take_news)
 
 
-def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Callable[[int], Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nodes, "READ_ALL_NODES", 3)
     members = [meet(rank) for rank in (7, 3, 9, 5, 0, 8, 6, 2)]
     first = members[4]
@@ -86,12 +99,56 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Callable[[i
     assert found == [(evidence, [])]
 
 
-def test_status_reads_the_other_nodes_without_taking_part(meet: Callable[[int], Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_reads_the_other_nodes_without_taking_part(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
     here, there = meet(0), meet(1)
     assert eventually(lambda: here.others and there.others)
     there.update(dead=[1])
-    monkeypatch.setattr(other_nodes, "store_address", nodes.store_address)
+    monkeypatch.setattr(other_nodes, "places", nodes.places)
     members: Any = [SimpleNamespace(rank=0, restart=0)]
     lines = eventually(lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members), [0]) if "died" in line])
     assert lines == ["rank 1 on host1: rank 1 has died."]
     assert [beat.slot for beat in other_nodes.read_beats(members)] == [0, 1], "no slot was drawn"
+
+
+def test_two_incarnations_do_not_meet(meet: Meet) -> None:
+    """torchelastic counts a restart only on the node whose workers failed, so the count does not tell them apart."""
+    first, second = meet(0), meet(1)
+    assert eventually(lambda: first.others and second.others)
+    for node, rank in ((first, 0), (second, 1)):
+        tell(node, rank, alive=False)
+    assert eventually(lambda: first._mine.ended_at and second._mine.ended_at)
+    first.announce("of the former workers")
+    restarted = meet(1)
+    joined = meet(2)  # its rank is new
+    assert eventually(lambda: restarted.others and joined.others)
+    for node in (restarted, joined):
+        assert [beat.host for beat in node.others] == [{restarted: "host2", joined: "host1"}[node]]
+        assert node.take_news() == []
+    assert eventually(second.take_news), "the former ones still hear each other"
+    assert [beat.host for beat in first.others] == ["host1"]
+
+
+def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
+    first, second = meet(0), meet(1)
+    assert eventually(lambda: second.reporter is not None and second.lost(0)), "it has been heard twice"
+    kill(first)
+    silent_since = time.monotonic()
+    assert eventually(lambda: second.reporter is None)
+    assert time.monotonic() - silent_since < nodes.LOST_S + nodes.PERIOD_S
+    assert second.unknown == ["Node host0 (rank 0) no longer answers."]
+    assert [(each.beat.host, each.by_itself) for each in second.lost()] == [("host0", True)]
+
+
+def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nodes, "MOVE_ON_S", 1.0)
+    folder = tmp_path / "dumps" / "nodes"
+    first, second = (meet(rank, [Store("127.0.0.1", 1), Folder(folder)]) for rank in (0, 1))
+    assert eventually(lambda: first.others and second.reporter is not None)
+    second.answer(nodes.LAST, b"evidence")
+    assert eventually(lambda: list(first.gather(timeout_s=0.1)[0].values()) == [b"evidence"])
+    first.announce("a stall")
+    assert eventually(second.take_news)
+    second.leave()
+    assert eventually(lambda: not first.others)
+    first.leave()
+    assert not folder.exists(), "no file is left behind"

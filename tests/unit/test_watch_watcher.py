@@ -252,7 +252,7 @@ def test_a_wait_is_not_reported_while_a_rank_is_ending(job: Job, monkeypatch: py
 
 
 def test_a_death_replaces_the_verdict_that_it_explains(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commlens.watch.watcher.explains", lambda death, earlier: True)
+    monkeypatch.setattr("commlens.watch.death_report.explains", lambda death, earlier: True)
     job.start()
     job.watch()
     job.ranks[0].tell("announce")

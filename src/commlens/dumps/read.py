@@ -17,6 +17,7 @@ import msgspec
 from commlens.blackbox import job_dirs
 from commlens.blackbox.packed import is_packed
 from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, read_copy
+from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
 from commlens.dumps.discover import discover
 from commlens.dumps.sources import Source
@@ -67,6 +68,7 @@ class _Observed:
     job: str
     ranks: dict[int, tuple[int, Observation]]  # pid (0 if unknown) and observation
     saved: dict[str, int]  # file name of a box: Unix ns of the copy
+    restart: int | None = None  # of all its boxes, which may count otherwise; None: they do not
 
 
 def read_evidence(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], *, job: str | None = None) -> Evidence:
@@ -94,6 +96,7 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
                 boxes.append(_read_box(source))
         except FormatError as error:
             problems.append(str(error))
+    _name_as_dumped(boxes, observed)
     by_job: dict[str, list[_Box]] = defaultdict(list)
     for box in boxes:
         by_job[box.log.job].append(box)
@@ -110,7 +113,18 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
     chosen_observed = [one for one in observed if one.job == chosen]
     _add_observations(chosen_boxes, chosen_observed)
     logs = [box.log for box in chosen_boxes] + _logs_without_box(chosen_boxes, chosen_observed, chosen, problems)
-    return Evidence(sorted(logs, key=lambda log: log.rank), problems, chosen, others)
+    logs.sort(key=lambda log: log.rank)
+    problems += correct_clocks(logs)
+    return Evidence(logs, problems, chosen, others)
+
+
+def _name_as_dumped(boxes: list[_Box], observed: list[_Observed]) -> None:
+    """Give the boxes of a job's nodes one name and restart count: those of the dump that one node saved for all of them."""
+    for one in observed:
+        if one.restart is not None:
+            for box in boxes:
+                if box.path.name in one.saved and box.path.parent == one.path.parent:
+                    box.log.job, box.log.restart = one.job, one.restart
 
 
 def _read_box(source: Source) -> _Box:
@@ -163,7 +177,11 @@ def _read_observed(source: Source, problems: list[str]) -> _Observed:
     if damaged or not isinstance(entries, dict):
         problems.append(f"{source.name} is partly damaged: the observations of some processes are lost.")
     host, job = whole.get("host"), whole.get("job")
-    return _Observed(path, host if isinstance(host, str) else "", job if isinstance(job, str) else "", ranks, moments)
+    restart = whole.get("restart")
+    return _Observed(
+        path, host if isinstance(host, str) else "", job if isinstance(job, str) else "", ranks, moments,
+        restart if isinstance(restart, int) and 0 <= restart < 1 << 31 else None,
+    )  # fmt: skip
 
 
 def _observation(entry: dict[str, Any]) -> tuple[Observation, bool]:

@@ -99,6 +99,7 @@ def _choose_target(dump_root: Path, folders: Sequence[Path], host: str) -> tuple
     if not began_ns:
         return dump_root / name, marker
     taken: set[str] = set()
+    near: list[tuple[int, Path, dict[str, int]]] = []
     for path in sorted(dump_root.iterdir()) if dump_root.is_dir() else []:
         with contextlib.suppress(OSError), _opened_folder(path) as folder:
             known = _read_marker(folder)
@@ -108,7 +109,10 @@ def _choose_target(dump_root: Path, folders: Sequence[Path], host: str) -> tuple
             taken.add(path.name)
             nearest_ns = min((abs(start - began_ns) for start in starts.values() if isinstance(start, int)), default=_SAME_START_NS)
             if known.get("job") == marker["job"] and (starts[host] == began_ns if host in starts else nearest_ns < _SAME_START_NS):
-                return path, {**marker, "began_ns": {**starts, host: began_ns}}
+                near.append((nearest_ns, path, starts))
+    if near:
+        _, path, starts = min(near, key=lambda each: each[0])
+        return path, {**marker, "began_ns": {**starts, host: began_ns}}
     names = (name, *(f"{name}-{number}" for number in range(2, len(taken) + 3)))
     return dump_root / next(each for each in names if each not in taken), marker
 
@@ -197,8 +201,16 @@ class SavedRank(NamedTuple):
     captured_ns: int  # Unix ns
 
 
-def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, mode: int = PRIVATE) -> None:
+def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, restart: int = 0, mode: int = PRIVATE) -> None:
     """Add the ranks of another node to a dump, as that node would save them.
+
+    Args:
+        folder: of the dump.
+        ranks: of the other node.
+        host: its name.
+        job: the name of the job in the dump: the boxes of the other node may have another one, if nothing names the job there.
+        restart: likewise: torchelastic counts a restart only on the node whose workers failed.
+        mode: the files' permissions.
 
     Raises:
         DumpError: one of the files could not be written.
@@ -211,9 +223,18 @@ def add_node(folder: Path, ranks: Sequence[SavedRank], *, host: str, job: str, m
             times = {name: each.captured_ns for name, each in saved.items()}
             observations = {each.rank: each.observation for each in ranks}
             pids = {each.rank: each.pid for each in ranks}
-            _write(opened, _observed_name(host), _observed(host, job, times, observations, pids, []), mode)
+            _write(opened, _observed_name(host), _observed(host, job, times, observations, pids, [], restart=restart), mode)
     except OSError as error:
         raise DumpError(f"The ranks of {host} could not be added to the dump in {folder}: {reason(error)}.") from error
+
+
+def holds(folder: Path, names: Sequence[str]) -> bool:
+    """Return whether a dump has one of these black boxes."""
+    try:
+        with _opened_folder(folder) as opened:
+            return bool(set(_names(opened)) & set(names))
+    except OSError:
+        return False
 
 
 def save_reports(folder: Path, *, host: str, page: bytes, verdict: bytes, for_all_nodes: bool = False, mode: int = PRIVATE) -> Path:
@@ -267,10 +288,11 @@ def _observed_name(host: str) -> str:
 
 
 def _observed(
-    host: str, job: str, saved: Mapping[str, int], observations: Mapping[int, Observation], pids: Mapping[int, int], notes: Sequence[str]
-) -> bytes:
+    host: str, job: str, saved: Mapping[str, int], observations: Mapping[int, Observation], pids: Mapping[int, int], notes: Sequence[str],
+    **more: int,
+) -> bytes:  # fmt: skip
     ranks = {str(rank): {"pid": pids.get(rank, 0), **_known_fields(observation)} for rank, observation in sorted(observations.items())}
-    about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, "saved": saved}
+    about = {"schema": OBSERVED_SCHEMA, "host": host, "job": job, **more, "saved": saved}
     return _json({**about, "problems": notes, "ranks": ranks})
 
 

@@ -14,6 +14,7 @@ _PEER = re.compile(
     r"communicator was aborted|pair closure|KeyboardInterrupt|rank \d+ .* (left|failed)|SignalException",
     re.IGNORECASE,
 )
+_CLOSED = re.compile(r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)", re.IGNORECASE)
 # Wider: may be about a peer.
 _PERHAPS_PEER = re.compile(r"by peer|reset|time[d ]*out|connect|remote|abort|shut ?down", re.IGNORECASE)
 # Raised by the backend when two ranks' tensors do not match; the records say which rank is at fault.
@@ -30,6 +31,11 @@ _ENDED = re.compile(r"\branks? ([\d,:-]{0,200}\d) (?:has|have) ended and will no
 def is_peer_error(text: str | None) -> bool:
     """Return whether an error says that another rank failed, or that a wait took too long."""
     return _PEER.search(text or "") is not None
+
+
+def is_closed_connection(text: str | None) -> bool:
+    """Return whether an error says that the other side's system closed a connection: the process there has ended, or its machine."""
+    return _CLOSED.search(text or "") is not None
 
 
 def may_be_peer_error(text: str) -> bool:

@@ -30,7 +30,7 @@ class ChannelDigest:
     """
 
     LENGTHS: Final = (1, 16, 256, 4096)
-    KEPT: Final = (12, 8, 8, 4)  # blocks of each length: enough for nodes that look a second apart, at up to 10,000 collectives a second
+    KEPT: Final = (8, 6, 6, 4)  # blocks of each length: enough for nodes that look a second apart, at up to 10,000 collectives a second
 
     def __init__(self) -> None:
         self._blocks: list[dict[int, list[int]]] = [{} for _ in self.LENGTHS]

@@ -88,7 +88,7 @@ class DeathDetector:
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
                 interrupted = member.ending is not None and member.ending.signal == "SIGINT"
                 self.alone = ended_by_stop_signal(member) and not interrupted and len(ended) == 1 and alone()
-                settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) else SETTLE_S
+                settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) and not self._elsewhere else SETTLE_S
                 self._due = now + settle_s
             elif was_stopped(self.first) and not was_stopped(member):
                 self._due = now + SETTLE_S  # the job was not stopped as a whole: this rank died because the first one was stopped
@@ -107,6 +107,11 @@ class DeathDetector:
         if not self._elsewhere and self._due is None:
             self._due = now + SETTLE_S
         self._elsewhere = True
+
+    @property
+    def waits_for_reporter(self) -> bool:
+        """Whether the report has been postponed because another node makes it."""
+        return bool(self._reporter_until)
 
     def wait_for_reporter(self, now: float) -> bool:
         """Postpone the report because another node makes it. Returns False once that has taken too long."""

@@ -10,25 +10,30 @@ All traffic is in a thread of its own. If the store cannot be reached, each node
 from __future__ import annotations
 
 import logging
+import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from commlens.text import ranks_phrase
+from commlens.watch.beat import LAST, Beat, News, Request, decoded
 from commlens.watch.channel_progress import Blocks, differ
+from commlens.watch.meeting_places import Client, Place, places
 from commlens.watch.roster import Member
+from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits
-from commlens.watch.store_client import StoreClient
-from commlens.watch.strangers import meeting_of
 
 log = logging.getLogger("commlens")
 
 PERIOD_S: Final = 1.0
 BUSY_PERIOD_S: Final = 0.2  # while evidence is gathered, or a rank has died
 LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
+MOVE_ON_S: Final = 10.0  # after which the nodes meet elsewhere, if the store does not answer
 EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; doubled each time, because legal differences stay
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
@@ -36,57 +41,24 @@ READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only 
 _LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next are all silent
 _BUSY_NODES: Final = 512  # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
 _SUCCESSORS: Final = 8
+_RETRY_MAX_S: Final = 2.0
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
-LAST: Final = (-1, 1)
-"""The request that the evidence of a node that leaves answers."""
-_PREFIX: Final = "commlens/1"  # the number changes with the values' meaning
+_PREFIX: Final = "commlens/2"  # the number changes with the values' meaning
 
 
-class News(msgspec.Struct, frozen=True):
-    """A line of the reporter for the other nodes."""
+class Lost(NamedTuple):
+    """A node that has fallen silent."""
 
-    number: int
-    text: str
-    kind: str = ""  # of the verdict that it is the first line of
-    abort: bool = False  # every node ends its ranks
-
-
-class Beat(msgspec.Struct, frozen=True):
-    """A node's value in the store."""
-
-    slot: int
-    host: str
-    ranks: list[int]
-    count: int = 0  # of beats: a node that lives changes it
-    wait_id: int = 0  # identifies its oldest wait; 0: none
-    wait_s: float = 0.0  # the oldest wait's age; the reporter's value holds that of the whole job
-    dead: list[int] = []
-    disagreements: int = 0  # that its ranks have among themselves, so far
-    digests: dict[str, list[Blocks]] = {}  # of the channels that reach other nodes
-    finished: bool = False  # it has left in order
-    asks: int = 0  # the number of its last request for evidence
-    answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
-    news: list[News] = []
-    successors: list[int] = []  # of the reporter: the slots of the nodes that would report next
-
-    @property
-    def order(self) -> tuple[int, int]:
-        """The node with the lowest order reports."""
-        return (min(self.ranks, default=1 << 62), self.slot)
-
-
-class Address(NamedTuple):
-    """Of the job's store."""
-
-    host: str
-    port: int
+    beat: Beat
+    silent_s: float
+    by_itself: bool  # the others are not silent, or they are because it served the store
 
 
 class _Seen(NamedTuple):
     beat: Beat
     changed: float  # time.monotonic()
-    lives: bool  # it has changed: else it may be of workers that torchelastic replaced without counting a restart on this node
+    lives: bool  # it has changed: else its watcher may have been killed before this node came
 
 
 class Nodes:
@@ -95,28 +67,31 @@ class Nodes:
     Args:
         host: this machine's name.
         wake: wakes the watcher; called from the thread when there is something to do.
+        folder: the meeting place of nodes that reach no store, if it is shared.
     """
 
-    def __init__(self, host: str, wake: Callable[[], None]) -> None:
+    def __init__(self, host: str, wake: Callable[[], None], folder: Path | None = None) -> None:
         self._host = host
+        self._folder = folder
         self._wake = wake
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._poke = threading.Event()
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        self._restart = 0
-        self._address = Address("", 0)
+        self._places: list[Place] = []  # where the nodes may meet; the first is where they do
         self._look_at = 0.0  # time.monotonic() of the next look for the store
         self._reset()
 
     def _reset(self) -> None:
-        self._mine = Beat(-1, self._host, [])
+        self._mine = Beat(-1, self._host, [], dump_dir=os.path.abspath(self._folder) if self._folder else "")  # noqa: PTH100
         self._seen: dict[int, _Seen] = {}
         self._count = 0  # of nodes that ever drew a number
+        self._given_up: list[Place] = []  # places that did not answer
+        self._joined = False  # a rank of this node has passed init_process_group
         self._announced = 0.0  # time.monotonic() of the last line
         self._contact = 0.0  # time.monotonic() of the last answer of the store
-        self._asked: tuple[int, int] | None = None
+        self._asked: Request | None = None
         self._read_news: dict[int, int] = {}  # slot: highest number
         self._evidence: bytes | None = None  # to be stored
         self._disagreements: dict[int, int] = {}  # by slot: how many were examined
@@ -128,31 +103,33 @@ class Nodes:
 
     # --- the watcher's side
 
-    def meet(self, members: Sequence[Member], restart: int, digests: Callable[[], dict[str, list[Blocks]]]) -> bool:
+    def meet(self, members: Sequence[Member], digests: Callable[[], dict[str, list[Blocks]]]) -> bool:
         """Tell the other nodes about this one. Returns False if there are none, or none are known yet.
 
         Args:
             members: this node's ranks.
-            restart: torchelastic's restart count.
             digests: returns the digests of the channels that reach other nodes.
         """
         if self._thread is None:
             if time.monotonic() < self._look_at:
                 return False
             self._look_at = time.monotonic() + PERIOD_S
-            address = store_address(members)
-            if address is None:
+            self._places = places(members, self._folder)
+            if not self._places:
                 return False
-            self._restart, self._address = max(restart, 0), address
-            self._thread = threading.Thread(target=self._run, args=(address,), name="commlens-nodes", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="commlens-nodes", daemon=True)
             self._thread.start()
+        self._joined = have_joined(members)
         now_ns = time.monotonic_ns()
         everywhere = waits(members) + (self.waits(now_ns) if self.reporter is None else [])
         oldest_ns = min((wait.since_ns for wait in everywhere if wait.kind == "collective"), default=0)
         age_s = (now_ns - oldest_ns) / 1e9 if oldest_ns else 0.0
         if self.others:
             self.update(digests=digests())
-        self.update(ranks=[member.rank for member in members], wait_id=oldest_ns, wait_s=round(age_s, 1))
+        self.update(
+            ranks=[member.rank for member in members], world_size=max(member.world_size for member in members),
+            wait_id=oldest_ns, wait_s=round(age_s, 1), ended=not any(member.alive for member in members),
+        )  # fmt: skip
         return True
 
     def leave(self, evidence: Callable[[], bytes] | None = None) -> None:
@@ -176,8 +153,12 @@ class Nodes:
             if not changed:
                 return
             self._mine = msgspec.structs.replace(self._mine, **changed)
-        if changed.keys() & {"dead", "finished"}:
+        if changed.keys() & {"dead", "finished", "ended"}:
             self._poke.set()
+
+    def _peers(self) -> list[_Seen]:
+        """Return the nodes of this node's incarnation of the job. The caller holds the lock."""
+        return [seen for seen in self._seen.values() if self._mine.meets(seen.beat)]
 
     @property
     def others(self) -> list[Beat]:
@@ -186,13 +167,13 @@ class Nodes:
         with self._lock:
             if now - self._contact > LOST_S:
                 return []
-            return [seen.beat for seen in self._seen.values() if now - seen.changed <= LOST_S and not seen.beat.finished]
+            return [seen.beat for seen in self._peers() if now - seen.changed <= LOST_S and not seen.beat.finished]
 
     @property
     def ranks(self) -> set[int]:
         """The ranks of the other nodes that live or have left their evidence."""
         with self._lock:
-            left = [self._seen[slot].beat for slot in self._left]
+            left = [seen.beat for seen in self._peers() if seen.beat.slot in self._left]
         return {rank for beat in [*self.others, *left] for rank in beat.ranks}
 
     def host(self, slot: int) -> str:
@@ -202,23 +183,35 @@ class Nodes:
             own = self._seen[slot].beat.host if slot in self._seen else "node"
         return own if hosts.count(own) == 1 else f"{own}-{slot}"
 
+    def lost(self, after_s: float = LOST_S) -> list[Lost]:
+        """Return the nodes that have been silent for this long without having left; all of them if it is the store that is silent."""
+        now = time.monotonic()
+        with self._lock:
+            without_store = now - self._contact > after_s
+            found = [
+                Lost(seen.beat, now - seen.changed, not without_store or seen.beat.serves_store)
+                for seen in self._peers()
+                if seen.lives and not seen.beat.finished
+            ]
+        return [each for each in found if each.silent_s > after_s]
+
     @property
     def unknown(self) -> list[str]:
         """What is not known of other nodes, in sentences: nodes that fell silent without leaving, or a store that does."""
-        now = time.monotonic()
-        with self._lock:
-            beats = [seen.beat for seen in self._seen.values() if not seen.beat.finished]
-            if beats and now - self._contact > LOST_S:
-                what = f"the job's store at {self._address.host}:{self._address.port} has not answered for {now - self._contact:.0f} s"
-                return [f"Of {ranks_phrase(rank for beat in beats for rank in beat.ranks)} on other nodes nothing is known: {what}."]
-            silent = [seen.beat for seen in self._seen.values() if now - seen.changed > LOST_S and seen.lives and not seen.beat.finished]
-        return [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) no longer answers." for beat in silent]
+        lost = self.lost()
+        if lost and (self._given_up or time.monotonic() - self._contact > LOST_S):
+            place = (self._given_up or self._places)[0]
+            what = f"{place} has not answered for {min(each.silent_s for each in lost):.0f} s"
+            if self._given_up:
+                what += f", and they have not come to {self._places[0]}"
+            return [f"Of {ranks_phrase(rank for each in lost for rank in each.beat.ranks)} on other nodes nothing is known: {what}."]
+        return [f"Node {each.beat.host} ({ranks_phrase(each.beat.ranks)}) no longer answers." for each in lost]
 
     @property
     def dead_elsewhere(self) -> list[int]:
         """The ranks of other nodes that died."""
         with self._lock:
-            return sorted(rank for seen in self._seen.values() if seen.lives for rank in seen.beat.dead)
+            return sorted(rank for seen in self._peers() if seen.lives for rank in seen.beat.dead)
 
     @property
     def reporter(self) -> Beat | None:
@@ -238,6 +231,12 @@ class Nodes:
         self._waits = {key: since_ns for key, since_ns in self._waits.items() if any(since_ns == wait.since_ns for wait in found)}
         return found
 
+    @property
+    def dump(self) -> str:
+        """The folder of the reporter's last dump; empty if there is none yet."""
+        reporter = self.reporter
+        return reporter.dump if reporter is not None else ""
+
     def announce(self, text: str, *, kind: str = "", abort: bool = False) -> None:
         """Let the other nodes print a line."""
         with self._lock:
@@ -251,7 +250,7 @@ class Nodes:
         """Return the lines of other nodes that were not taken before, each with its node's host."""
         new: list[tuple[str, News]] = []
         with self._lock:
-            for slot, seen in [(slot, seen) for slot, seen in self._seen.items() if seen.lives]:
+            for slot, seen in [(seen.beat.slot, seen) for seen in self._peers() if seen.lives]:
                 new += [(seen.beat.host, news) for news in seen.beat.news if news.number > self._read_news.get(slot, 0)]
                 if seen.beat.news:
                     self._read_news[slot] = seen.beat.news[-1].number
@@ -276,109 +275,148 @@ class Nodes:
                 seen.setdefault(channel, blocks)
         return False
 
-    def take_request(self) -> tuple[int, int] | None:
+    def take_request(self) -> Request | None:
         """Return the request for evidence that is to be answered; once."""
         with self._lock:
             request, self._asked = self._asked, None
         return request
 
-    def answer(self, request: tuple[int, int], evidence: bytes) -> None:
+    def answer(self, request: Request, evidence: bytes) -> None:
         """Store this node's evidence."""
         with self._lock:
             self._evidence = evidence
-            self._mine = msgspec.structs.replace(self._mine, answered=request)
+            self._mine = msgspec.structs.replace(self._mine, answered=(request.slot, request.number))
         self._poke.set()
 
-    def gather(self, *, timeout_s: float = GATHER_S) -> tuple[dict[int, bytes], list[Beat]]:
+    def gather(self, *, of: Sequence[int] = (), records: int = 0, timeout_s: float = GATHER_S) -> tuple[dict[int, bytes], list[Beat]]:
         """Ask the other nodes for their evidence.
+
+        Args:
+            of: the slots of those to ask; empty: all.
+            records: how many of each rank's newest records to ask for; 0: all.
+            timeout_s: how long to wait for the answers.
 
         Returns:
             The evidence by slot, and the nodes that did not answer in time.
         """
-        asked = self.others
+        asked = [beat for beat in self.others if not of or beat.slot in of]
         if not asked:
-            return dict(self._left), []
+            with self._lock:
+                return self._left_by_peers(), []
         end = time.monotonic() + timeout_s
         with self._changed:
             self._gathering, self._gathered = True, {}
-            self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1)
+            self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1, asked_nodes=list(of), asked_records=records)
             self._poke.set()
             while any(beat.slot not in {*self._gathered, *self._left} for beat in asked) and (left := end - time.monotonic()) > 0:
                 self._changed.wait(left)
             self._gathering = False
-            gathered = {**self._left, **self._gathered}
+            gathered = {**self._left_by_peers(), **self._gathered}
         return gathered, [beat for beat in asked if beat.slot not in gathered]
+
+    def _left_by_peers(self) -> dict[int, bytes]:
+        """Return the last evidence of the nodes that have left. The caller holds the lock."""
+        return {seen.beat.slot: self._left[seen.beat.slot] for seen in self._peers() if seen.beat.slot in self._left}
 
     # --- the thread
 
-    def _run(self, address: Address) -> None:
+    def _run(self) -> None:
         slot = -1
-        known = False
         me = threading.current_thread()
+        silent_since = time.monotonic()
+        retry_s = BUSY_PERIOD_S
         while self._thread is me and not self._closing.is_set():  # leave() may have given up waiting for this thread
-            client: StoreClient | None = None
+            place = self._places[0]
+            client: Client | None = None
             try:
-                client = StoreClient(*address, timeout_s=PERIOD_S)
+                client = place.open()
                 if slot < 0:
                     slot = client.add(self._key("nodes"), 1) - 1
-                    self.update(slot=slot)
+                    self.update(slot=slot, serves_store=place.ends_with_this_node())
                 while self._thread is me:
                     last = self._closing.is_set()
                     self._exchange(client, slot)
-                    known = True
+                    silent_since, retry_s = time.monotonic(), BUSY_PERIOD_S
                     if last:
-                        # The store may end with this process: let the others read the news.
-                        time.sleep(LINGER_S if time.monotonic() - self._announced < PERIOD_S and self.others else 0.0)
+                        self._end(client)
                         return
                     self._poke.wait(self._period_s())
                     self._poke.clear()
             except OSError as error:
-                log.debug("commlens: the job's store at %s:%d: %s", *address, error)
+                log.debug("commlens: %s: %s", place, error)
             except Exception as error:  # never harm the job
                 log.warning("commlens: the watcher no longer meets the other nodes: %s: %s", type(error).__name__, error)
                 return
             finally:
                 if client is not None:
                     client.close()
-            self._closing.wait(PERIOD_S if not known else BUSY_PERIOD_S)
+            if not self._joined:
+                silent_since = time.monotonic()  # rank 0 may not serve the store yet
+            if len(self._places) > 1 and time.monotonic() - silent_since > MOVE_ON_S:
+                slot, silent_since = -1, time.monotonic()
+                self._move_on()
+            self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))  # not all at once
+            retry_s = min(2 * retry_s, _RETRY_MAX_S)
+
+    def _end(self, client: Client) -> None:
+        """Let the others read the news, because the store may end with this process, and leave no file behind."""
+        time.sleep(LINGER_S if time.monotonic() - self._announced < PERIOD_S and self.others else 0.0)
+        if not self.others:
+            client.remove()
+
+    def _move_on(self) -> None:
+        """Meet in the next place. The nodes draw new numbers there; those that do not come stay known as lost, by a number below 0."""
+        with self._lock:
+            self._given_up.append(self._places.pop(0))
+            former = [
+                seen._replace(beat=msgspec.structs.replace(seen.beat, slot=-2 - slot, ended_at=0)) for slot, seen in self._seen.items()
+            ]
+            self._seen = {seen.beat.slot: seen for seen in former if seen.beat.slot <= -2}
+            self._left, self._gathered, self._read_news, self._disagreements = {}, {}, {}, {}
+            self._asked = None
+            self._mine = msgspec.structs.replace(self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0))
 
     def _key(self, *parts: object) -> str:
-        return _key(self._restart, *parts)
+        return key(*parts)
 
     def _period_s(self) -> float:
         with self._lock:
             waited = max((seen.beat.wait_s for seen in self._seen.values()), default=0.0)
-            if self._gathering or self._mine.dead:
+            if self._gathering or self._mine.dead or self._mine.ended:
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
         return min(PERIOD_S, BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)) if busy else PERIOD_S
 
-    def _exchange(self, client: StoreClient, slot: int) -> None:
+    def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
+        count = client.add(self._key("nodes"), 0)
         with self._lock:
             evidence, self._evidence = self._evidence, None
-            following = sorted((seen.beat.order, other) for other, seen in self._seen.items() if not seen.beat.finished)[:_SUCCESSORS]
+            following = sorted(seen.beat.order for seen in self._peers() if not seen.beat.finished)[:_SUCCESSORS]
             self._mine = mine = msgspec.structs.replace(
-                self._mine, count=self._mine.count + 1, successors=[other for _, other in following]
-            )
+                self._mine, count=self._mine.count + 1, successors=[other for _, other in following],
+                ended_at=(self._mine.ended_at or count) if self._mine.ended else 0,
+            )  # fmt: skip
         if evidence is not None:
             client.set(self._key("evidence", slot), evidence)
         client.set(self._key("node", slot), msgspec.msgpack.encode(mine))
-        count = client.add(self._key("nodes"), 0)
         self._count = count
         values = client.get(self._to_read(client, slot, count))
-        beats = [beat for beat in map(_decoded, values) if beat is not None and (beat.slot in self._seen or not beat.finished)]
+        beats = [beat for beat in map(decoded, values) if beat is not None and (beat.slot in self._seen or not beat.finished)]
         now = time.monotonic()
         with self._changed:
             self._contact = now
             for beat in beats:
                 before = self._seen.get(beat.slot)
+                if before is None:
+                    self._forget_former(beat)
                 if before is None or before.beat.count != beat.count:
                     self._seen[beat.slot] = _Seen(beat, now, before is not None)
-                if beat.asks and beat.order < mine.order and mine.answered != (beat.slot, beat.asks):
-                    self._asked = (beat.slot, beat.asks)
+                request = beat.request_to(slot)
+                if request is not None and beat.order < mine.order and mine.meets(beat) and mine.answered != request[:2]:
+                    self._asked = request
             wanted = [beat.slot for beat in beats if mine.asks and beat.answered == (slot, mine.asks) and beat.slot not in self._gathered]
-            left = [beat.slot for beat in beats if beat.answered == LAST and beat.slot not in self._left]
+            left = [beat.slot for beat in beats if beat.answered == LAST[:2] and beat.slot not in self._left]
         if wanted or left:
             values = client.get([self._key("evidence", other) for other in [*wanted, *left]])
             with self._changed:
@@ -394,7 +432,7 @@ class Nodes:
         Empty if this node may have to report. With many nodes, none reads all values only because the store is slow.
         """
         with self._lock:
-            first = min((seen for seen in self._seen.values() if not seen.beat.finished), key=lambda seen: seen.beat.order, default=None)
+            first = min((seen for seen in self._peers() if not seen.beat.finished), key=lambda seen: seen.beat.order, default=None)
             mine = self._mine.order
         if first is None or mine < first.beat.order:
             return []
@@ -406,9 +444,13 @@ class Nodes:
         following = beat.successors[: None if silent_s > 2 * PERIOD_S else 1]
         return list({beat.slot, *following, *([reporter.slot] if reporter is not None else [])} - {slot})
 
-    def _to_read(self, client: StoreClient, slot: int, count: int) -> list[str]:
+    def _forget_former(self, beat: Beat) -> None:
+        for slot in [slot for slot, seen in self._seen.items() if slot < 0 and set(seen.beat.ranks) & set(beat.ranks)]:
+            del self._seen[slot]
+
+    def _to_read(self, client: Client, slot: int, count: int) -> list[str]:
         with self._lock:
-            known = [other for other in self._seen if not self._seen[other].beat.finished]
+            known = [other for other in self._seen if other >= 0 and not self._seen[other].beat.finished]
         new = [other for other in range(count) if other != slot and other not in self._seen]
         if count > READ_ALL_NODES and (leading := self._leading(slot)):
             known, new = leading, []
@@ -418,32 +460,6 @@ class Nodes:
         return [self._key("node", other) for other in known] + client.existing([self._key("node", other) for other in new])
 
 
-def nodes_key(restart: int) -> str:
-    """Return the key of the number of nodes."""
-    return _key(restart, "nodes")
-
-
-def node_key(restart: int, slot: int) -> str:
-    """Return the key of a node's value."""
-    return _key(restart, "node", slot)
-
-
-def _key(restart: int, *parts: object) -> str:
-    return "/".join([_PREFIX, str(restart), *map(str, parts)])
-
-
-def _decoded(value: bytes) -> Beat | None:
-    try:
-        return msgspec.msgpack.decode(value, type=Beat)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-
-
-def store_address(members: Sequence[Member]) -> Address | None:
-    """Return where the job's store is; None if all ranks are on this node, or if that is not known."""
-    if not any(member.world_size > len(members) for member in members):
-        return None
-    meeting = meeting_of(members)
-    if meeting is None or not meeting.port.isdecimal() or meeting.node_size == meeting.world_size:
-        return None
-    return Address(meeting.host, int(meeting.port))
+def key(*parts: object) -> str:
+    """Return a key: ``"nodes"``, the number of nodes; ``"node", slot``, a node's value."""
+    return "/".join([_PREFIX, *map(str, parts)])

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from commlens.text import duration, ranks_and_verb, ranks_phrase
-from commlens.watch.nodes import Beat, node_key, nodes_key, store_address
+from commlens.watch.beat import Beat, decoded
+from commlens.watch.meeting_places import Store, places
+from commlens.watch.nodes import key
 from commlens.watch.roster import Member, Roster
 from commlens.watch.store_client import StoreClient
 
@@ -25,29 +25,26 @@ def read_beats(members: Sequence[Member], *, timeout_s: float = 1.0) -> list[Bea
         members: this node's ranks.
         timeout_s: for each answer of the store.
     """
-    address = store_address(members)
-    if address is None:
+    store = next((place for place in places(members, None) if isinstance(place, Store)), None)
+    if store is None:
         return []
-    restart = max((member.restart for member in members), default=0)
     try:
-        client = StoreClient(*address, timeout_s=timeout_s)
+        client = StoreClient(store.host, store.port, timeout_s=timeout_s)
     except OSError:
         return []
     try:
-        if not client.existing([nodes_key(restart)]):
+        if not client.existing([key("nodes")]):
             return []
-        count = min(_MOST, client.add(nodes_key(restart), 0))
-        values = client.get(client.existing([node_key(restart, slot) for slot in range(count)]))
+        count = min(_MOST, client.add(key("nodes"), 0))
+        values = client.get(client.existing([key("node", slot) for slot in range(count)]))
     except (OSError, EOFError, ValueError):
         return []
     finally:
         client.close()
     beats: list[Beat] = []
-    for value in values:
-        try:
-            beats.append(msgspec.msgpack.decode(value, type=Beat))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+    for beat in sorted(filter(None, map(decoded, values)), key=lambda one: one.slot):
+        # A node draws a new slot when its workers are restarted.
+        beats = [*(former for former in beats if not set(former.ranks) & set(beat.ranks)), beat]
     return beats
 
 

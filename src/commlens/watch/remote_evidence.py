@@ -33,12 +33,13 @@ class NodeEvidence(msgspec.Struct):
     problems: list[str] = []  # what could not be read, in sentences
 
 
-def pack(members: Sequence[Member], observations: dict[int, Observation]) -> bytes:
+def pack(members: Sequence[Member], observations: dict[int, Observation], records: int = 0) -> bytes:
     """Pack the members' boxes.
 
     Args:
         members: of this node.
         observations: by pid.
+        records: how many of each rank's newest records to pack; 0: all, or as many as a job of this size allows.
     """
     joined = have_joined(members)
     ranks: list[_Rank] = []
@@ -46,7 +47,7 @@ def pack(members: Sequence[Member], observations: dict[int, Observation]) -> byt
         box = b""
         if member.box is not None:
             try:
-                box = member.box.packed(newest=_newest(member.box.status(), member.world_size))
+                box = member.box.packed(newest=records or _newest(member.box.status(), member.world_size))
             except FormatError:
                 box = b""
         log = log_without_records(member, joined=joined)

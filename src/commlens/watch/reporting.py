@@ -13,6 +13,7 @@ from pathlib import Path
 from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
+from commlens.dumps.clocks import correct_clocks
 from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
@@ -21,10 +22,12 @@ from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
 from commlens.watch import remote_evidence
 from commlens.watch.alerts import Alerts
+from commlens.watch.beat import Beat
 from commlens.watch.death import STOP_SIGNALS
-from commlens.watch.nodes import Nodes
+from commlens.watch.lost_nodes import SILENT_S, logs_of_vanished, name_lost_nodes, vanished
+from commlens.watch.nodes import Lost, Nodes
 from commlens.watch.roster import Member, Roster
-from commlens.watch.snapshot import name_job, read_logs
+from commlens.watch.snapshot import one_run, read_logs
 
 log = logging.getLogger("commlens")
 
@@ -34,6 +37,9 @@ Diagnose = Callable[..., Verdict]
 NOTICE_INDENT = " " * len("commlens: ")
 """Begins the further lines of a notice."""
 
+MANY_NODES = 16  # from more than these, only the newest records of each rank are asked for at first
+HEAD_RECORDS = 64
+WAITERS_ASKED = 8
 _PY_SPY_WAIT_S = 0.8
 ALERTS_END_S = 8.0
 """How long the end of the job may wait for commands that got verdicts."""
@@ -77,49 +83,65 @@ class Evidence:
         self._consequences = STOP_SIGNALS | {"SIGKILL"} if launched else STOP_SIGNALS
         self.frozen: dict[int, Observation] = {}  # by pid
         self.remote: dict[str, remote_evidence.NodeEvidence] = {}  # the last evidence of other nodes, by host
+        self.lost: list[Lost] = []  # nodes that are silent, as of the last diagnosis
+        self.vanished: list[Lost] = []  # those of them that have ended without a word
+        self.lacks_records = False  # only the newest records of the other nodes' ranks were asked for
+        self._newest: dict[int, remote_evidence.NodeEvidence] = {}  # by slot: what the other nodes sent for the last diagnosis
 
     def forget(self) -> None:
         """Forget what was observed of former workers."""
-        self.frozen, self.remote = {}, {}
+        self.frozen, self.remote, self._newest = {}, {}, {}
 
     def freeze(self) -> None:
         """Keep the observations of the living ranks as of now: how the launcher ends them later says nothing about the fault."""
         self.frozen = {member.pid: self._observer.observe(member.pid) for member in self._roster.current() if member.alive and member.here}
 
-    def logs(self) -> tuple[list[RankLog], list[str]]:
+    def logs(self, about: Verdict | None = None) -> tuple[list[RankLog], list[str]]:
         """Return the ranks' logs, each with its observation, and what could not be read, in sentences.
 
-        If this node reports for the job, the logs of the other nodes' ranks are among them.
+        If this node reports for the job, the logs of the other nodes' ranks are among them. Of many nodes, first only the newest records
+        are asked for.
+
+        Args:
+            about: the verdict that was made of these. The nodes that it is about are asked for all records, or all nodes are, if
+                it names nobody.
         """
-        remote, more = self.remote_logs()
-        logs, problems = read_logs(self._roster.current(), self._by_pid())
-        return name_job([*logs, *remote]), [*problems, *more]
+        remote, more = self.remote_logs(about)
+        here, problems = read_logs(self._roster.current(), self._by_pid())
+        logs = [*here, *remote]
+        self.lost = self.nodes.lost(SILENT_S)
+        self.vanished = vanished(self.lost, logs)
+        return one_run(logs), [*problems, *more, *correct_clocks(logs)]
 
     def logs_again(self) -> list[RankLog]:
         """Return the logs as :meth:`logs` does, with the other nodes' last evidence, without asking them."""
         logs = read_logs(self._roster.current(), self._by_pid())[0]
-        return name_job([*logs, *(log for node in self.remote.values() for log in node.logs)])
+        return one_run([*logs, *(log for node in self.remote.values() for log in node.logs)])
 
     def records(self, newest: int | None) -> list[RankLog]:
         """Return the logs of all ranks without observations; of those of this node only the ``newest`` records, if that is given."""
-        return name_job([*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]])
+        return one_run([*read_logs(self._roster.current(), {}, newest=newest)[0], *self.remote_logs()[0]])
 
-    def remote_logs(self) -> tuple[list[RankLog], list[str]]:
+    def remote_logs(self, about: Verdict | None = None) -> tuple[list[RankLog], list[str]]:
         """Return the logs of the other nodes' ranks, and what is missing, if this node reports for the job; otherwise nothing."""
-        logs: list[RankLog] = []
-        problems: list[str] = []
-        remote, silent = self.nodes.gather() if self.nodes.reporter is None else ({}, [])
-        for slot, content in sorted(remote.items()):
-            found = remote_evidence.unpack(content, self.nodes.host(slot))
-            self.remote[found.host] = found
-            logs += found.logs
-            problems += found.problems
-        problems += [f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer in time." for beat in silent] + self.nodes.unknown
-        return logs, problems
+        if self.nodes.reporter is not None:
+            return [], self.nodes.unknown
+        others = self.nodes.others
+        self.lacks_records = about is None and len(others) > MANY_NODES
+        concerned = set(nodes_to_ask(about, others)) if about is not None else set()
+        remote, silent = self.nodes.gather(of=sorted(concerned), records=HEAD_RECORDS if self.lacks_records else 0)
+        found = {slot: remote_evidence.unpack(content, self.nodes.host(slot)) for slot, content in sorted(remote.items())}
+        if about is None or not concerned:
+            self._newest = {}
+        self._newest |= found
+        self.remote |= {node.host: node for node in found.values()}
+        logs = [log for node in self._newest.values() for log in node.logs]
+        problems = [problem for node in self._newest.values() for problem in node.problems]
+        return logs, [*problems, *map(_unanswered, silent), *self.nodes.unknown]
 
-    def packed(self) -> bytes:
-        """Return this node's evidence for the node that reports."""
-        return remote_evidence.pack(self._roster.current(), self._by_pid())
+    def packed(self, records: int = 0) -> bytes:
+        """Return this node's evidence for the node that reports, with each rank's newest records, or all (0)."""
+        return remote_evidence.pack(self._roster.current(), self._by_pid(), records)
 
     def _by_pid(self) -> dict[int, Observation]:
         members = self._roster.current()
@@ -135,6 +157,20 @@ class Evidence:
         if frozen is not None and member.ending is not None and member.ending.signal in self._consequences:
             return frozen
         return self._observer.observe(member.pid, wait_s=wait_s)
+
+
+def nodes_to_ask(verdict: Verdict, others: Sequence[Beat]) -> list[int]:
+    """Return the slots of the nodes whose older records may matter: the culprits', and those of some that wait for them; empty: all."""
+    if verdict.kind not in ("missing", "dead") or not verdict.culprits or verdict.confidence == "low":
+        return []
+    ranks = {*verdict.culprits, *verdict.victims[:WAITERS_ASKED]}
+    asked = [beat.slot for beat in others if ranks & set(beat.ranks)]
+    return asked or [others[0].slot]
+
+
+def _unanswered(beat: Beat) -> str:
+    own = f" Its own dump is saved in {beat.dump_dir} there: pass both folders to `commlens diagnose`." if beat.dump_dir else ""
+    return f"Node {beat.host} ({ranks_phrase(beat.ranks)}) did not answer in time.{own}"
 
 
 class Reporter:
@@ -166,6 +202,12 @@ class Reporter:
         self._to_send: Verdict | None = None
         self.counts: Counter[str] = Counter()  # verdicts printed, by kind
 
+    def forget(self) -> None:
+        """Forget the verdict and the evidence of former workers."""
+        self.verdict = self.dump = self._diagnosed = None
+        self.logs = []
+        self.evidence.forget()
+
     def preload(self) -> None:
         """Import what a diagnosis needs: once something is wrong, every tenth of a second counts."""
         if self._diagnose is None:
@@ -180,7 +222,14 @@ class Reporter:
         self.preload()
         assert self._diagnose is not None
         self.logs, problems = self.evidence.logs()
-        self._diagnosed = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        if self.evidence.lacks_records and verdict.kind != "healthy":
+            self.logs, problems = self.evidence.logs(about=verdict)
+            verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        if self.evidence.vanished and not verdict.culprits:
+            self.logs = one_run([*self.logs, *logs_of_vanished(self.evidence.vanished, self.logs)])
+            verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
+        self._diagnosed = name_lost_nodes(verdict, self.evidence.lost, self.evidence.vanished)
         return self._diagnosed
 
     def report(self, verdict: Verdict, line: str = "") -> None:
@@ -219,6 +268,17 @@ class Reporter:
         """
         self._save_dump(reason)
         self.send_alert()
+        if self.dump is not None:
+            self.evidence.nodes.update(dump=str(self.dump))
+
+    def save_own_dump(self) -> None:
+        """Save this node's ranks, if the dump of the node that reports is not in a folder that both nodes share."""
+        folder = self.evidence.nodes.dump
+        if folder and save.holds(Path(folder), [box.name for each in self._folders for box in job_dirs.boxes(each)]):
+            self.dump = Path(folder)
+            self.say(f"the dump of all nodes is in {folder}")
+        else:
+            self.save_dump()
 
     def send_alert(self) -> None:
         """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first: the alert names it."""
@@ -245,9 +305,10 @@ class Reporter:
                 self.say(f"no dump could be saved in {settings.dump_dir}: {error}")
         if saved is None:
             return
+        job, restart = next(((log.job, log.restart) for log in self.logs if log.job), (folders[0].name, 0))
         for node in self.evidence.remote.values():
             try:
-                save.add_node(saved, node.ranks, host=node.host, job=folders[0].name, mode=int(settings.dump_mode, 8))
+                save.add_node(saved, node.ranks, host=node.host, job=job, restart=restart, mode=int(settings.dump_mode, 8))
             except CommlensError as error:
                 self.say(str(error))
         is_new = saved != self.dump

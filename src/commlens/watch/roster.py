@@ -7,14 +7,18 @@ import math
 import os
 import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
 from commlens.processes import process
+
+RESTART_TICKS: Final = 100
+"""Clock ticks of 10 ms. The workers of a node start within this time, and those that replace them later."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Member:
     rank: int
     world_size: int
     local_rank: int | None
-    restart: int
+    restart: int  # torchelastic's restart count
     handle: process.Handle
     here: bool = True  # visible from here: same host, same pid namespace
     box: OpenBox | None = None
@@ -49,6 +53,7 @@ class Member:
     ending: process.Ending | None = None  # once it has ended
     ended_ns: int = 0  # Unix ns at which its end was noticed
     unreadable: str | None = None  # why its box cannot be read
+    generation: int = 0  # how often this node's workers had been replaced when it started
 
     @classmethod
     def of(cls, known: Worker | BoxStatus, handle: process.Handle, *, here: bool = True) -> Member:
@@ -88,7 +93,10 @@ class Member:
 
 @dataclass
 class Roster:
-    """All members, and those of the current generation (torchelastic restarts its workers)."""
+    """All members, and those of the current generation: torchelastic restarts its workers, on this node or on all.
+
+    It counts a restart only on the node whose workers failed. So a process also begins a new generation if all others had ended before.
+    """
 
     folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
     workers: Workers | None = None
@@ -102,6 +110,7 @@ class Roster:
         self._refused: set[Path] = set()
         self._host = os.uname().nodename
         self._workers_at = 0.0
+        self._shown: int | None = None  # the generation that is current; None: the newest
         self._current: list[Member] | None = None  # dropped when a member is added, removed or gets its rank
         self._ready: set[int] = set()  # descriptors that the last wait returned
 
@@ -163,6 +172,10 @@ class Roster:
         )
 
     def _adopt(self, member: Member) -> Member:
+        member.generation = self._generation_of(member)
+        return self._append(member)
+
+    def _append(self, member: Member) -> Member:
         self.members.append(member)
         self._current = None
         if member.handle.fileno is not None:
@@ -170,19 +183,45 @@ class Roster:
         return member
 
     def adopt_ended(self, worker: Worker, ending: process.Ending) -> Member:
-        """Add a process that ended before it was seen."""
-        member = self._adopt(Member.of(worker, process.Handle.invisible(worker.pid)))
-        member.ending, member.ended_ns = ending, time.time_ns()
-        return member
+        """Add a process of the newest generation that ended before it was seen."""
+        member = Member.of(worker, process.Handle.invisible(worker.pid))
+        member.ending, member.ended_ns, member.generation = ending, time.time_ns(), self.generation
+        return self._append(member)
+
+    @property
+    def generation(self) -> int:
+        """The newest generation."""
+        return max((member.generation for member in self.members), default=0)
+
+    def _generation_of(self, new: Member) -> int:
+        known = [member for member in self.members if member.generation == self.generation]
+        if not known:
+            return self.generation
+        if new.restart != known[0].restart:
+            return self.generation + (1 if new.restart > known[0].restart else -1)
+        if any(member.alive and (not member.here or member.handle.ending() is None) for member in known):
+            return self.generation
+        started = max(member.start_ticks for member in known)
+        replaces = any(member.rank == new.rank for member in known)
+        return self.generation + (new.start_ticks > started + (0 if replaces else RESTART_TICKS))
+
+    @contextlib.contextmanager
+    def former_generation(self) -> Iterator[None]:
+        """Inside, the generation before the newest is the current one."""
+        self._shown, self._current = self.generation - 1, None
+        try:
+            yield
+        finally:
+            self._shown = self._current = None
 
     def current(self) -> list[Member]:
-        """Return the newest process of each rank of the newest generation, by rank."""
+        """Return the newest process of each rank of the current generation, by rank."""
         if self._current is None:
             newest: dict[int, Member] = {}
-            generation = max((member.restart for member in self.members), default=0)
+            generation = self.generation if self._shown is None else self._shown
             for member in self.members:
                 known = newest.get(member.rank)
-                if member.restart == generation and (known is None or member.start_ticks > known.start_ticks):
+                if member.generation == generation and (known is None or member.start_ticks > known.start_ticks):
                     newest[member.rank] = member
             self._current = [newest[rank] for rank in sorted(newest)]
         return self._current

@@ -60,7 +60,7 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
             log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
         logs.append(log)
-    return name_job(logs), problems
+    return one_run(logs), problems
 
 
 def have_joined(members: Sequence[Member]) -> bool:
@@ -86,11 +86,15 @@ def log_without_records(member: Member, *, joined: bool | None) -> RankLog:
     return log
 
 
-def name_job(logs: list[RankLog]) -> list[RankLog]:
-    """Give the logs of ranks without a box the job's name, which they lack."""
+def one_run(logs: list[RankLog]) -> list[RankLog]:
+    """Give the logs of one run of a job one name, which ranks without a box lack, and one restart count.
+
+    torchelastic counts a restart only on the node whose workers failed.
+    """
     job = next((log.job for log in logs if log.job), "")
+    restart = max((log.restart for log in logs), default=0)
     for log in logs:
-        log.job = log.job or job
+        log.job, log.restart = log.job or job, restart
     return logs
 
 

@@ -16,7 +16,7 @@ _MAGIC: Final = 0x3C85F7CE
 _SIZE: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=q")
 _READY: Final = 0
-_BATCH: Final = 64
+_BATCH: Final = 16  # requests under way at once: if we hang up, torch's server prints a warning for each answer that it cannot send
 VALUE_MAX: Final = 1 << 30
 """Longest value that is read, in bytes; a larger size means that the other side is no store."""
 
@@ -30,11 +30,13 @@ class StoreClient:
     Args:
         host: name or address.
         port: TCP port.
-        timeout_s: for connecting, and for each call.
+        timeout_s: for connecting.
+        answer_s: for each answer; ``timeout_s`` if it is None.
     """
 
-    def __init__(self, host: str, port: int, *, timeout_s: float = 1.0) -> None:
+    def __init__(self, host: str, port: int, *, timeout_s: float = 1.0, answer_s: float | None = None) -> None:
         self._socket = socket.create_connection((host, port), timeout_s)
+        self._socket.settimeout(timeout_s if answer_s is None else answer_s)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._send(bytes([_VALIDATE]), struct.pack("=I", _MAGIC))
 
@@ -63,6 +65,9 @@ class StoreClient:
             self._send(*(bytes([_GET]) + _text(key) for key in some))
             values += [self._value() for _ in some]
         return values
+
+    def remove(self) -> None:
+        """Do nothing: the values end with the job's store."""
 
     def close(self) -> None:
         """Close the connection."""

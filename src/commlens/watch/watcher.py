@@ -24,7 +24,9 @@ from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.observer import WINDOW_S, Observer
 from commlens.text import ranks_phrase, verb
+from commlens.watch.beat import LAST
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
+from commlens.watch.death_report import report_death
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
@@ -35,7 +37,7 @@ from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
 from commlens.watch.snapshot import add_new_members, sample
-from commlens.watch.stall import Check, Stall, StallDetector, explains, leaves_standing, waited_for, waits, waits_recorded
+from commlens.watch.stall import Check, Stall, StallDetector, waited_for, waits, waits_recorded
 from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
@@ -47,6 +49,7 @@ PAUSED_S: Final = 3.0
 ENDING_MAX_S: Final = 30.0  # a process that takes longer to end is stuck there
 NEVER_SEEN_S: Final = 60.0
 DUMPS_PER_STALL: Final = 3
+REPORTERS_DUMP_S: Final = 2.0  # how long to wait for the dump of the node that reports: in a shared folder, it has all ranks
 STOPPED_REPORT_S: Final = 5.0  # a job that is stopped after ranks have waited this long gets a verdict
 _STOP_NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
@@ -79,7 +82,7 @@ class Watcher:
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
-        self._nodes = Nodes(os.uname().nodename, self._wake)
+        self._nodes = Nodes(os.uname().nodename, self._wake, Path(settings.dump_dir))
         evidence = Evidence(self._roster, self._observer, self._nodes, launched=self._launched)
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
@@ -89,14 +92,15 @@ class Watcher:
         self._started = time.monotonic()
 
     def _begin_generation(self) -> None:
-        self._generation = -1
+        self._generation = self._roster.generation
         self._stalls = StallDetector(self.settings)
         self._deaths = DeathDetector()
         self._mismatches = MismatchReporter(DeferredVerification(self._roster), self._roster, read=self.reporter.evidence.records)
-        self.reporter.evidence.forget()
+        self.reporter.forget()
         self._slowness = Slowness()
         self._strangers = Strangers(self._roster, self._observer)
         self._job_abort = JobAbort(self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched)
+        self._own_dump_due: float | None = None  # of this node's ranks, after another node has reported
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
     # --- from other threads
@@ -171,9 +175,8 @@ class Watcher:
             self._report_before_stop()
 
     def _tick(self) -> None:
-        for member in add_new_members(self._roster, self._observer):
-            if member.restart > self._generation:
-                self._new_generation(member.restart)
+        if add_new_members(self._roster, self._observer) and self._roster.generation > self._generation:
+            self._begin_generation_anew()
         self._roster.poll()
         self._add_ended()
         self._meet_nodes()
@@ -187,33 +190,53 @@ class Watcher:
             self._look_for_stall()
         self._job_abort.kill_late_ranks()
 
-    def _new_generation(self, restart: int) -> None:
-        """Start anew: torchelastic restarted the workers. The former boxes are removed; if anything was wrong, they were dumped."""
-        if self._generation >= 0:
-            self._say_final_lines()
-            self._nodes.leave()
-            self._roster.forget([member for member in self._roster.members if member.restart < restart], remove_boxes=True)
-            self._begin_generation()
-        self._generation = restart
+    def _begin_generation_anew(self) -> None:
+        """Start anew: torchelastic has replaced the workers. Report what is left to report of the former ones, and remove their boxes."""
+        former = [member for member in self._roster.members if member.generation < self._roster.generation]
+        with self._roster.former_generation():
+            self._roster.wait(0)
+            self._roster.poll()
+            self._add_ended()
+            self._close_generation()
+        if self.reporter.verdict is not None or self.reporter.dump is not None:
+            kept = f"; the former ones' dump stays in {self.reporter.dump}" if self.reporter.dump is not None else ""
+            self.reporter.say(f"the workers were restarted{kept}.")
+        self._roster.forget(former, remove_boxes=True)
+        self._begin_generation()
+
+    def _close_generation(self) -> None:
+        """Report what is left to report of ranks that have ended, and leave the other nodes."""
+        until = time.monotonic() + 2 * REPORTER_S
+        while (self._deaths.first or self._nodes.dead_elsewhere) and not self._over and time.monotonic() < until:
+            self._meet_nodes()  # another one may report it
+            self._report_death()
+            time.sleep(0 if self._over else POLL_S)
+        if self._own_dump_due is not None:
+            self.reporter.save_own_dump()
+        self._say_final_lines()
+        self._nodes.leave(self.reporter.evidence.packed)
 
     # --- other nodes
 
     def _meet_nodes(self) -> None:
         """Tell the job's other nodes about this one, answer the node that reports, and print what it reported."""
         nodes = self._nodes
-        if not nodes.meet(self._roster.current(), self._generation, self._mismatches.verification.digests):
+        if not nodes.meet(self._roster.current(), self._mismatches.verification.digests):
             return
         if (request := nodes.take_request()) is not None:
-            nodes.answer(request, self.reporter.evidence.packed())
+            nodes.answer(request, self.reporter.evidence.packed(request.records))
         for host, news in nodes.take_news():
             self.reporter.say(f"{news.text} (the whole verdict was printed on {host})" if news.kind else news.text)
             if news.kind:
                 self._mismatches.held.clear()
                 self._over = self._over or self._deaths.first is not None
-                self.reporter.save_dump()
+                self._own_dump_due = time.monotonic() + REPORTERS_DUMP_S
             if news.abort and not self._job_abort.has_begun:
                 self._over = True
                 self._job_abort.begin()
+        if self._own_dump_due is not None and (nodes.dump or time.monotonic() > self._own_dump_due):
+            self._own_dump_due = None
+            self.reporter.save_own_dump()
         if nodes.dead_elsewhere and nodes.reporter is None and not self._over:
             self._deaths.add_elsewhere(time.monotonic())
 
@@ -254,31 +277,18 @@ class Watcher:
         if self._over or not (dead or self._nodes.dead_elsewhere):
             return
         earlier = self._stalls.stall.verdict if self._stalls.stall is not None else None
-        if self._deaths.was_job_stopped(members, hung=earlier is not None and earlier.is_fault):
+        hung = earlier is not None and earlier.is_fault
+        if self._deaths.was_job_stopped(members, hung=hung) and not self._nodes.dead_elsewhere:
             self._over = True
             return
         self._nodes.update(dead=[member.rank for member in dead])
+        if self._nodes.reporter is not None and not self._deaths.waits_for_reporter:
+            self._nodes.answer(LAST, self.reporter.evidence.packed())
         if self._nodes.reporter is not None and self._deaths.wait_for_reporter(time.monotonic()):
             return
         self._over = True
-        reporter = self.reporter
-        verdict = reporter.diagnose()
-        ranks = ranks_phrase([*(member.rank for member in dead), *self._nodes.dead_elsewhere])
-        was_killed = any(member.ending is not None and member.ending.signal for member in dead)
-        gave_up = not was_killed and earlier is not None and earlier.is_fault and {member.rank for member in dead} <= set(earlier.victims)
-        if dead and gave_up:
-            error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
-            reporter.tell(f"{ranks} gave up waiting{error}; the verdict above stands.")
-        elif dead and earlier is not None and leaves_standing(verdict, earlier):
-            reporter.tell(f"{ranks} ended while the job hung; the verdict above stands.")
-        elif self._mismatches.has_reported(verdict):
-            reporter.report(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
-        elif verdict.kind != "healthy":
-            reporter.report(verdict)
-            if earlier is not None and verdict.kind == "dead" and explains(verdict, earlier):
-                late = ranks_phrase(earlier.culprits or earlier.victims)
-                reporter.say(f"the earlier verdict on {late} no longer holds: the wait was for {ranks}.")
-        reporter.save_dump()
+        report_death(self.reporter, dead, self._nodes.dead_elsewhere, earlier=earlier, has_reported=self._mismatches.has_reported)
+        self.reporter.save_dump()
 
     # --- mismatches
 
@@ -393,14 +403,8 @@ class Watcher:
         self._roster.poll()
         self._add_ended()
         self._add_unseen_failures()
-        until = time.monotonic() + 2 * REPORTER_S
-        while self._deaths.first is not None and not self._over and time.monotonic() < until:
-            self._meet_nodes()  # another one may report it
-            self._report_death()
-            time.sleep(0 if self._over else POLL_S)
         members = self._roster.current()
-        self._say_final_lines()
-        self._nodes.leave(self.reporter.evidence.packed)
+        self._close_generation()
         if any(member.alive and member.here and member.box is not None for member in members):
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
@@ -418,6 +422,7 @@ class Watcher:
 
     def _add_unseen_failures(self) -> None:
         """Add workers that ended before the watcher saw them; torchrun's agent has their exit codes."""
+        restart = max((member.restart for member in self._roster.current()), default=0)
         for rank, (pid, exit_code) in sorted(self._failures.items()):
             ending = process.Ending(exit_code=exit_code) if exit_code >= 0 else process.Ending(signal=process.signal_name(-exit_code))
             member = self._roster.find(pid, 0)
@@ -425,7 +430,7 @@ class Watcher:
                 if member.ending == process.Ending():
                     member.ending = ending
                 continue
-            member = self._roster.adopt_ended(Worker(rank, pid, 0, restart=max(self._generation, 0)), ending)
+            member = self._roster.adopt_ended(Worker(rank, pid, 0, restart=restart), ending)
             self._observer.add(pid, 0)
             self._observer.ended(pid, ending)
             self._deaths.first = self._deaths.first or member

@@ -1,0 +1,112 @@
+"""Correct the times of hosts whose wall clocks differ, by the collectives that their ranks completed together.
+
+No rank can complete a collective that needs all ranks before each of them has issued it. Every such collective bounds how far two clocks
+can be apart, from both sides; the tightest bounds of some hundred collectives are a few milliseconds wide or less. A clock that is set
+while the job runs makes no difference: all times of a black box are monotonic, with one offset to the wall clock.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+
+from commlens.model.collective import ChannelKey, State
+from commlens.model.ops import NEEDS_ALL
+from commlens.model.ranklog import RankLog
+from commlens.text import duration
+
+_RANKS_PER_HOST: Final = 2  # whose collectives are compared: any rank of a host tells of its clock
+_WORTH_A_WORD_NS: Final = 100_000_000
+_NEWEST: Final = 256  # collectives of each of them: clocks drift apart by some 10 us a second
+
+_Met = dict[tuple[ChannelKey, int], tuple[int, int]]
+"""By channel and sequence number: when the last rank had issued it and when the first had completed it, Unix ns."""
+
+
+def correct_clocks(logs: Sequence[RankLog]) -> list[str]:
+    """Correct the times as :func:`align_clocks` does, and return what was found, in sentences."""
+    ahead = align_clocks(logs)
+    return [
+        f"The clock of {host} is {duration(abs(offset))} {'ahead' if offset > 0 else 'behind'}; its times are corrected."
+        for host, offset in ahead.items()
+        if abs(offset) >= _WORTH_A_WORD_NS
+    ]
+
+
+def align_clocks(logs: Sequence[RankLog]) -> dict[str, int]:
+    """Correct the times of hosts whose clocks provably differ from that of the first log's host. The logs are changed in place.
+
+    A host that has completed no collective together with the others keeps its times, and so does one whose clock may be right.
+
+    Returns:
+        How far each of the corrected hosts' clocks was ahead, in ns.
+    """
+    by_host: dict[str, list[RankLog]] = defaultdict(list)
+    for log in logs:
+        by_host[log.host].append(log)
+    if len(by_host) < 2:
+        return {}
+    first, *hosts = by_host
+    aligned = _met(by_host[first])
+    ahead: dict[str, int] = {}
+    while hosts:
+        waiting: list[str] = []
+        for host in hosts:
+            met = _met(by_host[host])
+            bounds = _bounds(aligned, met)
+            if bounds is None:
+                waiting.append(host)
+                continue
+            least, most = bounds
+            offset = 0 if least <= 0 <= most or least > most else (least + most) // 2
+            if offset:
+                ahead[host] = offset
+                for log in by_host[host]:
+                    _shift(log, -offset)
+            for key, (issued, completed) in met.items():
+                known = aligned.get(key, (issued - offset, completed - offset))
+                aligned[key] = (max(known[0], issued - offset), min(known[1], completed - offset))
+        if len(waiting) == len(hosts):
+            break  # nothing connects them with the others
+        hosts = waiting
+    return ahead
+
+
+def _met(logs: Sequence[RankLog]) -> _Met:
+    met: _Met = {}
+    for log in [log for log in logs if log.collectives][:_RANKS_PER_HOST]:
+        for op in log.collectives[-_NEWEST:]:
+            completed = op.done_ns or op.wait_ended_ns
+            if op.state is not State.COMPLETED or op.op not in NEEDS_ALL or not completed or op.concurrent:
+                continue
+            key = (op.channel.key, op.sequence_number)
+            known = met.get(key, (op.announced_ns, completed))
+            met[key] = (max(known[0], op.announced_ns), min(known[1], completed))
+    return met
+
+
+def _bounds(ours: _Met, theirs: _Met) -> tuple[int, int] | None:
+    """Return how far their clock is ahead of ours at least and at most, in ns; None if they have completed nothing together."""
+    pairs = [(ours[key], met) for key, met in theirs.items() if key in ours]
+    if not pairs:
+        return None
+    return max(issued - mine[1] for mine, (issued, _) in pairs), min(completed - mine[0] for mine, (_, completed) in pairs)
+
+
+def _shift(log: RankLog, by_ns: int) -> None:
+    for op in (*log.collectives, *log.setups):
+        _shift_fields(op, by_ns)
+    _shift_fields(log, by_ns)
+    _shift_fields(log.observation, by_ns)
+    for owner in (log, log.observation):
+        owner.stacks = [msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0) for stack in owner.stacks]
+
+
+def _shift_fields(struct: Any, by_ns: int) -> None:
+    """Shift the points in time of a struct: the fields that end in ``_ns``, except durations."""
+    for name in struct.__struct_fields__:
+        if name.endswith("_ns") and name != "duration_ns" and (value := getattr(struct, name)):
+            setattr(struct, name, max(1, value + by_ns))

@@ -1,0 +1,113 @@
+"""Where the watchers of a job's nodes can meet: in the job's own store, else in a folder that the nodes share."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from commlens.errors import FormatError
+from commlens.processes import process
+from commlens.watch.folder_client import FolderClient
+from commlens.watch.roster import Member
+from commlens.watch.store_client import StoreClient
+from commlens.watch.strangers import meeting_of
+
+TIMEOUT_S: Final = 1.0
+ANSWER_S: Final = 3.0  # a store that is busy when all nodes come at once must not get more work by those that come again
+
+Client = StoreClient | FolderClient
+"""Values under keys. All methods raise OSError if the store or the folder cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Store:
+    """The job's store."""
+
+    host: str
+    port: int
+    of_agent: bool = False  # torchrun's agent serves it, which ends after its ranks; else rank 0 does
+
+    def __str__(self) -> str:
+        return f"the job's store at {self.host}:{self.port}"
+
+    def open(self) -> Client:
+        """Connect to it."""
+        return StoreClient(self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S)
+
+    def ends_with_this_node(self) -> bool:
+        """Return whether it ends only when all ranks of this node have ended: its address is one of this machine."""
+        if not self.of_agent:
+            return False
+        try:
+            family, _, _, _, address = socket.getaddrinfo(self.host, 0, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind(address)
+        except OSError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder that is shared, perhaps."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return f"the folder {self.path.parent}"
+
+    def open(self) -> Client:
+        """Create it if it does not exist."""
+        return FolderClient(self.path)
+
+    def ends_with_this_node(self) -> bool:
+        """Return False: a shared folder is on a file server."""
+        return False
+
+
+Place = Store | Folder
+"""A place to meet. Its text names it in a sentence."""
+
+
+def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
+    """Return where this node may meet the others, the best place first; nothing if all ranks are on this node, or may be.
+
+    Args:
+        members: the ranks of this node.
+        folder: to meet in, if there is no store.
+    """
+    if not any(member.world_size > len(members) for member in members):
+        return []
+    # All ranks have joined, and the boxes of some are not here. They may be in another container of this host.
+    elsewhere = any(member.status is not None and member.status.initialised for member in members)
+    meeting = meeting_of(members)
+    found: list[Place] = []
+    if meeting is not None and meeting.port.isdecimal() and (elsewhere or meeting.node_size != meeting.world_size):
+        found.append(Store(meeting.host, int(meeting.port), _is_of_agent(members)))
+    if folder is not None and (elsewhere or found):
+        name = f"{meeting.host}:{meeting.port}" if meeting is not None else _init_file_or_job(members)
+        digest = hashlib.sha256(f"{name} {max(member.world_size for member in members)}".encode()).hexdigest()[:16]
+        found.append(Folder(folder / f".commlens-nodes-{digest}"))
+    return found
+
+
+def _is_of_agent(members: Sequence[Member]) -> bool:
+    here = next((member for member in members if member.here and member.alive), None)
+    return here is not None and process.environment(here.pid).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _init_file_or_job(members: Sequence[Member]) -> str:
+    """Return what the nodes of a job without a store's address have in common: the file that they meet in, else the job's name."""
+    job = ""
+    for box in [member.box for member in members if member.box is not None]:
+        job = job or box.path.parent.name
+        with contextlib.suppress(FormatError):
+            for op in box.log(newest=1).setups:
+                if op.op == "init_process_group" and (op.module or "").startswith("file:"):
+                    return op.module or ""
+    return job

@@ -1,0 +1,71 @@
+"""What the node that reports asks the others for: of many nodes, only the newest records of most ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import pytest
+from builders import Die, Job, Stay, Step, all_reduce, collective
+
+from commlens.diagnosis.examine import diagnose_logs
+from commlens.model.ranklog import End, Observation, RankLog
+from commlens.model.verdict import Verdict
+from commlens.watch.beat import Beat
+from commlens.watch.reporting import HEAD_RECORDS, nodes_to_ask
+
+RANKS, PER_NODE, STEPS = 16, 4, 100
+KILLED = Die(Observation(End.KILLED, None, "SIGKILL"))
+NODES = [Beat(slot, f"n{slot}", list(range(slot * PER_NODE, (slot + 1) * PER_NODE))) for slot in range(RANKS // PER_NODE)]
+
+
+def simulate(fault: Callable[[Job, int], list[object]]) -> list[RankLog]:
+    """Run data parallel groups of four, with a collective of all ranks every fifth step; rank 13 leaves the routine near the end."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        mine = next(group for group in groups if rank in group.ranks)
+        for step in range(STEPS):
+            if rank == 13 and step == STEPS - 2:
+                yield from fault(job, rank)
+            yield collective("all_gather", mine, 10, line=10)
+            yield all_reduce(mine, 100, line=20)
+            if step % 5 == 0:
+                yield all_reduce(job.world, 4, line=30)
+            yield Step()
+
+    job = Job(RANKS)
+    groups = [job.group(f"dp{first}", range(first, RANKS, 4)) for first in range(4)]
+    return job.run(program).logs(after_s=60)
+
+
+def told(verdict: Verdict) -> Verdict:
+    return msgspec.structs.replace(verdict, looked_at="")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda job, rank: [Stay(57, "load_batch")],
+        lambda job, rank: [KILLED],
+        lambda job, rank: [all_reduce(job.world, 4, line=44)],  # an extra one
+        lambda job, rank: [collective("all_gather", job.world, 9, line=45)],
+    ],
+    ids=["data-loader", "killed", "extra", "another-group"],
+)
+def test_the_verdict_is_that_of_all_records(fault: Callable[[Job, int], list[object]]) -> None:
+    logs = simulate(fault)
+    heads = [msgspec.structs.replace(log, collectives=log.collectives[-HEAD_RECORDS:]) for log in logs]
+    everything = diagnose_logs(logs)
+    assert everything.culprits == [13]
+    asked = nodes_to_ask(diagnose_logs(heads), NODES[1:])
+    assert not asked or 3 in asked, "the culprit's node"
+    read = [logs[rank] if rank // PER_NODE == 0 or not asked or rank // PER_NODE in asked else heads[rank] for rank in range(RANKS)]
+    assert told(diagnose_logs(read)) == told(everything)
+
+
+def test_few_nodes_are_asked_for_all_records() -> None:
+    verdict = diagnose_logs(simulate(lambda job, rank: [Stay(57, "load_batch")]))
+    many = [Beat(slot, f"n{slot}", [100 + slot]) for slot in range(4, 100)]
+    assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [1, 2, 3], "the culprit's node, and those of some that wait"
+    assert nodes_to_ask(msgspec.structs.replace(verdict, confidence="low"), NODES) == [], "all"
+    assert nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES) == [], "all"
