@@ -115,7 +115,7 @@ class Session:
 
     def begin(self, place: Place) -> None:
         """Make the box if there is none, and attach the recorder. Called when ``init_process_group`` is."""
-        if place.is_pretended:
+        if place.is_pretended and config.is_switched_on(os.environ):  # not asked for by the program itself
             self._pause()
             return
         if self.attached and self.pid == os.getpid():

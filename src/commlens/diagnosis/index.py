@@ -181,7 +181,7 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
     """Index the black boxes of one job, in time linear in their records."""
     limit = int(stalled_after_s * 1e9)
     stall_timeout_s = max((log.stall_timeout_s for log in logs), default=0.0) or STALL_TIMEOUT_S
-    exits = attribute_exits({log.rank: process_exit_of(log) for log in logs})
+    exits = attribute_exits({log.rank: process_exit_of(log) for log in logs}, {log.rank: log for log in logs})
     size = world_size(logs)
     strangers = {log.rank: log for log in logs if log.unrecorded}
     logs = [log for log in logs if not log.unrecorded]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal
 
 import msgspec
@@ -141,10 +143,22 @@ def _is_killed(one: ProcessExit) -> bool:
     return one.kind == "own" and one.why == "killed" and "SIGKILL" in one.text
 
 
-def attribute_exits(exits: dict[int, ProcessExit]) -> dict[int, ProcessExit]:
+def _waited_for(log: RankLog, other: RankLog) -> bool:
+    """Return whether a rank's last collective is in flight, and another rank of its group never issued it."""
+    last = log.collectives[-1] if log.collectives else None
+    if last is None or not last.in_flight or last.is_point_to_point or other.rank not in last.channel.group.ranks:
+        return False
+    return not any(op.channel.key == last.channel.key and op.sequence_number >= last.sequence_number for op in other.collectives)
+
+
+def attribute_exits(exits: dict[int, ProcessExit], logs: Mapping[int, RankLog] = MappingProxyType({})) -> dict[int, ProcessExit]:
     """Reclassify as ``terminated`` the processes that were probably ended because another one had failed.
 
-    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later.
+    Under torchrun the siblings of a failed rank get SIGTERM, and SIGKILL half a minute later. Ray and schedulers kill them at once.
+
+    Args:
+        exits: by rank.
+        logs: by rank, if there are logs.
     """
     failed_by_itself = any(one.kind == "own" and one.at_ns for one in exits.values())
     first_failure = min((one.at_ns for one in exits.values() if one.failed and one.at_ns), default=0)
@@ -154,10 +168,14 @@ def attribute_exits(exits: dict[int, ProcessExit]) -> dict[int, ProcessExit]:
     # A launcher kills at last those that Ctrl-C does not end, and schedulers kill all at once.
     all_killed = len(killed) == len(exits) > 1 and max(killed) - min(killed) < _SAME_MOMENT_NS
 
-    def was_terminated(one: ProcessExit) -> bool:
+    raised = [logs[rank] for rank, one in exits.items() if rank in logs and one.kind == "own" and one.why == "exception"]
+
+    def was_terminated(rank: int, one: ProcessExit) -> bool:
         if _is_killed(one):
+            if rank in logs and any(_waited_for(logs[rank], other) for other in raised):
+                return True
             stopped = bool(interrupted) and one.at_ns > min(interrupted) - _SAME_MOMENT_NS
             return all_killed or stopped or one.at_ns > first_failure + _LATE_KILL_NS
         return one.kind == "gone" and (failed_by_itself or (len(gone) > 1 and one.at_ns > gone[0] + _SAME_MOMENT_NS))
 
-    return {rank: msgspec.structs.replace(one, kind="terminated") if was_terminated(one) else one for rank, one in exits.items()}
+    return {rank: msgspec.structs.replace(one, kind="terminated") if was_terminated(rank, one) else one for rank, one in exits.items()}

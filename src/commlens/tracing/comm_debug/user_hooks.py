@@ -22,6 +22,7 @@ class UserHooks:
         self._hooks: dict[str, Hook] = {}
         self._tell = tell
         self._handles: list[Any] = []
+        self._is_open = False
 
     def register(self, **hooks: Hook | None) -> None:
         """Add hooks; each kind can have one."""
@@ -29,6 +30,7 @@ class UserHooks:
             if hook is not None and name in self._hooks:
                 raise AssertionError(f"There is a {name} already: call clear_user_hooks() before you register another one.")
         self._hooks |= {name: hook for name, hook in hooks.items() if hook is not None}
+        self._attach()
 
     def clear(self) -> None:
         """Remove the user's hooks."""
@@ -36,11 +38,18 @@ class UserHooks:
 
     def install(self) -> None:
         """Begin to call them."""
-        before = register_module_forward_pre_hook(self._before)
-        self._handles = [before, register_module_forward_hook(self._after, always_call=True)]
+        self._is_open = True
+        self._attach()
+
+    def _attach(self) -> None:
+        # Only if there are hooks: a compiled module would be compiled anew for a global hook.
+        if self._is_open and self._hooks and not self._handles:
+            before = register_module_forward_pre_hook(self._before)
+            self._handles = [before, register_module_forward_hook(self._after, always_call=True)]
 
     def remove(self) -> None:
         """Stop calling them."""
+        self._is_open = False
         for handle in self._handles:
             handle.remove()
         self._handles = []
