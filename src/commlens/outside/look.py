@@ -245,7 +245,8 @@ def _holds_gil(looks: Sequence[Look], seen: Observation) -> bool:
 def _rank_in(frames: Sequence[SeenFrame]) -> int:
     """Return the rank of a process that torch.multiprocessing or the program itself numbered; -1: unknown."""
     for seen in reversed(frames):
-        if seen.frame.file.endswith("torch/multiprocessing/spawn.py") and seen.values.get("i", "").isdecimal():
+        frame = seen.frame  # the program that spawned the ranks is in this file, too, in another function
+        if frame.file.endswith("torch/multiprocessing/spawn.py") and frame.function == "_wrap" and seen.values.get("i", "").isdecimal():
             return int(seen.values["i"])
     for seen in reversed(frames):
         for name in ("rank", "global_rank", "local_rank", "world_rank"):
