@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commlens.commands.naming_jobs import add_job
-from commlens.errors import CommandError
+from commlens.errors import CommandError, EvidenceError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.model.ranklog import RankLog
@@ -66,5 +66,22 @@ def find_logs(wanted: str | None, job_name: str | None, *, native: bool = False)
         except CommandError:
             jobs = []  # the name may be that of a job that is not recorded
         if len(jobs) == 1:
-            return snapshot(jobs[0], window_s=0.4)
+            logs = snapshot(jobs[0], window_s=0.4)
+            stale = [log for log in logs if _is_stale(log)]
+            if not stale:
+                return logs
+            try:  # ranks that run do not record their stacks
+                return [sample.log for sample in look_at(find_job(str(stale[0].pid), None), window_s=0.5).samples]
+            except (CommandError, EvidenceError, MissingDependency):
+                for log in stale:
+                    log.stacks = []
+                return logs
     return [sample.log for sample in look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples]
+
+
+def _is_stale(log: RankLog) -> bool:
+    """Return whether a rank has issued or left a collective since its stack was recorded."""
+    stack, newest = log.main_stack, log.collectives[-1] if log.collectives else None
+    if stack is None or newest is None:
+        return False
+    return stack.taken_ns < max(newest.announced_ns, newest.wait_ended_ns, newest.done_ns)
