@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -87,10 +85,10 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
         samples = [sample for sample in samples if sample.log.rank >= 0]  # the others are the program that spawned them, and helpers
     _number_ranks(samples)
     world = max((one.world_size for one in job.ranks), default=0)
-    for index, sample in enumerate(samples):
+    for sample in samples:
         sample.log.world_size = sample.log.world_size or world
-        if samples[index].log.observation.stacks_note:
-            samples[index].log.problems.append(f"its stacks could not be read: {samples[index].log.observation.stacks_note}")
+        if note := sample.log.observation.stacks_note:
+            sample.log.problems.append(f"its stacks could not be read: {note}")
     dumps = take_dumps(job.ranks)
     lines = [f"rank {one.rank}'s log: {line}" for one in job.ranks for line in telling_lines(one)]
     size = world or max(len(samples), *(sample.log.rank + 1 for sample in samples))
@@ -115,22 +113,9 @@ def look(pid: int, *, native: bool = False, values: bool = False) -> Look:
         native: also C++ frames. This pauses the process; without it, it is not paused.
         values: also local variables.
     """
-    program = pyspy.find()
-    if program is None:
-        return Look([], "py-spy is not installed: `pip install commlens[stacks]`")
-    command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid)]
-    command += ["--native"] if native else ["--nonblocking"]
-    command += ["--locals"] if values else []
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PY_SPY_TIMEOUT_S, check=False)
-        answer = json.loads(done.stdout) if done.returncode == 0 else None
-    except subprocess.TimeoutExpired:
-        return Look([], f"py-spy did not answer within {_PY_SPY_TIMEOUT_S:.0f} s")
-    except (OSError, ValueError) as error:
-        return Look([], f"py-spy failed: {error}")
-    if answer is None:
-        return Look([], why_refused(pid, done.stderr.decode("utf-8", "replace")))
-    return _parse(answer, pid)
+    options = [*(["--native"] if native else ["--nonblocking"]), *(["--locals"] if values else [])]
+    answer, note = pyspy.dump(pid, *options, timeout_s=_PY_SPY_TIMEOUT_S, why_refused=lambda message: why_refused(pid, message))
+    return _parse(answer, pid) if answer is not None else Look([], note)
 
 
 def _parse(answer: Any, pid: int) -> Look:
@@ -145,7 +130,7 @@ def _parse(answer: Any, pid: int) -> Look:
             stack = ThreadStack(number, name, tuple(one.frame for one in seen), now, is_main=number == pid or name == "MainThread")
             threads.append(Thread(stack, seen, bool(thread.get("owns_gil"))))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Look([], "py-spy printed something that is not its JSON")
+        return Look([], pyspy.NO_JSON)
     threads.sort(key=lambda one: not one.stack.is_main)
     return Look(threads, None if threads else "py-spy found no Python thread")
 
@@ -167,9 +152,8 @@ def classifier(pid: int) -> Callable[[str], FrameKind]:
 
 def why_refused(pid: int, message: str) -> str:
     """Return why py-spy may not read a process, in a clause that names the setting or the capability."""
-    text = " ".join(line.strip() for line in message.splitlines() if line.strip())
-    if "ermission" not in text:
-        return f"py-spy failed: {text[:200] or 'no reason given'}"
+    if not pyspy.is_refusal(message):
+        return pyspy.failed(message)
     scope = (process.read_text("/proc/sys/kernel/yama/ptrace_scope") or "0").strip()
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
@@ -255,14 +239,14 @@ def _rank_in(frames: Sequence[SeenFrame]) -> int:
     return -1
 
 
-def _number_ranks(samples: Sequence[RankSample]) -> None:
+def _number_ranks(samples: list[RankSample]) -> None:
     """Number ranks whose number is unknown by their pids, if no other rank would have the same number."""
     ranks = [sample.log.rank for sample in samples]
     if -1 in ranks or len(set(ranks)) < len(ranks):
         for number, sample in enumerate(sorted(samples, key=lambda one: one.log.pid)):
             sample.log.rank = number
             sample.log.problems.append("its rank is not known: the ranks are numbered in the order of their pids")
-        samples.sort(key=lambda one: one.log.rank) if isinstance(samples, list) else None
+        samples.sort(key=lambda one: one.log.rank)
 
 
 def _system_call(pid: int) -> str:

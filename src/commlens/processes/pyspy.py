@@ -21,6 +21,7 @@ from commlens.model.ranklog import ThreadStack
 
 TIMEOUT_S: Final = 5.0
 _FRAMES_MAX: Final = 200
+NO_JSON: Final = "py-spy printed something that is not its JSON"
 
 Classify = Callable[[str], FrameKind]
 
@@ -38,6 +39,36 @@ class Stacks(NamedTuple):
     note: str | None  # why there are none
 
 
+def dump(pid: int, *options: str, timeout_s: float, why_refused: Callable[[str], str]) -> tuple[Any, str | None]:
+    """Run ``py-spy dump``.
+
+    Args:
+        pid: the process.
+        options: more than ``--json`` and whole file names.
+        timeout_s: when to kill py-spy.
+        why_refused: returns a clause about py-spy's error message.
+
+    Returns:
+        The threads as py-spy's JSON has them, or None and why there are none.
+    """
+    program = find()
+    if program is None:
+        return None, "py-spy is not installed: `pip install commlens[stacks]`"
+    command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid), *options]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return None, f"py-spy did not answer within {timeout_s:.0f} s"
+    except OSError as error:
+        return None, f"py-spy could not be started: {error}"
+    if done.returncode:
+        return None, why_refused(done.stderr.decode("utf-8", "replace"))
+    try:
+        return json.loads(done.stdout), None
+    except ValueError:
+        return None, NO_JSON
+
+
 def take(pid: int, classify: Classify, *, timeout_s: float = TIMEOUT_S) -> Stacks:
     """Read the stacks of all threads of a process.
 
@@ -46,22 +77,13 @@ def take(pid: int, classify: Classify, *, timeout_s: float = TIMEOUT_S) -> Stack
         classify: returns the kind of code in a file.
         timeout_s: when to kill py-spy.
     """
-    program = find()
-    if program is None:
-        return Stacks([], "py-spy is not installed: `pip install commlens[stacks]`")
-    command = [program, "dump", "--json", "--nonblocking", "--full-filenames", "--pid", str(pid)]
+    answer, note = dump(pid, "--nonblocking", timeout_s=timeout_s, why_refused=_reason)
+    if answer is None:
+        return Stacks([], note)
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return Stacks([], f"py-spy did not answer within {timeout_s:.0f} s")
-    except OSError as error:
-        return Stacks([], f"py-spy could not be started: {error}")
-    if done.returncode:
-        return Stacks([], _reason(done.stderr.decode("utf-8", "replace")))
-    try:
-        return parse(json.loads(done.stdout), pid, classify, time.time_ns())
+        return parse(answer, pid, classify, time.time_ns())
     except (ValueError, KeyError, TypeError, AttributeError):
-        return Stacks([], "py-spy printed something that is not its JSON")
+        return Stacks([], NO_JSON)
 
 
 def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
@@ -85,12 +107,21 @@ def parse(answer: Any, pid: int, classify: Classify, taken_ns: int) -> Stacks:
     return Stacks(threads, None if threads else "py-spy found no Python thread")
 
 
-def _reason(stderr: str) -> str:
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    text = " ".join(lines)
-    if "ermission" in text:
-        return "py-spy may not read the process (it needs SYS_PTRACE in a container, or kernel.yama.ptrace_scope=0)"
+def failed(stderr: str) -> str:
+    """Return py-spy's error message in a clause."""
+    text = " ".join(line.strip() for line in stderr.splitlines() if line.strip())
     return f"py-spy failed: {text[:200] or 'no reason given'}"
+
+
+def is_refusal(stderr: str) -> bool:
+    """Return whether py-spy's error message says that it may not read the process."""
+    return "ermission" in stderr
+
+
+def _reason(stderr: str) -> str:
+    if is_refusal(stderr):
+        return "py-spy may not read the process (it needs SYS_PTRACE in a container, or kernel.yama.ptrace_scope=0)"
+    return failed(stderr)
 
 
 class Pending:
