@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 from commlens.diagnosis.activity import classify_frames
 from commlens.model.collective import ChannelKey, Collective, Frame, LearnedHow, Stack, user_frame
 from commlens.model.ranklog import RankLog
+from commlens.model.spans import Span, union
 from commlens.model.verdict import Finding, Verdict, Why
 from commlens.text import capital, count, duration, frame_phrase, group_label, ranks_and_verb, ranks_phrase
 
@@ -87,7 +88,7 @@ def measure(logs: Iterable[RankLog], since_ns: int = 0, until_ns: int = 0) -> Pa
         if len(inside) < _MIN_COLLECTIVES or any(op.duration_ns is None and not op.in_flight for op in on_device):
             return None
         intervals = ((max(wait.begin_ns, begin), min(wait.end_ns, end)) for wait in waits[log.rank])
-        total = sum(last - first for first, last in _merged(interval for interval in intervals if interval[0] < interval[1]))
+        total = sum(last - first for first, last in union(interval for interval in intervals if interval[0] < interval[1]))
         waited[log.rank] = (total + sum(op.duration_ns or 0 for op in on_device)) * _NS
         steps.append(inside[-1].step - inside[0].step)
     window_s = (end - begin) * _NS
@@ -106,12 +107,12 @@ def measure_traffic(logs: Sequence[RankLog]) -> list[Traffic]:
     ranks: dict[str, set[int]] = defaultdict(set)
     waits = find_waits(logs)
     for log in logs:
-        intervals: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        intervals: dict[str, list[Span]] = defaultdict(list)
         for wait in waits[log.rank]:
             if begin < wait.end_ns and wait.begin_ns < end:
                 intervals[group_label(wait.op.channel.group)].append((max(begin, wait.begin_ns), min(end, wait.end_ns)))
         for name, each in intervals.items():
-            waited[name] += sum(last - first for first, last in _merged(each))
+            waited[name] += sum(last - first for first, last in union(each))
         for op in log.collectives:
             if begin <= op.announced_ns < end:
                 name = group_label(op.channel.group)
@@ -301,16 +302,6 @@ _Ends = tuple[str, _Lines, str, _Lines]
 
 def _is_in(op: Collective, *parts: str) -> bool:
     return any(part in frame.file for frame in op.stack for part in parts)
-
-
-def _merged(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(intervals):
-        if merged and first <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return merged
 
 
 class Hotspot(NamedTuple):

@@ -15,6 +15,7 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.formats.kineto import Kernel, KinetoTrace, Span, read_kineto
+from commlens.model.spans import union
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.text import count, number
 from commlens.traces.times import CPU_BACKENDS
@@ -90,7 +91,7 @@ def _kernels(issues: dict[int, Span], kernels: Sequence[Kernel]) -> dict[int, Me
     for kernel in kernels:
         if not kernel.communicates:
             busy.setdefault(kernel.device, []).append((kernel.start, kernel.end))
-    merged = {device: _merged(spans) for device, spans in busy.items()}
+    merged = {device: union(spans) for device, spans in busy.items()}
     found: dict[int, Measured] = {}
     for index, issue in issues.items():
         own = launched[bisect.bisect_left(moments, issue.start) : bisect.bisect_right(moments, issue.end)]
@@ -113,21 +114,10 @@ def _on_cpu(data: TraceData, issues: dict[int, Span], profile: KinetoTrace) -> d
         if run is None or data.group_of(event).backend not in CPU_BACKENDS or run.end <= run.start:
             continue
         base = data.started_unix_ns
-        blocked = _merged([(base + event.started_ns, base + event.returned_ns), (base + event.wait_began_ns, base + event.wait_ended_ns)])
+        blocked = union([(base + event.started_ns, base + event.returned_ns), (base + event.wait_began_ns, base + event.wait_ended_ns)])
         duration = run.end - run.start
         found[index] = (duration, duration - _covered(blocked, run.start, run.end) if event.wait_ended_ns else None)
     return found
-
-
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the union of spans, in order."""
-    union: list[tuple[int, int]] = []
-    for start, end in sorted(spans):
-        if union and start <= union[-1][1]:
-            union[-1] = (union[-1][0], max(union[-1][1], end))
-        else:
-            union.append((start, end))
-    return union
 
 
 def _covered(union: Sequence[tuple[int, int]], start: int, end: int) -> int:
