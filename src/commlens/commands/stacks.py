@@ -67,7 +67,7 @@ def find_logs(wanted: str | None, job_name: str | None, *, native: bool = False)
             jobs = []  # the name may be that of a job that is not recorded
         if len(jobs) == 1:
             logs = snapshot(jobs[0], window_s=0.4)
-            stale = [log for log in logs if _is_stale(log)]
+            stale = [log for log in logs if log.main_stack is not None and log.current_stack is None]
             if not stale:
                 return logs
             try:  # ranks that run do not record their stacks
@@ -77,11 +77,3 @@ def find_logs(wanted: str | None, job_name: str | None, *, native: bool = False)
                     log.stacks = []
                 return logs
     return [sample.log for sample in look_at(find_job(wanted, job_name), window_s=0.5, native=native).samples]
-
-
-def _is_stale(log: RankLog) -> bool:
-    """Return whether a rank has issued or left a collective since its stack was recorded."""
-    stack, newest = log.main_stack, log.collectives[-1] if log.collectives else None
-    if stack is None or newest is None:
-        return False
-    return stack.taken_ns < max(newest.announced_ns, newest.wait_ended_ns, newest.done_ns)

@@ -110,3 +110,10 @@ class RankLog(msgspec.Struct):
         of_thread = [stack for stack in others if stack.thread == issuing] or others
         newest = max(of_thread, key=lambda stack: stack.taken_ns, default=None)
         return newest if newest is not None and len({stack.thread for stack in of_thread}) == 1 else main
+
+    @property
+    def current_stack(self) -> ThreadStack | None:
+        """The main thread's stack if it was taken after the rank issued and left its newest collective; None: it has moved since."""
+        stack, newest = self.main_stack, self.collectives[-1] if self.collectives else None
+        moved_ns = max(newest.announced_ns, newest.done_ns, newest.wait_ended_ns) if newest is not None else 0
+        return stack if stack is not None and stack.taken_ns > moved_ns else None

@@ -10,7 +10,7 @@ from commlens.diagnosis.findings.next_steps import death_step
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.wait_graph import Node
 from commlens.matching.error_texts import ended_in_refusal
-from commlens.model.collective import Collective, Frame, user_frame
+from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, ranks_phrase, verb
 
@@ -119,8 +119,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
 
 def _last_line(view: RankView) -> Frame | None:
     """Return the line where a rank was last seen: in its stack if that is newer than its last collective, else the collective's."""
-    op, stack = view.last_op, view.log.main_stack
-    latest = max(op.announced_ns, op.done_ns, op.wait_ended_ns) if op is not None else 0
-    if stack is not None and stack.taken_ns > latest and user_frame(stack.frames) is not None:
-        return user_frame(stack.frames)
-    return op.source if op is not None else None
+    stack = view.log.current_stack
+    if stack is not None and stack.source is not None:
+        return stack.source
+    return view.last_op.source if view.last_op is not None else None
