@@ -249,7 +249,7 @@ class Reporter:
         """Print, as a notice, a verdict on ranks that make the job slow, and pass it on."""
         self.say(_as_notice(verdict))
         self.counts[verdict.kind] += 1
-        self._alerts.send(verdict, job=self._folders[0].name, dump=None)
+        self._pass_on(verdict, None)
 
     def tell(self, line: str, *, abort: bool = False) -> None:
         """Print a line here, and on the other nodes if this one reports for the job."""
@@ -284,7 +284,10 @@ class Reporter:
         """Pass on the verdict that was printed last, once. The dump, if one is saved, comes first: the alert names it."""
         verdict, self._to_send = self._to_send, None
         if verdict is not None:
-            self._alerts.send(verdict, job=(self.dump or self._folders[0]).name, dump=self.dump)
+            self._pass_on(verdict, self.dump)
+
+    def _pass_on(self, verdict: Verdict, dump: Path | None) -> None:
+        self._alerts.send(verdict, job=dump.name if dump is not None else save.dump_name(self._folders), dump=dump)
 
     def close(self) -> None:
         """Wait a few seconds for the commands that got verdicts."""

@@ -56,9 +56,13 @@ class Slowness:
         self._profiling: Profiling | None = None
         self._observer: Observer | None = None
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
-        self.last: Pace | None = None  # the newest sample
-        self.logs: list[RankLog] = []  # it was made of
-        self.is_slower = False  # than at first
+        self.logs: list[RankLog] = []  # of the newest sample
+        self._is_slower = False  # than at first
+
+    @property
+    def last(self) -> Pace | None:
+        """The newest sample."""
+        return self._paces[-1] if self._paces else None
 
     def poll(self, members: Sequence[Member], now: float) -> list[Verdict | str]:
         """Take a sample if it is time. Returns what is new: a verdict, or a line."""
@@ -97,7 +101,7 @@ class Slowness:
         if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
             self._paces.clear()
         self._paces = [*self._paces[1 - _KEPT :], pace]
-        self.last, self.logs = pace, logs
+        self.logs = logs
         return [*self._judge_ranks(ranks, logs), *self._judge_steps(pace)]
 
     def _without_cpu(self, ranks: Sequence[Member]) -> dict[int, int]:
@@ -148,11 +152,11 @@ class Slowness:
         self._step_times.append(pace.step_s)
         first, last = self._step_times[_SKIPPED:_BASE], self._step_times[-_RECENT:]
         del self._step_times[_BASE + _RECENT : -_RECENT]
-        if self.is_slower or len(self._step_times) < _BASE + _RECENT:
+        if self._is_slower or len(self._step_times) < _BASE + _RECENT:
             return []
         usual, now = median(first), median(last)
         if now < _SLOWER * usual or min(last) < max(usual, sorted(first)[-max(1, len(first) // 10)]):
             return []
-        self.is_slower = True
+        self._is_slower = True
         times = f"{duration(now * 1e9)} against {duration(usual * 1e9)}"
         return [f"a step takes {now / usual:.1f} times as long as in the job's first minutes: {times}."]
