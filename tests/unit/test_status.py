@@ -23,14 +23,14 @@ def status(fault=None, *, ranks: int = 4, after_s: float = 30.0) -> JobStatus:
 
 def test_a_job_that_nothing_ails_is_one_line():
     job = status()
-    assert not job.ails
+    assert not job.needs_attention
     assert job.answer.startswith("nothing is wrong: all collectives agree and no rank waits; step 8, ")
     assert job.answer.endswith(" per step")
 
 
 def test_a_rank_that_others_wait_for():
     job = status(Stay(57, "load_batch"))
-    assert job.ails and job.verdict.culprits == [2]
+    assert job.needs_attention and job.verdict.culprits == [2]
     rows = arrange(fold(job.rows), "rank")
     assert [(row.ranks, row.waits_for, row.activity) for row in rows] == [([0, 1, 3], [2], "in-collective"), ([2], [], "data-loading")]
     assert rows[0].collective.startswith("in all_reduce #") and rows[1].collective.startswith("after all_gather #")
@@ -42,7 +42,7 @@ def test_a_dead_rank_is_in_a_row_of_its_own():
     logs = Job(4).run(training(at(1, 5, Stay(57, "load_batch")))).logs(after_s=30)
     logs[1].observation.end, logs[1].observation.signal = End.KILLED, "SIGKILL"
     job = status_of("train", logs)
-    assert job.ails
+    assert job.needs_attention
     assert [row.process for row in fold(job.rows) if row.ranks == [1]] == ["killed by SIGKILL"]
 
 

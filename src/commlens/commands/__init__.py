@@ -59,7 +59,7 @@ COMMANDS: tuple[Entry, ...] = (
     Entry("trace", "Run a script and trace its collectives: when, why, and how many bytes.", runs_user_code=True),
     Entry("preview", "Trace one rank of a job of any size, in one process, without GPUs or a network.", runs_user_code=True),
     Entry("diagnose", "Diagnose dumps or black boxes: name the fault, the rank, the collective and the line."),
-    Entry("status", "Show what every rank of a job is doing right now: one line if nothing ails it, otherwise a table."),
+    Entry("status", "Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a table."),
     Entry("top", "Show live what every rank of a job is doing: sort, fold, pick a rank and see its stack."),
     Entry("attach", "Look at a job that was started without commlens: say whether it is stuck, on which rank and line."),
     Entry("stacks", "Show the stacks of all ranks of a job, merged into a few classes, the odd ones first."),

@@ -22,7 +22,7 @@ class CompareCommand:
     """Report what changed between two traces, or between two dumps of a job.
 
     Traces: collectives that are new, gone, moved or changed. Lines of code and the order of issue are ignored; whether time moved by
-    more than the noise is told, but is no change. Folders with one file per rank are compared rank by rank. Golden files are traces too.
+    more than the noise is reported, but is no change. Folders with one file per rank are compared rank by rank. A golden file is a trace.
     Dumps, from any source: which ranks progressed from the first to the second, and which did not.
     Exit status: 0 if nothing changed, 1 if something did, 2 for wrong usage or a file that is neither trace nor dump, 3 if no rank
     of one of the dumps could be read.

@@ -15,14 +15,14 @@ _JOBS_AT_ONCE = 16
 
 
 class StatusCommand:
-    """Show what every rank of a job is doing right now: one line if nothing ails it, otherwise a table.
+    """Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a table.
 
     It reads the black boxes from outside, so it also shows ranks that are stuck, stopped or dead. Ranks that do the same share a row.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_recorded_job(parser)
-        parser.add_argument("--all", action="store_true", help="show the table also of a job that nothing ails, with a row for each rank")
+        parser.add_argument("--all", action="store_true", help="show the table even if nothing is wrong, with a row for each rank")
         parser.add_argument("--watch", action="store_true", help="show it live, as commlens top does")
         parser.add_argument("--json", action="store_true", help="print the verdict and the rows of each job as JSON")
 
@@ -75,7 +75,7 @@ def _print(job: JobStatus, *, everything: bool) -> None:
     print(f"{job.heading}: {sentence(job.answer)}")
     for line in job.other_nodes:
         print(f"  {line}")
-    if not job.ails and not everything:
+    if not job.needs_attention and not everything:
         return
     rows = job.rows if everything else fold(job.rows)
     table = [cells(row) for row in arrange(rows, "rank")]

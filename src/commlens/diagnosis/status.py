@@ -56,14 +56,14 @@ class JobStatus(msgspec.Struct):
     other_nodes: list[str] = []  # sentences
 
     @property
-    def ails(self) -> bool:
+    def needs_attention(self) -> bool:
         """Whether something is wrong, or a rank waits or does not run."""
         return self.verdict.kind != "healthy" or any(notable_state(log) not in ("", "finished") for log in self.logs)
 
     @property
     def answer(self) -> str:
         """The answer in one line."""
-        if not self.ails:
+        if not self.needs_attention:
             moves = f"; {self.steps}" if self.steps else ""
             return f"{self.verdict.summary}{moves}"
         return self.verdict.summary

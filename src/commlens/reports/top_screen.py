@@ -81,9 +81,9 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
         height: lines.
     """
     head = Text(screen.job.heading, style="bold", no_wrap=True, overflow="ellipsis")
-    style = _STYLES.get(screen.job.verdict.kind, "red") if screen.job.ails else "green"
+    style = _STYLES.get(screen.job.verdict.kind, "red") if screen.job.needs_attention else "green"
     answer = Text(sentence(screen.job.answer), style=style)
-    steps = Text(screen.job.steps if screen.job.ails else "", style="dim", no_wrap=True, overflow="ellipsis")
+    steps = Text(screen.job.steps if screen.job.needs_attention else "", style="dim", no_wrap=True, overflow="ellipsis")
     lines: list[RenderableType] = [head, *_wrapped(answer, width, _ANSWER_LINES)]
     if steps.plain:
         lines.append(steps)

@@ -51,7 +51,7 @@ class Alerts:
     Args:
         settings: of the watcher.
         host: the name of this node.
-        say: prints a line. Each failure is told once.
+        say: prints a line. Each failure is printed once.
     """
 
     def __init__(self, settings: Settings, host: str, say: Callable[[str], Any]) -> None:
@@ -64,10 +64,10 @@ class Alerts:
             self._folder = Path.cwd()
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[bytes]] = []  # that run
-        self._told: set[str] = set()
+        self._printed: set[str] = set()
 
     def send(self, verdict: Verdict, *, job: str, dump: Path | None) -> None:
-        """Pass a verdict on. Returns at once; errors are told, never raised."""
+        """Pass a verdict on. Returns at once; errors are printed, never raised."""
         if self._log is None and not self._command:
             return
         now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -136,8 +136,8 @@ class Alerts:
                 self._tell(f"on_verdict ended with {how}" + (f": {last}" if last else "."))
 
     def _tell(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._printed:
+            self._printed.add(line)
             self._say(line)
 
 

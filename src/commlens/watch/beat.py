@@ -10,7 +10,7 @@ from commlens.watch.channel_progress import Blocks
 
 
 class Request(NamedTuple):
-    """Of the node that reports, for evidence."""
+    """A request for evidence by the node that reports."""
 
     slot: int  # of the node that asks
     number: int
@@ -18,7 +18,7 @@ class Request(NamedTuple):
 
 
 LAST: Final = Request(-1, 1)
-"""The request that the evidence of a node answers which leaves, or of which a rank has died: its store may end at once."""
+"""The request under which a node stores its evidence unasked when it leaves or one of its ranks has died: the store may end at once."""
 
 
 class News(msgspec.Struct, frozen=True):

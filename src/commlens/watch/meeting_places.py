@@ -18,7 +18,7 @@ from commlens.watch.store_client import StoreClient
 from commlens.watch.strangers import meeting_of
 
 TIMEOUT_S: Final = 1.0
-ANSWER_S: Final = 3.0  # a store that is busy when all nodes come at once must not get more work by those that come again
+ANSWER_S: Final = 3.0  # a store that is busy when all nodes come at once must not get more work from reconnecting nodes
 
 Client = StoreClient | FolderClient
 """Values under keys. All methods raise OSError if the store or the folder cannot be reached."""
@@ -26,7 +26,7 @@ Client = StoreClient | FolderClient
 
 @dataclass(frozen=True)
 class Store:
-    """The job's store."""
+    """The job's TCPStore as a place to meet."""
 
     host: str
     port: int
@@ -54,7 +54,7 @@ class Store:
 
 @dataclass(frozen=True)
 class Folder:
-    """A folder that is shared, perhaps."""
+    """A folder as a place to meet, if the nodes share it."""
 
     path: Path
 

@@ -28,7 +28,7 @@ class Metrics:
     Args:
         settings: ``metrics_file`` and ``metrics_port``.
         job: the job's name: a label of all metrics.
-        reporter: of the job. Each failure is told once; the job is watched all the same.
+        reporter: of the job. Each failure is printed once; the job is watched all the same.
     """
 
     def __init__(self, settings: Settings, job: str, reporter: Reporter) -> None:

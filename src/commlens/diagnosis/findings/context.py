@@ -102,7 +102,7 @@ class Context:
         """``"ranks 0,3 wait for it in all_reduce #7 of group tp [0-3], rank 5 in recv #1 from rank 2"``: each rank in its own collective.
 
         Args:
-            edges: the waits. Groups of one name are told together.
+            edges: the waits. Groups of one name share a phrase.
             singular: the verb for one rank: "waits for it".
             plural: the verb for several.
         """

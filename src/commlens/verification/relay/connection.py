@@ -1,7 +1,7 @@
 """A connection between the relays of two nodes: frames, and proof that both know the job's secret. Standard library only.
 
-A frame is its length, a letter, and its content: ``W``, changed bytes of boards, or ``J``, a JSON object. Nothing else is accepted,
-and of a connection that has not proven itself only a short object.
+A frame is its length, a letter, and its content: ``W``, changed bytes of boards, or ``J``, a JSON object. Any other frame is
+refused, and before the other side has proven that it knows the secret, so is any but a short object.
 """
 
 from __future__ import annotations

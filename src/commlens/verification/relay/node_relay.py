@@ -146,7 +146,7 @@ class Relay:
                 self._drafts.path.unlink(missing_ok=True)
 
     def _tick(self) -> bool:
-        """Do what need not be done at once. Returns whether all ranks of this node have ended."""
+        """Do the periodic work: connections, waits, heartbeats, lost nodes. Returns whether all ranks of this node have ended."""
         self._find_boards()
         now = time.monotonic()
         if not self._is_hub and not self._connections and self._offers and now >= self._retry_at and not self._is_over:
