@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         OutputError,
         SelectionError,
     )
-    from commlens.launch.recording import disable, enable, expect_slow, verify
+    from commlens.launch.recording import disable, dump, enable, expect_slow, verify
     from commlens.model.verdict import Verdict
     from commlens.traces.assertions import assert_comms, assert_matches_golden
     from commlens.traces.trace import Trace
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from commlens.tracing.comm_debug.mode import CommDebugMode
     from commlens.tracing.preview.preview import preview
     from commlens.verification.operation import verify_operation
-    from commlens.watch.snapshot import dump
 
 __all__ = [
     "CommDebugMode",
@@ -74,7 +73,7 @@ _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "assert_matches_golden": "traces.assertions",
     "diagnose": "diagnosis.api",
     "disable": "launch.recording",
-    "dump": "watch.snapshot",
+    "dump": "launch.recording",
     "enable": "launch.recording",
     "expect_slow": "launch.recording",
     "preview": "tracing.preview.preview",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -22,10 +23,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox.reader import read_box
+from commlens.blackbox.reader import OpenBox, read_box
 from commlens.dumps.detect import MARKER
 from commlens.dumps.read import Evidence, read_evidence
-from commlens.dumps.save import SavedRank, add_node, discard_job, dump_name, save_dump, save_reports
+from commlens.dumps.save import SavedRank, add_node, discard_job, dump_name, holds, save_dump, save_reports
 from commlens.errors import CommandError, DumpError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, ThreadStack
@@ -142,6 +143,86 @@ class TestRoundTrip:
         (saved / "rank2.102.box").unlink()
         busy_box(2, pid=999).write(saved)
         assert read_evidence([saved]).logs[2].observation == Observation()
+
+
+class TestSharedFolder:
+    """The node that reports adds another node's ranks to its dump, which that node may save there, too."""
+
+    def nodes(self, folder: Path, *, theirs: str = "job-1", restart: int = 0) -> tuple[Path, Path]:
+        """Two ranks on each of two nodes; the first one has restarted its workers."""
+        jobs = []
+        for number, job in ((0, "job-1"), (1, theirs)):
+            jobs.append(folder / f"box{number}" / "commlens-0" / job)
+            for rank in (2 * number, 2 * number + 1):
+                about = {"restart": 0 if number else restart}
+                busy_box(rank, job=job, pid=100 + rank, host=f"n{number}", about=about).write(jobs[-1])
+        return jobs[0], jobs[1]
+
+    def sent(self, job_dir: Path, *, newest: int | None, at_ns: int) -> list[SavedRank]:
+        """What the other node sends to the one that reports."""
+        ranks = []
+        for path in job_dirs.boxes(job_dir):
+            with OpenBox(path) as box:
+                ranks.append(SavedRank(job_dirs.box_rank(path), job_dirs.box_pid(path), SEEN, box.packed(newest=newest), at_ns))
+        return ranks
+
+    @pytest.mark.parametrize("order", list(itertools.permutations(["theirs", "newest", "whole", "newest again"])))
+    def test_the_whole_copy_stays_in_whatever_order_they_are_written(self, tmp_path: Path, order: tuple[str, ...]) -> None:
+        ours, theirs = self.nodes(tmp_path)
+        dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
+        for what in order:
+            if what == "theirs":
+                assert save_dump(theirs, tmp_path / "dumps", {2: SEEN}, host="n1", keep=3) == dump
+            else:
+                ranks = self.sent(theirs, newest=None if what == "whole" else 4, at_ns=UNIX + len(what))
+                add_node(dump, ranks, host="n1", job="job-1")
+            whole = {"theirs", "whole"} & set(order[: order.index(what) + 1])
+            assert holds(dump, ["rank2.102.box", "rank3.103.box"]) is bool(whole)
+        assert sorted(path.name for path in dump.glob("*.box")) == [f"rank{rank}.{100 + rank}.box" for rank in range(4)]
+        evidence = read_evidence(dump)
+        assert evidence.problems == []
+        assert {log.rank: len(log.collectives) for log in evidence.logs if log.rank > 1} == {2: 10, 3: 10}
+        # The node's own copy is newer than what it sent.
+        assert all(log.captured_ns > UNIX + 1000 for log in evidence.logs)
+
+    def test_a_copy_with_the_newest_records_is_better_than_none(self, tmp_path: Path) -> None:
+        ours, theirs = self.nodes(tmp_path)
+        dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
+        add_node(dump, self.sent(theirs, newest=4, at_ns=UNIX + 5), host="n1", job="job-1")
+        found = read_evidence(dump)
+        assert [len(log.collectives) for log in found.logs] == [10, 10, 4, 4]
+        assert found.logs[3].captured_ns == UNIX + 5 and found.logs[3].observation == SEEN
+        shutil.copy(dump / "rank3.103.newest.box", tmp_path / "left")
+        save_dump(theirs, tmp_path / "dumps", {}, host="n1", keep=3)
+        shutil.copy(tmp_path / "left", dump / "rank3.103.newest.box")  # whoever wrote it was killed before it could look again
+        assert [len(log.collectives) for log in read_evidence(dump).logs] == [10] * 4
+        save_dump(live_job(tmp_path / "later", 1, job="job-2"), tmp_path / "dumps", {}, host="n0", keep=1)
+        assert not dump.exists(), "all its files are known to be commlens's"
+
+    def test_they_write_at_the_same_time(self, tmp_path: Path) -> None:
+        ours, theirs = self.nodes(tmp_path)
+        dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
+        ranks = self.sent(theirs, newest=4, at_ns=UNIX)
+        for _ in range(20):
+            adder = threading.Thread(target=lambda: [add_node(dump, ranks, host="n1", job="job-1") for _ in range(3)])
+            adder.start()
+            save_dump(theirs, tmp_path / "dumps", {}, host="n1", keep=3)
+            adder.join()
+            assert sorted(path.name for path in dump.glob("rank[23].*")) == ["rank2.102.box", "rank3.103.box"]
+            for path in dump.glob("rank[23].*"):
+                path.unlink()
+
+    def test_a_node_whose_job_has_another_name_there_saves_in_the_same_dump(self, tmp_path: Path) -> None:
+        ours, theirs = self.nodes(tmp_path, theirs="another-name", restart=2)
+        dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
+        add_node(dump, self.sent(theirs, newest=4, at_ns=UNIX), host="n1", job="job-1", restart=2)
+        assert save_dump(theirs, tmp_path / "dumps", {}, host="n1", keep=3) == dump
+        found = read_evidence(dump)
+        assert found.problems == []
+        assert [(log.rank, log.job, log.restart, len(log.collectives)) for log in found.logs] == [
+            (rank, "job-1", 2, 10) for rank in range(4)
+        ]
+        assert save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3) == dump
 
 
 class TestReading:

@@ -108,6 +108,33 @@ def test_two_names_for_one_setting_must_say_the_same():
 
 
 @pytest.mark.launches
+def test_dump_follows_the_settings_that_enable_was_given(tmp_path):
+    pytest.importorskip("torch")
+    program = f"""
+import commlens, stat
+import torch.distributed as dist
+try:
+    commlens.dump({str(tmp_path)!r})
+except commlens.CommandError as error:
+    print(error)
+commlens.enable(dump_mode="0640", keep_dumps=1, box_dir={str(tmp_path / "box")!r}, watched=True)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+for path in sorted(commlens.dump({str(tmp_path / "dumps")!r}).iterdir()):
+    print(path.name.split(".")[0], oct(path.stat().st_mode & 0o777))
+print(oct(next(commlens.dump({str(tmp_path / "other")!r}, mode=0o600).glob("*.box")).stat().st_mode & 0o777))
+"""
+    lines = python(program).splitlines()
+    assert lines[0].startswith("This process is not recorded, so there is nothing to dump")
+    assert [line.split() for line in lines[1:4]] == [
+        ["commlens-dump", "0o640"],
+        [f"observed-{os.uname().nodename}", "0o640"],
+        ["rank0", "0o640"],
+    ]
+    assert lines[4] == "0o600"
+
+
+@pytest.mark.launches
 def test_expect_slow_without_torch_does_nothing():
     program = "import sys; sys.modules['torch'] = None; import commlens\nwith commlens.expect_slow('checkpoint'):\n    print('done')"
     assert python(program) == "done"

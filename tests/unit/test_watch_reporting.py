@@ -1,18 +1,27 @@
-"""What the node that reports asks the others for: of many nodes, only the newest records of most ranks."""
+"""What the node that reports asks the others for, of many nodes only the newest records of most ranks; and what each node saves."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from boxes import busy_box
 from builders import Die, Job, Stay, Step, all_reduce, collective
 
+from commlens.blackbox import job_dirs
+from commlens.blackbox.reader import OpenBox
+from commlens.config import Settings
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.dumps.read import read_evidence
+from commlens.dumps.save import SavedRank, add_node, save_dump
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.watch.beat import Beat
-from commlens.watch.reporting import HEAD_RECORDS, nodes_to_ask
+from commlens.watch.reporting import HEAD_RECORDS, Reporter, nodes_to_ask
 
 RANKS, PER_NODE, STEPS = 16, 4, 100
 KILLED = Die(Observation(End.KILLED, None, "SIGKILL"))
@@ -69,3 +78,25 @@ def test_few_nodes_are_asked_for_all_records() -> None:
     assert nodes_to_ask(verdict, [*NODES[1:], *many]) == [1, 2, 3], "the culprit's node, and those of some that wait"
     assert nodes_to_ask(msgspec.structs.replace(verdict, confidence="low"), NODES) == [], "all"
     assert nodes_to_ask(msgspec.structs.replace(verdict, kind="stuck-inside", culprits=[]), NODES) == [], "all"
+
+
+def test_a_node_saves_what_the_dump_of_the_node_that_reports_lacks(tmp_path: Path) -> None:
+    ours, theirs = tmp_path / "box0" / "job-1", tmp_path / "box1" / "job-1"
+    for rank, folder in ((0, ours), (1, theirs)):
+        busy_box(rank, 2, pid=100 + rank).write(folder)
+    dump = save_dump(ours, tmp_path / "dumps", {}, host="n0", keep=3)
+    box = OpenBox(job_dirs.boxes(theirs)[0])
+    said: list[str] = []
+    nodes = SimpleNamespace(dump=str(dump), update=lambda **_: None)
+    evidence = SimpleNamespace(nodes=nodes, observations=dict, remote={})
+
+    def save_own(newest: int | None) -> str:
+        add_node(dump, [SavedRank(1, 101, Observation(), box.packed(newest=newest), 1)], host=os.uname().nodename, job="job-1")
+        reporter = Reporter([theirs], Settings(dump_dir=str(tmp_path / "dumps")), evidence, say=said.append)  # type: ignore[arg-type]
+        reporter.save_own_dump()
+        return said.pop()
+
+    assert save_own(4) == f"dump saved in {dump}; read it with `commlens diagnose {dump}`", "all records, in the folder that both share"
+    assert [len(log.collectives) for log in read_evidence(dump).logs] == [10, 10]
+    assert save_own(None) == f"the dump of all nodes is in {dump}"
+    assert said == []

@@ -69,10 +69,16 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
     return Parts(identity, header, slots, ring, side, side_head, evidence, size)
 
 
-def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[int]:
+def wants_all(header: bytes, capacity: int, newest: int | None) -> bool:
+    """Return whether the ``newest`` records are all that a box with this header has."""
     (issued,) = L.LIVE_WORD.unpack_from(header, L.NEXT_INDEX)
-    if newest is None or newest >= capacity or issued <= newest:
+    return newest is None or newest >= capacity or issued <= newest
+
+
+def _numbers(header: bytes, capacity: int, newest: int | None) -> range | list[int]:
+    if newest is None or wants_all(header, capacity, newest):
         return range(capacity)
+    (issued,) = L.LIVE_WORD.unpack_from(header, L.NEXT_INDEX)
     return sorted((index - 1) % capacity for index in range(issued - newest + 1, issued + 1))
 
 

@@ -11,7 +11,7 @@ import zlib
 from typing import Final, NamedTuple
 
 from commlens.blackbox import layout as L
-from commlens.blackbox.copy import Parts, whole_records
+from commlens.blackbox.copy import Parts, wants_all, whole_records
 from commlens.blackbox.header import read_identity
 from commlens.errors import FormatError
 
@@ -40,8 +40,20 @@ def is_packed(content: bytes) -> bool:
     return content.startswith(MAGIC)
 
 
+def is_partial(content: bytes) -> bool:
+    """Return whether a file is a packed box with only the newest records, or too damaged to say."""
+    if not is_packed(content):
+        return False
+    stream = _Stream(content[_HEAD.size : _HEAD.size + L.HEADER_SIZE + _PIECE])
+    stream.read(L.HEADER_SIZE)
+    sizes = stream.read(_SIZES.size)
+    return len(sizes) < _SIZES.size or _SIZES.unpack(sizes)[1] != 0
+
+
 def pack(parts: Parts, newest: int | None = None) -> bytes:
     """Pack a copy of a box: the whole, or only the intact ones of its ``newest`` records, as ``parts`` was read."""
+    if newest is not None and wants_all(parts.header, parts.identity.capacity, newest):
+        newest = None
     identity = parts.identity
     evidence = (parts.evidence[: identity.evidence_slot], parts.evidence[identity.evidence_slot :])
     kept = [part[: _used(part)] for part in (*evidence, parts.side)]

@@ -24,7 +24,7 @@ class DumpCommand:
 
         settings = load_settings(overrides={"dump_dir": arguments.output}).settings
         for job in find_jobs(arguments.job, settings.box_dir):
-            folder = dump(settings.dump_dir, job_dir=job, window_s=1.0, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))
+            folder = dump(settings.dump_dir, job, window_s=1.0, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))
             print(folder)
             print(f"  commlens diagnose {folder}")
         return 0

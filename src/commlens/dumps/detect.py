@@ -23,7 +23,9 @@ OBSERVED_MAX: Final = 32 << 20
 MARKER: Final = "commlens-dump.json"
 """Name of the file that marks a job folder as made by commlens, so that commlens may delete it."""
 
-BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(box|new)")  # names of black boxes, finished or under construction
+BOX_NAME: Final = re.compile(r"rank-?\d+\.\d+\.(newest\.)?(box|new)")
+"""Names of black boxes, finished or under construction, and of copies with only the newest records."""
+
 REPORT_NAME: Final = re.compile(r"(index|verdict)(-[A-Za-z0-9._-]+)?\.(html|json)")
 """Names of the reports that are saved beside a dump."""
 

@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from commlens.blackbox import job_dirs
-from commlens.blackbox.packed import is_packed
+from commlens.blackbox.packed import is_packed, is_partial
 from commlens.blackbox.reader import SIZE_MAX, BoxStatus, OpenBox, read_copy
 from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.detect import OBSERVED, OBSERVED_MAX, OBSERVED_SCHEMA, Kind
@@ -44,6 +44,7 @@ class _Box:
     path: Path
     status: BoxStatus
     log: RankLog
+    partial: bool = False  # a copy with only the newest records
 
     @property
     def process(self) -> tuple[int, int, int]:
@@ -56,9 +57,9 @@ class _Box:
         return max(self.status.created_ns, self.status.heartbeat_ns, *moments)
 
     @property
-    def age(self) -> tuple[int, int, int, str]:
+    def age(self) -> tuple[bool, int, int, int, str]:
         """Sort key of copies of one box: the most complete copy is last."""
-        return (self.status.issued, self.status.heartbeat_ns, len(self.log.collectives), str(self.path))
+        return (not self.partial, self.status.issued, self.status.heartbeat_ns, len(self.log.collectives), str(self.path))
 
 
 @dataclass
@@ -128,17 +129,19 @@ def _name_as_dumped(boxes: list[_Box], observed: list[_Observed]) -> None:
 
 
 def _read_box(source: Source) -> _Box:
-    path = source.plain_path
+    path, partial = source.plain_path, False
     if path is not None and not is_packed(source.beginning):
         with OpenBox(path, name=source.name) as box:
             status, log = box.status(), box.log()
     else:
         path = path or Path(source.name)
-        status, log = read_copy(source.read(SIZE_MAX), name=source.name)
+        content = source.read(SIZE_MAX)
+        status, log = read_copy(content, name=source.name)
         log.problems += source.problems
+        partial = is_partial(content)
     if log.rank < 0:
         raise FormatError(f"{source.name} is left out: its process (pid {log.pid}) never learned its rank.")
-    return _Box(path, status, log)
+    return _Box(path, status, log, partial)
 
 
 def _read_observed(source: Source, problems: list[str]) -> _Observed:

@@ -1,4 +1,4 @@
-"""Switch recording and verification on and off: ``commlens.enable``, ``disable``, ``verify`` and ``expect_slow``.
+"""Switch recording and verification on and off, and dump: ``commlens.enable``, ``disable``, ``verify``, ``expect_slow`` and ``dump``.
 
 This module connects the recorder with the verifier and with dumping, which do not import each other. Importing it does not import torch.
 """
@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from commlens import config
 from commlens.capture import session
 from commlens.capture.session import expect_slow
-from commlens.errors import ConfigError, MissingDependency
+from commlens.errors import CommandError, ConfigError, MissingDependency
 
 if TYPE_CHECKING:
     from commlens.verification.verifier import Verifier
 
-__all__ = ["disable", "enable", "expect_slow", "start", "start_from_environment", "verify"]
+__all__ = ["disable", "dump", "enable", "expect_slow", "start", "start_from_environment", "verify"]
 
 log = logging.getLogger("commlens")
 
@@ -73,6 +73,40 @@ def verify() -> Iterator[None]:
         yield
     finally:
         session.leave_verification()
+
+
+def dump(
+    directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None, mode: int | None = None
+) -> Path:
+    """Copy a job's black boxes, and what is observed of its processes, into a folder below ``directory``.
+
+    Args:
+        directory: the job's folder is created in it.
+        job_dir: of the job's black boxes; by default those of the job that this process is a rank of.
+        window_s: how long to observe the processes.
+        keep: how many jobs' dumps to keep there; by default the setting keep_dumps.
+        mode: permissions of the files; by default the setting dump_mode.
+
+    Returns:
+        The dump's folder.
+
+    Raises:
+        CommandError: this process is not a recorded rank.
+        DumpError: nothing could be saved, or a file could not be written.
+    """
+    from commlens.watch import snapshot
+
+    current = session.session() if session.is_started() else None
+    job_dir = job_dir or (current.job_dir if current is not None else None)
+    if job_dir is None:
+        raise CommandError(
+            "This process is not recorded, so there is nothing to dump: start it with `commlens run`, or call commlens.enable() first."
+        )
+    settings = current.settings if current is not None else config.load_settings(strict=False).settings
+    return snapshot.dump(
+        directory, job_dir, window_s=window_s, keep=settings.keep_dumps if keep is None else keep,
+        mode=int(settings.dump_mode, 8) if mode is None else mode,
+    )  # fmt: skip
 
 
 def start_from_environment() -> None:
@@ -128,4 +162,4 @@ def _make_verifier(job_dir: Path, rank: int, **options: Any) -> Verifier:
 def _dump(directory: str, job_dir: Path, settings: config.Settings) -> Path:
     from commlens.watch import snapshot
 
-    return snapshot.dump(directory, job_dir=job_dir, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))
+    return snapshot.dump(directory, job_dir, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))

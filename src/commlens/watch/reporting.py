@@ -272,7 +272,7 @@ class Reporter:
             self.evidence.nodes.update(dump=str(self.dump))
 
     def save_own_dump(self) -> None:
-        """Save this node's ranks, if the dump of the node that reports is not in a folder that both nodes share."""
+        """Save this node's ranks, unless the dump of the node that reports is in a folder that both nodes share, with all their records."""
         folder = self.evidence.nodes.dump
         if folder and save.holds(Path(folder), [box.name for each in self._folders for box in job_dirs.boxes(each)]):
             self.dump = Path(folder)

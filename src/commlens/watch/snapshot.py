@@ -8,9 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from commlens.blackbox import job_dirs
-from commlens.config import load_settings
-from commlens.errors import CommandError, FormatError
+from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer, Pulse
 from commlens.processes.process import Ending
@@ -127,45 +125,25 @@ def snapshot(job_dir: Path, *, window_s: float = 1.0) -> list[RankLog]:
         return read_logs(roster.current(), observations)[0]
 
 
-def dump(
-    directory: str | Path, *, job_dir: Path | None = None, window_s: float = 0.5, keep: int | None = None, mode: int | None = None
-) -> Path:
+def dump(directory: str | Path, job_dir: Path, *, window_s: float = 0.5, keep: int, mode: int) -> Path:
     """Copy a job's black boxes, and what is observed of its processes, into a folder below ``directory``.
 
     Args:
         directory: the job's folder is created in it.
-        job_dir: the job; by default the one that this process is a rank of.
+        job_dir: of the job's black boxes.
         window_s: how long to observe the processes.
-        keep: how many jobs' dumps to keep there; by default the setting keep_dumps.
-        mode: permissions of the files; by default the setting dump_mode.
+        keep: how many jobs' dumps to keep there.
+        mode: permissions of the files.
 
     Returns:
         The dump's folder.
 
     Raises:
-        CommandError: this process is not a recorded rank.
+        DumpError: nothing could be saved, or a file could not be written.
     """
     from commlens.dumps import save
 
-    job_dir = job_dir or own_job()
-    if job_dir is None:
-        raise CommandError(
-            "This process is not recorded, so there is nothing to dump: start it with `commlens run`, or call commlens.enable() first."
-        )
     with contextlib.closing(Roster([job_dir])) as roster:
         observations = observe(roster, Observer(), window_s=window_s)
         by_rank = {member.rank: observations[member.pid] for member in roster.current() if member.pid in observations}
-    settings = load_settings(strict=False).settings
-    return save.save_dump(
-        job_dir, Path(directory), by_rank, host=os.uname().nodename,
-        keep=settings.keep_dumps if keep is None else keep, mode=int(settings.dump_mode, 8) if mode is None else mode,
-    )  # fmt: skip
-
-
-def own_job(box_dir: str | None = None) -> Path | None:
-    """Return the folder of the job that this process is a rank of; None if it is not recorded."""
-    mine = os.getpid()
-    for job in job_dirs.live_jobs(box_dir or os.environ.get("COMMLENS_BOX_DIR")):
-        if any(job_dirs.box_pid(box) == mine and job_dirs.has_ended(box) is False for box in job_dirs.boxes(job)):
-            return job
-    return None
+    return save.save_dump(job_dir, Path(directory), by_rank, host=os.uname().nodename, keep=keep, mode=mode)
