@@ -137,3 +137,26 @@ def test_an_absent_rank_in_the_same_line_of_a_trainer_is_told_by_the_library_s_l
     (finding,) = diagnose_logs(logs).findings
     main = "train.py:80 main -> lightning"
     assert f"rank 1 is in {main}/save.py:4 save_checkpoint, ranks 0,2 in {main}/strategy.py:7 backward." in finding.evidence
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_line_is_new_only_if_the_rank_has_not_been_there(skips: bool) -> None:
+    """A rank that leaves out a batch comes to the gradients' line again, where the others sum a metric."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(15):
+            if (rank, i) == (2, 9) and skips:
+                continue
+            yield all_reduce(job.world, 64, line=17, function="average")
+            yield all_reduce(job.world, 8, line=17, function="average")
+            yield Step()
+            if (rank, i) == (2, 9):
+                yield all_reduce(job.world, 3, line=30, function="clip")
+            if i % 5 == 4:
+                yield all_reduce(job.world, 1, line=50, function="metric")
+
+    verdict = diagnose_logs(Job(4).run(program).logs())
+    assert verdict.culprits == [2]
+    told = [text for text in verdict.findings[0].evidence if "it may be extra" in text]
+    assert len(told) == 1
+    assert ("for the first time" in told[0]) is not skips

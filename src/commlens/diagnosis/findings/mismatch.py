@@ -10,6 +10,7 @@ from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, separation, tie_step
+from commlens.diagnosis.index import RankView
 from commlens.diagnosis.out_of_step import steps_ahead
 from commlens.diagnosis.wait_graph import Node
 from commlens.model.collective import Collective
@@ -118,7 +119,7 @@ def _finding(
     failed = {rank for rank in mismatch.key[2] if rank in views and views[rank].exit.failed} if not mismatch.silent else set()
     aborted = sorted(rank for rank in failed if views[rank].exit.kind == "own" and is_absorbed(context, rank))
     held = sorted(set(blocked) - set(culprits))
-    skip = _skip_evidence(mismatch, culprits, op, usual, paths)
+    skip = _skip_evidence(mismatch, culprits, op, usual, paths, is_known_place=_has_been_there(views.get(culprits[0]), op))
     if mismatch.tie:
         sides = []
     elif mismatch.answer is None:
@@ -232,8 +233,13 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     return f"{subject} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {odd}, the others {theirs}{skip}"
 
 
+def _has_been_there(view: RankView | None, op: Collective) -> bool:
+    """Return whether the rank has issued this op from the same lines before."""
+    return view is not None and any((each.op, each.call_lines) == (op.op, op.call_lines) for each in view.history if each.index < op.index)
+
+
 def _skip_evidence(
-    mismatch: Mismatch, culprits: list[int], op: Collective, usual: Collective | None, paths: tuple[Path, Path]
+    mismatch: Mismatch, culprits: list[int], op: Collective, usual: Collective | None, paths: tuple[Path, Path], *, is_known_place: bool
 ) -> list[str]:  # fmt: skip
     shift, number, subject = mismatch.shift, mismatch.number, ranks_phrase(culprits)
     own = paths[0].phrase
@@ -260,4 +266,5 @@ def _skip_evidence(
         ]
     if mismatch.departure or mismatch.tie or mismatch.pair is not None or usual is None or own == paths[1].phrase:
         return []
-    return [f"{subject} issued {op.op} at {own} for the first time: it may be extra, or {they} skipped the others' {usual.op}."]
+    first = "" if is_known_place else " for the first time"
+    return [f"{subject} issued {op.op} at {own}{first}: it may be extra, or {they} skipped the others' {usual.op}."]
