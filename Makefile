@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat page schemas clean
+.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat page docs pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,19 @@ compat: ## Run all tests on another torch, in a separate environment: make compa
 page: ## Rebuild the HTML pages' scripts and styles from web/ (the only target that needs Node.js and npm)
 	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
+docs: $(VENV)/.ready ## Build the documentation as a site, and the manual page, in build/docs; warnings are errors
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
+	COLUMNS=80 $(VENV)/bin/argparse-manpage --module commlens.commands.whole_parser --function whole_parser --format single-commands-section \
+		--prog commlens --project-name commlens --manual-title commlens --output build/docs/commlens.1 \
+		--description "find the rank, the collective and the line that stopped a distributed PyTorch job"
+	@echo "Open build/docs/index.html"
+
+pictures: $(VENV)/.ready $(VENV)/.browser ## Take the pictures of the docs anew, from real runs
+	$(VENV)/bin/python docs/make/pictures.py
+
+gallery: $(VENV)/.ready ## Run every scenario, and write what commlens says about it to docs/gallery.md (ten minutes)
+	$(VENV)/bin/python docs/make/gallery.py
+
 schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their types
 	$(VENV)/bin/python tests/unit/make_schemas.py
 
@@ -92,7 +105,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==$(TORCH_VERSION) $(USE_CPU_INDEX) \
 		$(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),--constraint constraints.txt)
 	@sed 's/^torch==.*/torch==$(TORCH_VERSION)/' constraints.txt $(if $(filter $(PINNED_TORCH),$(TORCH_VERSION)),,| grep '^\(torch\|accelerate\|ruff\|mypy\|pytest\|hypothesis\)[a-z-]*==') > $(VENV)/constraints.txt
-	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint]' --constraint $(VENV)/constraints.txt
+	@$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[stacks,test,lint,docs]' --constraint $(VENV)/constraints.txt
 	@touch $@
 
 # A Chromium for the tests of pages: the system's, else Debian's, else the one that Playwright downloads. Without a Chromium, these tests are skipped with a message.

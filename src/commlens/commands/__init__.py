@@ -52,25 +52,56 @@ class Entry(NamedTuple):
         return "".join(part.capitalize() for part in self.name.split("-")) + "Command"
 
 
-COMMANDS: tuple[Entry, ...] = (
-    Entry("demo", "Run a real multi-process job with one fault in it, and diagnose it."),
-    Entry("launch", "Run a script under torchrun with a black box in every worker."),
-    Entry("run", "Run a script as one worker with a black box, under any other launcher.", runs_user_code=True),
-    Entry("trace", "Run a script and trace its collectives: when, why, and how many bytes.", runs_user_code=True),
-    Entry("preview", "Trace one rank of a job of any size, in one process, without GPUs or a network.", runs_user_code=True),
-    Entry("diagnose", "Diagnose dumps or black boxes: name the fault, the rank, the collective and the line."),
-    Entry("status", "Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a table."),
-    Entry("top", "Show live what every rank of a job is doing: sort, fold, pick a rank and see its stack."),
-    Entry("attach", "Look at a job that was started without commlens: say whether it is stuck, on which rank and line."),
-    Entry("stacks", "Show the stacks of all ranks of a job, merged into a few classes, the odd ones first."),
-    Entry("dump", "Save a dump of a running, stuck or dead job on this node."),
-    Entry("view", "Show a trace: which collectives a rank issued, where, why, and how many bytes."),
-    Entry("compare", "Report what changed between two traces, or between two dumps of a job."),
-    Entry("convert", "Convert dumps to Flight Recorder files, Perfetto, Parquet or CSV."),
-    Entry("config", "Write the settings file by asking questions; config show prints the settings in use."),
-    Entry("build-native", "Build the native engine for this torch and Python, which makes recording cheaper."),
-    Entry("doctor", "Check this environment: versions, the recording engine, and what would not work."),
+SUMMARY = "Find the rank, the collective and the line that stopped a distributed PyTorch job."
+
+PURPOSES: tuple[tuple[str, tuple[Entry, ...]], ...] = (
+    ("Try it", (Entry("demo", "Run a real multi-process job with one fault in it, and diagnose it."),)),
+    (
+        "Run a job with recording on",
+        (
+            Entry("launch", "Run a script under torchrun with a black box in every worker."),
+            Entry("run", "Run a script as one worker with a black box, under any other launcher.", runs_user_code=True),
+        ),
+    ),
+    (
+        "Look at a job that runs or hangs now",
+        (
+            Entry("status", "Show what every rank of a job is doing right now: one line if nothing is wrong, otherwise a table."),
+            Entry("top", "Show live what every rank of a job is doing: sort, fold, pick a rank and see its stack."),
+            Entry("attach", "Look at a job that was started without commlens: say whether it is stuck, on which rank and line."),
+            Entry("stacks", "Show the stacks of all ranks of a job, merged into a few classes, the odd ones first."),
+            Entry("dump", "Save a dump of a running, stuck or dead job on this node."),
+        ),
+    ),
+    (
+        "Find the fault in dumps",
+        (
+            Entry("diagnose", "Diagnose dumps or black boxes: name the fault, the rank, the collective and the line."),
+            Entry("convert", "Convert dumps to Flight Recorder files, Perfetto, Parquet or CSV."),
+        ),
+    ),
+    (
+        "See what a model communicates",
+        (
+            Entry("trace", "Run a script and trace its collectives: when, why, and how many bytes.", runs_user_code=True),
+            Entry("preview", "Trace one rank of a job of any size, in one process, without GPUs or a network.", runs_user_code=True),
+            Entry("view", "Show a trace: which collectives a rank issued, where, why, and how many bytes."),
+            Entry("compare", "Report what changed between two traces, or between two dumps of a job."),
+        ),
+    ),
+    (
+        "Set up",
+        (
+            Entry("config", "Write the settings file by asking questions; config show prints the settings in use."),
+            Entry("build-native", "Build the native engine for this torch and Python, which makes recording cheaper."),
+            Entry("doctor", "Check this environment: versions, the recording engine, and what would not work."),
+            Entry("completion", "Print a script that makes a shell complete commlens's commands and options."),
+        ),
+    ),
 )
+"""Every command, grouped by what it is for, as ``commlens --help`` shows them."""
+
+COMMANDS: tuple[Entry, ...] = tuple(entry for _, entries in PURPOSES for entry in entries)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,14 +176,14 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"commlens {__version__}")
         return 0
     command = _entry(verb).load()
-    parser = _Parser(prog=f"commlens {verb}", description=_documentation(type(command)), formatter_class=_Paragraphs, allow_abbrev=False)
+    parser = _Parser(prog=f"commlens {verb}", description=documentation(command), formatter_class=_Paragraphs, allow_abbrev=False)
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))
 
 
-def _documentation(kind: type[Command]) -> str:
+def documentation(command: Command) -> str:
     """Return the docstring without its indentation, like inspect.getdoc, which takes too long to import."""
-    first, _, rest = (kind.__doc__ or "").partition("\n")
+    first, _, rest = (type(command).__doc__ or "").partition("\n")
     return f"{first}\n{textwrap.dedent(rest)}".strip()
 
 
@@ -178,11 +209,12 @@ def help_text() -> str:
     lines = [
         "usage: commlens COMMAND [options]",
         "",
-        textwrap.fill("Find the rank, the collective and the line that stopped a distributed PyTorch job.", width),
+        textwrap.fill(SUMMARY, width),
         "",
-        "commands:",
-        *rows([(entry.name, entry.help) for entry in COMMANDS], 13),
-        "",
+    ]
+    for purpose, entries in PURPOSES:
+        lines += [f"{purpose}:", *rows([(entry.name, entry.help) for entry in entries], 13), ""]
+    lines += [
         "options:",
         *rows([("-h, --help", "show this help; after a command, its help"), ("-V, --version", "show the version")], 15),
         "",

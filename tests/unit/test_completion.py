@@ -1,0 +1,77 @@
+"""What the shells complete, and the manual page."""
+
+from __future__ import annotations
+
+import builtins
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+
+from commlens.commands import COMMANDS, main
+
+pytest.importorskip("shtab")
+pytest.importorskip("torch")  # the options of launch are torchrun's, too
+
+
+@pytest.fixture(scope="module")
+def scripts() -> dict[str, str]:
+    import shtab
+
+    from commlens.commands.whole_parser import whole_parser
+
+    return {shell: shtab.complete(whole_parser(), shell=shell) for shell in ("bash", "zsh", "fish")}
+
+
+def test_it_prints_the_script(capsys, scripts):
+    assert main(["completion", "bash"]) == 0
+    assert capsys.readouterr().out.rstrip() == scripts["bash"].rstrip()
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize(
+    ("words", "some"),
+    [
+        ([""], {entry.name for entry in COMMANDS}),
+        (["dia"], {"diagnose"}),
+        (["diagnose", "--en"], {"--entries"}),
+        (["demo", "mismatch-"], {"mismatch-op", "mismatch-dtype"}),
+        (["launch", "--stall"], {"--stall-timeout"}),
+        (["launch", "--nproc"], {"--nproc-per-node"}),
+        (["convert", "--to", "fr"], {"fr-pickle", "fr-json"}),
+        (["completion", ""], {"bash", "zsh", "fish"}),
+        (["diagnose", "du"], {"dumps"}),
+    ],
+    ids=" ".join,
+)
+def test_bash_completes(words, some, scripts, tmp_path):
+    (tmp_path / "dumps").mkdir()
+    (tmp_path / "script").write_text(scripts["bash"])
+    line = f"COMP_WORDS=(commlens {' '.join(word or repr('') for word in words)}); COMP_CWORD={len(words)}"
+    program = f'source ./script; {line}; $(complete -p commlens | grep -o "_shtab[a-z_]*"); printf "%s\\n" "${{COMPREPLY[@]}}"'
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert some <= set(done.stdout.split()), done
+
+
+@pytest.mark.launches
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_shell_can_read_its_script(shell, scripts, tmp_path):
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    (tmp_path / "script").write_text(scripts[shell])
+    done = subprocess.run([shell, "-n", "script"], cwd=tmp_path, capture_output=True, text=True, timeout=20)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_without_shtab_it_says_what_to_install(monkeypatch, capsys):
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name == "shtab":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    assert main(["completion", "fish"]) == 2
+    assert "pip install 'commlens[completion]'" in capsys.readouterr().err
