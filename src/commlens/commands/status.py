@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ class StatusCommand:
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         add_recorded_job(parser)
         parser.add_argument("--all", action="store_true", help="show the table even if nothing is wrong, with a row for each rank")
+        parser.add_argument("--step", action="store_true", help="show where a step's communication time goes instead")
         parser.add_argument("--watch", action="store_true", help="show it live, as commlens top does")
         parser.add_argument("--json", action="store_true", help="print the verdict and the rows of each job as JSON")
 
@@ -37,6 +39,8 @@ class StatusCommand:
 
             return TopCommand().run(argparse.Namespace(job=arguments.job, interval=1.0))
         jobs = find_jobs(arguments.job, load_settings().settings.box_dir)
+        if arguments.step:
+            return _show_steps(jobs, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment
             found = list(pool.map(_status, jobs))
         if arguments.json:
@@ -52,6 +56,34 @@ class StatusCommand:
             print("\n" * bool(position), end="")
             _print(each, everything=arguments.all)
         return 0
+
+
+def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
+    import msgspec
+
+    from commlens.commands.table import print_table
+    from commlens.diagnosis.status import heading
+    from commlens.diagnosis.step_times import step_times
+    from commlens.dumps.save import dump_name
+    from commlens.reports.step_table import step_table
+    from commlens.watch.snapshot import snapshot
+
+    shown = []
+    for position, job in enumerate(jobs):
+        logs = snapshot(job, window_s=0.0)
+        name, times = heading(dump_name([job]), logs), step_times(logs)
+        shown.append({"job": name, "step": times})
+        if as_json:
+            continue
+        table = step_table(times)
+        print("\n" * bool(position) + f"{name}: {table.answer}")
+        if table.rows:
+            print_table(table.rows, headings=table.headings, indent=2)
+        for note in table.notes:
+            print(f"  {note}")
+    if as_json:
+        print(msgspec.json.format(msgspec.json.encode(shown), indent=2).decode())
+    return 0
 
 
 def _status(job: Path) -> JobStatus:

@@ -11,6 +11,7 @@ from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.pace import find_slow_in_records, straggler_verdict
 from commlens.diagnosis.select_job import select_job
+from commlens.diagnosis.step_times import StepTimes, step_times
 from commlens.diagnosis.wait_graph import Graph, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.matching.answer import Disagree
@@ -38,6 +39,10 @@ class ExaminedJob(NamedTuple):
         args = {rank: track.args_of(number) for rank, track in tracks.items() if track is not None and number in track.ops}
         answer = compare_coalesced(args, key[2]) if len(args) > 1 else None
         return answer if isinstance(answer, Disagree) else None
+
+    def step_times(self) -> StepTimes:
+        """Return where the communication time of a step went."""
+        return step_times([view.log for _, view in sorted(self.job.views.items())])
 
 
 def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> Verdict:

@@ -118,7 +118,7 @@ def measure_traffic(logs: Sequence[RankLog]) -> list[Traffic]:
                 name = group_label(op.channel.group)
                 ranks[name].add(log.rank)
                 calls[name] += 1
-                payload[name] += sum(spec.numel * _item_size(spec.dtype) for spec in op.args.payload)
+                payload[name] += payload_bytes(op)
     window_s = (end - begin) * _NS
     found = [
         Traffic(
@@ -128,6 +128,11 @@ def measure_traffic(logs: Sequence[RankLog]) -> list[Traffic]:
         for name in calls
     ]  # fmt: skip
     return sorted(found, key=lambda traffic: -traffic.waiting)
+
+
+def payload_bytes(op: Collective) -> int:
+    """Return the bytes that a rank contributes to a collective."""
+    return sum(spec.numel * _item_size(spec.dtype) for spec in op.args.payload)
 
 
 def _item_size(dtype: str) -> int:

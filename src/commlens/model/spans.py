@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
 """Begin and end."""
@@ -16,4 +16,24 @@ def union(spans: Iterable[Span]) -> list[Span]:
             found[-1] = (found[-1][0], max(found[-1][1], end))
         else:
             found.append((begin, end))
+    return found
+
+
+def length(spans: Iterable[Span]) -> int:
+    """Return the sum of the spans' lengths."""
+    return sum(end - begin for begin, end in spans)
+
+
+def common(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
+    """Return the spans that both cover. Each of them is a :func:`union`."""
+    found: list[Span] = []
+    one, other = 0, 0
+    while one < len(first) and other < len(second):
+        begin, end = max(first[one][0], second[other][0]), min(first[one][1], second[other][1])
+        if begin < end:
+            found.append((begin, end))
+        if first[one][1] < second[other][1]:
+            one += 1
+        else:
+            other += 1
     return found

@@ -172,7 +172,16 @@ export interface VerdictPage {
   timeline: Timeline;
   tables: Table[];
   stacks: StackClass[];
+  step: StepTable | null;
   source: SourceLines | null;
+}
+
+/** Where the communication time of a step goes. */
+export interface StepTable {
+  answer: string;
+  headings: string[];
+  rows: string[][];
+  notes: string[];
 }
 
 /** The lines of source around the culprit's. */

@@ -10,6 +10,7 @@ import { WaitGraph } from "./graph";
 import { Groups } from "./grid";
 import { AllRanks, RankPanel } from "./ranks";
 import { Stacks } from "./stacks";
+import { Step } from "./step";
 import { Summary } from "./summary";
 import { Aligned } from "./table";
 import { Timeline } from "./timeline";
@@ -23,6 +24,7 @@ function Page({ page }: { page: VerdictPage }) {
     ["groups", "Groups"],
     ["timeline", "Timeline"],
     ["issued", "Collectives"],
+    ["step", "Step"],
     ["stacks", "Stacks"],
     ["evidence", "Evidence"],
     ["ranks", "Ranks"],
@@ -30,6 +32,7 @@ function Page({ page }: { page: VerdictPage }) {
   const there: Record<string, boolean> = {
     groups: page.layouts.length > 0,
     issued: page.tables.length > 0,
+    step: page.step !== null,
     stacks: page.stacks.length > 0,
     ranks: page.ranks.rank.length > 0,
   };
@@ -41,6 +44,7 @@ function Page({ page }: { page: VerdictPage }) {
         <Groups page={page} selected={selected} />
         <Timeline page={page} selected={selected} />
         <Aligned page={page} />
+        <Step page={page} />
         <Stacks page={page} />
         <Evidence page={page} />
         {page.ranks.rank.length > 0 && <AllRanks page={page} selected={selected} />}

@@ -7,6 +7,7 @@ import time
 from commlens.diagnosis.examine import ExaminedJob
 from commlens.model.collective import Collective
 from commlens.reports.page import render_page
+from commlens.reports.step_table import StepTable, step_table
 from commlens.reports.terminal import render
 from commlens.reports.verdict_page.data import Ranks, VerdictPage
 from commlens.reports.verdict_page.job import Job, phrase
@@ -44,8 +45,14 @@ def verdict_page(examined: ExaminedJob) -> VerdictPage:
         timeline=timeline(job),
         tables=tables(job),
         stacks=merged,
+        step=_step(examined),
         source=source_lines(examined.verdict, max((view.now_ns for view in job.index.views.values()), default=0)),
     )
+
+
+def _step(examined: ExaminedJob) -> StepTable | None:
+    times = examined.step_times()
+    return step_table(times) if times.steps else None
 
 
 def _ticket(job: Job) -> str:

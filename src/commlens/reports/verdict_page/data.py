@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from commlens.model.verdict import Verdict
+from commlens.reports.step_table import StepTable
 
 Role = Literal["culprit", "victim", "awaited", "involved", "unknown", "none"]
 """``awaited``: the others wait for it, without evidence of a fault. ``involved``: named by a finding that is not a root cause.
@@ -227,4 +228,5 @@ class VerdictPage(msgspec.Struct, kw_only=True):
     timeline: Timeline
     tables: list[Table]
     stacks: list[StackClass]
+    step: StepTable | None = None  # where the communication time of a step goes, if the records tell
     source: SourceLines | None = None

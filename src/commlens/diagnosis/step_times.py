@@ -1,0 +1,233 @@
+"""Where the communication time of a training step goes: waited for, or hidden behind other work; by group and by module or line.
+
+Each rank's times are measured on its own clock. A step lasts from its first collective to the first one of the next step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import mean
+from typing import Final
+
+import msgspec
+
+from commlens.diagnosis.pace import Wait, find_waits, payload_bytes
+from commlens.model.collective import ChannelKey, Collective, LearnedHow
+from commlens.model.ranklog import RankLog
+from commlens.model.spans import Span, common, length, union
+from commlens.text import capital, frame_phrase, group_label, joined, ranks_phrase
+
+_STEPS: Final = 64  # the newest of them
+_PLACES: Final = 10  # rows below the groups
+_FEW: Final = 0.05
+_MIN_HIDDEN: Final = 0.01  # of the step
+_RANKS: Final = 64  # of a job with more, the first hosts speak for all
+
+_Arrivals = Mapping[tuple[ChannelKey, int], int]
+"""By channel and sequence number: when the last rank issued the collective, Unix ns, if all ranks of the channel are on one host."""
+
+
+class StepPart(msgspec.Struct):
+    """The communication of a group in a step, or of the calls in one place on it: the mean over the ranks that take part."""
+
+    group: str
+    place: str = ""  # the module, if it is known, else op and line; empty: the whole group
+    calls: float = 0.0
+    payload_bytes: float = 0.0  # what each rank contributes
+    waited_ns: int = 0  # exposed: the rank did nothing else
+    hidden_ns: int = 0  # in flight while the rank did something else
+    device_ns: int | None = None  # on an accelerator, waited for or hidden; None: none, or unknown
+
+
+class StepTimes(msgspec.Struct):
+    """Where the communication time of a step goes: the mean over some steps and the ranks."""
+
+    steps: int = 0  # 0: the records do not tell, see ``unknown``
+    first_step: int = 0
+    last_step: int = 0
+    step_ns: int = 0
+    waited_ns: int = 0
+    hidden_ns: int = 0
+    device_ns: int | None = None
+    waited_by_rank: dict[int, int] = {}
+    parts: list[StepPart] = []  # groups, the longest wait first, each followed by its places
+    places_left_out: int = 0
+    unknown: list[str] = []  # what is not known, in sentences
+
+
+class _Rank:
+    """What one rank did in some steps."""
+
+    def __init__(self, log: RankLog, window: Span, waits: Iterable[Wait], arrivals: _Arrivals) -> None:
+        self.log, self.window = log, window
+        self.ops = [op for op in log.collectives if window[0] <= op.announced_ns < window[1]]
+        self._waits = [(wait.op, self._clipped(wait.begin_ns, wait.end_ns)) for wait in waits if wait.begin_ns < window[1]]
+        self._flights = [(op, self._clipped(op.announced_ns, _end(op, log, arrivals))) for op in self.ops if op.channel.device == "cpu"]
+        self._waited = union(span for _, span in self._waits if span[0] < span[1])
+
+    def _clipped(self, begin: int, end: int) -> Span:
+        return (max(begin, self.window[0]), min(end, self.window[1]))
+
+    def part(self, belongs: Callable[[Collective], bool]) -> tuple[int, int, int]:
+        """Return how long some collectives were waited for, were in flight while nothing was waited for, and took on a device, in ns."""
+        waited = union(span for op, span in self._waits if span[0] < span[1] and belongs(op))
+        flights = union(span for op, span in self._flights if span[0] < span[1] and belongs(op))
+        return (
+            length(waited), length(flights) - length(common(flights, self._waited)),
+            sum(op.duration_ns or 0 for op in self.ops if op.channel.device != "cpu" and belongs(op)),
+        )  # fmt: skip
+
+
+def step_times(logs: Sequence[RankLog]) -> StepTimes:
+    """Return where the time of the newest whole steps went, as far as the records of all ranks reach back.
+
+    Args:
+        logs: the ranks' records; of a running job, read at about the same time.
+    """
+    logs = _some([log for log in logs if log.collectives])
+    moments = {log.rank: _first_moments(log) for log in logs}
+    whole = [{step for step in each if step + 1 in each} for each in moments.values()]
+    steps = _newest_run(set.intersection(*whole)) if whole else []
+    if not steps:
+        return StepTimes(unknown=[_why_none(logs)])
+    waits, arrivals = find_waits(logs), _last_arrivals(logs)
+    windows = {log.rank: (moments[log.rank][steps[0]], moments[log.rank][steps[-1] + 1]) for log in logs}
+    ranks = [_Rank(log, windows[log.rank], waits[log.rank], arrivals) for log in logs]
+    number = len(steps)
+    everything = [rank.part(lambda _: True) for rank in ranks]
+    times = StepTimes(
+        number, steps[0], steps[-1], round(mean(end - begin for begin, end in windows.values()) / number),
+        round(mean(waited for waited, _, _ in everything) / number), round(mean(hidden for _, hidden, _ in everything) / number),
+        round(mean(device for _, _, device in everything) / number) if any(device for _, _, device in everything) else None,
+        {rank.log.rank: waited // number for rank, (waited, _, _) in zip(ranks, everything, strict=True)},
+    )  # fmt: skip
+    times.hidden_ns *= times.hidden_ns > _MIN_HIDDEN * times.step_ns  # else only the moment between a call and its wait
+    times.unknown = _unknown(ranks, times)
+    times.parts, times.places_left_out = _parts(ranks, number)
+    return times
+
+
+def _some(logs: Sequence[RankLog]) -> list[RankLog]:
+    """Return the logs of some whole hosts in a large job."""
+    by_host: dict[str, list[RankLog]] = defaultdict(list)
+    for log in logs:
+        by_host[log.host].append(log)
+    some: list[RankLog] = []
+    for host in by_host.values():
+        if some and len(some) + len(host) > _RANKS:
+            break
+        some += host
+    return some
+
+
+def _first_moments(log: RankLog) -> dict[int, int]:
+    """Return when each step issued its first collective (Unix ns), without the first step: it sets up, or its beginning is lost."""
+    first: dict[int, int] = {}
+    for op in log.collectives:
+        if op.announced_ns:
+            first.setdefault(op.step, op.announced_ns)
+    return {step: first[step] for step in sorted(first)[1:]}
+
+
+def _newest_run(steps: set[int]) -> list[int]:
+    """Return the newest steps that follow one another."""
+    run: list[int] = []
+    for step in sorted(steps, reverse=True):
+        if (run and step != run[-1] - 1) or len(run) == _STEPS:
+            break
+        run.append(step)
+    return run[::-1]
+
+
+def _why_none(logs: Sequence[RankLog]) -> str:
+    if not logs:
+        return "No collective is recorded."
+    if not any(log.steps for log in logs):
+        return "No step is known: none of the ranks has called the step() of a torch optimizer."
+    return "The records of all ranks do not reach back to one whole step in common; with the setting box_entries they reach back further."
+
+
+def _last_arrivals(logs: Sequence[RankLog]) -> _Arrivals:
+    issued: dict[tuple[ChannelKey, int], list[int]] = defaultdict(list)
+    hosts = {log.rank: log.host for log in logs}
+    for log in logs:
+        for op in log.collectives:
+            if not op.is_point_to_point:
+                issued[op.channel.key, op.sequence_number].append(op.announced_ns)
+    return {
+        key: max(moments)
+        for key, moments in issued.items()
+        if len(moments) == len(key[0][2]) and len({hosts.get(rank) for rank in key[0][2]}) == 1
+    }
+
+
+def _end(op: Collective, log: RankLog, arrivals: _Arrivals) -> int:
+    """Return when a collective on a CPU ended, as far as it is known (Unix ns).
+
+    One that C++ waits for is found complete long after; it certainly lasts until the last rank has issued it.
+    """
+    if op.in_flight:
+        return log.captured_ns
+    if op.wait_ended_ns or op.learned_how is LearnedHow.RETURN:
+        return max(op.wait_ended_ns, op.returned_ns)
+    return min(arrivals.get((op.channel.key, op.sequence_number), op.announced_ns), op.done_ns or op.announced_ns)
+
+
+def _place(op: Collective) -> str:
+    return op.module or f"{op.op} at {frame_phrase(op.source)}".removesuffix(" at ")
+
+
+def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
+    """Return the groups with their places, and how many places are left out."""
+    ops: dict[str, dict[str, list[tuple[_Rank, Collective]]]] = defaultdict(lambda: defaultdict(list))
+    for rank in ranks:
+        for op in rank.ops:
+            ops[group_label(op.channel.group)][_place(op)].append((rank, op))
+    groups: list[tuple[StepPart, list[StepPart]]] = []
+    for group, by_place in ops.items():
+        calls = [call for each in by_place.values() for call in each]
+        places = [_part(group, place, each, steps) for place, each in by_place.items() if place]
+        groups.append((_part(group, "", calls, steps), sorted(places, key=_weight)))
+    groups.sort(key=lambda each: _weight(each[0]))
+    shown = {id(part) for part in sorted((part for _, places in groups for part in places), key=_weight)[:_PLACES]}
+    parts = [part for whole, places in groups for part in (whole, *(place for place in places if id(place) in shown))]
+    return parts, sum(len(places) for _, places in groups) - len(shown)
+
+
+def _weight(part: StepPart) -> tuple[float, float]:
+    return (-part.waited_ns - part.hidden_ns - (part.device_ns or 0), -part.payload_bytes)
+
+
+def _part(group: str, place: str, calls: Sequence[tuple[_Rank, Collective]], steps: int) -> StepPart:
+    taking_part = list({id(rank): rank for rank, _ in calls}.values())
+    found = [rank.part(lambda op: group_label(op.channel.group) == group and (not place or _place(op) == place)) for rank in taking_part]
+    each = 1 / steps / len(taking_part)
+    payload = sum(payload_bytes(op) for _, op in calls)
+    waited, hidden, device = (round(sum(values) * each) for values in zip(*found, strict=True))
+    return StepPart(group, place, round(len(calls) * each, 2), payload * each, waited, hidden, device or None)
+
+
+def _unknown(ranks: Sequence[_Rank], times: StepTimes) -> list[str]:
+    """Return what these records cannot tell, in sentences."""
+    ops = [op for rank in ranks for op in rank.ops]
+    devices = sorted({op.channel.device for op in ops} - {"cpu"})
+    found: list[str] = []
+    if devices:
+        where = joined(devices)
+        found.append(
+            f"On {where} the host does not wait in collectives, so how much of their time is hidden behind computation is not known"
+            + ("" if any(op.duration_ns for op in ops) else ", and neither is their time on the device, without the setting timing")
+            + "; `commlens trace --profile` measures both."
+        )
+    if times.hidden_ns:
+        found.append("A collective may have ended before the rank waited for it, so less may be hidden than shown.")
+    if sum(op.learned_how is LearnedHow.POLL and not op.wait_ended_ns for op in ops) > _FEW * len(ops):  # else found just before the wait
+        found.append(
+            "For some collectives torch waits in C++, as DDP does: there the time after the last rank has arrived, in which the data is "
+            "sent, is in neither figure."
+        )
+    world, here = max((rank.log.world_size for rank in ranks), default=0), {rank.log.rank for rank in ranks}
+    if world > len(here):
+        found.append(f"{capital(ranks_phrase(set(range(world)) - here))} {'is' if world - len(here) == 1 else 'are'} not counted.")
+    return found
