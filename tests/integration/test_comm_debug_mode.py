@@ -682,6 +682,25 @@ def test_user_hooks_are_called_in_their_modules(mesh):
     assert mode.advanced_module_tracker.parents == {"Global"}
 
 
+def test_a_hook_of_a_gradient_runs_in_its_parameters_module(mesh):
+    """Also in the first module, whose input needs no gradient."""
+
+    def seen(mode: Any) -> list[tuple[Any, ...]]:
+        tracker, log = mode.advanced_module_tracker, []
+        model = parallel_mlp(mesh)
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(
+                lambda _, name=name: log.append((name, tracker.name, sorted(tracker.parents), tracker.is_bw))
+            )
+        with mode:
+            model(torch.rand(8, 10)).sum().backward()
+        return sorted(log)
+
+    ours = seen(CommDebugMode())
+    assert ours == seen(TorchCommDebugMode())
+    assert ours[0] == ("net1.bias", "MLPModule.net1", ["Global", "MLPModule", "MLPModule.net1"], True)
+
+
 class Averaged(nn.Module):
     def __init__(self) -> None:
         super().__init__()

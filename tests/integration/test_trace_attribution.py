@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import io
 import threading
 import tracemalloc
 import weakref
@@ -377,6 +378,45 @@ def test_shared_modules(fake: None) -> None:
     for name in ("a", "b"):
         row = rows[f"Sharing.{name}.shared"]
         assert (row.calls, trace.data.modules[row.parent or 0].path) == (1, f"Sharing.{name}")
+
+
+def test_a_module_with_two_names_has_both(fake: None) -> None:
+    """Nothing tells which name its parent called it by, so it has one row, which either name finds."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = self.second = Talker()
+            self.once = Talker()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.once(self.second(self.first(x)))
+
+    trace = run(Tied())
+    rows = {module.path: (module.calls, module.other_paths) for module in trace.data.modules}
+    assert rows["Tied.first"] == (2, ("Tied.second",))
+    assert rows["Tied.first.layer"] == (2, ("Tied.second.layer",))
+    assert rows["Tied.once"] == (1, ())
+    assert [trace.filter(module=name).calls for name in ("first", "second", "once", "Tied")] == [4, 4, 2, 6]
+    commlens.assert_comms(trace, {"all_reduce": 2}, module="second", phase="forward")
+    with pytest.raises(commlens.SelectionError, match="no module 'third'"):
+        commlens.assert_comms(trace, {"all_reduce": 4}, module="third")
+    assert {row.path: row.other_paths for row in trace.to_summary().by_module if row.other_paths} == {"Tied.first": ["Tied.second"]}
+    printed = io.StringIO()
+    trace.summary(printed)
+    assert "first (also second)" in printed.getvalue()
+
+
+def test_a_shared_module_that_is_recomputed_has_the_right_parent(fake: None) -> None:
+    class Checkpointing(Sharing.Parent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(checkpoint(self.shared, x, use_reentrant=True))
+
+    model = Sharing()
+    model.b = Checkpointing(model.a.shared)
+    trace = run(model, batch().requires_grad_())
+    recomputed = [(RECOMPUTATION, "Sharing.b.shared"), (BACKWARD, "Sharing.b.shared")]
+    assert sites(trace)[-4:] == [*recomputed, (BACKWARD, "Sharing.a"), (BACKWARD, "Sharing.a.shared")]
 
 
 def test_two_models_of_one_class(fake: None) -> None:

@@ -109,6 +109,7 @@ class TracedModule(msgspec.Struct, omit_defaults=True):
     calls: int = 0
     parent: int | None = None  # index into TraceData.modules: the module whose call contained its first call
     parameters: tuple[TracedParameter, ...] = ()  # its own, not its children's
+    other_paths: tuple[str, ...] = ()  # of a shared module: its other paths, where they do not have a row of their own
 
 
 class TracedOp(msgspec.Struct, omit_defaults=True):

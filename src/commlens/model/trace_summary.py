@@ -34,6 +34,7 @@ class ModuleTotal(msgspec.Struct):
     wire_bytes: int = 0
     time_ns: int | None = None  # as in Total, including their children's
     waited_ns: int | None = None
+    other_paths: list[str] = msgspec.field(default_factory=list)  # of a shared module: its other paths, unless its parent is shared too
 
 
 class Why(msgspec.Struct):

@@ -203,8 +203,16 @@ def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:
         name = Text("  " * row.depth + ".".join(parts[start:]))
         if above[:-1] and above[-2].split(".") != parts[:start]:
             name.append(f" (of {'.'.join(parts[max(0, start - 2) : start])})", style="dim")
+        if row.other_paths:
+            name.append(f" (also {', '.join(_beside(path, row.path) for path in row.other_paths)})", style="dim")
         table.add_row(name, *own, number(row.calls), *[size(row.wire_bytes)] * known, *_time_cells(row) * timed)
     return table
+
+
+def _beside(path: str, other: str) -> str:
+    """Shorten a path that has the same parent as another."""
+    parent, _, name = path.rpartition(".")
+    return name if parent == other.rpartition(".")[0] else path
 
 
 def _times(times: Times) -> list[RenderableType]:

@@ -196,7 +196,7 @@ def check_exists(data: TraceData, name: str, wanted: Any) -> None:
 
 def _known_modules(data: TraceData) -> list[str]:
     sites = (event.site for event in data.events if event.site is not None)
-    paths = [*(module.path for module in data.modules), *sites]
+    paths = [*(path for module in data.modules for path in (module.path, *module.other_paths)), *sites]
     return list(dict.fromkeys(prefix for path in paths for prefix in wording.prefixes(path)))
 
 
@@ -214,9 +214,21 @@ _EXISTING: Final[dict[str, tuple[str, Callable[[TraceData], list[str]], Callable
 """By field: the field in words, the values that exist in a trace, and whether one of them is meant by a wanted value."""
 
 
+def _values(data: TraceData, name: str, wanted: Any) -> list[Any]:
+    values = wanted_values(name, wanted)
+    return [*values, *shared_modules(data, values)] if name == "module" else values
+
+
+def shared_modules(data: TraceData, wanted: Iterable[Any]) -> list[str]:
+    """Return the paths under which shared modules are recorded that also have a wanted path."""
+    paths = [path for path in wanted if isinstance(path, str)]
+    shared = (module for module in data.modules if module.other_paths)
+    return [module.path for module in shared if any(path_matches(other, path) for other in module.other_paths for path in paths)]
+
+
 def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:
     """Return the events that match one wanted value of every field. A callable receives the field's value."""
-    tests = [(field(name), wanted_values(name, value)) for name, value in wanted.items()]
+    tests = [(field(name), _values(data, name, value)) for name, value in wanted.items()]
 
     def holds(test: Field, values: Iterable[Any], group: ProcessGroup, event: TraceEvent) -> bool:
         return any(bool(value(test.get(group, event))) if callable(value) else test.matches(group, event, value) for value in values)

@@ -137,6 +137,7 @@ def modules(data: TraceData) -> list[ModuleTotal]:
             if (time := time_of(data, event)) is not None:
                 own_times.setdefault(event.site, []).append(time)
     called = {module.path for module in data.modules}
+    shared = {module.path: module.other_paths for module in data.modules if module.other_paths}
     places = _call_order(data)
     inclusive: dict[str, list[int]] = {}
     inclusive_times: dict[str, list[Time]] = {}
@@ -155,6 +156,8 @@ def modules(data: TraceData) -> list[ModuleTotal]:
         row = rows.setdefault(name, ModuleTotal(name, modules=0))
         members.setdefault(name, []).append(path)
         row.modules += 1
+        if path.rpartition(".")[0] not in shared:
+            row.other_paths.extend(shared.get(path, ()))
         own_calls, own_bytes = own.get(path, (0, 0))
         row.own_calls += own_calls
         row.own_bytes += own_bytes

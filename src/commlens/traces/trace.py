@@ -89,6 +89,7 @@ class Trace:
             ops = [op for op in ops if op.phase in phases]
         if "module" in wanted:
             paths = fields.wanted_values("module", wanted["module"])
+            paths += fields.shared_modules(data, paths)
             ops = [
                 op for op in ops if any(fields.path_matches(op.site, path) if isinstance(path, str) else op.site == path for path in paths)
             ]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import collections
 import functools
+import itertools
 import logging
 import sys
 import threading
@@ -290,10 +291,8 @@ class ModuleTracker:
             if top is not None:  # the module was added after its root's first call
                 self._learn_paths(top, root.path)
                 paths = self._known_paths(module)
-        if parent is not None:
-            inside = [path for path in paths if path.startswith(parent.path + ".") or path == parent.path]
-            if inside:
-                return min(inside, key=len)
+        if parent is not None and len(paths) > 1:
+            return max(paths, key=lambda path: (_shared_parts(path, parent.path), -len(path)))
         if paths:
             return paths[0]
         name = type(module).__name__
@@ -339,6 +338,14 @@ class ModuleTracker:
         """Return the path of a module, which is taken for a root if no call has shown otherwise."""
         return self._path(self._unwrapped(module), None)
 
+    def other_paths(self, row: ModuleRow) -> tuple[str, ...]:
+        """Return the other paths of a row's module under which no row counts its calls: those calls are in this row."""
+        module = row.ref()
+        paths = self._known_paths(module) if module is not None else []
+        if module is None or len(paths) < 2:
+            return ()
+        return tuple(path for path in paths if path != row.path and (id(module), path) not in self._by_path)
+
     def path_of(self, module: Module) -> str | None:
         """Return the path of a module whose root has been called."""
         return next(iter(self._known_paths(module)), None)
@@ -357,6 +364,11 @@ class ModuleTracker:
                                 self._parameters.setdefault(id(tensor), (weakref.ref(tensor), f"{path}.{name}"))
             reference, path = self._parameters.get(id(parameter), (None, ""))
         return path if reference is not None and reference() is parameter else None
+
+
+def _shared_parts(path: str, other: str) -> int:
+    """Count the parts with which two paths begin alike."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(path.split("."), other.split("."), strict=False)))
 
 
 def _inside(module: Module) -> Module | None:

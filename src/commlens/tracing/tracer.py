@@ -29,7 +29,7 @@ from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
-from commlens.tracing.modules import ModuleTracker, current_node
+from commlens.tracing.modules import ModuleRow, ModuleTracker, current_node
 from commlens.tracing.owners import Owners
 from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters
@@ -426,10 +426,7 @@ class Tracer:
             steps=self.traced_steps(),
             whole_steps=self.whole_steps if self._summaries else None,
             groups=converter.groups,
-            modules=[
-                TracedModule(row.path, row.type, row.calls, row.parent.index if row.parent is not None else None, self.parameters.of(row))
-                for row in self.modules.rows
-            ],
+            modules=[self._traced_module(row) for row in self.modules.rows],
             events=events,
             ops=list(self.ops.traced_ops()) if self.ops is not None else [],
             coverage=Coverage(
@@ -439,6 +436,10 @@ class Tracer:
                 blind=[f"{self.lost} collectives could not be recorded."] if self.lost else [],
             ),
         )
+
+    def _traced_module(self, row: ModuleRow) -> TracedModule:
+        parent = row.parent.index if row.parent is not None else None
+        return TracedModule(row.path, row.type, row.calls, parent, self.parameters.of(row), self.modules.other_paths(row))
 
     def _fail(self, error: Exception) -> None:
         self.lost += 1

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from commlens.model.trace import Phase
 from commlens.tracing.comm_debug.user_hooks import Hook, UserHooks
+from commlens.tracing.modules import current_node
 
 if TYPE_CHECKING:
     from commlens.tracing.modules import ModuleRow
@@ -97,8 +98,14 @@ class ModuleView:
     @property
     def name(self) -> str:
         """The module that this thread is in; ``"Global"`` outside all modules."""
-        call = self._tracer.modules.locate()[1] if self._tracer is not None else None
-        return call.row.path if call is not None else GLOBAL
+        if self._tracer is None:
+            return GLOBAL
+        modules = self._tracer.modules
+        call = modules.locate()[1]
+        if call is not None:
+            return call.row.path
+        node = current_node()  # of a parameter's gradient, in whose hook this runs
+        return (modules.accumulating_path(node) if node is not None else None) or GLOBAL
 
     @property
     def parents(self) -> set[str]:
