@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diagnosis": {"dumps", "errors", "formats", "matching", "model", "text"},
     "traces": {"atomic_write", "errors", "formats", "model", "reports", "text"},
     "reports": {"diagnosis", "errors", "formats", "model", "text", "version"},
-    "processes": {"blackbox", "model"},
+    "processes": {"blackbox", "model", "text"},
     "watch": {"blackbox", "config", "diagnosis", "dumps", "errors", "matching", "model", "processes", "reports", "text"},
     "outside": {"blackbox", "diagnosis", "errors", "model", "processes", "text", "watch"},
     "native": {"blackbox", "errors"},

@@ -215,6 +215,8 @@ def movement(seen: Observation) -> tuple[list[str], bool, bool]:
         works = works or share >= CPU_WORKING or runs
         used = f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s"
         signs.append(used if share >= CPU_WORKING else "it waits for a core" if runs else "it uses no CPU")
+        if seen.waits_for and share < CPU_WORKING and not (runs or seen.stack_moved):
+            signs.append(seen.waits_for)
     if seen.children_cpu_s is not None and window >= _WINDOW_S:
         busy = seen.children_cpu_s / window >= CPU_WORKING
         if busy or (seen.children_running_fraction or 0.0) >= _RUNNABLE:

@@ -26,11 +26,6 @@ _LOOKS: Final = 3
 _STATE_EVERY_S: Final = 0.1
 _PY_SPY_AT_ONCE: Final = 4
 _PY_SPY_TIMEOUT_S: Final = 8.0
-_SYSTEM_CALLS: Final = {
-    0: "read", 1: "write", 7: "poll", 35: "nanosleep", 45: "recvfrom", 47: "recvmsg", 61: "wait4", 202: "futex", 230: "clock_nanosleep",
-    232: "epoll_wait", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait",
-}  # fmt: skip
-"""Numbers on x86-64."""
 _SHUTDOWN: Final = frozenset({"_shutdown", "_run_exitfuncs", "_exit_function"})
 
 
@@ -181,7 +176,7 @@ def _sample(one: RankProcess, looks: Sequence[Look], observer: Observer, *, nati
         rank=one.rank, world_size=one.world_size, host=os.uname().nodename, pid=one.pid, local_rank=one.local_rank, restart=one.restart,
         captured_ns=time.time_ns(), script=script_of(one.command), source=f"pid {one.pid}", initialised=True, observation=seen,
     )  # fmt: skip
-    sample = RankSample(log, system_call=_system_call(one.pid), python=_interpreter(one.pid))
+    sample = RankSample(log, python=_interpreter(one.pid))
     if not good:
         seen.stacks_note = looks[-1].note
         return sample
@@ -247,13 +242,6 @@ def _number_ranks(samples: list[RankSample]) -> None:
             sample.log.rank = number
             sample.log.problems.append("its rank is not known: the ranks are numbered in the order of their pids")
         samples.sort(key=lambda one: one.log.rank)
-
-
-def _system_call(pid: int) -> str:
-    first = (process.read_text(f"/proc/{pid}/syscall") or "").split(" ")[0]
-    if not first.isdecimal() or os.uname().machine != "x86_64":
-        return ""
-    return _SYSTEM_CALLS.get(int(first), f"number {first}")
 
 
 def _interpreter(pid: int) -> str:

@@ -54,7 +54,6 @@ class RankSample(msgspec.Struct):
     call: Call | None = None  # the call that it stands in, if it stands in one that waits for other ranks
     moved: bool | None = None  # whether its stack or a value on it changed between two looks; None: unknown
     counters: dict[str, int] = {}  # loop variables on its stack, by "function.name"
-    system_call: str = ""  # that its main thread waits in
     holds_gil: bool = False
     python: str = ""  # its interpreter
 

@@ -156,12 +156,10 @@ class _Case:
             summary = f"{ranks_and_verb(ranks, 'works', 'work')} in{where or ' code without a Python frame'}{self._waiting_words('; ')}"
         elif doing.frame is not None and doing.frame.where not in doing.phrase:
             summary = f"{ranks_phrase(ranks)} {_number(doing.phrase, ranks)} at{where}{self._waiting_words('; ')}"
-        waits = members[0].system_call
-        signs = [*doing.signs, *([f"its main thread is in the system call {waits}"] if waits else [])]
         return Finding(
             kind="waiting" if works else "missing", why=doing.why, root_cause=not works, culprits=ranks, victims=ranks_of(self.stuck),
             confidence="low" if works and sure != "low" else sure, summary=summary,
-            explanation=f"{capital(ranks_and_verb(ranks, 'is', 'are'))} in no collective: {joined(signs[:3])}. "
+            explanation=f"{capital(ranks_and_verb(ranks, 'is', 'are'))} in no collective: {joined(doing.signs[:3])}. "
             + unmoved(self.stuck, self.window_s),
             next_step=self._absence_step(doing, members[0], works=works),
             source=frame.where if frame is not None else None, source_file=f"{frame.file}:{frame.line}" if frame is not None else None,

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from commlens.model.frames import frame_kind
 from commlens.model.ranklog import End, Observation
-from commlens.processes import process
+from commlens.processes import blocked, process
 from commlens.processes.cgroup import Cgroup
 from commlens.processes.pyspy import TIMEOUT_S, Classify, Pending, Stacks
 
@@ -240,6 +240,8 @@ class Observer:
         seen.memory_pressure = subject.pressure
         seen.holds_gil = _holds_gil(subject, now)
         seen.stack_moved = _stack_moved(subject, now)
+        if last_sample.state == "S" and not seen.stack_moved:
+            seen.waits_for = blocked.waits_for(subject.pid)
         return seen
 
     def _watchdog_is_silent(self, subject: _Subject) -> bool:

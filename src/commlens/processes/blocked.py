@@ -1,0 +1,141 @@
+"""What a process that does not move waits for, as the kernel shows it: a file lock, a pipe, a connection, a child process, a sleep.
+
+Nothing here raises: what cannot be read is left out. Locks of Python and waits for several files at once (poll) do not show.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from typing import Final
+
+from commlens.processes.process import children, is_running, read_text
+from commlens.text import printable
+
+_CALLS: Final = {
+    "x86_64": {
+        0: "read", 17: "read", 19: "read", 45: "read", 47: "read", 1: "write", 20: "write", 44: "write", 46: "write", 42: "connect",
+        43: "accept", 288: "accept", 35: "sleep", 230: "sleep", 61: "wait", 247: "wait", 72: "lock", 73: "lock", 2: "open", 257: "open",
+    },
+    "aarch64": {
+        63: "read", 65: "read", 67: "read", 207: "read", 212: "read", 64: "write", 66: "write", 206: "write", 211: "write",
+        203: "connect", 202: "accept", 242: "accept", 101: "sleep", 115: "sleep", 260: "wait", 95: "wait", 25: "lock", 32: "lock",
+        56: "open",
+    },
+}  # fmt: skip
+"""Numbers of system calls that wait for one thing, by machine."""
+_WAIT4: Final = {61, 260}  # its first argument is the pid; the second one of waitid
+_COMMAND_MAX: Final = 80
+_FILE_MAX: Final = 1 << 24
+
+
+def waits_for(pid: int) -> str:
+    """Return what the main thread of a process waits for: ``"it waits to read from a pipe"``; empty if that does not show."""
+    fields = (read_text(f"/proc/{pid}/syscall") or "").split()
+    if len(fields) < 3 or not fields[0].isdecimal():
+        return ""
+    number, arguments = int(fields[0]), [int(field, 16) for field in fields[1:3]]
+    call = _CALLS.get(os.uname().machine, {}).get(number, "")
+    if call == "sleep":
+        return "it sleeps"
+    if call == "wait":
+        return _child(pid, arguments[0] if number in _WAIT4 else arguments[1])
+    if call == "open":
+        is_fifo = read_text(f"/proc/{pid}/wchan") == "wait_for_partner"
+        return "it waits for another process to open a named pipe" if is_fifo else ""
+    if call == "lock":
+        return _lock(pid, arguments[0])
+    return _file(pid, call, arguments[0]) if call else ""
+
+
+def _child(pid: int, child: int) -> str:
+    known = children(pid)
+    if child not in known and len(known) == 1:
+        child = known[0]
+    return f"it waits for its child process {_named(child)}" if child in known else "it waits for a child process"
+
+
+def _lock(pid: int, descriptor: int) -> str:
+    """Return which file's lock the process waits for, and which process has it. ``/proc/locks`` lists a lock and then its waiters."""
+    path = _target(pid, descriptor)
+    holder, number, waits = 0, "", False
+    for line in _lines("/proc/locks"):
+        found = re.match(r"(\d+): (-> )?(?:\S+\s+){3}(-?\d+) ", line)
+        if found is None:
+            continue
+        if not found[2]:
+            number, holder = found[1], int(found[3])
+        elif int(found[3]) == pid and found[1] == number:
+            waits = True
+            break
+    if not waits:
+        return ""
+    lock = f"it waits for the lock of {path or 'a file'}"
+    if holder <= 0:
+        return lock
+    if not is_running(holder, 0):
+        return f"{lock}, which process {holder} took before it ended: a child of it may still hold it"
+    return f"{lock}, which process {_named(holder)} holds"
+
+
+def _file(pid: int, call: str, descriptor: int) -> str:
+    """Return what the process waits for in a call on an open file."""
+    target = _target(pid, descriptor)
+    if target.startswith("socket:["):
+        peer = _peer(pid, int(target[8:-1]))
+        if call == "accept" or (call == "connect" and not peer):
+            return "it waits for a connection"
+        return {
+            "connect": f"it waits for a connection to {peer}",
+            "read": f"it waits for data from {peer or 'a socket'}",
+            "write": f"it waits for {peer or 'the other side of a socket'} to take its data",
+        }[call]
+    if call not in ("read", "write") or not target:
+        return ""
+    if target.startswith("pipe:["):
+        return "it waits to read from a pipe" if call == "read" else "it waits to write to a pipe that is full"
+    if call == "read" and target.startswith(("/dev/pts/", "/dev/tty")):
+        return "it waits for input from its terminal"
+    return f"it waits to {'read from' if call == 'read' else 'write to'} {target}"
+
+
+def _target(pid: int, descriptor: int) -> str:
+    try:
+        return printable(os.readlink(f"/proc/{pid}/fd/{descriptor}"))  # noqa: PTH115 - of a socket or a pipe, this is no path
+    except OSError:
+        return ""
+
+
+def _peer(pid: int, inode: int) -> str:
+    """Return the address of the other side of a TCP socket; empty for other sockets."""
+    for table in ("tcp", "tcp6"):
+        for line in _lines(f"/proc/{pid}/net/{table}")[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[9] == str(inode):
+                return _address(fields[2])
+    return ""
+
+
+def _address(text: str) -> str:
+    """``"0100007F:1F90"`` is ``"127.0.0.1:8080"``: words of four bytes in the machine's order, and the port."""
+    words, _, port = text.partition(":")
+    raw = b"".join(bytes.fromhex(words[i : i + 8])[::-1] for i in range(0, len(words), 8))
+    if len(raw) == 4:
+        return f"{socket.inet_ntop(socket.AF_INET, raw)}:{int(port, 16)}"
+    return f"[{socket.inet_ntop(socket.AF_INET6, raw)}]:{int(port, 16)}".replace("[::ffff:", "[")
+
+
+def _lines(path: str) -> list[str]:
+    """Return the lines of a file that may be larger than one read returns."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - as in process.read_text
+            return file.read(_FILE_MAX).splitlines()
+    except OSError:
+        return []
+
+
+def _named(pid: int) -> str:
+    """``"4242 (python train.py)"``."""
+    words = printable((read_text(f"/proc/{pid}/cmdline") or "").rstrip("\0").replace("\0", " "))
+    return f"{pid} ({words[:_COMMAND_MAX]}{'...' if len(words) > _COMMAND_MAX else ''})" if words else str(pid)

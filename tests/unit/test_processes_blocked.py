@@ -1,0 +1,105 @@
+"""What a process waits for in the kernel, of real processes that wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commlens.processes.blocked import waits_for
+from commlens.processes.process import children
+
+pytestmark = pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="numbers of system calls are known for these")
+
+LOCK = "import fcntl, sys; h = open(sys.argv[1], 'w'); fcntl.{}(h, fcntl.LOCK_EX)"
+HOLD = f"{LOCK}; print(flush=True); sys.stdin.read()"
+SOCKET = "import socket; s = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(s.getsockname()); "
+WAITS = {
+    "import os; r, w = os.pipe(); os.read(r, 1)": "it waits to read from a pipe",
+    "import os; r, w = os.pipe(); os.write(w, bytes(1 << 20))": "it waits to write to a pipe that is full",
+    "import time; time.sleep(100)": "it sleeps",
+    "import os, sys; os.mkfifo(sys.argv[1]); open(sys.argv[1])": "it waits for another process to open a named pipe",
+    "import subprocess; subprocess.run(['sleep', '30'])": "it waits for its child process {child} (sleep 30)",
+    SOCKET + "print(s.getsockname()[1], flush=True); c.recv(1)": "it waits for data from 127.0.0.1:{said}",
+    "import socket; socket.create_server(('127.0.0.1', 0)).accept()": "it waits for a connection",
+    "import threading; lock = threading.Lock(); lock.acquire(); lock.acquire()": "",
+}
+"""A program -> what it waits for. Python's locks wait in futex, which shows nothing."""
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        for pid in children(process.pid):
+            os.kill(pid, signal.SIGKILL)
+        process.kill()
+        process.communicate()
+
+
+def start(started: list[subprocess.Popen[str]], code: str, path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    started.append(process)
+    return process
+
+
+def eventually(process: subprocess.Popen[str], expected: str) -> None:
+    end = time.monotonic() + 15
+    while waits_for(process.pid) != expected and time.monotonic() < end:
+        time.sleep(0.05)
+    assert waits_for(process.pid) == expected
+
+
+def test_what_processes_wait_for(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    if not Path(f"/proc/{os.getpid()}/syscall").read_text():
+        pytest.skip("this kernel does not show system calls")
+    running = [start(started, code, tmp_path / "fifo") for code in WAITS]
+    for process, words in zip(running, WAITS.values(), strict=True):
+        said = process.stdout.readline().strip() if "{said}" in words and process.stdout is not None else ""
+        child = ""
+        if "{child}" in words:
+            end = time.monotonic() + 15
+            while not children(process.pid) and time.monotonic() < end:
+                time.sleep(0.01)
+            child = str(children(process.pid)[0])
+        eventually(process, words.format(child=child, said=said))
+
+
+@pytest.mark.parametrize("how", ["flock", "lockf"])
+def test_a_file_lock_and_its_holder(started: list[subprocess.Popen[str]], tmp_path: Path, how: str) -> None:
+    path = tmp_path / "build.lock"
+    holder = start(started, HOLD.format(how), path)
+    assert holder.stdout is not None
+    holder.stdout.readline()
+    waiter = start(started, LOCK.format(how), path)
+    command = " ".join([sys.executable, "-c", HOLD.format(how), str(path)])[:80]
+    eventually(waiter, f"it waits for the lock of {path}, which process {holder.pid} ({command}...) holds")
+
+
+def test_a_lock_that_a_child_inherited(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    path = tmp_path / "build.lock"
+    code = LOCK.format("flock") + "; import os, time; child = os.fork()\nif child: print(child, flush=True)\nelse: time.sleep(60)"
+    holder = start(started, code, path)
+    assert holder.stdout is not None
+    child = int(holder.stdout.readline())
+    holder.wait(timeout=15)
+    try:
+        waiter = start(started, LOCK.format("flock"), path)
+        eventually(
+            waiter, f"it waits for the lock of {path}, which process {holder.pid} took before it ended: a child of it may still hold it"
+        )
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_nothing_of_a_process_that_is_gone() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert waits_for(process.pid) == ""
