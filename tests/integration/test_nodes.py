@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -134,6 +135,13 @@ def test_a_node_without_a_network_is_lost_and_nobody_is_blamed(two: list[Node]):
 def test_the_next_node_speaks_if_the_first_is_killed(two: list[Node], tmp_path: Path):
     start(two, "stall")
     until(two[1], "Rank 3 never reached all_reduce #41", timeout_s=60)
+    before = len(two[1].output)
+    two[1].start([sys.executable, "-m", "commlens", "status"], {}).wait(30)
+    shown = [re.split(r"  +", line.strip()) for line in two[1].output[before:].splitlines()]
+    rows = [line for line in shown if line[0] in ("0-2", "3")]
+    assert len(rows) == 2, shown
+    assert not two[0].isolated or [row[1] for row in rows] == ["2 hosts", "node1"]
+    assert rows[0][-2:] == ["3", "train.py:10 step"] and "load_batch" in rows[1][-1]
     two[0].kill()
     # Its store ended with it, and so did the connections of the second node's ranks.
     until(two[1], "rank 2", timeout_s=20)

@@ -105,9 +105,19 @@ def test_status_reads_the_other_nodes_without_taking_part(meet: Meet, monkeypatc
     there.update(dead=[1])
     monkeypatch.setattr(other_nodes, "places", nodes.places)
     members: Any = [SimpleNamespace(rank=0, restart=0)]
-    lines = eventually(lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members), [0]) if "died" in line])
+    lines = eventually(lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members)[0], [0]) if "died" in line])
     assert lines == ["rank 1 on host1: rank 1 has died."]
-    assert [beat.slot for beat in other_nodes.read_beats(members)] == [0, 1], "no slot was drawn"
+    assert [beat.slot for beat in other_nodes.read_beats(members)[0]] == [0, 1], "no slot was drawn"
+    # Asked, it looks at its ranks; a node that is gone does not answer.
+    there._looks._take = lambda: b"evidence"
+    for _ in range(2):
+        beats, looks = other_nodes.read_beats(members, looks=True)
+        assert {slot: look.evidence for slot, look in looks.items()} == {1: b"evidence"} and len(beats) == 2
+    monkeypatch.setattr(other_nodes, "_ANSWERS_S", 0.5)
+    kill(there)
+    assert other_nodes.read_beats(members, looks=True)[1] == {}
+    late = meet(2)
+    assert eventually(lambda: late.others) and late._count == 3, "looks are not nodes"
 
 
 def test_two_incarnations_do_not_meet(meet: Meet) -> None:

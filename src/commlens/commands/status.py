@@ -88,14 +88,18 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
 
 def _status(job: Path) -> JobStatus:
     from commlens.diagnosis.status import status_of
+    from commlens.dumps.clocks import correct_clocks
     from commlens.dumps.save import dump_name
-    from commlens.watch.other_nodes import lines_of_other_nodes
-    from commlens.watch.snapshot import snapshot
+    from commlens.watch.other_nodes import OtherNodes, look_at_other_nodes
+    from commlens.watch.snapshot import one_run, snapshot
 
-    logs = snapshot(job, window_s=0.4)
-    status = status_of(dump_name([job]), logs)
+    logs, elsewhere = snapshot(job, window_s=0.4), OtherNodes()
     if any(log.world_size > len(logs) for log in logs):
-        status.other_nodes = lines_of_other_nodes(job)
+        elsewhere = look_at_other_nodes(job)
+        logs = sorted(one_run([*logs, *elsewhere.logs]), key=lambda log: log.rank)
+        correct_clocks(logs)
+    status = status_of(dump_name([job]), logs)
+    status.other_nodes = list(elsewhere.lines)
     return status
 
 
@@ -119,4 +123,7 @@ def _print(job: JobStatus, *, everything: bool) -> None:
     if pids:
         lines = [(line[0], str(row.pid), *line[1:]) for line, row in zip(lines, arrange(rows, "rank"), strict=True)]
         headings.insert(1, "pid")
+    if len({row.host for row in job.rows}) > 1:
+        lines = [(line[0], row.host, *line[1:]) for line, row in zip(lines, arrange(rows, "rank"), strict=True)]
+        headings.insert(1, "host")
     print_table(lines, headings=headings, indent=2)

@@ -103,7 +103,7 @@ def fold(rows: Sequence[StatusRow]) -> list[StatusRow]:
         folded.append(
             msgspec.structs.replace(
                 same[0], ranks=sorted(rank for row in same for rank in row.ranks), pid=same[0].pid if len(same) == 1 else 0,
-                host=same[0].host if len(hosts) == 1 else "", for_ns=max(row.for_ns for row in same),
+                host=same[0].host if len(hosts) == 1 else count(len(hosts), "host"), for_ns=max(row.for_ns for row in same),
             )
         )  # fmt: skip
     return folded

@@ -23,6 +23,7 @@ import msgspec
 from commlens.text import ranks_phrase
 from commlens.watch.beat import LAST, Beat, News, Request, decoded
 from commlens.watch.channel_progress import Blocks, differ
+from commlens.watch.looks import LOOK, Looks
 from commlens.watch.meeting_places import Client, Place, places
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
@@ -44,7 +45,7 @@ _SUCCESSORS: Final = 8
 _RETRY_MAX_S: Final = 2.0
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
-_PREFIX: Final = "commlens/2"  # the number changes with the values' meaning
+_PREFIX: Final = "commlens/3"  # the number changes with the values' meaning
 
 
 class Lost(NamedTuple):
@@ -68,9 +69,11 @@ class Nodes:
         host: this machine's name.
         wake: wakes the watcher; called from the thread when there is something to do.
         folder: the meeting place of nodes that reach no store, if it is shared.
+        look: returns this node's evidence for ``commlens status`` on another node; called in a thread of its own.
     """
 
-    def __init__(self, host: str, wake: Callable[[], None], folder: Path | None = None) -> None:
+    def __init__(self, host: str, wake: Callable[[], None], folder: Path | None = None, look: Callable[[], bytes] = lambda: b"") -> None:
+        self._look = look
         self._host = host
         self._folder = folder
         self._wake = wake
@@ -87,6 +90,7 @@ class Nodes:
         self._mine = Beat(-1, self._host, [], dump_dir=os.path.abspath(self._folder) if self._folder else "")  # noqa: PTH100
         self._seen: dict[int, _Seen] = {}
         self._count = 0  # of nodes that ever drew a number
+        self._looks = Looks(self._look, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
         self._joined = False  # a rank of this node has passed init_process_group
         self._announced = 0.0  # time.monotonic() of the last line
@@ -331,7 +335,7 @@ class Nodes:
             try:
                 client = place.open()
                 if slot < 0:
-                    slot = client.add(self._key("nodes"), 1) - 1
+                    slot = client.add(self._key("nodes"), 1) % LOOK - 1
                     self.update(slot=slot, serves_store=place.ends_with_this_node())
                 while self._thread is me:
                     last = self._closing.is_set()
@@ -389,7 +393,11 @@ class Nodes:
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
-        count = client.add(self._key("nodes"), 0)
+        counter = client.add(self._key("nodes"), 0)
+        count = counter % LOOK
+        self._looks.see(counter)
+        if (look := self._looks.pop()) is not None:
+            client.set(self._key("look", slot), look)
         with self._lock:
             evidence, self._evidence = self._evidence, None
             following = sorted(seen.beat.order for seen in self._peers() if not seen.beat.finished)[:_SUCCESSORS]

@@ -1,46 +1,91 @@
-"""What the watchers of a job's other nodes publish in the job's store, read without taking part."""
+"""What the watchers of a job's other nodes say about their ranks, in the job's store, asked without taking part."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
+import msgspec
+
+from commlens.model.ranklog import RankLog
 from commlens.text import duration, ranks_and_verb, ranks_phrase
+from commlens.watch import remote_evidence
 from commlens.watch.beat import Beat, decoded
+from commlens.watch.looks import LOOK, Look
 from commlens.watch.meeting_places import Store, places
 from commlens.watch.nodes import key
 from commlens.watch.roster import Member, Roster
 from commlens.watch.store_client import StoreClient
 
 _MOST: Final = 4096  # nodes
+_ANSWERS_S: Final = 3.0  # a watcher at rest asks the store once a second, and looks for less than one
+_POLL_S: Final = 0.1
 _WAITS_S: Final = 2.0  # a shorter wait is part of a step
 
 
-def read_beats(members: Sequence[Member], *, timeout_s: float = 1.0) -> list[Beat]:
+class OtherNodes(NamedTuple):
+    """What is known of the other nodes of a job."""
+
+    logs: Sequence[RankLog] = ()  # of the ranks whose node answered
+    lines: Sequence[str] = ()  # about the nodes that did not, in sentences
+
+
+def look_at_other_nodes(job_dir: Path) -> OtherNodes:
+    """Ask the other nodes' watchers what their ranks are doing. Takes about a second, three if a node does not answer.
+
+    Args:
+        job_dir: the folder of the job's black boxes on this node.
+    """
+    with contextlib.closing(Roster([job_dir])) as roster:
+        roster.refresh()
+        roster.poll()
+        members = roster.current()
+        here = [member.rank for member in members]
+        beats, found = read_beats(members, looks=True)
+    answered = [remote_evidence.unpack(found[beat.slot].evidence, beat.host) for beat in beats if beat.slot in found]
+    lines = [problem for node in answered for problem in node.problems]
+    lines += other_node_lines([beat for beat in beats if beat.slot not in found], here)
+    return OtherNodes([log for node in answered for log in node.logs if log.rank not in here], lines)
+
+
+def read_beats(members: Sequence[Member], *, timeout_s: float = 1.0, looks: bool = False) -> tuple[list[Beat], dict[int, Look]]:
     """Return the last values of the nodes' watchers, this node's included; none if there is one node, or no watcher, or no store.
 
     Args:
         members: this node's ranks.
         timeout_s: for each answer of the store.
+        looks: ask the other nodes to look at their ranks.
+
+    Returns:
+        The values, and the answers of those that looked, by slot.
     """
     store = next((place for place in places(members, None) if isinstance(place, Store)), None)
+    found: dict[int, Look] = {}
+    beats: list[Beat] = []
     if store is None:
-        return []
+        return beats, found
     try:
-        client = StoreClient(store.host, store.port, timeout_s=timeout_s)
-    except OSError:
-        return []
-    try:
-        if not client.existing([key("nodes")]):
-            return []
-        count = min(_MOST, client.add(key("nodes"), 0))
-        values = client.get(client.existing([key("node", slot) for slot in range(count)]))
+        with contextlib.closing(StoreClient(store.host, store.port, timeout_s=timeout_s)) as client:
+            if not client.existing([key("nodes")]):
+                return beats, found
+            counter = client.add(key("nodes"), LOOK if looks else 0)
+            beats = _newest_beats(client, counter % LOOK)
+            here = {member.rank for member in members}
+            asked = {beat.slot for beat in beats if looks and not beat.finished and not set(beat.ranks) & here}
+            end = time.monotonic() + _ANSWERS_S
+            while asked - found.keys() and time.monotonic() < end:
+                time.sleep(_POLL_S)
+                found |= _answers(client, asked - found.keys(), counter // LOOK)
     except (OSError, EOFError, ValueError):
-        return []
-    finally:
-        client.close()
+        pass  # what was read so far
+    return beats, found
+
+
+def _newest_beats(client: StoreClient, count: int) -> list[Beat]:
+    values = client.get(client.existing([key("node", slot) for slot in range(min(_MOST, count))]))
     beats: list[Beat] = []
     for beat in sorted(filter(None, map(decoded, values)), key=lambda one: one.slot):
         # A node draws a new slot when its workers are restarted.
@@ -48,13 +93,15 @@ def read_beats(members: Sequence[Member], *, timeout_s: float = 1.0) -> list[Bea
     return beats
 
 
-def lines_of_other_nodes(job_dir: Path) -> list[str]:
-    """Return what :func:`other_node_lines` says about a job on this node, given its folder of black boxes."""
-    with contextlib.closing(Roster([job_dir])) as roster:
-        roster.refresh()
-        roster.poll()
-        members = roster.current()
-        return other_node_lines(read_beats(members), [member.rank for member in members])
+def _answers(client: StoreClient, slots: Iterable[int], number: int) -> dict[int, Look]:
+    there = client.existing([key("look", slot) for slot in sorted(slots)])
+    found: dict[int, Look] = {}
+    for name, value in zip(there, client.get(there), strict=True):
+        with contextlib.suppress(msgspec.DecodeError):
+            look = msgspec.msgpack.decode(value, type=Look)
+            if look.number >= number:
+                found[int(name.rpartition("/")[2])] = look
+    return found
 
 
 def other_node_lines(beats: Sequence[Beat], here: Sequence[int]) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -11,11 +13,14 @@ from commlens.blackbox.reader import BoxStatus, read_box
 from commlens.dumps.save import SavedRank
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
-from commlens.watch.roster import Member
-from commlens.watch.snapshot import have_joined, log_without_records
+from commlens.processes.observer import Observer
+from commlens.watch.roster import Member, Roster
+from commlens.watch.snapshot import have_joined, log_without_records, observe
 
 RECORDS: Final = 1 << 17  # of all ranks together: 10 us each to read and diagnose; in a larger job, each rank sends fewer
 _RECORDS_MIN: Final = 16
+LOOK_RECORDS: Final = 64
+_LOOK_S: Final = 0.4
 _IN_FLIGHT_MAX: Final = 8  # shares that one rank may send, if its oldest record in flight is older
 
 
@@ -54,6 +59,13 @@ def pack(members: Sequence[Member], observations: dict[int, Observation], record
         log.observation = observations.get(member.pid, Observation())
         ranks.append(_Rank(log, box))
     return msgspec.msgpack.encode(ranks)
+
+
+def pack_snapshot(folders: Sequence[Path]) -> bytes:
+    """Look at this node's ranks now, and pack their newest records for ``commlens status`` on another node."""
+    with contextlib.closing(Roster(folders)) as roster:
+        observations = observe(roster, Observer(), window_s=_LOOK_S)
+        return pack(roster.current(), observations, LOOK_RECORDS)
 
 
 def _newest(status: BoxStatus, world_size: int) -> int | None:

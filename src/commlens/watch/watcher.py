@@ -33,6 +33,7 @@ from commlens.watch.jobs import discard_forgotten, is_over
 from commlens.watch.metrics import Metrics
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
+from commlens.watch.remote_evidence import pack_snapshot
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
@@ -82,7 +83,7 @@ class Watcher:
         self._launched = workers is not None
         self._roster = Roster(self.folders, workers)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
-        self._nodes = Nodes(os.uname().nodename, self._wake, Path(settings.dump_dir))
+        self._nodes = Nodes(os.uname().nodename, self._wake, Path(settings.dump_dir), lambda: pack_snapshot(self.folders))
         evidence = Evidence(self._roster, self._observer, self._nodes, launched=self._launched)
         self.reporter = Reporter(self.folders, settings, evidence, say=say, diagnose=diagnose)
         self._stop = threading.Event()
