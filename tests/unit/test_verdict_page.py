@@ -102,6 +102,25 @@ def test_a_cycle_has_an_edge_each_way() -> None:
     assert [cell.differs for cell in statistics.rows[-1].cells] == [False, False]
 
 
+def test_an_arrow_is_not_left_out_for_a_path_that_only_other_ranks_of_the_class_take() -> None:
+    """Of two ranks that wait at one line, one waits for the culprit itself, and the other behind a third."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        first, side = rank - rank % 2, rank % 2
+        row, column = job.group(f"1{first}", (first, first + 1), "row"), job.group(f"2{side}", (side, side + 2), "column")
+        for step in range(4):
+            if (rank, step) == (2, 3):
+                yield Stay(57, "load_batch")
+            yield all_reduce(column, line=10)
+            yield all_reduce(row, line=20)
+            yield Step()
+
+    page = page_of(Job(4).run(program).logs())
+    by_ends = {(source, target): label for source, target, label in edges(page)}
+    assert set(by_ends) == {("0", "2"), ("1,3", "0"), ("1,3", "2")}
+    assert by_ends["1,3", "0"].startswith("Rank 1: all_reduce") and by_ends["1,3", "2"].startswith("Rank 3: all_reduce")
+
+
 def test_messages_have_the_order_of_issue() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         for step in range(4):

@@ -47,7 +47,9 @@ ALERTS_END_S = 8.0
 
 def say_to_stderr(message: str | Verdict) -> None:
     """Print a notice, beginning with ``commlens:``, or a verdict. It is a single write: ranks and torchrun share the terminal."""
-    width, colour = 80, False
+    columns = os.environ.get("COLUMNS", "")
+    width = max(40, min(120, int(columns))) if columns.isdecimal() else 80
+    colour = "FORCE_COLOR" in os.environ and "NO_COLOR" not in os.environ
     with contextlib.suppress(OSError, ValueError):
         width = min(120, os.get_terminal_size(sys.stderr.fileno()).columns)
         colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"

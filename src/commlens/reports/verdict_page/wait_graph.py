@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from commlens.diagnosis.wait_graph import Edge, Node
 from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
 from commlens.reports.verdict_page.job import Job, phrase
-from commlens.text import capital, count, format_ranks, op_phrase
+from commlens.text import capital, count, format_ranks, op_phrase, ranks_phrase
 
 
 def wait_graph(job: Job) -> WaitGraph:
@@ -38,14 +38,19 @@ class _Fold:
             ends = {end for target, behind in graph.edges[meeting].items() for end in self._ends(target, behind)}
             self._join([source.rank for source in sources], edge, ends)
         edges = []
-        shown = _transitive_reduction(self._edges)
+        waiting = {pair: set().union(*by_label.values()) for pair, by_label in self._edges.items()}
+        shown = _transitive_reduction(waiting)
+        parted = {
+            start for start, end in shown if any(waiting[start, other] != waiting[start, end] for first, other in shown if first == start)
+        }
         for (start, end), by_label in sorted(self._edges.items()):
             if (start, end) not in shown:
                 continue
             first = max(by_label, key=lambda text: (len(by_label[text]), text))
             more = f" and {len(by_label) - 1} more" if len(by_label) > 1 else ""
-            ranks = set().union(*by_label.values())
-            edges.append(GraphEdge(source=start, target=end, label=first + more, waiting=format_ranks(ranks)))
+            ranks = waiting[start, end]
+            some = f"{capital(ranks_phrase(sorted(ranks)))}: " if start in parted else ""
+            edges.append(GraphEdge(source=start, target=end, label=some + first + more, waiting=format_ranks(ranks)))
         return WaitGraph(self.nodes, edges)
 
     def _join(self, ranks: Iterable[int], edge: Edge, ends: Iterable[int]) -> None:
@@ -85,8 +90,12 @@ class _Fold:
         return [self._of_rank(target.rank)] if target.rank in job.class_of else []
 
 
-def _transitive_reduction(edges: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Drop an edge if a longer path joins its nodes; among nodes that wait for each other, keep all edges."""
+def _transitive_reduction(edges: Mapping[tuple[int, int], set[int]]) -> set[tuple[int, int]]:
+    """Drop an edge if a longer path joins its nodes for all its ranks; among nodes that wait for each other, keep all edges.
+
+    Args:
+        edges: by pair of classes, the ranks of the first class that wait for the second.
+    """
     after: dict[int, set[int]] = defaultdict(set)
     for start, end in edges:
         if start != end:  # ranks may wait within their class; the graph shows which classes hold it up
@@ -107,6 +116,6 @@ def _transitive_reduction(edges: Iterable[tuple[int, int]]) -> set[tuple[int, in
     for start, ends in after.items():
         for end in ends:
             between = (other for other in ends if other != end and start not in reach.get(other, ()) and other not in reach.get(end, ()))
-            if not any(end in reach.get(other, ()) for other in between):
+            if not any(end in reach.get(other, ()) and edges[start, end] <= edges[start, other] for other in between):
                 kept.add((start, end))
     return kept
