@@ -952,3 +952,29 @@ def test_ranks_that_ctrl_c_ends_in_a_wait_were_waiting() -> None:
         log.collectives[-1].state, log.collectives[-1].error = State.FAILED, "KeyboardInterrupt:"
         log.exception = "KeyboardInterrupt"
     assert judge(logs).culprits == [3]
+
+
+@pytest.mark.parametrize("holder", [3, None])
+def test_a_lock_that_a_waiting_rank_holds(holder: int | None) -> None:
+    """A rank waits for a file's lock, and the rank that holds it is already in the collective, or the holder is no rank."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        if rank == 2:
+            yield Stay(40, "prepare")
+        yield all_reduce(job.world, line=30)
+
+    logs = Job(4).run(program).logs()
+    seen = logs[2].observation
+    seen.waits_for, seen.waits_for_pid = "it waits for the lock of /data/x.lock", logs[holder].pid if holder is not None else 99_999
+    seen.stack_moved, seen.cpu_s, seen.window_s = False, 0.0, 3.0
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, verdict.culprits) == ("missing", [2])
+    told = " ".join(verdict.findings[0].evidence)
+    assert "it waits for the lock of /data/x.lock" in told
+    assert ("is rank 3, which waits for rank 2 in all_reduce #2 of the default group [0-3]: neither can go on." in told) is (
+        holder is not None
+    )
+    assert verdict.next_step.startswith(
+        "release the lock on rank 3 before all_reduce at train.py:30" if holder is not None else "look at prepare"
+    )

@@ -52,9 +52,9 @@ def start(started: list[subprocess.Popen[str]], code: str, path: Path) -> subpro
 
 def eventually(process: subprocess.Popen[str], expected: str) -> None:
     end = time.monotonic() + 15
-    while waits_for(process.pid) != expected and time.monotonic() < end:
+    while waits_for(process.pid).text != expected and time.monotonic() < end:
         time.sleep(0.05)
-    assert waits_for(process.pid) == expected
+    assert waits_for(process.pid).text == expected
 
 
 def test_what_processes_wait_for(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -81,6 +81,7 @@ def test_a_file_lock_and_its_holder(started: list[subprocess.Popen[str]], tmp_pa
     waiter = start(started, LOCK.format(how), path)
     command = " ".join([sys.executable, "-c", HOLD.format(how), str(path)])[:80]
     eventually(waiter, f"it waits for the lock of {path}, which process {holder.pid} ({command}...) holds")
+    assert waits_for(waiter.pid).holder == holder.pid
 
 
 def test_a_lock_that_a_child_inherited(started: list[subprocess.Popen[str]], tmp_path: Path) -> None:
@@ -92,9 +93,7 @@ def test_a_lock_that_a_child_inherited(started: list[subprocess.Popen[str]], tmp
     holder.wait(timeout=15)
     try:
         waiter = start(started, LOCK.format("flock"), path)
-        eventually(
-            waiter, f"it waits for the lock of {path}, which process {holder.pid} took before it ended: a child of it may still hold it"
-        )
+        eventually(waiter, f"it waits for the lock of {path}, which process {holder.pid} took: a former child of it may still hold it")
     finally:
         os.kill(child, signal.SIGKILL)
 
@@ -102,4 +101,4 @@ def test_a_lock_that_a_child_inherited(started: list[subprocess.Popen[str]], tmp
 def test_nothing_of_a_process_that_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
-    assert waits_for(process.pid) == ""
+    assert not waits_for(process.pid).text

@@ -55,6 +55,7 @@ class Observation(msgspec.Struct):
     net_bytes: int | None = None  # sent and received over TCP within the window, without connections that hardly move
     unsent_bytes: int | None = None  # written to TCP connections, and not taken by the other side
     waits_for: str = ""  # what its main thread waited for in the kernel at the last observation, in words
+    waits_for_pid: int = 0  # the process that holds the lock that it waited for, if it is known
     stack_moved: bool | None = None  # the main thread's stack changed within the window
     holds_gil: bool | None = None  # alive, but its watchdog thread could not run
     throttled_fraction: float | None = None  # of the window, by the cgroup's CPU limit

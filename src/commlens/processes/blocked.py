@@ -8,9 +8,9 @@ from __future__ import annotations
 import os
 import re
 import socket
-from typing import Final
+from typing import Final, NamedTuple
 
-from commlens.processes.process import children, is_running, read_text
+from commlens.processes.process import children, descendants, read_text
 from commlens.text import printable
 
 _CALLS: Final = {
@@ -30,23 +30,30 @@ _COMMAND_MAX: Final = 80
 _FILE_MAX: Final = 1 << 24
 
 
-def waits_for(pid: int) -> str:
-    """Return what the main thread of a process waits for: ``"it waits to read from a pipe"``; empty if that does not show."""
+class Wait(NamedTuple):
+    """What a process waits for."""
+
+    text: str = ""  # "it waits to read from a pipe"; empty if it does not show
+    holder: int = 0  # of a lock: the process that has it, if it is known
+
+
+def waits_for(pid: int) -> Wait:
+    """Return what the main thread of a process waits for."""
     fields = (read_text(f"/proc/{pid}/syscall") or "").split()
     if len(fields) < 3 or not fields[0].isdecimal():
-        return ""
+        return Wait()
     number, arguments = int(fields[0]), [int(field, 16) for field in fields[1:3]]
     call = _CALLS.get(os.uname().machine, {}).get(number, "")
     if call == "sleep":
-        return "it sleeps"
+        return Wait("it sleeps")
     if call == "wait":
-        return _child(pid, arguments[0] if number in _WAIT4 else arguments[1])
+        return Wait(_child(pid, arguments[0] if number in _WAIT4 else arguments[1]))
     if call == "open":
         is_fifo = read_text(f"/proc/{pid}/wchan") == "wait_for_partner"
-        return "it waits for another process to open a named pipe" if is_fifo else ""
+        return Wait("it waits for another process to open a named pipe" if is_fifo else "")
     if call == "lock":
         return _lock(pid, arguments[0])
-    return _file(pid, call, arguments[0]) if call else ""
+    return Wait(_file(pid, call, arguments[0]) if call else "")
 
 
 def _child(pid: int, child: int) -> str:
@@ -56,7 +63,7 @@ def _child(pid: int, child: int) -> str:
     return f"it waits for its child process {_named(child)}" if child in known else "it waits for a child process"
 
 
-def _lock(pid: int, descriptor: int) -> str:
+def _lock(pid: int, descriptor: int) -> Wait:
     """Return which file's lock the process waits for, and which process has it. ``/proc/locks`` lists a lock and then its waiters."""
     path = _target(pid, descriptor)
     holder, number, waits = 0, "", False
@@ -70,13 +77,22 @@ def _lock(pid: int, descriptor: int) -> str:
             waits = True
             break
     if not waits:
-        return ""
+        return Wait()
     lock = f"it waits for the lock of {path or 'a file'}"
     if holder <= 0:
-        return lock
-    if not is_running(holder, 0):
-        return f"{lock}, which process {holder} took before it ended: a child of it may still hold it"
-    return f"{lock}, which process {_named(holder)} holds"
+        return Wait(lock)
+    # The kernel names the process that took the lock. The lock lives as long as the open file, which children inherit.
+    owner = next((one for one in (holder, *descendants(holder, ())) if _has_open(one, path)), 0)
+    if not owner:
+        return Wait(f"{lock}, which process {holder} took: a former child of it may still hold it")
+    return Wait(f"{lock}, which process {_named(owner)} holds", owner)
+
+
+def _has_open(pid: int, path: str) -> bool:
+    try:
+        return any(_target(pid, int(name)) == path for name in os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
+    except OSError:
+        return False
 
 
 def _file(pid: int, call: str, descriptor: int) -> str:

@@ -241,7 +241,7 @@ class Observer:
         seen.holds_gil = _holds_gil(subject, now)
         seen.stack_moved = _stack_moved(subject, now)
         if last_sample.state == "S" and not seen.stack_moved:
-            seen.waits_for = blocked.waits_for(subject.pid)
+            seen.waits_for, seen.waits_for_pid = blocked.waits_for(subject.pid)
         return seen
 
     def _watchdog_is_silent(self, subject: _Subject) -> bool:

@@ -106,7 +106,8 @@ def _missing(context: Context, absence: Absence) -> None:
     if frame is None and finished and view.last_op is not None:
         frame = view.last_op.source
     lead = f"Like all of {ranks_phrase(ranks)}, " if len(ranks) > 1 and not alone else ""
-    evidence = _signs(absence)
+    holders, lock_step = _lock_holders(context, absence)
+    evidence = _signs(absence) + holders
     too_long = doing.works and not is_refusal(op.error)
     gap = longest_gap_ns(view.log)
     if too_long and gap:
@@ -139,7 +140,7 @@ def _missing(context: Context, absence: Absence) -> None:
         ),
         next_step=ended_step(op, ranks, waiting)
         if finished and not op.is_setup and _is_first_of_its_line(context, absence.edge)
-        else missing_step(doing, culprits or sorted([*ranks, *waiting]), op),
+        else lock_step or missing_step(doing, culprits or sorted([*ranks, *waiting]), op),
         evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(absence.blocked))
@@ -210,6 +211,25 @@ def _signs(absence: Absence) -> list[str]:
         if doing.signs:
             same[joined(doing.signs)].append(rank)
     return [f"{ranks_phrase(ranks)}: {text}." for text, ranks in same.items()][:4]
+
+
+def _lock_holders(context: Context, absence: Absence) -> tuple[list[str], str]:
+    """Name the ranks that hold the locks that the absent ones wait for. Return sentences, and a next step if they wait for each other."""
+    said, step = [], ""
+    for rank in absence.ranks:
+        log = context.job.views[rank].log
+        pid = log.observation.waits_for_pid
+        views = context.job.views.values() if pid else ()
+        holder = next((one for one in views if (one.log.pid, one.log.host) == (pid, log.host)), None)
+        if holder is None:
+            continue
+        edge = next((edge for edge in (*absence.edges, *absence.elsewhere) if edge.rank == holder.rank), None)
+        if edge is None:
+            said.append(f"Process {pid} is rank {holder.rank}.")
+            continue
+        said.append(f"Process {pid} is rank {holder.rank}, which waits for rank {rank} in {op_phrase(edge.op)}: neither can go on.")
+        step = f"release the lock on rank {holder.rank} before {edge.op.op} at {frame_phrase(edge.op.source) or 'an unknown line'}"
+    return said, step
 
 
 def _steps_evidence(context: Context, absence: Absence) -> list[str]:
