@@ -2,8 +2,8 @@
 
     python benchmarks/run_all.py [--quick] [--only record_cost verify_cost ...] [--write]
 
-A benchmark that fails or takes too long is reported, and the others still run. ``--write`` rewrites the page docs/performance.md and
-its data, benchmarks/results/performance.json; both keep the earlier results of benchmarks that did not run.
+A benchmark that fails or takes too long is reported, and the others still run. ``--write`` rewrites the page docs/performance.md, its
+data, benchmarks/results/performance.json, and the README's table of them; all keep the earlier results of benchmarks that did not run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import _readme
 from _report import WORDS, machine
 
 HERE = Path(__file__).resolve().parent
@@ -151,6 +152,7 @@ def main() -> int:
     if given.write:
         kept = {**before, **{name: report for name, report in found.items() if not (report.get("failed") and name in before)}}
         FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        _readme.write(kept)
         PAGE.write_text(page([kept[benchmark.name] for benchmark in BENCHMARKS if benchmark.name in kept]), encoding="utf-8")
     failed = [report["failed"] for report in found.values() if report.get("failed")]
     print("\n".join(failed))

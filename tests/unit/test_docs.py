@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import fields
 from pathlib import Path
 
+import _readme
 import pytest
 
 from commlens import errors
@@ -59,6 +61,13 @@ def test_files_that_developers_are_sent_to_exist(page: Path):
 def test_every_changelog_fragment_has_a_type_that_towncrier_knows():
     names = [path.name for path in (REPOSITORY / "changelog.d").iterdir() if path.suffix == ".md"]
     assert [name for name in names if not re.fullmatch(r"[a-z0-9-]+\.(added|changed|fixed)\.md", name)] == []
+
+
+def test_the_readme_shows_the_figures_that_make_bench_wrote():
+    figures = json.loads((REPOSITORY / "benchmarks" / "results" / "performance.json").read_text())
+    readme = (REPOSITORY / "README.md").read_text()
+    assert _readme.with_table(readme, figures) == readme, "benchmarks/run_all.py --write puts them there"
+    assert _readme.table(figures) in readme
 
 
 def test_every_page_can_be_reached_from_the_index():
