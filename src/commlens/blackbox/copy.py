@@ -27,7 +27,7 @@ class Parts(msgspec.Struct):
     ring: bytes
     side: bytes
     side_head: int
-    evidence: bytes
+    evidence: tuple[bytes, bytes]  # the two slots; of a packed box, without the empty end
     size: int  # of the file
 
 
@@ -55,7 +55,8 @@ def read_parts(read: Callable[[int, int], bytes], size: int, name: str, *, live:
         ring = bytes(patched)
     # After the ring buffer, because a blob is written before the record that refers to it.
     side = read(identity.side_at, identity.side_size)
-    evidence = read(identity.evidence_at, 2 * identity.evidence_slot)
+    both = read(identity.evidence_at, 2 * identity.evidence_slot)
+    evidence = (both[: identity.evidence_slot], both[identity.evidence_slot :])
     for _ in _PAUSES_S if live else ():
         # The heartbeat is two words. Two equal reads prove that both are of one beat.
         again = read(0, L.HEADER_SIZE)

@@ -54,9 +54,7 @@ def pack(parts: Parts, newest: int | None = None) -> bytes:
     """Pack a copy of a box: the whole, or only the intact ones of its ``newest`` records, as ``parts`` was read."""
     if newest is not None and wants_all(parts.header, parts.identity.capacity, newest):
         newest = None
-    identity = parts.identity
-    evidence = (parts.evidence[: identity.evidence_slot], parts.evidence[identity.evidence_slot :])
-    kept = [part[: _used(part)] for part in (*evidence, parts.side)]
+    kept = [part[: _used(part)] for part in (*parts.evidence, parts.side)]
     first, ring = (0, parts.ring[: _used(parts.ring)]) if newest is None else _newest_slots(parts, newest)
     slots = min(-(-len(ring) // L.RECORD_SIZE), len(parts.ring) // L.RECORD_SIZE)
     ring = ring.ljust(slots * L.RECORD_SIZE, b"\0")[: slots * L.RECORD_SIZE]
@@ -85,7 +83,7 @@ def unpack(content: bytes, name: str) -> Unpacked:
     slot = identity.evidence_slot
     if max(lengths[:2]) > slot or lengths[2] > identity.side_size or max(first, slots) > identity.capacity:
         raise FormatError(f"{name} is damaged: its parts are larger than the black box.")
-    evidence = stream.read(lengths[0]).ljust(slot, b"\0") + stream.read(lengths[1]).ljust(slot, b"\0")
+    evidence = (stream.read(lengths[0]), stream.read(lengths[1]))
     side = stream.read(lengths[2])
     ring = _read_ring(stream, slots)
     records, _ = whole_records(ring, range(slots), identity.capacity, first=first)

@@ -95,7 +95,10 @@ class BoxReader:
 
     def unix(self, monotonic_ns: int) -> int:
         """Convert CLOCK_MONOTONIC ns to Unix ns; 0 stays 0."""
-        return min(max(monotonic_ns + self.shift, 1), INT_MAX) if monotonic_ns else 0
+        if not monotonic_ns:
+            return 0
+        unix_ns = monotonic_ns + self.shift
+        return unix_ns if 0 < unix_ns < INT_MAX else min(max(unix_ns, 1), INT_MAX)
 
     # --- values that records share
 
@@ -253,10 +256,9 @@ class BoxReader:
 
     def _evidence(self) -> tuple[list[ThreadStack], int]:
         """Return the newest intact evidence slot. The other one may be in the middle of a write."""
-        slot_size = self.identity.evidence_slot
         best: tuple[int, int, memoryview] | None = None
-        for number in (0, 1):
-            slot = memoryview(self.parts.evidence)[number * slot_size : (number + 1) * slot_size]
+        for number, content in enumerate(self.parts.evidence):
+            slot = memoryview(content)
             if len(slot) < L.EVIDENCE.size:
                 continue
             length, crc, count, taken = L.EVIDENCE.unpack_from(slot)
@@ -322,18 +324,7 @@ class BoxReader:
         own = index & L.TAG_MASK
         ticks = (announced - self.identity.created_mono_ns) // L.TICK_NS
         announced_ns = self.unix(announced)
-
-        def moment(word: int) -> int:
-            if word & L.TAG_MASK != own or not word >> 16:
-                return 0
-            passed = ((word >> 16) - ticks) & _TICKS_MASK
-            # Before the announcement: written for an older record whose index ends in the same 16 bits.
-            return 0 if passed >> 47 else min(announced_ns + passed * L.TICK_NS, INT_MAX)
-
-        def value(word: int) -> int:
-            return word >> 16 if word & L.TAG_MASK == own else 0
-
-        args = self.args(args_at, value(reduce_op))
+        args = self.args(args_at, _value(reduce_op, own))
         if args is None:
             if flags & L.FLAG_ANY_SOURCE:
                 args = CollectiveArgs("recv", "unknown")
@@ -341,8 +332,8 @@ class BoxReader:
                 return None  # a send or a receive, whose sequence number means nothing without the direction
             else:
                 args = CollectiveArgs("unknown", "unknown")
-        entered_ns = announced_ns if flags & L.FLAG_ENTERED else moment(entered)
-        ended = value(outcome)
+        entered_ns = announced_ns if flags & L.FLAG_ENTERED else _moment(entered, own, ticks, announced_ns)
+        ended = _value(outcome, own)
         result, how = (ended >> 8) & 0xFF, ended & 0xFF
         if result == L.OUTCOME_NONE:
             state = State.ISSUED if entered_ns else State.ANNOUNCED
@@ -350,32 +341,47 @@ class BoxReader:
             state = _OUTCOME_STATES.get(result, State.UNKNOWN)
         error = None
         if state is State.FAILED:
-            error = (self.text(value(failure)) or "an error whose text is lost")[:_TEXT_MAX]
+            error = (self.text(_value(failure, own)) or "an error whose text is lost")[:_TEXT_MAX]
         module = self.text(module_at) if module_at else None
-        device_ticks = value(duration)
+        device_ticks = _value(duration, own)
         return Collective(
             index=index,
             channel=channel,
-            sequence_number=min(sequence_number, INT_MAX),
+            sequence_number=sequence_number if sequence_number < INT_MAX else INT_MAX,
             args=args,
             state=state,
             announced_ns=announced_ns,
             entered_ns=entered_ns,
-            returned_ns=moment(returned),
-            wait_began_ns=moment(wait_began),
-            wait_ended_ns=moment(wait_ended),
-            done_ns=moment(done),
+            returned_ns=_moment(returned, own, ticks, announced_ns) if returned else 0,
+            wait_began_ns=_moment(wait_began, own, ticks, announced_ns) if wait_began else 0,
+            wait_ended_ns=_moment(wait_ended, own, ticks, announced_ns) if wait_ended else 0,
+            done_ns=_moment(done, own, ticks, announced_ns) if done else 0,
             learned_how=(_HOW[how] if how < len(_HOW) else LearnedHow.UNKNOWN) if result else LearnedHow.NOT_YET,
             stack=(self.stack(stack_at) or ()) if stack_at else (),
             issue_thread=thread,
             wait_thread=ended >> 16,
             peer=peer if peer >= 0 else None,
             tag=tag,
-            step=min(step, INT_MAX),
-            coalescing_id=min(coalescing_id, INT_MAX),
+            step=step if step < INT_MAX else INT_MAX,
+            coalescing_id=coalescing_id if coalescing_id < INT_MAX else INT_MAX,
             coalesced_members=members if flags & L.FLAG_COALESCED_END else 0,
             duration_ns=device_ticks * L.TICK_NS if device_ticks else None,
             error=error,
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=module,
         )
+
+
+def _moment(word: int, own: int, ticks: int, announced_ns: int) -> int:
+    """Return the Unix ns in a life word of the record whose tag is ``own``; 0 if it has none."""
+    if word & L.TAG_MASK != own or not word >> 16:
+        return 0
+    passed = ((word >> 16) - ticks) & _TICKS_MASK
+    # Before the announcement: written for an older record whose index ends in the same 16 bits.
+    moment = announced_ns + passed * L.TICK_NS
+    return 0 if passed >> 47 else moment if moment < INT_MAX else INT_MAX
+
+
+def _value(word: int, own: int) -> int:
+    """Return the value in a life word of the record whose tag is ``own``; 0 if it has none."""
+    return word >> 16 if word & L.TAG_MASK == own else 0

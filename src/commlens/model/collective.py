@@ -161,7 +161,7 @@ class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
         return ChannelKey((self.group.incarnation, self.group.name, self.group.ranks, self.device))
 
 
-class Collective(msgspec.Struct):
+class Collective(msgspec.Struct, gc=False):
     """One rank's record of a collective or point-to-point op. Times are Unix ns; 0 if it has not happened or is unknown."""
 
     index: int  # 1, 2, ... over all ops of the rank
