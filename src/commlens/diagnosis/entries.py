@@ -203,8 +203,9 @@ def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: 
     numbers = _numbers(ranks, fault, rows)
     kinds: dict[tuple[object, ...], list[RankEntries]] = defaultdict(list)
     for one in ranks:
-        did = tuple((cell.what, cell.end) if (cell := one.cells.get(number)) else number < one.first for number in numbers)
-        kinds[(one.rank not in selection.culprits, *did)].append(one)
+        did = ((cell.what, cell.end) if (cell := one.cells.get(number)) else number < one.first for number in numbers)
+        key = (one.rank not in selection.culprits, *did)
+        kinds[key].append(one)
     ordered = sorted(kinds.items(), key=lambda item: (item[0][0], not _has_open(item[1][0]), -len(item[1]), item[1][0].rank))
     kept, dropped = [kind for _, kind in ordered[:columns]], [kind for _, kind in ordered[columns:]]
     elsewhere: dict[str, list[int]] = defaultdict(list)

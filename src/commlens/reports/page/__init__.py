@@ -70,7 +70,7 @@ def render_page(page: Page, *, title: str, data: Any = None, text: str = "") -> 
 
 def asset(name: str) -> str:
     """Return a built script or stylesheet."""
-    return resources.files("commlens.reports.page").joinpath("assets", name).read_text(encoding="utf-8")
+    return resources.files("commlens.reports.page").joinpath("assets").joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:
