@@ -1,8 +1,12 @@
-"""What pyproject.toml cannot say: with COMMLENS_BUILD_NATIVE=1, an installation builds the native engine into the package.
+"""What pyproject.toml cannot say: COMMLENS_BUILD_NATIVE adds the native engine to the package.
 
     COMMLENS_BUILD_NATIVE=1 pip install --no-build-isolation '.[native]'
 
-It is compiled against the torch that is installed already, which is why the build must not be isolated from it.
+compiles it against the torch that is installed already, which is why the build must not be isolated from it.
+
+    COMMLENS_BUILD_NATIVE=/builds python -m build --wheel
+
+adds all builds that ``commlens build-native -o /builds`` has made for these sources, with several versions of torch and Python.
 """
 
 import os
@@ -19,19 +23,25 @@ class BuildWithNative(build_py):
     def run(self) -> None:
         """Build."""
         super().run()
-        if os.environ.get("COMMLENS_BUILD_NATIVE") != "1":
+        wanted = os.environ.get("COMMLENS_BUILD_NATIVE", "")
+        if wanted in ("", "0"):
             return
         if self.editable_mode:
             print("An editable installation has no place of its own for the native engine: commlens build-native builds it into a cache.")
             return
         sys.path.insert(0, str(Path(__file__).parent / "src"))
         from commlens.errors import NativeEngineError
-        from commlens.native.build import build_into
+        from commlens.native.build import build_into, copy_builds
 
+        package = Path(self.build_lib) / "commlens" / "native" / "built"
         try:
-            build_into(Path(self.build_lib) / "commlens" / "native" / "built")
+            if wanted == "1":
+                build_into(package)
+            else:
+                for build in copy_builds(Path(wanted).expanduser(), package):
+                    print(f"The wheel gets the native engine for torch {build.about['for']['torch']}, {build.about['for']['python']}.")
         except (ImportError, NativeEngineError) as error:
-            raise SystemExit(f"COMMLENS_BUILD_NATIVE=1: {error}") from None
+            raise SystemExit(f"COMMLENS_BUILD_NATIVE={wanted}: {error}") from None
 
 
 setup(cmdclass={"build_py": BuildWithNative})

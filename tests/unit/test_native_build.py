@@ -70,6 +70,40 @@ def test_the_library_named_cannot_be_elsewhere(nothing_loaded: Path):
     assert found is not None and found.library == place / "elsewhere.so"
 
 
+def test_the_packages_builds_are_found_and_the_others_are_not_in_the_way(nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch):
+    (nothing_loaded / "many").mkdir()
+    mine = put(nothing_loaded / "many")
+    other = {**cache.identity(), "torch": "9.9.9"}
+    folder = nothing_loaded / "many" / cache.folder_of(other) / "a-compiler"
+    folder.mkdir(parents=True)
+    for name in ("commlens_native-1.so", "build.json"):
+        (folder / name).write_bytes((mine / name).read_bytes())
+    (folder / "build.json").write_text(json.dumps({**json.loads((mine / "build.json").read_text()), "for": other}))
+    copied = build.copy_builds(nothing_loaded / "many", nothing_loaded / "built")
+    assert {made.about["for"]["torch"] for made in copied} == {cache.identity()["torch"], "9.9.9"}
+    monkeypatch.setattr(cache, "BUILT", nothing_loaded / "built")
+    found = cache.find()
+    assert found is not None and found.about["for"] == cache.identity() and found.is_whole()
+
+
+@pytest.mark.parametrize(("change", "words"), [({"for": {"sources": "older"}}, "There is no build of these sources in "),
+                                               ({"sha256": "0" * 64}, "is damaged: its checksum differs")])  # fmt: skip
+def test_a_wheel_takes_no_build_that_cannot_be_used(nothing_loaded: Path, change: dict[str, object], words: str):
+    put(nothing_loaded, **change)
+    with pytest.raises(NativeEngineError, match=words):
+        build.copy_builds(nothing_loaded, nothing_loaded / "built")
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.0+cpu", "2.13.0+cu130", "2.13.0+rocm6.4", "2.13.0+xpu"])
+def test_one_build_serves_all_of_pytorchs_builds_of_a_release(monkeypatch: pytest.MonkeyPatch, version: str):
+    import torch
+
+    monkeypatch.setattr(torch, "__version__", version)
+    assert cache.identity()["torch"] == "2.13.0"
+    monkeypatch.setattr(torch, "__version__", f"{version}.mine")
+    assert cache.identity()["torch"] == f"{version}.mine"
+
+
 def test_the_cache_is_where_it_was_put():
     assert cache.cache_directory({"COMMLENS_NATIVE_DIR": "/a", "XDG_CACHE_HOME": "/b"}) == Path("/a")
     assert cache.cache_directory({"XDG_CACHE_HOME": "/b"}) == Path("/b/commlens/native")

@@ -28,11 +28,13 @@ from commlens.native.cache import (
     LIBRARY_PREFIX,
     SOURCES,
     Build,
+    builds_in,
     cache_directory,
     folder_of,
     identity,
     read_build,
     sources,
+    sources_digest,
 )
 
 TIMEOUT_S = 900.0
@@ -64,12 +66,39 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
         raise NativeEngineError(f"The native engine cannot be saved in {folder}: {error.strerror or error}.") from None
 
 
-def build_into(folder: Path) -> Build:
-    """Build into a folder of the package during its installation."""
+def build_into(package: Path) -> Build:
+    """Build into the package's folder of builds while it is installed or packed."""
     compiler = find_compiler(os.environ)
-    folder = folder.absolute()  # the compiler runs in another folder
+    folder = package.absolute() / folder_of(identity())  # absolute: the compiler runs in another folder
     folder.mkdir(parents=True, exist_ok=True)
     return _build(folder, compiler, compiler_version(compiler), identity(), print)
+
+
+def copy_builds(directory: Path, package: Path) -> list[Build]:
+    """Copy all builds of these sources from a cache into the package's folder of builds, for a wheel that serves several torch versions.
+
+    Args:
+        directory: a cache that ``commlens build-native -o`` has filled with each torch and Python.
+        package: the folder of builds.
+
+    Raises:
+        NativeEngineError: there is no such build in the cache, or one is damaged.
+    """
+    copied = []
+    for folder in sorted(path for identified in directory.glob("torch-*") for path in builds_in(identified)):
+        found = read_build(folder)
+        if found is None or found.about.get("for", {}).get("sources") != sources_digest():
+            continue
+        if not found.is_whole():
+            raise NativeEngineError(f"{found.library} is damaged: its checksum differs. Rebuild it with commlens build-native --force.")
+        target = package / folder_of(found.about["for"])
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(found.library, target)
+        shutil.copy2(folder / ABOUT, target)
+        copied.append(Build(target, found.about))
+    if not copied:
+        raise NativeEngineError(f"There is no build of these sources in {directory}: commlens build-native -o {directory} makes one.")
+    return copied
 
 
 def find_compiler(environ: Mapping[str, str]) -> list[str]:
