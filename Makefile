@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat page docs pictures gallery schemas clean
+.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat dist page docs pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,22 @@ compat: ## Run all tests on another torch, in a separate environment: make compa
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }
 	@$(MAKE) --no-print-directory VENV=.venv-torch-$(TORCH) TORCH_VERSION=$(TORCH) test
 
+NATIVE :=
+dist: $(VENV)-dist/.ready ## Build the sdist and the wheel into dist/, and check them (NATIVE=FOLDER adds the native engine's builds in it: docs/native.md)
+	rm -rf dist build
+	COMMLENS_BUILD_NATIVE=$(NATIVE) $(VENV)-dist/bin/python -m build
+	rm -rf build
+	$(VENV)-dist/bin/twine check --strict dist/*
+	$(VENV)-dist/bin/check-wheel-contents dist/*.whl
+	@ls -l dist
+
+$(VENV)-dist/.ready: Makefile
+	@test -n "$(PYTHON)" || { echo "No suitable Python found: commlens needs Python 3.10 to 3.13 with venv (on Debian: apt install python3-venv), or PYTHON=/path/to/python."; exit 2; }
+	@rm -rf $(@D)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check 'build>=1.2' 'twine>=6' 'check-wheel-contents>=0.6'
+	@touch $@
+
 page: ## Rebuild the HTML pages' scripts and styles from web/ (the only target that needs Node.js and npm)
 	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
@@ -94,7 +110,7 @@ schemas: $(VENV)/.ready ## Generate the JSON schemas of the reports from their t
 	$(VENV)/bin/python tests/unit/make_schemas.py
 
 clean: ## Remove the virtual environments
-	rm -rf .venv .venv-frameworks .venv-torch-*
+	rm -rf .venv .venv-dist .venv-frameworks .venv-torch-*
 
 # torch is installed first. A torch other than the pinned one chooses the versions of its own dependencies.
 $(VENV)/.ready: pyproject.toml constraints.txt

@@ -1,8 +1,10 @@
-"""``pip install .`` into an empty environment: what works there without torch, and what says which line to type."""
+"""The built wheel in an empty environment: what is in it, what works there without torch, and what says which line to type."""
 
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from flight_recorder_dumps import dump, entry
 
 from conftest import MARK, REPOSITORY
 
@@ -27,11 +30,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     # A copy: building must leave nothing in the working tree.
     source = place / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         (source / name).write_bytes((REPOSITORY / name).read_bytes())
     subprocess.run(["cp", "-r", str(REPOSITORY / "src"), str(source)], check=True)
     subprocess.run(["rm", "-rf", *map(str, source.rglob("*.egg-info"))], check=True)
-    done = subprocess.run([*pip, ".", "-c", str(REPOSITORY / "constraints.txt")], cwd=source, capture_output=True, text=True, timeout=100)
+    build = [*pip[:3], "wheel", *pip[4:], "--no-deps", "--wheel-dir", str(place), "."]
+    done = subprocess.run(build, cwd=source, capture_output=True, text=True, timeout=100)
+    if done.returncode == 0:
+        install = [*pip, str(next(place.glob("*.whl"))), "-c", str(REPOSITORY / "constraints.txt")]
+        done = subprocess.run(install, cwd=place, capture_output=True, text=True, timeout=100)
     if done.returncode != 0 and ("No matching distribution" in done.stderr or "onnection" in done.stderr):
         pytest.skip(f"offline: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
@@ -64,6 +71,19 @@ def test_the_reader_in_c_is_built_where_it_can_be(installed: Run):
     assert done.stdout.strip() in (["True"] if possible else ["True", "False"]), done.stderr
 
 
+def test_the_wheel_serves_all_pythons_and_holds_only_the_package(installed: Run):
+    listing = installed("python", "-c", "import pathlib, sys; print(next(pathlib.Path('.').glob('*.whl')))").stdout.strip()
+    assert re.fullmatch(r"commlens-[\d.]+-(cp310-abi3-linux_\w+|py3-none-any)\.whl", listing)
+    names = installed("python", "-m", "zipfile", "-l", listing).stdout.split()
+    files = [name for name in names if "/" in name or name.endswith(".py")]
+    assert not [name for name in files if not name.startswith(("commlens/", "commlens_autoload.py", "commlens-"))]
+    assert not [name for name in files if name.endswith((".pyc", ".so")) and "/_entries." not in name]
+    for needed in ("commlens/py.typed", "commlens/native/recorder.hpp", "commlens/reports/page/assets/verdict.js", "licenses/LICENSE"):
+        assert [name for name in files if name.endswith(needed)], needed
+    points = "import importlib.metadata as m; print(sorted({e.group for e in m.distribution('commlens').entry_points}))"
+    assert installed("python", "-c", points).stdout.strip() == "['console_scripts', 'pytest11', 'torch.backends']"
+
+
 def test_the_help_and_the_settings_work(installed: Run):
     assert "commlens demo" in installed("commlens", "--help").stdout
     assert "stall_timeout" in installed("commlens", "config", "show").stdout
@@ -76,6 +96,17 @@ def test_diagnose_needs_no_torch(installed: Run, tmp_path: Path):
     assert done.returncode == 3, done.stderr
     assert done.stderr.startswith("commlens: ") and "Traceback" not in done.stderr
     assert installed("commlens", "diagnose", str(tmp_path / "nothing")).returncode == 2
+
+
+def test_diagnose_gives_a_verdict_on_dumps_from_elsewhere(installed: Run, tmp_path: Path):
+    groups = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+    waiting = entry(1, state="scheduled", time_discovered_completed_ns=None, retired=False)
+    for rank, entries in enumerate([[entry(0), waiting], [entry(0)]]):
+        content = pickle.dumps(dump(entries, pg_config=groups, pg_status={}), protocol=2)
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(content)
+    done = installed("commlens", "diagnose", str(tmp_path))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.startswith("VERDICT  rank 1 never reached "), done.stdout
 
 
 @pytest.mark.parametrize("verb", [["launch", "train.py"], ["run", "train.py"], ["demo"]], ids=lambda verb: verb[0])
