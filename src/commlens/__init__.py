@@ -23,11 +23,11 @@ if TYPE_CHECKING:
         MissingDependency,
         NativeEngineError,
         OutputError,
+        RanksFailed,
         SelectionError,
     )
     from commlens.launch.recording import disable, dump, enable, expect_slow, verify
     from commlens.model.verdict import Verdict
-    from commlens.traces.assertions import assert_comms, assert_matches_golden
     from commlens.traces.trace import Trace
     from commlens.tracing.api import trace
     from commlens.tracing.comm_debug.mode import CommDebugMode
@@ -46,12 +46,11 @@ __all__ = [
     "MissingDependency",
     "NativeEngineError",
     "OutputError",
+    "RanksFailed",
     "SelectionError",
     "Trace",
     "Verdict",
     "__version__",
-    "assert_comms",
-    "assert_matches_golden",
     "diagnose",
     "disable",
     "dump",
@@ -64,13 +63,11 @@ __all__ = [
 ]
 
 _ERRORS = ("CommandError", "CommlensError", "ConfigError", "DistributedOperationException", "DumpError", "EvidenceError", "FormatError",
-           "MissingDependency", "NativeEngineError", "OutputError", "SelectionError")  # fmt: skip
+           "MissingDependency", "NativeEngineError", "OutputError", "RanksFailed", "SelectionError")  # fmt: skip
 _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "CommDebugMode": "tracing.comm_debug.mode",
     "Trace": "traces.trace",
     "Verdict": "model.verdict",
-    "assert_comms": "traces.assertions",
-    "assert_matches_golden": "traces.assertions",
     "diagnose": "diagnosis.api",
     "disable": "launch.recording",
     "dump": "launch.recording",

@@ -10,6 +10,7 @@
     ├── DumpError           a dump could not be saved
     ├── OutputError         a trace or a report could not be written
     ├── DistributedOperationException  a collective would hang or fail (strict verification)
+    ├── RanksFailed         a function that a test ran on several ranks raised, died or hung
     └── MissingDependency   a package is not installed
 
 Each class has a ``slug``, its heading in docs/errors.md.
@@ -89,6 +90,16 @@ class DistributedOperationException(CommlensError):
 
     slug = "distributed-operation"
     kind = ""
+
+
+class RanksFailed(CommlensError):
+    """A function that a test ran on several ranks raised, died or hung. ``rank`` is the rank to look at; None: no rank can be named."""
+
+    slug = "ranks-failed"
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class MissingDependency(CommlensError):

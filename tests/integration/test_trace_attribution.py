@@ -36,6 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commlens
 from commlens.model.trace import Phase, TraceEvent
+from commlens.testing import assert_collectives
 from commlens.tracing import backend_times, stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
@@ -398,9 +399,9 @@ def test_a_module_with_two_names_has_both(fake: None) -> None:
     assert rows["Tied.first.layer"] == (2, ("Tied.second.layer",))
     assert rows["Tied.once"] == (1, ())
     assert [trace.filter(module=name).calls for name in ("first", "second", "once", "Tied")] == [4, 4, 2, 6]
-    commlens.assert_comms(trace, {"all_reduce": 2}, module="second", phase="forward")
+    assert_collectives(trace, {"all_reduce": 2}, module="second", phase="forward")
     with pytest.raises(commlens.SelectionError, match="no module 'third'"):
-        commlens.assert_comms(trace, {"all_reduce": 4}, module="third")
+        assert_collectives(trace, {"all_reduce": 4}, module="third")
     assert {row.path: row.other_paths for row in trace.to_summary().by_module if row.other_paths} == {"Tied.first": ["Tied.second"]}
     printed = io.StringIO()
     trace.summary(printed)

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode as TorchCommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 import commlens
+from commlens.testing import assert_collectives, assert_matches_golden
 
 out, backend, size, rank = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 if backend == "fake":
@@ -49,7 +50,7 @@ def step():
 
 with commlens.trace() as trace:
     step()
-    commlens.assert_comms(trace, {("tp", "all_reduce"): 1}, by=("mesh_dim", "op"), module="net2", phase="forward")
+    assert_collectives(trace, {("tp", "all_reduce"): 1}, by=("mesh_dim", "op"), module="net2", phase="forward")
     dist.all_reduce(torch.ones(100))
     if backend == "gloo":
         if rank == 0:
@@ -57,19 +58,19 @@ with commlens.trace() as trace:
         else:
             dist.recv(torch.ones(3), 0)
     dist.barrier()
-commlens.assert_comms(trace, none_on="unused", max_bytes=10_000)
-commlens.assert_matches_golden(trace.filter(phase="forward"), f"{out}/golden-{rank}.json", update=True)
-commlens.assert_matches_golden(trace.filter(phase="forward"), f"{out}/golden-{rank}.json")
+assert_collectives(trace, none_on="unused", bytes_at_most=10_000)
+assert_matches_golden(trace.filter(phase="forward"), f"{out}/golden-{rank}.json", update=True)
+assert_matches_golden(trace.filter(phase="forward"), f"{out}/golden-{rank}.json")
 trace.save(f"{out}/traces/trace-rank{rank}.json.gz")
 theirs, ours = TorchCommDebugMode(), commlens.CommDebugMode()
 for name, mode in (("theirs", theirs), ("ours", ours)):
     with mode:
         step()
     mode.generate_json_dump(f"{out}/{name}-{rank}.json", noise_level=1)
-commlens.assert_comms(ours, {"all_reduce": 1}, module="net2")
+assert_collectives(ours, {"all_reduce": 1}, module="net2")
 assert ours.trace().wire_bytes == trace.filter(phase="forward").wire_bytes
 try:
-    commlens.assert_comms(trace, {"all_reduce": 1})
+    assert_collectives(trace, {"all_reduce": 1})
 except AssertionError as error:
     print(error)
 dist.destroy_process_group()

@@ -52,6 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "scenarios": {"errors", "model"},
+    "testing": {"blackbox", "config", "diagnosis", "errors", "launch", "model", "reports", "text", "traces", "tracing", "watch"},
     "commands": {
         "atomic_write",
         "config",
@@ -77,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 """Room or top-level module -> the rooms that it may import, besides itself."""
 
-TORCH_USERS = {"capture", "launch", "native", "scenarios", "tap", "tracing", "verification"}
+TORCH_USERS = {"capture", "launch", "native", "scenarios", "tap", "testing", "tracing", "verification"}
 STANDARD_LIBRARY_ONLY = [
     "commlens_autoload.py",
     "commlens/config.py",

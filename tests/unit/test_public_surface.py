@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 import commlens
-from commlens import config, errors
+from commlens import config, errors, testing
 from commlens.commands import COMMANDS
 
 PINNED = Path(__file__).with_name("public_surface.json")
@@ -69,7 +69,7 @@ def api() -> dict[str, Any]:
                 found[name]["parameters"] = parameters(value)
         elif callable(value):
             found[name] = {"parameters": parameters(value)}
-    return found
+    return found | {f"testing.{name}": {"parameters": parameters(getattr(testing, name))} for name in testing.__all__}
 
 
 def options(parser: argparse.ArgumentParser, hidden: frozenset[str] = frozenset()) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``assert_comms`` and golden files."""
+"""``assert_collectives`` and golden files."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import pytest
 from traces import Recorder, block, one_event, training
 
 import commlens
-from commlens import assert_comms, assert_matches_golden
 from commlens.model.collective import ProcessGroup
 from commlens.model.trace import Coverage, Phase, TraceData
+from commlens.testing import assert_collectives, assert_matches_golden
 from commlens.traces.assertions import condense
 
 
 def failure(*args: object, **more: object) -> str:
     with pytest.raises(AssertionError) as caught:
-        assert_comms(commlens.Trace(training()), *args, **more)  # type: ignore[arg-type]
+        assert_collectives(commlens.Trace(training()), *args, **more)  # type: ignore[arg-type]
     return str(caught.value)
 
 
 def test_what_holds():
     trace = commlens.Trace(training())
-    assert_comms(trace)
-    assert_comms(trace, {"all_gather": 8, "all_reduce": 16, "reduce_scatter": 8})
-    assert_comms(trace, {"all_reduce": 6, "reduce_scatter": 8, "broadcast": 0}, phase="backward")
-    assert_comms(trace, counts={"dp": 16, "tp": 16}, by="mesh_dim", max_bytes=340_192)
-    assert_comms(trace, {("tp", "all_reduce"): 6}, by=("mesh_dim", "op"), module="layers.*.net1")
-    assert_comms(trace, {"MLP.layers.0.net2": 2}, by="module", module="layers.0.net2")
-    assert_comms(trace, {Phase.FORWARD: 16, Phase.BACKWARD: 14, Phase.OUTSIDE: 2}, by="phase")
-    assert_comms(trace, 32)
-    assert_comms(trace, 0, phase="optimizer", none_on=["dp", "tp"])
+    assert_collectives(trace)
+    assert_collectives(trace, {"all_gather": 8, "all_reduce": 16, "reduce_scatter": 8})
+    assert_collectives(trace, {"all_reduce": 6, "reduce_scatter": 8, "broadcast": 0}, phase="backward")
+    assert_collectives(trace, counts={"dp": 16, "tp": 16}, by="mesh_dim", bytes_at_most=340_192)
+    assert_collectives(trace, {("tp", "all_reduce"): 6}, by=("mesh_dim", "op"), module="layers.*.net1")
+    assert_collectives(trace, {"MLP.layers.0.net2": 2}, by="module", module="layers.0.net2")
+    assert_collectives(trace, {Phase.FORWARD: 16, Phase.BACKWARD: 14, Phase.OUTSIDE: 2}, by="phase")
+    assert_collectives(trace, 32)
+    assert_collectives(trace, 0, phase="optimizer", none_on=["dp", "tp"])
 
 
 @pytest.mark.parametrize(
@@ -53,15 +53,15 @@ def test_what_holds():
 )
 def test_names_of_nothing_never_pass(wrong, message):
     with pytest.raises(commlens.SelectionError, match=re.escape(message)):
-        assert_comms(commlens.Trace(training()), **{"counts": {}, **wrong})
+        assert_collectives(commlens.Trace(training()), **{"counts": {}, **wrong})
 
 
 def test_names_of_what_does_not_communicate_pass():
     data = training()
     data.groups.append(ProcessGroup("9", (0, 4), "mesh_pp", "gloo", "pp"))
-    assert_comms(data, {}, mesh_dim="pp")
-    assert_comms(data, {}, op="all_to_all", module="MLP.layers.*.net1")
-    assert_comms(data, {"broadcast": 0}, phase="optimizer", none_on="pp")
+    assert_collectives(data, {}, mesh_dim="pp")
+    assert_collectives(data, {}, op="all_to_all", module="MLP.layers.*.net1")
+    assert_collectives(data, {"broadcast": 0}, phase="optimizer", none_on="pp")
 
 
 class HasTrace:
@@ -76,9 +76,9 @@ class HasData:
 def test_whatever_holds_a_trace(tmp_path):
     commlens.Trace(training()).save(tmp_path / "x.json.gz")
     for holder in (training(), HasTrace(), HasData(), tmp_path / "x.json.gz", str(tmp_path / "x.json.gz")):
-        assert_comms(holder, 32)
+        assert_collectives(holder, 32)
     with pytest.raises(commlens.SelectionError, match="not list"):
-        assert_comms([], 32)
+        assert_collectives([], 32)
 
 
 def test_too_many_with_their_lines():
@@ -102,7 +102,7 @@ def test_none_on_a_limit_and_a_total():
     assert "- expected no collectives on tp, found 6:\n    #9 all_reduce on tp [0-3], backward of MLP.layers.3.net1" in failure(
         none_on="tp", phase="backward"
     )
-    text = failure(max_bytes=1000, module="layers.0.net2")
+    text = failure(bytes_at_most=1000, module="layers.0.net2")
     assert "- expected at most 1.0 kB on the wire, found 12.0 kB (11,000 bytes too many). The costliest:\n    #2 all_reduce" in text
     assert "- expected 3 collectives, found 32:" in failure(3)
 
@@ -111,14 +111,14 @@ def test_an_incomplete_trace_never_passes():
     data = training()
     data.coverage = Coverage(40, 32)
     with pytest.raises(AssertionError, match="it lacks 8 dispatched collectives"):
-        assert_comms(data, none_on=())
+        assert_collectives(data, none_on=())
 
 
 def test_an_unknown_field_is_no_assertion():
     with pytest.raises(commlens.SelectionError, match="Did you mean 'mesh_dim'"):
-        assert_comms(training(), mesh_dims="tp")
+        assert_collectives(training(), mesh_dims="tp")
     with pytest.raises(commlens.SelectionError, match="Did you mean 'op'"):
-        assert_comms(training(), {}, by="ops")
+        assert_collectives(training(), {}, by="ops")
 
 
 # --- golden files
@@ -126,7 +126,7 @@ def test_an_unknown_field_is_no_assertion():
 
 def test_a_golden_file_is_written_once_and_held_to(tmp_path, monkeypatch):
     golden = tmp_path / "golden" / "mlp.json"
-    with pytest.raises(AssertionError, match=r"There is no golden file .*mlp.json yet. Run the test once with COMMLENS_UPDATE_GOLDEN=1"):
+    with pytest.raises(AssertionError, match=r"There is no golden file .*mlp.json yet. Run the test once with pytest --commlens-update"):
         assert_matches_golden(training(), golden)
     monkeypatch.setenv("COMMLENS_UPDATE_GOLDEN", "1")
     assert_matches_golden(training(), golden)
@@ -136,7 +136,7 @@ def test_a_golden_file_is_written_once_and_held_to(tmp_path, monkeypatch):
     with pytest.raises(AssertionError) as caught:
         assert_matches_golden(commlens.Trace(training(dtype="bfloat16")), golden)
     assert "8 all_gather on dp in forward of MLP.layers.0-3: dtype bfloat16 instead of float32" in str(caught.value)
-    assert "COMMLENS_UPDATE_GOLDEN=1, which rewrites the file" in str(caught.value)
+    assert "pytest --commlens-update (or COMMLENS_UPDATE_GOLDEN=1), which rewrites the file" in str(caught.value)
     assert golden.read_bytes() == before
     assert_matches_golden(training(steps=1), golden, update=True)
     assert commlens.Trace.load(golden).calls == 16

@@ -1,4 +1,4 @@
-"""Assertions on a model's communication, for tests: :func:`assert_comms` and :func:`assert_matches_golden`."""
+"""Assertions on a model's communication, for tests: :func:`assert_collectives` and :func:`assert_matches_golden`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from commlens.traces.trace import Trace
 
 UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
 """If set to 1, golden files are written instead of compared."""
+
+UPDATE_OPTION: Final = f"pytest --commlens-update (or {UPDATE_VARIABLE}=1)"
 
 _MAX_SHOWN = 5
 _STABLE_FIELDS = ("op", "api", "phase", "site", "dtype", "input_bytes", "output_bytes", "wire_bytes", "reduce_op", "root", "peer",
@@ -46,26 +48,26 @@ def as_trace(source: Any) -> Trace:
     raise SelectionError(f"Expected a trace, the path of a trace file or a CommDebugMode, not {type(source).__name__}.")
 
 
-def assert_comms(
+def assert_collectives(
     trace: Any,
     counts: Mapping[Any, int] | int | None = None,
     *,
     by: str | Sequence[str] = "op",
     none_on: str | Iterable[str] | None = None,
-    max_bytes: int | None = None,
+    bytes_at_most: int | None = None,
     **only: Any,
 ) -> None:
     """Assert which collectives a trace contains.
 
-    ``assert_comms(trace, {"all_reduce": 1})`` passes for exactly one all_reduce and no other collective;
-    ``assert_comms(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"), phase="backward")`` checks only backward.
+    ``assert_collectives(trace, {"all_reduce": 1})`` passes for exactly one all_reduce and no other collective;
+    ``assert_collectives(trace, {("dp", "all_gather"): 5}, by=("mesh_dim", "op"), phase="backward")`` checks only backward.
 
     Args:
         trace: a :class:`commlens.Trace`, the path of a trace file, or a ``commlens.CommDebugMode``.
         counts: the expected number of collectives for each value of ``by``, with no others allowed; or one total.
         by: the field, or fields, of the keys of ``counts``.
         none_on: mesh dimensions or groups that must have no collectives.
-        max_bytes: the maximum bytes on the wire.
+        bytes_at_most: the maximum bytes on the wire.
         **only: check only collectives with these values; fields as in :meth:`commlens.Trace.filter`.
 
     Raises:
@@ -88,11 +90,11 @@ def assert_comms(
         if found:
             calls = sum(event.count for event in found)
             problems.append(f"expected no collectives on {name}, found {_number_or_none(calls)}:" + _event_lines(data, found))
-    if max_bytes is not None and part.wire_bytes > max_bytes:
+    if bytes_at_most is not None and part.wire_bytes > bytes_at_most:
         costliest = sorted(data.events, key=lambda event: -event.wire_bytes * event.count)
-        over = part.wire_bytes - max_bytes
+        over = part.wire_bytes - bytes_at_most
         problems.append(
-            f"expected at most {size(max_bytes)} on the wire, found {size(part.wire_bytes)} "
+            f"expected at most {size(bytes_at_most)} on the wire, found {size(part.wire_bytes)} "
             f"({number(over)} bytes too many). The costliest:" + _event_lines(data, costliest)
         )
     lost = data.coverage.dispatched - data.coverage.recorded
@@ -129,14 +131,14 @@ def assert_matches_golden(trace: Any, path: str | os.PathLike[str], *, update: b
         return
     if not golden.exists():
         raise AssertionError(
-            f"There is no golden file {golden} yet. Run the test once with {UPDATE_VARIABLE}=1 to write it, then check and commit it."
+            f"There is no golden file {golden} yet. Run the test once with {UPDATE_OPTION} to write it, then check and commit it."
         )
     comparison = compare(read_trace(golden), condense(data))
     if comparison:
         changes = "\n".join(f"  - {change.sentence}" for change in comparison.changes)
         raise AssertionError(
             f"The communication differs from the golden file {golden}. {comparison.answer}\n{changes}\n"
-            f"To accept the changes, run the test once with {UPDATE_VARIABLE}=1, which rewrites the file."
+            f"To accept the changes, run the test once with {UPDATE_OPTION}, which rewrites the file."
         )
 
 

@@ -1,0 +1,297 @@
+"""The process that watches the jobs of a test suite: ``python -m commlens.testing.observer BOX_DIR``.
+
+It is a process of its own so that the pytest process has no additional thread (tests fork) and loads nothing heavy, and so that it
+survives a pytest that pytest-timeout ends with ``os._exit``. Each job in the folder gets a watcher, as under ``commlens launch``.
+Requests arrive as lines of JSON on standard input, and each ``ask`` is answered by one line on standard output.
+It ends with the pytest process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from commlens import config
+from commlens.blackbox import job_dirs
+from commlens.errors import FormatError
+from commlens.text import count
+
+if TYPE_CHECKING:
+    from commlens.model.verdict import Verdict
+    from commlens.watch.watcher import Watcher
+
+POLL_S: Final = 0.2
+STALL_S: Final = 5.0
+"""The stall timeout if the user sets none. It is shorter than in a job, because only failed tests show a verdict."""
+SHOW_AFTER_S: Final = 5.0
+"""A verdict on a test that still runs so long afterwards is printed at once: nobody may be there to end the test."""
+_LOOK_BEFORE_S: Final = 4.0  # before pytest-timeout ends a test
+_FINISH_S: Final = 3.0
+_END_S: Final = 2.0
+
+
+@dataclass
+class Test:
+    """The test that runs."""
+
+    name: str = ""
+    began: float = 0.0  # monotonic
+    look_at: float = float("inf")  # shortly before pytest-timeout ends it
+    limit_s: float = 0.0
+    ends_pytest: bool = False  # pytest-timeout's method "thread": there is no report
+
+
+@dataclass
+class Job:
+    """One job of the suite."""
+
+    folder: Path
+    watcher: Watcher
+    thread: threading.Thread
+    began: float  # monotonic
+    said: list[tuple[float, Verdict]] = field(default_factory=list)
+    issued: int = 0  # collectives of all ranks so far
+    issued_before: int = 0  # the same when the test began
+    ended: float = float("inf")  # monotonic
+    is_shown: bool = False
+
+    def verdicts(self, since: float) -> list[Verdict]:
+        """Return the verdicts since then, each once; the leading one first.
+
+        A rank's death that follows a hang is how the test ended it.
+        """
+        found = list({verdict.summary: verdict for at, verdict in list(self.said) if at >= since}.values())
+        leading = [verdict for verdict in found if verdict.kind != "dead"] or found
+        return [leading[-1], *(verdict for verdict in found if verdict is not leading[-1])] if found else []
+
+
+class Observer:
+    """Watches the jobs whose folders appear in ``box_dir``."""
+
+    def __init__(self, box_dir: Path) -> None:
+        self._folder = job_dirs.user_folder(box_dir)
+        self._resolved = config.load_settings(strict=False)
+        self._dumps = Path(tempfile.mkdtemp(prefix="commlens-pytest-"))
+        self._test = Test()
+        self._jobs: list[Job] = []
+
+    def run(self) -> None:
+        """Serve the pytest process until it ends."""
+        parent, received = os.getppid(), b""
+        try:
+            while os.getppid() == parent:
+                if select.select([sys.stdin.fileno()], [], [], POLL_S)[0]:
+                    got = os.read(sys.stdin.fileno(), 65536)
+                    if not got:
+                        return
+                    *lines, received = (received + got).split(b"\n")
+                    for line in lines:
+                        self._receive(json.loads(line))
+                self._find_jobs()
+                self._look_in_time()
+                self._show()
+        finally:
+            self._end_ranks(parent)
+            for job in self._jobs:
+                job.watcher.stop()
+            shutil.rmtree(self._dumps, ignore_errors=True)
+            shutil.rmtree(self._folder.parent, ignore_errors=True)  # a pytest that was killed cannot do it
+
+    def _receive(self, message: dict[str, Any]) -> None:
+        if "begin" in message:
+            self._jobs = [job for job in self._jobs if job.thread.is_alive()]
+            self._test = Test(message["begin"], time.monotonic())
+            for job in self._jobs:
+                job.issued_before = job.issued
+        elif "end" in message:
+            self._test = Test()
+        elif "limit" in message:
+            seconds = float(message["seconds"])
+            if seconds > 0:
+                before = min(_LOOK_BEFORE_S, seconds / 2)
+                self._test.look_at, self._test.limit_s = time.monotonic() + seconds - before, seconds
+                self._test.ends_pytest = message["method"] == "thread"
+        elif "ask" in message:
+            summary, text = self._answer()
+            print(json.dumps({"ask": message["ask"], "summary": summary, "text": text}), flush=True)
+
+    # --- jobs
+
+    def _find_jobs(self) -> None:
+        now = time.monotonic()
+        watched = set()
+        for job in self._jobs:
+            if not job.thread.is_alive():
+                job.ended = min(job.ended, now)
+            else:
+                watched.add(job.folder)
+                job.issued = max(job.issued, issued(job.folder))  # of ranks that have ended, the boxes are removed
+        try:
+            folders = [path for path in self._folder.iterdir() if path not in watched and job_dirs.boxes(path)]
+        except OSError:
+            return
+        for folder in folders:
+            if not any(job.folder == folder and now - job.ended < POLL_S for job in self._jobs):
+                self._watch(folder)
+
+    def _watch(self, folder: Path) -> None:
+        from commlens.model.verdict import Verdict
+        from commlens.watch.watcher import Watcher
+
+        settings = dataclasses.replace(self._resolved.settings, dump_dir=str(self._dumps), job=None)
+        if self._resolved.origins["stall_timeout"] == config.DEFAULT:
+            stall_s = min(STALL_S, self._test.limit_s / 3 or STALL_S)
+            settings = dataclasses.replace(settings, stall_timeout=stall_s)
+        said: list[tuple[float, Verdict]] = []
+
+        def say(message: str | Verdict) -> None:
+            if isinstance(message, Verdict) and message.is_fault:
+                said.append((time.monotonic(), message))
+
+        watcher = Watcher([folder], settings, say=say)
+        thread = threading.Thread(target=watcher.run, name=f"watch {folder.name}", daemon=True)
+        self._jobs.append(Job(folder, watcher, thread, time.monotonic(), said))
+        thread.start()
+
+    def _jobs_of_test(self) -> list[Job]:
+        """Return the jobs that the test started or used. Others hang since an earlier test."""
+        return [job for job in self._jobs if job.began >= self._test.began or job.issued > job.issued_before]
+
+    def _look(self, job: Job) -> None:
+        """Diagnose a job whose watcher has not yet said anything."""
+        from commlens.diagnosis.examine import diagnose_logs
+        from commlens.watch.snapshot import snapshot
+
+        if job.verdicts(self._test.began) or not is_running(job.folder):
+            return
+        verdict = diagnose_logs(snapshot(job.folder))
+        if verdict.is_fault:
+            job.said.append((time.monotonic(), verdict))
+
+    def _end_ranks(self, parent: int) -> None:
+        """End the ranks that hang and outlive the tests: Python waits for child processes before it exits, so pytest would hang."""
+        boxes = [box for job in self._jobs if job.said for box in job_dirs.boxes(job.folder) if job_dirs.box_pid(box) != parent]
+        left = running = [box for box in boxes if job_dirs.has_ended(box) is False]
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for box in running:
+                with contextlib.suppress(OSError):
+                    os.kill(job_dirs.box_pid(box), number)
+            until = time.monotonic() + _END_S
+            while (running := [box for box in running if job_dirs.has_ended(box) is False]) and time.monotonic() < until:
+                time.sleep(0.05)
+        if left:
+            pids = ", ".join(str(job_dirs.box_pid(box)) for box in left)
+            _write(f"\ncommlens: ended {count(len(left), 'rank')} that hung in a test and outlived it (pid {pids}).\n")
+
+    # --- words
+
+    def _look_in_time(self) -> None:
+        """Look at the jobs before pytest-timeout ends the test: afterwards, its ranks may be gone."""
+        test = self._test
+        if time.monotonic() < test.look_at:
+            return
+        test.look_at = float("inf")
+        for job in self._jobs_of_test():
+            self._look(job)
+            if test.ends_pytest:
+                self._print(job)
+
+    def _show(self) -> None:
+        """Print the verdict of a test that hangs."""
+        if not self._test.name:
+            return
+        since = time.monotonic() - SHOW_AFTER_S
+        for job in self._jobs_of_test():
+            found = [at for at, _ in list(job.said) if at >= self._test.began]
+            if found and found[0] < since and is_running(job.folder):
+                self._print(job)
+
+    def _print(self, job: Job) -> None:
+        verdicts = job.verdicts(self._test.began)
+        if job.is_shown or not verdicts:
+            return
+        job.is_shown = True
+        seconds = time.monotonic() - self._test.began
+        _write(f"\ncommlens: {self._test.name} has been running for {seconds:.0f} s:\n{_render(verdicts[0])}\n")
+
+    def _answer(self) -> tuple[str, str]:
+        """Return the verdict on the test that has just failed, in one sentence and in full."""
+        self._find_jobs()
+        summary, texts = "", []
+        for job in self._jobs_of_test():
+            if not is_running(job.folder):
+                job.thread.join(_FINISH_S)  # the last verdict of a job comes when all its ranks have ended
+            self._look(job)
+            verdicts = job.verdicts(self._test.began)
+            if not verdicts:
+                continue
+            summary = summary or " ".join(verdicts[0].summary.split())
+            texts.append("\n\n".join([*(_render(verdict) for verdict in verdicts), *self._keep_dump(job)]))
+        return summary, "\n\n".join(texts)
+
+    def _keep_dump(self, job: Job) -> list[str]:
+        """Move the dump of a failed test to where dumps are kept."""
+        dump = job.watcher.reporter.dump
+        if dump is None or not dump.exists():
+            return []
+        kept = Path(self._resolved.settings.dump_dir) / dump.name
+        try:
+            kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            shutil.move(dump, kept)
+        except OSError as error:
+            return [f"The dump could not be saved in {kept}: {error.strerror}."]
+        return [f"The dump is in {kept}: open {kept / 'index.html'}"]
+
+
+def is_running(folder: Path) -> bool:
+    """Return whether a rank of the job runs."""
+    return any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(folder))
+
+
+def issued(folder: Path) -> int:
+    """Return how many collectives the ranks of the job have issued."""
+    from commlens.blackbox.reader import OpenBox
+
+    total = 0
+    for box in job_dirs.boxes(folder):
+        with contextlib.suppress(FormatError, OSError), OpenBox(box) as opened:
+            total += opened.status().issued
+    return total
+
+
+def _render(verdict: Verdict) -> str:
+    from commlens.reports.terminal import render
+
+    return "\n".join(line.rstrip() for line in render(verdict, 100).rstrip().split("\n"))
+
+
+def _write(text: str) -> None:
+    with contextlib.suppress(OSError):
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def main(argv: list[str]) -> int:
+    """Observe the jobs whose folder of boxes is the only argument."""
+    if len(argv) != 1:
+        print("usage: python -m commlens.testing.observer BOX_DIR", file=sys.stderr)
+        return 2
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    Observer(Path(argv[0])).run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

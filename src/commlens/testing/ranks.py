@@ -1,0 +1,219 @@
+"""Runs a function on several ranks, for tests: :func:`run_on_ranks`. No rank and no file is left behind, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from commlens import config
+from commlens.blackbox import job_dirs
+from commlens.errors import CommandError, MissingDependency, RanksFailed
+from commlens.model.verdict import Verdict
+from commlens.text import ranks_phrase, verb
+
+BACKENDS: Final = ("gloo", "fake")
+_JOB: Final = "ranks"
+_POLL_S: Final = 0.05
+_AFTER_ERROR_S: Final = 2.0  # for the errors of other ranks: one of them may be earlier
+_END_S: Final = 5.0
+
+
+@dataclass
+class Rank:
+    """One rank's process."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    folder: Path
+    ended_at: float = 0.0  # monotonic; 0: it runs
+
+    @property
+    def result_file(self) -> Path:
+        """The file in which it leaves its result."""
+        return self.folder / f"result{self.number}"
+
+    @property
+    def output_file(self) -> Path:
+        """The file that receives its output and standard error."""
+        return self.folder / f"output{self.number}"
+
+    def result(self) -> dict[str, Any]:
+        """Return its ``value``, or the text of its ``error``, and ``at``, when that was; of a process that left nothing, how it ended."""
+        try:
+            result: dict[str, Any] = pickle.loads(self.result_file.read_bytes())
+            return result
+        except OSError:
+            code = self.process.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        return {"error": "", "at": 0.0, "kind": f"its process {how} before the function returned"}
+
+
+def run_on_ranks(
+    function: Callable[..., Any], *args: Any, world_size: int = 2, backend: str = "gloo", timeout_s: float = 60.0
+) -> list[Any]:
+    """Call a function on each of several ranks, and return what it returned, by rank.
+
+    With gloo, each rank is a new process, with the default group initialised before the call and destroyed after it; RANK, LOCAL_RANK,
+    WORLD_SIZE and LOCAL_WORLD_SIZE are set. The ranks are recorded. With the backend ``fake``, the function is called once, in this
+    process, as rank 0 of a world without other processes: its collectives return at once, and the list has one item.
+
+    Args:
+        function: at the top level of a module that the ranks can import; its arguments and its result must be picklable.
+        *args: its arguments, the same on each rank.
+        world_size: the number of ranks.
+        backend: ``gloo`` or ``fake``.
+        timeout_s: seconds until the ranks are ended, with commlens's verdict on why they hang.
+
+    Raises:
+        RanksFailed: a rank raised, died or hung. The message has the first error's rank and traceback.
+        CommandError: the function or a parameter cannot be used.
+        MissingDependency: torch is not installed.
+    """
+    __tracebackhide__ = True  # pytest shows the test's own line
+    if backend not in BACKENDS:
+        raise CommandError(f"run_on_ranks has no backend {backend!r}: it takes {' or '.join(BACKENDS)}.")
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise CommandError(f"run_on_ranks takes a world_size of at least 1, not {world_size!r}.")
+    if not timeout_s > 0:
+        raise CommandError(f"run_on_ranks takes a timeout_s of more than 0 seconds, not {timeout_s!r}.")
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency.torch("run_on_ranks")
+    if backend == "fake":
+        return [_call_in_fake_world(function, args, world_size)]
+    call = _pickled_call(function, args)
+    roots = job_dirs.box_roots(None) or [Path(tempfile.gettempdir())]
+    with (
+        tempfile.TemporaryDirectory(prefix="commlens-ranks-") as folder,
+        tempfile.TemporaryDirectory(prefix="commlens-ranks-", dir=roots[0]) as boxes,
+    ):
+        ranks: list[Rank] = []
+        try:
+            for number in range(world_size):
+                ranks.append(_start(number, world_size, Path(folder), Path(boxes), call, timeout_s))
+            failure = _wait(ranks, job_dirs.user_folder(Path(boxes)) / _JOB, timeout_s)
+        finally:
+            _end(ranks)
+            _print_output(ranks)
+        if failure is not None:
+            raise failure
+        return [rank.result()["value"] for rank in ranks]
+
+
+def _call_in_fake_world(function: Callable[..., Any], args: Sequence[Any], world_size: int) -> Any:
+    import torch.distributed as dist
+
+    from commlens.tracing.preview.world import FakeWorld
+
+    if dist.is_initialized():
+        raise CommandError(
+            "run_on_ranks(backend='fake') needs a process without a process group: call it before init_process_group or after "
+            "destroy_process_group."
+        )
+    with FakeWorld(world_size, 0):
+        dist.init_process_group("fake")
+        return function(*args)
+
+
+def _pickled_call(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    __tracebackhide__ = True
+    name = getattr(function, "__qualname__", repr(function))
+    try:
+        return pickle.dumps((function, tuple(args)))
+    except Exception as error:
+        if "<locals>" in name or "<lambda>" in name:
+            raise CommandError(
+                f"run_on_ranks cannot send {name} to the ranks: define it at the top level of its module, and pass what it needs "
+                "as arguments."
+            ) from None
+        raise CommandError(f"run_on_ranks cannot send {name} and its arguments to the ranks: {error}.") from None
+
+
+def _start(number: int, world_size: int, folder: Path, boxes: Path, call: bytes, timeout_s: float) -> Rank:
+    settings = config.Settings(box_dir=str(boxes), dump_dir=str(folder), job=_JOB, watched=True)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("COMMLENS", "MASTER_", "TORCHELASTIC_"))}
+    environ |= {name: os.environ[name] for name in config.NOT_SETTINGS if name in os.environ}
+    environ |= config.settings_environment(settings) | {config.SWITCH: "1"}
+    environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    rank = Rank(number, None, folder)  # type: ignore[arg-type]
+    with rank.output_file.open("wb") as output:
+        # A session of its own: what the rank starts can be ended with it.
+        rank.process = subprocess.Popen(
+            [sys.executable, "-m", "commlens.testing.rank_process", str(rank.result_file), str(folder / "meeting"), str(timeout_s)],
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
+        )  # fmt: skip
+    assert rank.process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), rank.process.stdin as stdin:  # it has ended: _wait says how
+        pickle.dump((os.getpid(), [path or os.getcwd() for path in sys.path], call), stdin)  # noqa: PTH109
+    return rank
+
+
+def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | None:
+    """Wait until all ranks have ended, one has failed or the time is over."""
+    until = time.monotonic() + timeout_s
+    failed = False
+    while (running := [rank for rank in ranks if rank.ended_at == 0.0]) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+        for rank in running:
+            if rank.process.poll() is not None:
+                rank.ended_at = time.monotonic()
+                if rank.process.returncode and not failed:
+                    failed = True
+                    until = min(until, rank.ended_at + _AFTER_ERROR_S)
+    if failed:
+        return _first_failure(ranks, _verdict(job))
+    if not running:
+        return None
+    verdict = _verdict(job)
+    numbers = [rank.number for rank in running]
+    words = f"{ranks_phrase(numbers)} {verb(numbers, 'was', 'were')} still running after {timeout_s:g} s.".capitalize()
+    return RanksFailed(f"{words}\n\n{verdict}".rstrip(), rank=verdict.culprits[0] if verdict.culprits else None)
+
+
+def _first_failure(ranks: Sequence[Rank], verdict: Verdict) -> RanksFailed:
+    """Return the error of the rank that failed first: those of the others are often its consequences."""
+    results = {rank.number: rank.result() for rank in ranks if rank.process.returncode not in (None, 0)}
+    first = min(results, key=lambda number: float(results[number]["at"]))
+    others = [number for number in results if number != first]
+    words = f"Rank {first} failed first: {results[first]['kind']}"
+    if others:
+        words += f"; after it {ranks_phrase(others)} failed, too"
+    text = f"{words}.\n\n{results[first]['error']}".rstrip()
+    if verdict.kind.startswith("mismatch"):
+        text += f"\n\n{verdict}"
+    return RanksFailed(text, rank=first)
+
+
+def _verdict(job: Path) -> Verdict:
+    from commlens.diagnosis.examine import diagnose_logs
+    from commlens.watch.snapshot import snapshot
+
+    return diagnose_logs(snapshot(job))
+
+
+def _end(ranks: Sequence[Rank]) -> None:
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.process.pid, signal.SIGKILL)  # also what it started
+    for rank in ranks:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            rank.process.wait(_END_S)
+
+
+def _print_output(ranks: Sequence[Rank]) -> None:
+    """Print what the ranks printed, rank by rank: pytest shows it with a failed test."""
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            for line in rank.output_file.read_text(encoding="utf-8", errors="replace").splitlines():
+                print(f"[rank {rank.number}] {line}")

@@ -1,0 +1,183 @@
+"""``pytest --commlens`` on a suite of somebody else, and ``run_on_ranks``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as xml
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+import torch.distributed as dist
+from launching import installed
+
+from commlens.blackbox import job_dirs
+from commlens.errors import CommandError, RanksFailed
+from commlens.testing import assert_collectives, run_on_ranks
+from conftest import SOURCE
+
+SUITE = """
+import os, time
+import pytest, torch, torch.distributed as dist
+import torch.multiprocessing as mp
+
+def load_batch(file):
+    open(file + "-hangs", "w").close()
+    time.sleep(120)
+
+def rank_main(rank, file):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(4))
+    if rank == 1:
+        load_batch(file)
+    dist.all_reduce(torch.ones(4))
+
+@pytest.fixture
+def ranks(tmp_path):
+    ranks = mp.spawn(rank_main, (str(tmp_path / "meeting"),), nprocs=2, join=False)
+    while not (tmp_path / "meeting-hangs").exists():
+        time.sleep(0.1)
+    return ranks
+
+@pytest.mark.timeout(8, func_only=True)
+def test_hangs(ranks):
+    ranks.join()
+
+def test_fails_while_those_ranks_still_hang():
+    assert "RANK" in os.environ
+"""
+
+
+def suite(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest on the suite, with the plugin and torch's entry point as an installation has them."""
+    (folder / "test_suite.py").write_text(SUITE)
+    points = importlib.metadata.entry_points(group="pytest11")
+    plugin = [] if any(point.value == "commlens.testing.plugin" for point in points) else ["-p", "commlens.testing.plugin"]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), str(installed(folder))]), "COLUMNS": "200", "CI": "1"}
+    for name in ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER"):
+        environ.pop(name, None)
+    command = [sys.executable, "-m", "pytest", *plugin, "-p", "no:cacheprovider", *options]
+    return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_the_verdict_is_in_the_report_of_the_test_that_hangs_and_of_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    boxes = tmp_path / "boxes"
+    boxes.mkdir()
+    monkeypatch.setenv("COMMLENS_BOX_DIR", str(boxes))
+    done = suite(tmp_path, "--commlens", "--junitxml=report.xml")
+    assert done.returncode == 1, done.stdout + done.stderr
+    verdict = "rank 1 never reached all_reduce #2 of the default group [0-1]; rank 0 waits for it"
+    assert f"FAILED test_suite.py::test_hangs - commlens: {verdict} (Failed: Timeout (>8.0s)" in done.stdout, done.stdout
+    assert "FAILED test_suite.py::test_fails_while_those_ranks_still_hang - AssertionError" in done.stdout, done.stdout
+    assert done.stdout.count("VERDICT") == 1, done.stdout
+    assert "NEXT     look at load_batch (test_suite.py:8) on rank 1" in done.stdout, done.stdout
+    hangs, fails = xml.parse(tmp_path / "report.xml").getroot().iter("testcase")
+    assert verdict in hangs.find("failure").attrib["message"]  # type: ignore[union-attr]
+    assert [(each.attrib["name"], each.attrib["value"]) for each in hangs.iter("property")] == [("commlens", verdict)]
+    assert not list(fails.iter("property"))
+    (dump,) = (tmp_path / "commlens-dumps").iterdir()
+    assert (dump / "index.html").exists()
+    assert "commlens: ended 2 ranks that hung in a test and outlived it" in done.stderr, done.stderr
+    assert not list(boxes.iterdir())
+
+
+def test_without_the_option_nothing_is_loaded_or_set(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "import os, sys\n"
+        "def pytest_sessionfinish():\n"
+        "    heavy = {'torch', 'numpy', 'msgspec', 'rich', 'yaml', 'commlens.config', 'commlens.testing.observer_client'}\n"
+        "    print('LOADED', sorted(heavy & set(sys.modules)), [name for name in os.environ if name == 'COMMLENS'])\n"
+    )
+    done = suite(tmp_path, "-s", "--collect-only", "--ignore=test_suite.py")
+    assert "LOADED [] []" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_setting_that_is_wrong_is_said_before_any_test_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMMLENS_STALL_TIMEOUT", "soon")
+    done = suite(tmp_path, "--commlens")
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--commlens cannot record: " in done.stderr and "COMMLENS_STALL_TIMEOUT" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# --- run_on_ranks
+
+
+def load_batch() -> None:
+    time.sleep(120)
+
+
+def train(how: str) -> tuple[int, float]:
+    ones = torch.ones(4)
+    dist.all_reduce(ones)
+    if dist.get_rank() == 1:
+        if how == "raise":
+            raise ValueError("bad batch")
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            load_batch()
+    dist.all_reduce(ones)
+    print("trained")
+    return dist.get_rank(), float(ones[0])
+
+
+def test_each_rank_returns_its_result(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_on_ranks(train, "") == [(0, 4.0), (1, 4.0)]
+    assert capsys.readouterr().out.splitlines() == ["[rank 0] trained", "[rank 1] trained"]
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", ["Rank 1 failed first: ValueError: bad batch", "in train\n", 'raise ValueError("bad batch")']),
+        ("kill", ["Rank 1 failed first: its process was killed by SIGKILL before the function returned"]),
+        ("hang", ["still running after 10 s", "rank 1 never reached all_reduce #2", "load_batch"]),
+    ],
+)
+def test_a_failure_names_the_rank_and_leaves_nothing(how: str, words: list[str]) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        run_on_ranks(train, how, timeout_s=10 if how == "hang" else 60)
+    assert caught.value.rank == 1
+    text = " ".join(str(caught.value).split())
+    for each in words:
+        assert " ".join(each.split()) in text, str(caught.value)
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    assert not [pid for pid in pids if job_dirs.parent_of(pid) == os.getpid()]
+
+
+def traced() -> object:
+    import commlens
+
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(4))
+    return trace.data
+
+
+def test_the_fake_backend_takes_one_process() -> None:
+    (data,) = run_on_ranks(traced, world_size=8, backend="fake")
+    assert_collectives(data, {"all_reduce": 1}, bytes_at_most=100)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"backend": "nccl"}, "run_on_ranks has no backend 'nccl': it takes gloo or fake."),
+        ({"world_size": 0}, "run_on_ranks takes a world_size of at least 1, not 0."),
+        ({"timeout_s": 0}, "run_on_ranks takes a timeout_s of more than 0 seconds, not 0."),
+        ({}, "lambda> to the ranks: define it at the top level of its module, and pass what it needs as arguments."),
+    ],
+)
+def test_bad_use_is_one_sentence(wrong: dict[str, object], words: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        run_on_ranks(lambda: 1, **wrong)  # type: ignore[arg-type]
+    assert words in str(caught.value)
