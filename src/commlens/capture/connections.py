@@ -32,8 +32,6 @@ def note(process_group: Any, before: dict[Path, str]) -> None:
 
 def abort(process_group: Any) -> None:
     """Make the collectives of a group that are in flight fail, here and on its other ranks. The group cannot be used afterwards."""
-    with contextlib.suppress(Exception):
-        process_group.abort()
     for descriptor, name in _sockets.pop(process_group, {}).items():
         with contextlib.suppress(OSError):
             copy = os.dup(int(descriptor.name))  # the descriptor may become another's at any moment, the copy stays
@@ -41,6 +39,8 @@ def abort(process_group: Any) -> None:
                 _shut_down(socket.socket(fileno=copy))
             else:
                 os.close(copy)
+    with contextlib.suppress(Exception):
+        process_group.abort()  # at last: NCCL's may block
 
 
 def _shut_down(connection: socket.socket) -> None:

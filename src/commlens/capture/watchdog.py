@@ -10,8 +10,10 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from commlens.blackbox import layout as L
 from commlens.capture import connections, stacks
@@ -46,6 +48,8 @@ class Watchdog:
         self._main_hash = 0
         self._refused_since = 0
         self._reported = ""
+        self._looked_at = (0, 0)  # the newest record and the number of refusals when refused groups were last looked for
+        self._aborted: weakref.WeakSet[Any] = weakref.WeakSet()  # groups
         self._thread = threading.Thread(target=self._run, name="commlens-watchdog", daemon=True)
 
     def start(self) -> None:
@@ -108,20 +112,28 @@ class Watchdog:
         if not self._refused_since:
             self._refused_since = now
             return
-        if oldest is not None:
-            # These need msgspec, which recording does without.
-            from commlens.blackbox.reader import OpenBox
-            from commlens.model.collective import State
-
-            with OpenBox(self._recorder.writer.path) as box:
-                in_flight = [op for op in box.log(newest=NEWEST_RECORDS).collectives if op.state is State.ISSUED]
-            for process_group in verifier.refused_groups(in_flight):
-                connections.abort(process_group)
+        looked_at = (self._recorder.writer.last_index, verifier.refusals)
+        if oldest is not None and looked_at != self._looked_at:
+            self._looked_at = looked_at
+            self._abort_refused_groups(verifier)
         if now - self._refused_since > REPORT_REFUSAL_AFTER_NS and refusal != self._reported:
             self._reported = refusal
             log.error(
                 "commlens: refused by other ranks; this one has not reached its next collective or wait, where it raises this:\n%s", refusal
             )
+
+    def _abort_refused_groups(self, verifier: Verifier) -> None:
+        """Abort each group in which a thread waits for a refused collective, once; in a thread of its own, since NCCL's abort may block."""
+        # These need msgspec, which recording does without.
+        from commlens.blackbox.reader import OpenBox
+        from commlens.model.collective import State
+
+        with OpenBox(self._recorder.writer.path) as box:
+            in_flight = [op for op in box.log(newest=NEWEST_RECORDS).collectives if op.state is State.ISSUED]
+        for process_group in verifier.refused_groups(in_flight):
+            if process_group not in self._aborted:
+                self._aborted.add(process_group)
+                threading.Thread(target=connections.abort, args=(process_group,), name="commlens-abort", daemon=True).start()
 
     def _write_oldest(self, oldest: Token | None) -> None:
         writer = self._recorder.writer

@@ -61,6 +61,10 @@ class Verifier(Protocol):
     def refusal_for(self, error: BaseException) -> BaseException | None:
         """Return the refusal that explains a backend's error."""
 
+    @property
+    def refusals(self) -> int:
+        """The number of refusals that the job's ranks have posted."""
+
     def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread."""
 

@@ -283,6 +283,11 @@ class Verifier:
             self._update_exchange()
         return None
 
+    @property
+    def refusals(self) -> int:
+        """The number of refusals that the job's ranks have posted."""
+        return self._log.count()
+
     def unraised_refusal(self) -> str | None:
         """Return the text of such a refusal, for the watchdog thread of a rank that is stuck."""
         return self._refusals.unraised()
