@@ -160,3 +160,45 @@ def test_both_engines_write_the_same_records_and_the_same_side_table(tmp_path: P
             assert msgspec.structs.replace(one.args, reduce_op=None) == msgspec.structs.replace(other.args, reduce_op=None)
             assert one.args.reduce_op in (other.args.reduce_op, None)
             assert [getattr(one, name) for name in TIMELESS] == [getattr(other, name) for name in TIMELESS]
+
+
+SIGNALS = """
+import os, signal, sys
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from commlens import config
+from commlens.capture import session
+from commlens.launch import recording
+
+recording.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched=True, engine="native"))
+dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+recorder = session.session().recorder
+original = recorder.describe_args
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+
+def send(number):
+    def describe_args(*args):
+        signal.raise_signal(number)
+        return original(*args)
+    recorder.describe_args = describe_args
+
+send(signal.SIGINT)
+try:
+    dist.all_reduce(torch.zeros(1))
+except KeyboardInterrupt:
+    print("interrupted")
+recorder.describe_args = original
+dist.all_reduce(torch.zeros(1))
+print("lost", recorder.lost, flush=True)
+send(signal.SIGTERM)
+dist.all_reduce(torch.zeros(2))
+"""
+
+
+def test_what_a_signals_handler_raises_in_our_code_reaches_the_program(tmp_path: Path, native_cache: Path):
+    script = tmp_path / "signals.py"
+    script.write_text(SIGNALS)
+    environment = {**os.environ, "COMMLENS_NATIVE_DIR": str(native_cache), "BOX_AT": str(tmp_path / "box"), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=110)
+    assert (done.stdout.split(), done.returncode) == (["interrupted", "lost", "0"], 7), done.stderr
+    assert "could not record" not in done.stderr

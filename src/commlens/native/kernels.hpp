@@ -123,12 +123,13 @@ class TensorWait : public c10::OperatorKernel {
     try {
       return recorder.completion.tensor_wait_begins(tensor.toTensor());
     } catch (const std::exception& error) {
+      pass_on_interrupt();
       recorder.failed(error.what());
       return nullptr;
     }
   }
 
-  static void end(Recorder& recorder, const TokenPtr& token, const std::exception_ptr& error) noexcept {
+  static void end(Recorder& recorder, const TokenPtr& token, const std::exception_ptr& error) {
     try {
       if (!error) {
         recorder.completion.wait_ended(token, nullptr);
@@ -139,6 +140,7 @@ class TensorWait : public c10::OperatorKernel {
         recorder.completion.wait_ended(token, &raised);
       }
     } catch (const std::exception& ours) {
+      pass_on_interrupt();
       recorder.failed(ours.what());
     }
   }

@@ -122,4 +122,32 @@ inline pybind11::object as_python(const std::exception_ptr& error) {
   return value ? pybind11::reinterpret_steal<pybind11::object>(value) : pybind11::none();
 }
 
+// In a catch block: the exception that is being handled, if it ends the program and is no error, else null. Python runs the handlers of
+// signals in whatever Python code runs, so KeyboardInterrupt and SystemExit may rise in ours; they are the program's.
+inline PyRef interrupt_in_flight() {
+  try {
+    throw;
+  } catch (pybind11::error_already_set& raised) {
+    if (!python_runs()) return {};
+    Gil gil;
+    return raised.matches(PyExc_Exception) ? PyRef() : PyRef::of(raised.value().ptr());
+  } catch (...) {
+    return {};
+  }
+}
+
+// In a catch block: makes such an exception Python's current error. Returns whether there was one. With the GIL.
+inline bool restore_interrupt() {
+  const PyRef interrupt = interrupt_in_flight();
+  if (interrupt) PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(interrupt.get())), interrupt.get());
+  return static_cast<bool>(interrupt);
+}
+
+// In a catch block: throws such an exception on.
+inline void pass_on_interrupt() {
+  if (!python_runs()) return;
+  Gil gil;
+  if (restore_interrupt()) throw_python_error();
+}
+
 }  // namespace commlens

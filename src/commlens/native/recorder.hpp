@@ -26,13 +26,14 @@ class Recorder {
 
   // --- the tap's calls
 
-  // Writes the record before the backend sees the op. Throws only a verifier's refusal.
+  // Writes the record before the backend sees the op. Throws only a verifier's refusal, and as all methods here what a signal's handler raised.
   TokenPtr begin(const OpSpec& spec, Arguments arguments) {
     const bool verified = verification.is_on();
     TokenPtr token;
     try {
       token = announce(spec, arguments, verified ? 0 : FLAG_ENTERED);
     } catch (const std::exception& error) {
+      pass_on_interrupt();
       failed(error.what());
       return nullptr;
     }
@@ -44,7 +45,7 @@ class Recorder {
   }
 
   // The backend accepted it. `result` is its Work; null if the call waited for it.
-  void returned(const TokenPtr& token, const c10::IValue* result) noexcept {
+  void returned(const TokenPtr& token, const c10::IValue* result) {
     try {
       token->args->channel->busy.store(0, std::memory_order_relaxed);
       if (token->verified && python_runs()) {
@@ -60,17 +61,21 @@ class Recorder {
       else
         completion.returned(token, work ? WorkPtr::reclaim_copy(work) : WorkPtr());
     } catch (const std::exception& error) {
+      completion.mark_unknown(*token);
+      pass_on_interrupt();
       failed(error.what());
     }
   }
 
   // The backend's call raised: it refused the op, or timed out inside.
-  void raised(const TokenPtr& token, const std::exception_ptr& error) noexcept {
+  void raised(const TokenPtr& token, const std::exception_ptr& error) {
     try {
       Gil gil;
       PyErrKeeper keep;
       record_error(token, as_python(error));
     } catch (const std::exception& ours) {
+      completion.mark_unknown(*token);
+      pass_on_interrupt();
       failed(ours.what());
     }
   }

@@ -31,6 +31,7 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
       token = recorder->completion.caller_wait_begins(address_of(arguments[0]));
       if (!token) token = recorder->completion.wait_begins(py::cast<c10d::Work*>(py::handle(arguments[0])), arguments[0]);
     } catch (const std::exception& error) {
+      if (restore_interrupt()) return nullptr;
       recorder->failed(error.what());
     }
     try {
@@ -53,12 +54,20 @@ inline PyObject* wait(PyObject* closure, PyObject* const* arguments, Py_ssize_t 
       try {
         recorder->completion.wait_ended(token, &raised);
       } catch (const std::exception& error) {
+        if (restore_interrupt()) {
+          Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+          return nullptr;
+        }
         recorder->failed(error.what());
       }
       PyErr_Restore(type, value, trace);
       recorder->verification.set_error_to_raise(raised);
     }
   } catch (const std::exception& error) {
+    if (restore_interrupt()) {
+      Py_XDECREF(result);
+      return nullptr;
+    }
     recorder->failed(error.what());
   }
   return result;
