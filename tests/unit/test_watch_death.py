@@ -117,3 +117,21 @@ def test_ctrl_c_ends_ranks_one_by_one() -> None:
     members = [member(1, INTERRUPTED), member(2), member(3)]
     detector.add([members[0]], members, 10.0, alone=lambda: True)
     assert not detector.alone and detector.was_job_stopped(members)
+
+
+@pytest.mark.parametrize("interrupted", [INTERRUPTED, Ending(exit_code=130)])
+def test_a_rank_that_was_interrupted_alone_died_though_its_launcher_ends_the_others_then(interrupted: Ending) -> None:
+    detector = DeathDetector()
+    members = [member(1, interrupted), member(2), member(3)]
+    detector.add([members[0]], members, 10.0, alone=lambda: True)
+    members[1].ending = members[2].ending = TERMINATED
+    detector.add(members[1:], members, 10.2)
+    assert detector.take_due(10.2)
+    assert not detector.was_job_stopped(members) and detector.alone
+
+
+def test_where_several_ranks_were_interrupted_the_launcher_ended_the_job() -> None:
+    detector = DeathDetector()
+    members = [member(1, INTERRUPTED), member(2, INTERRUPTED), member(3, TERMINATED)]
+    detector.add(members, members, 10.0, alone=lambda: True)
+    assert detector.was_job_stopped(members) and not detector.alone

@@ -74,7 +74,7 @@ def process_exit_of(log: RankLog) -> ProcessExit:
     if is_refusal(failure):
         return ProcessExit("peer", "exception", at, f"{text} after a DistributedOperationException", refused=True)
     if seen.exit_code in _TERMINATION_CODES:
-        return ProcessExit("terminated", "killed", at, text)
+        return ProcessExit("own" if seen.ended_alone else "terminated", "killed", at, text)
     if is_peer_error(failure):
         return ProcessExit("peer", "exception", at, f"{text} after {_short(failure)}")
     if log.left and failure is None:
@@ -87,6 +87,8 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
     name = exception.split(":", 1)[0].strip()
     frame = user_frame(log.exception_stack)
     if name == "KeyboardInterrupt":
+        if log.observation.ended_alone:
+            return ProcessExit("own", "killed", at, f"{_INTERRUPTED}: by SIGINT, or its program raised KeyboardInterrupt", frame)
         return ProcessExit("terminated", "killed", at, _INTERRUPTED, frame)
     if name == "SystemExit":
         code = log.observation.exit_code

@@ -13,7 +13,9 @@ ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends a
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
 LATE_KILL_NS: Final = 5_000_000_000  # a SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s
 STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
-_STOP_EXIT_CODES: Final = (128 + 15, 128 + 2)
+_TERMINATED_CODE: Final = 128 + 15
+_INTERRUPTED_CODE: Final = 128 + 2
+_STOP_EXIT_CODES: Final = (_TERMINATED_CODE, _INTERRUPTED_CODE)
 
 
 def ended_by_stop_signal(member: Member) -> bool:
@@ -26,6 +28,15 @@ def was_stopped(member: Member) -> bool:
     if member.raised_before_its_end:
         return False
     return ended_by_stop_signal(member) or (member.ending is not None and member.ending.exit_code in _STOP_EXIT_CODES)
+
+
+def was_interrupted(member: Member) -> bool:
+    """Return whether a rank ended as Ctrl-C, or a KeyboardInterrupt of its own, ends a process."""
+    return member.ending is not None and (member.ending.signal == "SIGINT" or member.ending.exit_code == _INTERRUPTED_CODE)
+
+
+def _was_terminated(member: Member) -> bool:
+    return member.ending is not None and (member.ending.signal == "SIGTERM" or member.ending.exit_code == _TERMINATED_CODE)
 
 
 def dead_ranks(members: Sequence[Member]) -> list[Member]:
@@ -86,8 +97,7 @@ class DeathDetector:
             if self.first is None:
                 self.first = member
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
-                interrupted = member.ending is not None and member.ending.signal == "SIGINT"
-                self.alone = ended_by_stop_signal(member) and not interrupted and len(ended) == 1 and alone()
+                self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and len(ended) == 1 and alone()
                 settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) and not self._elsewhere else SETTLE_S
                 self._due = now + settle_s
             elif was_stopped(self.first) and not was_stopped(member):
@@ -98,8 +108,11 @@ class DeathDetector:
 
     def was_job_stopped(self, members: Sequence[Member], *, hung: bool = False) -> bool:
         """Return whether the ranks were stopped from outside, and not because one of them was; ``hung``: after a fault was told."""
-        if self.first is not None and self.first.ending is not None and self.first.ending.signal == "SIGINT":
-            return True  # Ctrl-C; ranks that are in C++ end later
+        if self.first is not None and was_interrupted(self.first) and not self.alone:
+            # Ctrl-C reaches all ranks, of which those in C++ end later. Where one rank alone was interrupted, its launcher ends the others.
+            ended = [member for member in members if member is not self.first and not member.alive]
+            self.alone = any(_was_terminated(member) for member in ended) and not any(was_interrupted(member) for member in ended)
+            return not self.alone
         return not self.alone and job_was_stopped(members, hung=hung)
 
     def add_elsewhere(self, now: float) -> None:

@@ -257,9 +257,6 @@ class Watcher:
             self._stalls.add_finished_rank(now)
         if self._deaths.add(ended, members, now, alone=lambda: self._is_alone(members)):
             self.reporter.evidence.freeze()
-            first = self._deaths.first
-            if first is not None and first.ending is not None:
-                self._observer.ended(first.pid, first.ending).ended_alone = self._deaths.alone
         return bool(ended)
 
     def _is_alone(self, members: Sequence[Member]) -> bool:
@@ -282,6 +279,9 @@ class Watcher:
         if self._deaths.was_job_stopped(members, hung=hung) and not self._nodes.dead_elsewhere:
             self._over = True
             return
+        first = self._deaths.first
+        if first is not None and first.ending is not None:
+            self._observer.ended(first.pid, first.ending).ended_alone = self._deaths.alone
         self._nodes.update(dead=[member.rank for member in dead])
         if self._nodes.reporter is not None and not self._deaths.waits_for_reporter:
             self._nodes.answer(LAST, self.reporter.evidence.packed())
