@@ -16,6 +16,7 @@ TEXT_MAX: Final = 4096
 """Longest text of a foreign file that is kept, in characters. A path has at most so many bytes."""
 DEFAULT_LABELS: Final = ("default_pg", "0", "")
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
+_LONGEST_KEY: Final = 60  # characters of a key of the store
 _UNCLEAN_JSON: Final = re.compile(rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]")
 """Escapes and bytes that may stand for control characters, which a terminal would obey."""
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
@@ -226,6 +227,8 @@ def group_phrase(group: ProcessGroup) -> str:
 
 def op_phrase(op: Collective, *, group: bool = True) -> str:
     """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``, ``"new_group #2 of ranks 0-1"``."""
+    if op.is_store_wait:
+        return f"{op.op} of {key_phrase(op)}"
     if op.is_setup:
         return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
     name = f"{op.op} #{op.sequence_number}"
@@ -233,6 +236,13 @@ def op_phrase(op: Collective, *, group: bool = True) -> str:
         peer = f"rank {op.peer}" if op.peer is not None else "any rank"
         return f"{name} {'to' if op.op == 'send' else 'from'} {peer}"
     return f"{name} of {group_phrase(op.channel.group)}" if group else name
+
+
+def key_phrase(op: Collective) -> str:
+    """``"key 'rate-7'"``: of the job's store, for which a rank waits."""
+    key = op.channel.group.name
+    shown = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}..."
+    return f"key {shown!r}{f' {op.module}' if op.module else ''}"
 
 
 def frame_phrase(frame: Frame | None) -> str:

@@ -95,6 +95,20 @@ def test_it_outlives_the_rank_that_started_it(bench: Bench) -> None:
     assert bench.boxes_left == []
 
 
+def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before(bench: Bench) -> None:
+    end = "import torch, torch.distributed as dist\nif os.environ['RANK'] == '0': os.kill(os.getpid(), signal.SIGKILL)"
+    bench.script.write_text(bench.script.read_text().replace("import torch, torch.distributed as dist", end))
+    environ = {"COMMLENS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "COMMLENS_STALL_TIMEOUT": "2"}
+    first, second = (bench.start("train.py", "well", **environ, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1"))
+    second.until("VERDICT", stream="err", timeout_s=40)
+    assert "rank 0" in next(line for line in second.err if "VERDICT" in line), second.report()
+    assert len(watchers(bench)) == 1
+    second.process.terminate()
+    second.end()
+    first.end()
+    assert gone(bench)
+
+
 @pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
 def test_the_line_that_holds_the_gil(bench: Bench) -> None:
     program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "gil")

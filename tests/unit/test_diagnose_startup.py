@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from builders import MS, SCRIPT, START, S
 
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, Frame, ProcessGroup, State, TensorSpec
+from commlens.model.collective import SETUP, STORE, Channel, Collective, CollectiveArgs, Frame, ProcessGroup, State, TensorSpec
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.verdict import Verdict
 
@@ -195,3 +195,84 @@ def test_ranks_that_all_end_unseen_while_the_job_starts_name_nobody() -> None:
         log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
     found = verdict(*logs)
     assert (found.kind, found.culprits) == ("dead", [])
+
+
+# --- waits for keys of the store
+
+
+def key(op: str, name: str, line: int, state: State = State.COMPLETED) -> Collective:
+    group, at = ProcessGroup(name, tuple(range(WORLD)), "", ""), START + S
+    return Collective(0, Channel(group, STORE), 1, CollectiveArgs(op, op), state, at, at, stack=(Frame(SCRIPT, line, "share"),))
+
+
+def in_store(number: int, name: str, *, op: str = "store.get", line: int = 30) -> RankLog:
+    log = rank(number, init(), inside=False, at=line)
+    log.store_wait = key(op, name, line, State.ISSUED)
+    log.store_wait.issue_thread = log.pid
+    return log
+
+
+def wrote(log: RankLog, *names: str) -> RankLog:
+    log.keys_written = [key("store.set", name, 20) for name in names]
+    return log
+
+
+def test_the_rank_that_wrote_such_keys_before_is_missing() -> None:
+    found = verdict(
+        in_store(0, "rate-7"), wrote(rank(1, init(), inside=False), "rate-0"), rank(2, init(), inside=False), in_store(3, "rate-7")
+    )
+    assert (found.kind, found.culprits, found.victims, found.source) == ("missing", [1], [0, 3], "train.py:57")
+    assert found.summary == "rank 1 has not written the key 'rate-7'; ranks 0,3 wait for it in store.get"
+
+
+def test_the_only_rank_that_does_not_wait_for_a_key_is_the_one_that_should_write_it() -> None:
+    found = verdict(rank(0, init(), inside=False), *(in_store(n, "config") for n in (1, 2, 3)))
+    assert (found.kind, found.culprits) == ("missing", [0])
+
+
+def test_a_key_with_the_ranks_own_number_is_that_ranks() -> None:
+    others = [wrote(rank(n, init(), inside=False), f"ready-{n}") for n in (1, 3)]
+    waiting = wrote(in_store(0, "ready-2"), "ready-0")
+    found = verdict(waiting, others[0], rank(2, init(), inside=False, at=66), others[1])
+    assert (found.kind, found.culprits, found.source) == ("missing", [2], "train.py:66")
+
+
+def test_a_write_that_was_skipped_is_told_if_most_ranks_wait_for_it() -> None:
+    writer = wrote(rank(2, init(), inside=False, issued="all_reduce"), "rate-0")
+    found = verdict(in_store(0, "rate-7"), in_store(1, "rate-7"), writer, in_store(3, "rate-7"))
+    assert (found.kind, found.why, found.culprits, found.victims) == ("missing", "skipped", [2], [0, 1, 3])
+    assert found.source == "train.py:20" and "in all_reduce #1" in found.explanation
+    assert sum(each.root_cause for each in found.findings) == 1
+
+
+def test_nobody_is_blamed_if_most_ranks_are_with_the_one_that_writes() -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce") for n in (0, 1, 2)]
+    found = verdict(wrote(reducing[0], "rate-0"), *reducing[1:], in_store(3, "rate-7"))
+    assert (found.kind, found.culprits) == ("cycle", [])
+    assert "store.get of key 'rate-7'" in found.explanation
+
+
+def test_nobody_is_blamed_for_a_key_of_an_unknown_writer() -> None:
+    reducing = [rank(n, init(), inside=False, issued="all_reduce", at=40) for n in (0, 1, 3)]
+    found = verdict(*reducing[:2], in_store(2, "config", op="store.wait"), reducing[2])
+    assert (found.kind, found.culprits, found.victims, found.confidence) == ("missing", [], [0, 1, 2, 3], "low")
+    assert found.summary == "rank 2 waits in store.wait for the key 'config', which no rank is known to write"
+    assert "Ranks 0-1,3 wait behind it." in found.explanation
+
+
+def test_ranks_that_all_wait_for_a_key_may_wait_for_another_program() -> None:
+    logs = [in_store(n, "request-1") for n in range(WORLD)]
+    for log in logs:
+        log.stall_timeout_s = 30.0
+    assert verdict(*logs).kind == "healthy"
+    for log in logs:
+        log.stall_timeout_s = 10.0
+    assert (verdict(*logs).kind, verdict(*logs).confidence, verdict(*logs).culprits) == ("missing", "low", [])
+
+
+def test_a_rank_that_ends_without_writing_a_key() -> None:
+    ended = wrote(rank(1), "rate-0")
+    ended.closed, ended.observation = True, Observation(End.CLEAN, 0, ended_ns=START + 2 * S)
+    found = verdict(in_store(0, "rate-7"), ended, in_store(2, "rate-7"), in_store(3, "rate-7"))
+    assert (found.kind, found.why, found.culprits) == ("missing", "finished", [1])
+    assert "finished without writing the key 'rate-7'" in found.summary and "without writing" in found.next_step

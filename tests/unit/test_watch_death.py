@@ -135,3 +135,13 @@ def test_where_several_ranks_were_interrupted_the_launcher_ended_the_job() -> No
     members = [member(1, INTERRUPTED), member(2, INTERRUPTED), member(3, TERMINATED)]
     detector.add(members, members, 10.0, alone=lambda: True)
     assert detector.was_job_stopped(members) and not detector.alone
+
+
+def test_the_launcher_tells_how_a_rank_ended_that_was_never_seen() -> None:
+    detector = DeathDetector()
+    seen = member(1, TERMINATED)
+    seen.local_size = 2
+    detector.add([seen], [seen], 10.0)
+    assert not detector.take_due(11.6, [seen]), "it may have been ended because of the other one"
+    assert detector.take_due(15.1, [seen]), "but not for ever"
+    assert not detector.take_due(15.2, [seen])

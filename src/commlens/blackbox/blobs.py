@@ -9,7 +9,7 @@ import msgspec
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.header import INT_MAX
-from commlens.model.collective import SETUP, Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.collective import SETUP, STORE, Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.text import clean_json, parse_ranks
 
 _Natural = Annotated[int, msgspec.Meta(ge=0, le=INT_MAX)]
@@ -81,7 +81,7 @@ class TextJson(msgspec.Struct, frozen=True, tag_field="k", tag="text"):
 
 
 class SetupJson(msgspec.Struct, frozen=True, tag_field="k", tag="setup"):
-    """A call that makes a process group."""
+    """A call that makes a process group, or one of a store: then its name is the key."""
 
     op: str
     name: str
@@ -172,8 +172,9 @@ def decode_channel(blob: GroupJson, *, limit: int) -> Channel | None:
 
 
 def decode_setup(blob: SetupJson, *, limit: int) -> Channel:
-    """Return the channel of a call that makes a process group."""
-    return _channel(blob.name, blob.ranks, blob.desc, blob.backend, None, blob.inc, SETUP, limit)
+    """Return the channel of a call that makes a process group, or that uses the store."""
+    device = STORE if blob.op.startswith("store.") else SETUP
+    return _channel(blob.name, blob.ranks, blob.desc, blob.backend, None, blob.inc, device, limit)
 
 
 def _channel(name: str, ranks: str, desc: str, backend: str, mesh_dim: str | None, inc: int, device: str, limit: int) -> Channel:

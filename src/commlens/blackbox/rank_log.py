@@ -163,6 +163,7 @@ class BoxReader:
         """Decode the whole box, or only its ``newest`` records."""
         status, about = self.status, self.identity.about
         collectives = self._collectives(newest)
+        setups = self._setups()
         stacks, stacks_ns = self._evidence()
         exception, exception_stack = self._exception()
         expecting = None
@@ -189,7 +190,9 @@ class BoxReader:
             local_rank=status.local_rank,
             restart=status.restart,
             collectives=collectives,
-            setups=self._setups(),
+            setups=[op for op in setups if not op.is_store_wait],
+            store_wait=next((op for op in setups[-1:] if op.is_store_wait and op.in_flight), None),
+            keys_written=[op for op in setups if op.op == "store.set"],
             issued=self.issued,
             stacks=stacks,
             stacks_ns=stacks_ns,
@@ -213,7 +216,7 @@ class BoxReader:
         )
 
     def _setups(self) -> list[Collective]:
-        """Follow the chain of the calls that make process groups, from the newest to the oldest that is still held."""
+        """Follow the chain of the calls that make process groups or use the store, from the newest to the oldest that is still held."""
         found: list[Collective] = []
         position, since = self.status.setup, self.status.setup_since_mono_ns
         state = {L.SETUP_RETURNED: State.COMPLETED, L.SETUP_RAISED: State.FAILED}.get(since, State.ISSUED)

@@ -32,6 +32,12 @@ class InitListener(Protocol):
     def before_split(self, parent: Any, split_ranks: Any) -> After:
         """``split_group`` was called."""
 
+    def before_store_wait(self, op: str, keys: Sequence[str]) -> After:
+        """A thread is about to wait for keys in a store."""
+
+    def before_store_write(self, keys: Sequence[str]) -> After:
+        """A thread writes keys into a store."""
+
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Return what to call after it."""
 
@@ -101,6 +107,10 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
         module.split_group = split_group
     device_mesh.split_group = split_group
     device_mesh.init_device_mesh = dist.init_device_mesh = hooked(device_mesh.init_device_mesh, _before_mesh)
+    for name, before in _STORE_METHODS.items():
+        original = c10d.Store.__dict__.get(name)
+        if original is not None:
+            setattr(c10d.Store, name, hooked(original, functools.partial(before, name)))
 
 
 def _before_new_group(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
@@ -111,6 +121,30 @@ def _before_new_group(current: InitListener, args: tuple[Any, ...], kwargs: dict
 def _before_mesh(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
     shape = args[1] if len(args) > 1 else kwargs["mesh_shape"]
     return current.before_mesh(shape, kwargs.get("mesh_dim_names"))
+
+
+def _before_store_wait(name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+    if name == "queue_pop" and not (args[2] if len(args) > 2 else kwargs.get("block", True)):
+        return None
+    return current.before_store_wait(f"store.{name}", _keys(args, kwargs))
+
+
+def _before_store_write(name: str, current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
+    if name == "add" and args[2:] == (0,):  # which reads it
+        return None
+    return current.before_store_write(_keys(args, kwargs))
+
+
+def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[str]:
+    """Return the keys that a store's method was called with, after the store itself."""
+    given = args[1] if len(args) > 1 else kwargs.get("keys") or kwargs.get("key") or ()
+    return [given] if isinstance(given, str) else list(given)
+
+
+_STORE_METHODS = {
+    **dict.fromkeys(("get", "wait", "multi_get", "queue_pop"), _before_store_wait),
+    **dict.fromkeys(("set", "add", "compare_set", "append", "multi_set", "queue_push"), _before_store_write),
+}
 
 
 def _before_split(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:

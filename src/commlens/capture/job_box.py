@@ -28,6 +28,8 @@ _KEEP_S = 60.0
 _KEEP_UNUSED_S = 600.0
 _LOCK_S = 5.0
 _CLAIM = ".watcher"
+_SECOND_CLAIM = ".watcher-2"
+_LOOK_FOR_WATCHER_NS = 5_000_000_000
 
 
 def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | None:
@@ -131,7 +133,8 @@ def _move_stale_boxes(job_dir: Path) -> None:
                 aside.mkdir(mode=0o700, exist_ok=True)
                 box.rename(aside / box.name)
     if not any(job_dirs.has_ended(box) is False for box in job_dirs.boxes(job_dir)):
-        (job_dir / _CLAIM).unlink(missing_ok=True)  # of a watcher that was killed with that job
+        for claim in (_CLAIM, _SECOND_CLAIM):
+            (job_dir / claim).unlink(missing_ok=True)  # of watchers of that job
 
 
 def _free_ended_boxes(job_dir: Path) -> None:
@@ -193,6 +196,42 @@ def start_watcher(settings: config.Settings, job_dir: Path) -> int:
     local_rank = rank_environment.local_rank()
     if local_rank > 0 or (local_rank < 0 and not _claim(job_dir / _CLAIM)):
         return 0
+    return _start_watcher(settings, job_dir)
+
+
+class WatcherReplacement:
+    """Starts another watcher, once for a job, if none is running: it may have been killed, or the rank that should have started it."""
+
+    def __init__(self, settings: config.Settings, job_dir: Path) -> None:
+        self._settings = settings
+        self._job_dir = job_dir
+        stagger_ns = 250_000_000 * (max(rank_environment.local_rank(), 0) % 16)
+        self._due = time.monotonic_ns() + _LOOK_FOR_WATCHER_NS + stagger_ns
+
+    def look(self, now: int) -> None:
+        """Look whether a watcher is running, if that is due; ``now`` is CLOCK_MONOTONIC in ns."""
+        if now < self._due:
+            return
+        self._due = now + _LOOK_FOR_WATCHER_NS
+        if not self._is_watched() and _claim(self._job_dir / _SECOND_CLAIM):
+            _start_watcher(self._settings, self._job_dir)
+
+    def _is_watched(self) -> bool:
+        """Return whether a watcher holds its lock on the job's folder."""
+        try:
+            descriptor = os.open(self._job_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError:
+            return True  # the job is over
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+
+def _start_watcher(settings: config.Settings, job_dir: Path) -> int:
     environ = {**os.environ, **config.settings_environment(settings), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ.pop("COMMLENS", None)
     # Through a shell that ends at once: a program that waits for its children must not meet a child of ours.

@@ -41,6 +41,7 @@ class Session:
         self.recorder: Any = None
         self.watchdog: Any = None
         self.setups: Any = None
+        self.watcher: Any = None  # makes sure that there is one
         self.attached = False
         self.initialised = False
         self.watch_later: threading.Timer | None = None
@@ -95,10 +96,11 @@ class Session:
             if box is None:
                 return
             self.job_dir, self.writer = box
+            self.watcher = job_box.WatcherReplacement(settings, self.job_dir) if not settings.watched else None
             self.recorder = made.recorder(self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing)
             self.setups = Setups(self.recorder)
             pipe = Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe") if settings.dump_pipe else None
-            self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=self.dump_now)
+            self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=self.dump_now, on_tick=self._on_tick)
             self.watchdog.start()
             self.given_up = False
             os.register_at_fork(after_in_child=self._after_fork_in_child)
@@ -144,6 +146,12 @@ class Session:
             self.close(L.PHASE_CLOSED)
             self.writer.path.unlink(missing_ok=True)
             self.given_up = False
+
+    def _on_tick(self, now: int) -> None:
+        """Called by the watchdog thread four times a second."""
+        self.setups.note_store_wait(now)
+        if self.watcher is not None:
+            self.watcher.look(now)
 
     def _watch(self) -> None:
         """Start the node's watcher, once."""
@@ -249,6 +257,18 @@ class Session:
             return None
         self.setups.split_began(dist.get_process_group_ranks(parent or dist.group.WORLD), split_ranks)
         return lambda raised, _: self.setups.ended(raised)
+
+    def before_store_wait(self, op: str, keys: Sequence[str]) -> After:
+        """A thread is about to wait for keys in a store."""
+        if not self.is_recording or not self.setups.store_wait_began(op, keys):
+            return None
+        return lambda *_: self.setups.store_wait_ended()
+
+    def before_store_write(self, keys: Sequence[str]) -> After:
+        """A thread writes keys into a store."""
+        if self.is_recording:
+            self.setups.keys_written(keys)
+        return None
 
     def before_destroy(self) -> Callable[[], None] | None:
         """``destroy_process_group`` was called. Returns the verifier's last check, which may raise a refusal."""

@@ -1,10 +1,16 @@
-"""Notes in the black box on the calls that make process groups and meshes, which may block before the first collective."""
+"""Notes in the black box on what blocks a rank outside of collectives: the calls that make groups and meshes, and waits in the store.
+
+A wait in the store is noted once it lasts, by the watchdog thread. It is removed when it ends, while the other notes stay.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,6 +21,22 @@ from commlens.capture.thread_id import current
 from commlens.text import format_ranks
 
 _OURS = str(Path(__file__).parent)
+_NOTE_WAIT_AFTER_NS = 500_000_000
+_KEYS_MAX = 64  # kinds of keys that are noted
+_KEY_LENGTH_MAX = 200
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass
+class _StoreWait:
+    """A call of a store's method that waits for keys."""
+
+    op: str
+    keys: list[str]
+    began: int
+    thread: int
+    ident: int
+    noted: bool = False
 
 
 class Setups:
@@ -27,10 +49,16 @@ class Setups:
         self._depth = 0
         self._inits = self._meshes = self._splits = 0
         self._mesh: str | None = None  # while one is being made
+        self._world_size = 0
+        self._thread = 0  # that called init_process_group
+        self._store_wait: _StoreWait | None = None  # of that thread
+        self._store_lock = threading.Lock()
+        self._written: set[str] = set()  # keys, with # for numbers
 
     def init_began(self, world_size: int, backend: str, label: str | None) -> None:
         """``init_process_group`` was called: all ranks meet there."""
         if not self._depth:
+            self._world_size, self._thread = world_size, current.id
             self._inits += 1
             self._note("init_process_group", "default_pg", range(world_size), number=self._inits, backend=backend, label=label)
         self._depth += 1
@@ -72,11 +100,70 @@ class Setups:
         """``init_device_mesh`` returned or raised."""
         self._mesh = None
 
+    # --- the store
+
+    def store_wait_began(self, op: str, keys: Sequence[str]) -> bool:
+        """A thread is about to wait for keys in the store. Return whether to call :meth:`store_wait_ended` after it.
+
+        The waits of other threads than the one that called ``init_process_group`` hold up nothing.
+        """
+        if self._depth or self._thread != current.id or not keys:
+            return False
+        self._store_wait = _StoreWait(
+            op, [str(key)[:_KEY_LENGTH_MAX] for key in keys], time.monotonic_ns(), current.id, threading.get_ident()
+        )
+        return True
+
+    def store_wait_ended(self) -> None:
+        """The wait ended, or its time is over."""
+        with self._store_lock:
+            wait, self._store_wait = self._store_wait, None
+            if wait is not None and wait.noted:
+                self._writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)
+                self._writer.word(L.SETUP, self._newest)
+
+    def note_store_wait(self, now: int) -> None:
+        """Note the present wait if it has lasted for long; called by the watchdog thread."""
+        wait = self._store_wait
+        if wait is None or wait.noted or now - wait.began < _NOTE_WAIT_AFTER_NS:
+            return
+        frame = sys._current_frames().get(wait.ident)
+        with self._store_lock:
+            if self._store_wait is wait:
+                wait.noted = True
+                label = f"and {len(wait.keys) - 1} more" if len(wait.keys) > 1 else None
+                ranks = range(self._world_size)
+                position = self._add(wait.op, wait.keys[0], ranks, frame, wait.thread, wait.began, number=1, label=label)
+                self._writer.word(L.SETUP, position)
+                self._writer.word(L.SETUP_SINCE, wait.began)
+
+    def keys_written(self, keys: Sequence[str]) -> None:
+        """The process writes keys into the store. The first key of each kind is noted: they are the same but for numbers."""
+        if self._depth or not self._inits or self._store_wait is not None:
+            return
+        for key in keys:
+            kind = _NUMBER.sub("#", str(key)[:_KEY_LENGTH_MAX])
+            if kind not in self._written and len(self._written) < _KEYS_MAX:
+                self._written.add(kind)
+                self._note("store.set", str(key)[:_KEY_LENGTH_MAX], (), number=1)
+                self._writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)
+
     def _note(self, op: str, name: str, ranks: Sequence[int], *, number: int, **about: Any) -> None:
+        now = time.monotonic_ns()
         frame: FrameType | None = sys._getframe(2)
+        position = self._add(op, name, ranks, frame, current.id, now, number=number, **about)
+        self._newest = position or self._newest
+        writer = self._writer
+        writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)  # a reader never meets the new call with the old one's state
+        writer.word(L.SETUP, self._newest)
+        writer.word(L.SETUP_SINCE, now)
+
+    def _add(
+        self, op: str, name: str, ranks: Sequence[int], frame: FrameType | None, thread: int, began: int, *, number: int, **about: Any
+    ) -> int:  # fmt: skip
+        """Write a call's blob and return its position; 0 if it is too large."""
         while frame is not None and frame.f_code.co_filename.startswith(_OURS):
             frame = frame.f_back
-        now, writer = time.monotonic_ns(), self._writer
         blob = {
             "k": "setup",
             "op": op,
@@ -86,12 +173,8 @@ class Setups:
             **about,
             "inc": max(self._inits - 1, 0),
             "stack": self._recorder.stacks.position(frame),
-            "thread": current.id,
-            "began": now,
+            "thread": thread,
+            "began": began,
             "prev": self._newest,
         }
-        position = writer.add_blob(blob)
-        self._newest = position or self._newest
-        writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)  # a reader never meets the new call with the old one's state
-        writer.word(L.SETUP, self._newest)
-        writer.word(L.SETUP_SINCE, now)
+        return int(self._writer.add_blob(blob))

@@ -34,8 +34,16 @@ _monotonic = time.monotonic_ns
 class Watchdog:
     """A daemon thread that keeps a recorder's box up to date."""
 
-    def __init__(self, recorder: Recorder, *, pipe: Path | None = None, on_pipe: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        recorder: Recorder,
+        *,
+        pipe: Path | None = None,
+        on_pipe: Callable[[], object] | None = None,
+        on_tick: Callable[[int], object] | None = None,
+    ) -> None:
         self._recorder = recorder
+        self._on_tick = on_tick
         self._pipe = pipe
         self._on_pipe = on_pipe
         self._pipe_descriptor = -1
@@ -84,6 +92,8 @@ class Watchdog:
         writer.heartbeat()
         oldest = recorder.sweep()
         recorder.decode_reduce_ops()
+        if self._on_tick is not None:
+            self._on_tick(now)
         if now - self._native_at >= NATIVE_EVERY_NS and recorder.on_accelerator:
             self._native_at = now
             recorder.learn_from_native()

@@ -165,8 +165,9 @@ def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
 
 
 def _unexplained_waits(graph: Graph) -> list[Node]:
-    """Return the stuck threads, except those in a collective that all ranks have reached: it may still complete."""
-    explained = graph.reaching(node for node in graph.sinks() if node.kind == "stuck" and not graph.is_alone(node))
+    """Return the stuck threads, except those that may go on: in a collective that all ranks have reached, or until a key is written."""
+    sinks = graph.sinks()
+    explained = graph.reaching(node for node in sinks if node.kind == "key" or (node.kind == "stuck" and not graph.is_alone(node)))
     return sorted(node for node in graph.blocks if node not in explained)
 
 

@@ -18,7 +18,7 @@ from commlens.diagnosis.process_words import notable_state, process_words
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Verdict
-from commlens.text import count, duration, format_ranks, group_phrase
+from commlens.text import count, duration, format_ranks, group_phrase, op_phrase
 
 _STEPS_TIMED: Final = 20
 Order = Literal["rank", "for", "state"]
@@ -168,6 +168,9 @@ def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
 def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
     """Return a rank's collective in words, and for how long it is in flight or over."""
     age_ns = 0
+    wait = log.store_wait
+    if wait is not None:
+        return f"in {op_phrase(wait)}", max(0, log.captured_ns - wait.announced_ns)
     if current is None:
         text = "none yet" if log.initialised or not log.setups else "in init_process_group"
     else:

@@ -21,7 +21,8 @@ class Node(NamedTuple):
 
     Kinds: ``"wait"``, a blocked thread; ``"at"``, a collective that some of its ranks have not reached. Sinks: ``"absent"``, a rank
     that is not blocked; ``"dead"``; ``"no-record"``; ``"elsewhere"``, a rank that probably runs on another node; ``"mismatch"``;
-    ``"stuck"``, a collective or message that all its ranks have reached.
+    ``"stuck"``, a collective or message that all its ranks have reached; ``"key"``, a key of the store of which it is not known who should
+    write it.
     """
 
     kind: str

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued, lost_newest
+from commlens.diagnosis.store_keys import expected_writer
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.matching.point_to_point import pair_messages
@@ -121,6 +122,8 @@ class _Builder:
     def _follow_op(self, view: RankView, node: Node, op: Collective) -> None:
         if op.is_point_to_point:
             self._follow_message(view, node, op)
+        elif op.is_store_wait:
+            self._follow_key(view, node, op)
         elif op.sequence_number > 0:
             self._follow_collective(view, node, op)
 
@@ -232,6 +235,16 @@ class _Builder:
     def _mismatch(self, key: ChannelKey, number: int, absent: list[int]) -> int | None:
         known = self._mismatches_by_channel.get(key, ())
         return next((i for i in known if self.mismatches[i].explains(number, absent)), None)
+
+    def _follow_key(self, view: RankView, node: Node, op: Collective) -> None:
+        edge = Edge(op, Instance(op.channel.key, op.sequence_number), view.rank)
+        writer = expected_writer(self.job, op)
+        if writer is None:
+            self.graph.add(node, self._instance_node("key", edge.instance), edge)
+        elif writer in self.job.views:
+            self._wait_for_rank(node, self.job.views[writer], op.channel.key, edge)
+        else:
+            self.graph.add(node, self._unrecorded_node(writer), edge)
 
     # --- point to point
 

@@ -38,7 +38,7 @@ _KIND_BY_NAME: Final = (
     (re.compile(re.escape(MARKER)), DUMP_MARKER),
     (REPORT_NAME, REPORT),
 )
-_JOB_FILES: Final = frozenset({".lock", ".watcher"})  # beside the boxes of a live job
+_JOB_FILES: Final = frozenset({".lock", ".watcher", ".watcher-2"})  # beside the boxes of a live job
 _BOARD_NAME: Final = re.compile(r"rank\d+\.\d+\.(board|making)")
 
 

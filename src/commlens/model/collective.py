@@ -149,6 +149,10 @@ SETUP = "setup"
 """The device type of the channels on which process groups are made: one for each call of ``init_process_group`` and ``new_group``."""
 
 
+STORE = "store"
+"""The device type of a key in the job's store, which is the name of the "group": its ranks are all that may wait for the key."""
+
+
 class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
     """A process group on one device type, the scope of sequence numbers. ``cpu:gloo,cuda:nccl`` has two channels."""
 
@@ -203,6 +207,11 @@ class Collective(msgspec.Struct, gc=False):
     def is_setup(self) -> bool:
         """Whether it is a call that makes a process group, not a collective."""
         return self.channel.device == SETUP
+
+    @property
+    def is_store_wait(self) -> bool:
+        """Whether it is a wait for a key in the job's store, not a collective."""
+        return self.channel.device == STORE
 
     @property
     def in_flight(self) -> bool:

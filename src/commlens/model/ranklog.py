@@ -78,6 +78,8 @@ class RankLog(msgspec.Struct):
     collectives: list[Collective] = []  # oldest first, by index; a wrapped ring buffer starts late
     unrecorded: str = ""  # why the process keeps no black box although it has loaded torch, and what to do, in a clause
     setups: list[Collective] = []  # calls that make process groups, oldest first; their arguments are the group and the label in "module"
+    store_wait: Collective | None = None  # the present wait for a key in the job's store; its group's name is the key
+    keys_written: list[Collective] = []  # the first write of each kind of key, which are the same but for numbers; named like that
     issued: int = 0  # number ever recorded; more than len(collectives) if the ring buffer wrapped
     stacks: list[ThreadStack] = []  # taken by the rank's own watchdog thread
     stacks_ns: int = 0  # Unix ns

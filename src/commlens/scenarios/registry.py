@@ -34,6 +34,7 @@ class Scenario:
     fault: Callable[[Scenario, int], Truth] | None = None  # None: healthy
     worlds: tuple[int, ...] = (2, 4, 8)
     impossible: Callable[[], str | None] = lambda: None  # returns why it cannot run on this machine, in a sentence
+    at_start: bool = False  # the fault is before the first step
     waits: bool = False  # healthy, but the ranks wait for one rank longer than the stall timeout of the demo
 
     def truth(self, world_size: int) -> Truth:
@@ -92,6 +93,19 @@ SCENARIOS: tuple[Scenario, ...] = (
     Scenario(
         "uneven-then-idle", "one rank has less data and then waits for a file", "uneven", "plain", Ending.HANGS,
         _truth("missing", "user-code", "all_reduce")),
+    # --- the ranks do not get started, or wait outside of collectives -----------------------------------------------
+    Scenario(
+        "absent-at-start", "one rank never comes to init_process_group", "startup", "startup", Ending.HANGS,
+        _truth("missing", "data-loading user-code", "init_process_group"), worlds=(4,), at_start=True),
+    Scenario(
+        "new-group-order", "one rank makes two groups in reverse order", "startup", "startup", Ending.HANGS,
+        _truth("mismatch/group", "skipped initialising", "new_group"), worlds=(4,), at_start=True),
+    Scenario(
+        "mesh-shape", "one rank makes a device mesh of another shape", "startup", "startup", Ending.HANGS,
+        _truth("mismatch/group", "initialising", "init_device_mesh"), worlds=(4,), at_start=True),
+    Scenario(
+        "unanswered-key", "the other ranks wait for a key in the store that one rank does not write this time", "startup", "startup",
+        Ending.HANGS, _truth("missing", "skipped", "store.get"), worlds=(4,)),
     # --- a rank dies -------------------------------------------------------------------------------------------------
     Scenario("dies-exception", "one rank raises", "plain", "plain", Ending.DIES, _truth("dead", "exception")),
     Scenario("dies-exit", "one rank leaves with sys.exit(3)", "plain", "plain", Ending.DIES, _truth("dead", "exit")),

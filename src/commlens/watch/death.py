@@ -11,6 +11,7 @@ SETTLE_S: Final = 0.05  # after the first death, for the ranks that die with it
 STOP_SETTLE_S: Final = 1.5  # after an end by SIGTERM or SIGINT: one rank, or the whole job?
 ALONE_SETTLE_S: Final = 0.3  # for the launcher's own signal, if somebody ends all processes
 REPORTER_S: Final = 4.0  # how long another node may take to report a death of this one
+UNSEEN_S: Final = 5.0  # how long the launcher may take to tell how ranks ended that were never seen
 LATE_KILL_NS: Final = 5_000_000_000  # a SIGKILL so long after the first end is the launcher's: torchrun sends it after 30 s
 STOP_SIGNALS: Final = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATED_CODE: Final = 128 + 15
@@ -69,6 +70,7 @@ class DeathDetector:
     def __init__(self) -> None:
         self.first: Member | None = None  # the first rank that died
         self.alone = False  # it alone was stopped, though its launcher would stop all ranks at once: somebody meant this rank
+        self._first_at = 0.0
         self._due: float | None = None
         self._elsewhere = False
         self._reporter_until = 0.0
@@ -95,7 +97,7 @@ class DeathDetector:
             if member.ended_well is not False:
                 continue
             if self.first is None:
-                self.first = member
+                self.first, self._first_at = member, now
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
                 self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and len(ended) == 1 and alone()
                 settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) and not self._elsewhere else SETTLE_S
@@ -134,9 +136,16 @@ class DeathDetector:
         self._due = now + SETTLE_S
         return True
 
-    def take_due(self, now: float) -> bool:
-        """Return whether to report the death now; True only once."""
+    def take_due(self, now: float, members: Sequence[Member] = ()) -> bool:
+        """Return whether to report the death now; True only once.
+
+        Ranks that a launcher has just started may die before they are seen. It ends the others then, and tells how they ended.
+        """
         if self._due is None or now < self._due:
+            return False
+        size = max((member.local_size for member in members), default=0)
+        if self.first is not None and was_stopped(self.first) and len(members) < size and now < self._first_at + UNSEEN_S:
+            self._due = now + SETTLE_S
             return False
         self._due = None
         return True

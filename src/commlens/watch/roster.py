@@ -31,6 +31,7 @@ class Worker:
     world_size: int = 0
     local_rank: int | None = None
     restart: int = 0
+    local_size: int = 0  # number of ranks on this node; 0: unknown
 
 
 Workers = Callable[[], list[Worker]]
@@ -53,6 +54,7 @@ class Member:
     ending: process.Ending | None = None  # once it has ended
     ended_ns: int = 0  # Unix ns at which its end was noticed
     unreadable: str | None = None  # why its box cannot be read
+    local_size: int = 0  # number of ranks on this node, from the launcher; 0: unknown
     generation: int = 0  # how often this node's workers had been replaced when it started
 
     @classmethod
@@ -162,7 +164,9 @@ class Roster:
 
     def adopt(self, worker: Worker) -> Member:
         """Add a process that has no box, or none yet."""
-        return self._adopt(Member.of(worker, process.Handle(worker.pid, worker.start_ticks)))
+        member = Member.of(worker, process.Handle(worker.pid, worker.start_ticks))
+        member.local_size = worker.local_size
+        return self._adopt(member)
 
     def find(self, pid: int, start_ticks: int) -> Member | None:
         """Return the process of this node with this pid and start time; 0 means that the start is unknown."""
@@ -334,4 +338,5 @@ def _worker(pid: int, start_ticks: int, environ: dict[str, str]) -> Worker | Non
     rank = number("RANK", -1)
     if rank < 0:
         return None
-    return Worker(rank, pid, start_ticks, number("WORLD_SIZE", 0), number("LOCAL_RANK", 0), number("TORCHELASTIC_RESTART_COUNT", 0))
+    return Worker(rank, pid, start_ticks, number("WORLD_SIZE", 0), number("LOCAL_RANK", 0), number("TORCHELASTIC_RESTART_COUNT", 0),
+                  number("LOCAL_WORLD_SIZE", 0))  # fmt: skip

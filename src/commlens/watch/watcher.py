@@ -183,7 +183,7 @@ class Watcher:
         self._meet_nodes()
         missed = self._mismatches.verification.missed
         self._metrics.update(self._roster.current(), self._stalls.stall, self._slowness, missed)
-        if self._deaths.take_due(time.monotonic()):
+        if self._deaths.take_due(time.monotonic(), self._roster.current()):
             self._report_death()
         if not self._over and not self._deaths.is_pending:
             for line in self._strangers.lines_at_start(time.monotonic()):

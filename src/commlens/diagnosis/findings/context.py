@@ -138,7 +138,7 @@ def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Find
     finding.culprits, finding.victims = sorted(finding.culprits), sorted(finding.victims)
     if op is not None:
         group = op.channel.group
-        finding.group = GroupRef(group.name, group.label, list(group.ranks))
+        finding.group = GroupRef(group.name, group.label, list(group.ranks)) if not op.is_store_wait else None
         finding.collective = CollectiveRef(op.op, op.sequence_number, op.peer)
     if frame is not None:
         finding.source, finding.source_file, finding.function = frame.where, f"{frame.file}:{frame.line}", frame.function

@@ -102,7 +102,7 @@ def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[
     """Return the ranks that leave the order of most of their peers; else those that leave their own routine; else none."""
     job, blocks = context.job, context.graph.blocks
     own: Departures = {rank: found for rank in ranks if (found := leaves_routine_at(job.views[rank])) is not None}
-    keys = {blocks[node].op.channel.key for node in waits if not blocks[node].op.is_point_to_point}
+    keys = {op.channel.key for op in (blocks[node].op for node in waits) if not op.is_point_to_point and not op.is_store_wait}
     reordered = {rank: place for rank, place in find_reordered(job, keys).items() if rank in ranks}
     kept = {rank: keeps_routine(job, rank, op) for rank, (op, _) in reordered.items()}
     odd: Departures = {rank: place for rank, place in reordered.items() if kept[rank] is not True}

@@ -10,6 +10,7 @@ from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
 from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_setup_mismatch
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
+from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.index import JobIndex
 from commlens.diagnosis.wait_graph import Graph
 from commlens.model.verdict import Finding
@@ -24,8 +25,10 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     groups = len(context.cases)
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
+    find_skipped_writes(context)
     find_cycles(context)
     find_missing(context, [node for node in sinks if node.kind == "absent"])
+    find_unwritten(context, [node for node in sinks if node.kind == "key"])
     stuck = [node for node in sinks if node.kind == "stuck" and not graph.is_alone(node)]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
         stuck = [node for node in stuck if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))]

@@ -17,7 +17,7 @@ from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import State, user_lines
 from commlens.model.verdict import Confidence, Finding
-from commlens.text import capital, count, duration, frame_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, count, duration, frame_phrase, joined, key_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _RECENT = 512  # records in which a line is looked for
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
@@ -93,9 +93,10 @@ def _missing(context: Context, absence: Absence) -> None:
     view = context.job.views[ranks[0]]
     finished = doing.why == "finished"
     # If most members have finished, those that go on are the odd ones.
-    alone = finished and not op.is_point_to_point and len(waiting) < len(ranks)
+    alone = finished and not op.is_point_to_point and not op.is_store_wait and len(waiting) < len(ranks)
     culprits = sorted(waiting if alone else ranks)
-    is_half = finished and not op.is_point_to_point and not op.is_setup and len(waiting) == len(ranks) == len(op.channel.group.ranks) / 2
+    is_collective = not (op.is_point_to_point or op.is_setup or op.is_store_wait)
+    is_half = finished and is_collective and len(waiting) == len(ranks) == len(op.channel.group.ranks) / 2
     if is_half:
         culprits = _odd_half(context, ranks, waiting)
     is_tie = is_half and not culprits
@@ -139,7 +140,7 @@ def _missing(context: Context, absence: Absence) -> None:
             *_waits(context, absence),
         ),
         next_step=ended_step(op, ranks, waiting)
-        if finished and not op.is_setup and _is_first_of_its_line(context, absence.edge)
+        if finished and not (op.is_setup or op.is_store_wait) and _is_first_of_its_line(context, absence.edge)
         else lock_step or missing_step(doing, culprits or sorted([*ranks, *waiting]), op),
         evidence=evidence, would_raise_confidence=more,
     )  # fmt: skip
@@ -157,6 +158,9 @@ def _summary(context: Context, absence: Absence, alone: bool) -> str:
     name, them = op_phrase(op), verb(ranks, "it", "them")
     if alone:
         return f"{ranks_and_verb(waiting, 'issues', 'issue')} {name}, but {ranks_and_verb(ranks, 'has', 'have')} finished"
+    if op.is_store_wait:
+        did = "finished without writing" if absence.doing.why == "finished" else f"{verb(ranks, 'has', 'have')} not written"
+        return f"{ranks_phrase(ranks)} {did} the {key_phrase(op)}; {ranks_and_verb(waiting, 'waits', 'wait')} for it in {op.op}"
     if op.is_point_to_point:
         did = f"sent message #{op.sequence_number} to" if op.op == "recv" else f"received message #{op.sequence_number} from"
         return f"{ranks_phrase(ranks)} never {did} rank {absence.edge.rank}, which waits for it"

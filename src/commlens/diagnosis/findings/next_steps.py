@@ -9,7 +9,7 @@ from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.call_paths import Path
 from commlens.diagnosis.index import RankView
 from commlens.model.collective import Collective, Frame
-from commlens.text import frame_phrase, ranks_phrase, verb
+from commlens.text import frame_phrase, key_phrase, ranks_phrase, verb
 
 _HOSTS_MAX = 4
 _CRASHES = ("SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
@@ -20,6 +20,8 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
     subject = ranks_phrase(ranks)
     if doing.why == "finished" and op is not None and op.is_setup:
         return f"look at the output of {subject}, and for the branch in which {verb(ranks, 'it ends', 'they end')} without {op.op}"
+    if doing.why == "finished" and op is not None and op.is_store_wait:
+        return f"look for the branch in which {subject} {verb(ranks, 'ends', 'end')} without writing the {key_phrase(op)}"
     where = f"{doing.frame.function} ({doing.frame.where})" if doing.frame is not None else "the running code"
     steps = {
         "data-loading": f"look at {where} on {subject}: the storage or the data loader's workers deliver no data",

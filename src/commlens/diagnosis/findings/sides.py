@@ -26,7 +26,7 @@ def kind_phrase(op: Collective) -> str:
     """``"all_reduce of group dp"``: of any group with this label; ``"recv from rank 1"``."""
     if op.is_point_to_point:
         return f"{op.op} {'to' if op.op == 'send' else 'from'} {'any rank' if op.peer is None else f'rank {op.peer}'}"
-    if op.is_setup:
+    if op.is_setup or op.is_store_wait:
         return op_phrase(op)
     label = group_label(op.channel.group, "")
     return f"{op.op} of {f'group {label}' if label else 'the default group'}"

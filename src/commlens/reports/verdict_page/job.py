@@ -146,6 +146,8 @@ def _phrase(op: Collective, detail: int) -> str:
         if detail < _DETAILS:
             return "a send or receive" if detail < 2 else f"a {op.op}"
         return op_phrase(op)
+    if op.is_store_wait:
+        return op_phrase(op) if detail else "waits in the store"
     if detail == 0:
         return f"collectives of {label(op)}"
     return f"{op.op} #{op.sequence_number} of {label(op)}" if detail > 2 else f"{op.op} of {label(op)}"

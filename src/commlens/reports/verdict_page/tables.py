@@ -32,7 +32,7 @@ def tables(job: Job) -> list[Table]:
         centres.setdefault(key, number)
     waits: dict[ChannelKey, list[int]] = defaultdict(list)
     for block in job.graph.blocks.values():
-        if not block.op.is_point_to_point and not block.op.is_setup and block.op.sequence_number:
+        if not block.op.is_point_to_point and not block.op.is_setup and not block.op.is_store_wait and block.op.sequence_number:
             waits[block.op.channel.key].append(block.op.sequence_number)
     shown: Counter[str] = Counter()
     blamed = {rank for rank, role in job.roles.items() if role in ("culprit", "awaited")}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from commlens.diagnosis.wait_graph import Edge, Node
 from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
 from commlens.reports.verdict_page.job import Job, phrase
-from commlens.text import capital, count, format_ranks, op_phrase, ranks_phrase
+from commlens.text import capital, count, format_ranks, key_phrase, op_phrase, ranks_phrase
 
 
 def wait_graph(job: Job) -> WaitGraph:
@@ -83,6 +83,8 @@ class _Fold:
             text = mismatch.answer.detail if mismatch.answer is not None else ""
             lines = [line for line in (phrase(next(iter(mismatch.ops.values()))), text) if line]
             return [self._put("mismatch", target.detail, GraphNode(title=title, lines=lines, root=True))]
+        if target.kind == "key":
+            return [self._put("key", target.detail, GraphNode(title=capital(key_phrase(edge.op)), lines=["not written"], root=True))]
         if target.kind == "stuck":
             members = edge.instance.key[2]
             title = f"{capital(count(len(members), 'rank'))} arrived, none has completed it"

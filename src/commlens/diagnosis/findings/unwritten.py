@@ -1,0 +1,92 @@
+"""Keys of the job's store that ranks wait for and no rank writes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.findings.startup_and_exit import MOTIONLESS
+from commlens.diagnosis.store_keys import writes_of_kind
+from commlens.diagnosis.wait_graph import Edge, Node
+from commlens.model.verdict import Finding
+from commlens.text import capital, frame_phrase, key_phrase, op_phrase, ranks_and_verb, ranks_phrase
+
+_OTHERS_MAX = 4
+
+
+def find_skipped_writes(context: Context) -> None:
+    """Find the cycles of a rank that did not write a key, as it did before, and waits for the ranks that wait for the key.
+
+    It is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be where they should not be.
+    """
+    graph, left = context.graph, []
+    for component in graph.deadlocks:
+        waits = [node for node in component if node.kind == "wait"]
+        held = [node for node in waits if graph.blocks[node].op.is_store_wait]
+        writers = {target.rank for node in held for target in graph.edges[node]}
+        edges = [edge for node in held for edge in graph.edges[node].values()]
+        wrote = writes_of_kind(context.job, edges[0].op) if edges else {}
+        is_one = len(writers) == 1 and len({edge.instance for edge in edges}) == 1 and writers <= wrote.keys()
+        if is_one and len(held) > len(waits) - len(held):
+            _skipped_write(context, min(writers), waits, edges)
+        else:
+            left.append(component)
+    graph.deadlocks = left
+
+
+def _skipped_write(context: Context, writer: int, waits: list[Node], edges: list[Edge]) -> None:
+    op, ranks = edges[0].op, sorted({node.rank for node in waits})
+    waiting = sorted({edge.rank for edge in edges})
+    write = writes_of_kind(context.job, op)[writer]
+    own = next(context.graph.blocks[node].op for node in waits if node.rank == writer)
+    line, place = frame_phrase(write.source) or "an unknown line", frame_phrase(own.source)
+    blocked = context.blocked_by(waits)
+    finding = Finding(
+        kind="missing", why="skipped", root_cause=True, culprits=[writer], victims=sorted({*ranks, *blocked} - {writer}),
+        confidence="medium",
+        summary=f"rank {writer} did not write the {key_phrase(op)}; {ranks_and_verb(waiting, 'waits', 'wait')} for it in {op.op}",
+        explanation=prose(
+            f"{context.name(writer)} waits for {ranks_phrase(waiting)} in {op_phrase(own)}{f' at {place}' if place else ''}.",
+            f"It wrote keys like this before, the first one ({write.channel.group.name!r}) at {line}.",
+            context.waiting(edges), context.waiting_behind(ranks, blocked),
+        ),
+        next_step=f"find the branch in which rank {writer} skips {line}",
+        would_raise_confidence="The store itself is not read: whether a process outside of the job writes such keys is not known.",
+    )  # fmt: skip
+    context.add(finding, op, write.source, blocked=len({*ranks, *blocked}))
+
+
+def find_unwritten(context: Context, nodes: list[Node]) -> None:
+    """Find the keys that ranks wait for where the records do not show who should write them. Nobody is blamed.
+
+    If all ranks wait like that, a process outside of the job may be meant to write the key, so they must have waited for long.
+    """
+    edges_of = {node: context.graph.edges_into(node) for node in nodes}
+    waiting = {edge.rank for edges in edges_of.values() for edge in edges}
+    if len(waiting) == context.job.size and not context.waits_too_long(waiting, timeouts=MOTIONLESS):
+        return
+    for node, edges in edges_of.items():
+        op, ranks = edges[0].op, sorted({edge.rank for edge in edges})
+        blocked = context.blocked_by([node])
+        finding = Finding(
+            kind="missing", why="unknown", root_cause=True, culprits=[], victims=sorted({*ranks, *blocked}), confidence="low",
+            summary=f"{ranks_and_verb(ranks, 'waits', 'wait')} in {op.op} for the {key_phrase(op)}, which no rank is known to write",
+            explanation=prose(context.waiting(edges), context.waiting_behind(ranks, blocked), _others(context, waiting)),
+            next_step=f"look for the line that writes the {key_phrase(op)}, and for why no rank has come there",
+            would_raise_confidence="The store itself is not read: a process outside of the job may be meant to write the key.",
+        )  # fmt: skip
+        context.add(finding, op, op.source, blocked=len(blocked))
+
+
+def _others(context: Context, waiting: set[int]) -> str:
+    """Say where the ranks are that wait for no key."""
+    places: dict[str, list[int]] = defaultdict(list)
+    for rank, view in context.job.views.items():
+        if rank not in waiting:
+            block = next(iter(view.blocks.values()), None)
+            places[f"in {op_phrase(block.op)}" if block is not None else f"#{context.doing(view).phrase}"].append(rank)
+    parts = [
+        f"{ranks_phrase(ranks)} {place[1:]}" if place.startswith("#") else f"{ranks_and_verb(ranks, 'is', 'are')} {place}"
+        for place, ranks in sorted(places.items(), key=lambda item: item[1])[:_OTHERS_MAX]
+    ]
+    return f"{capital('; '.join(parts))}." if parts else ""
