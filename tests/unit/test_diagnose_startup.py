@@ -276,3 +276,11 @@ def test_a_rank_that_ends_without_writing_a_key() -> None:
     found = verdict(in_store(0, "rate-7"), ended, in_store(2, "rate-7"), in_store(3, "rate-7"))
     assert (found.kind, found.why, found.culprits) == ("missing", "finished", [1])
     assert "finished without writing the key 'rate-7'" in found.summary and "without writing" in found.next_step
+
+
+def test_a_writer_that_has_waited_for_less_than_the_others_is_in_the_cycle() -> None:
+    writer = wrote(rank(2, init(), inside=False, issued="all_reduce"), "rate-0")
+    op = writer.collectives[0]
+    op.announced_ns = op.entered_ns = op.returned_ns = op.wait_began_ns = writer.captured_ns - MS
+    found = verdict(in_store(0, "rate-7"), in_store(1, "rate-7"), writer, in_store(3, "rate-7"))
+    assert (found.why, found.culprits, found.source) == ("skipped", [2], "train.py:20")

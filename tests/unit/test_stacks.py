@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -121,3 +122,19 @@ def test_an_exception_whose_frames_are_all_of_commlens():
     exec(compile("try:\n    raise ValueError\nexcept ValueError as e:\n    error = e", f"{SOURCE}/commlens/tap/x.py", "exec"), names)
     names["error"].__traceback__ = names["error"].__traceback__.tb_next or names["error"].__traceback__
     hide_our_frames(names["error"])
+
+
+def test_the_main_thread_of_a_forked_process_has_its_own_id() -> None:
+    program = """
+import os, sys, threading
+from commlens.capture import stacks
+child = os.fork()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+found = []
+thread = threading.Thread(target=lambda: found.extend(stacks.all_threads(0)[0]))
+thread.start()
+thread.join()
+os._exit([entry["tid"] for entry in found if entry["main"]] != [os.getpid()])
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -35,7 +35,7 @@ class _StoreWait:
     keys: list[str]
     began: int
     thread: int
-    ident: int
+    stack: int  # position in the side table
     noted: bool = False
 
 
@@ -109,9 +109,8 @@ class Setups:
         """
         if self._depth or self._thread != current.id or not keys:
             return False
-        self._store_wait = _StoreWait(
-            op, [str(key)[:_KEY_LENGTH_MAX] for key in keys], time.monotonic_ns(), current.id, threading.get_ident()
-        )
+        names, stack = [str(key)[:_KEY_LENGTH_MAX] for key in keys], self._stack(sys._getframe(1))
+        self._store_wait = _StoreWait(op, names, time.monotonic_ns(), current.id, stack)
         return True
 
     def store_wait_ended(self) -> None:
@@ -127,13 +126,12 @@ class Setups:
         wait = self._store_wait
         if wait is None or wait.noted or now - wait.began < _NOTE_WAIT_AFTER_NS:
             return
-        frame = sys._current_frames().get(wait.ident)
         with self._store_lock:
             if self._store_wait is wait:
                 wait.noted = True
                 label = f"and {len(wait.keys) - 1} more" if len(wait.keys) > 1 else None
-                ranks = range(self._world_size)
-                position = self._add(wait.op, wait.keys[0], ranks, frame, wait.thread, wait.began, number=1, label=label)
+                ranks, about = range(self._world_size), {"stack": wait.stack, "thread": wait.thread, "began": wait.began}
+                position = self._add(wait.op, wait.keys[0], ranks, number=1, label=label, **about)
                 self._writer.word(L.SETUP, position)
                 self._writer.word(L.SETUP_SINCE, wait.began)
 
@@ -150,31 +148,22 @@ class Setups:
 
     def _note(self, op: str, name: str, ranks: Sequence[int], *, number: int, **about: Any) -> None:
         now = time.monotonic_ns()
-        frame: FrameType | None = sys._getframe(2)
-        position = self._add(op, name, ranks, frame, current.id, now, number=number, **about)
+        stack = self._stack(sys._getframe(2))
+        position = self._add(op, name, ranks, number=number, stack=stack, thread=current.id, began=now, **about)
         self._newest = position or self._newest
         writer = self._writer
         writer.word(L.SETUP_SINCE, L.SETUP_RETURNED)  # a reader never meets the new call with the old one's state
         writer.word(L.SETUP, self._newest)
         writer.word(L.SETUP_SINCE, now)
 
-    def _add(
-        self, op: str, name: str, ranks: Sequence[int], frame: FrameType | None, thread: int, began: int, *, number: int, **about: Any
-    ) -> int:  # fmt: skip
-        """Write a call's blob and return its position; 0 if it is too large."""
+    def _stack(self, frame: FrameType | None) -> int:
+        """Return the position of a stack, without the frames of commlens at its end."""
         while frame is not None and frame.f_code.co_filename.startswith(_OURS):
             frame = frame.f_back
-        blob = {
-            "k": "setup",
-            "op": op,
-            "name": name,
-            "ranks": format_ranks(ranks),
-            "number": number,
-            **about,
-            "inc": max(self._inits - 1, 0),
-            "stack": self._recorder.stacks.position(frame),
-            "thread": thread,
-            "began": began,
-            "prev": self._newest,
-        }
+        return self._recorder.stacks.position(frame)
+
+    def _add(self, op: str, name: str, ranks: Sequence[int], **about: Any) -> int:
+        """Write a call's blob and return its position; 0 if it is too large."""
+        blob = {"k": "setup", "op": op, "name": name, "ranks": format_ranks(ranks), **about}
+        blob |= {"inc": max(self._inits - 1, 0), "prev": self._newest}
         return int(self._writer.add_blob(blob))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import os
 import sys
 import threading
 from types import CodeType, FrameType
@@ -107,9 +108,10 @@ def all_threads(issuing: int = 0) -> tuple[list[dict[str, Any]], int]:
             is_users = any(_is_users(code.co_filename) for code, _, _ in walked)
         elif thread is not None and thread.native_id == issuing:
             of_issuing = _hash(walked)
+        native_id = thread.native_id if thread is not None else None
         threads.append(
             {
-                "tid": (thread.native_id or 0) if thread is not None else 0,
+                "tid": os.getpid() if is_main else native_id or 0,  # after a fork, Python 3.11 has the parent's for its main thread
                 "name": thread.name if thread is not None else f"thread {ident}",
                 "main": is_main,
                 "f": shortened([[code.co_filename, line or 0, code.co_name] for code, line, _ in walked]),

@@ -242,7 +242,10 @@ class _Builder:
         if writer is None:
             self.graph.add(node, self._instance_node("key", edge.instance), edge)
         elif writer in self.job.views:
-            self._wait_for_rank(node, self.job.views[writer], op.channel.key, edge)
+            other = self.job.views[writer]
+            for block in other.blocks.values():  # however short its wait for this rank: it never ends
+                block.stuck = block.stuck or any(_waits_for(part, view) for part in block.parts)
+            self._wait_for_rank(node, other, op.channel.key, edge)
         else:
             self.graph.add(node, self._unrecorded_node(writer), edge)
 
@@ -338,6 +341,16 @@ class _Builder:
     def _pair_thread(self, other: RankView, key: ChannelKey) -> int:
         last = max((ops[-1] for pair, ops in other.pairs.items() if pair[0] == key), key=lambda op: op.index, default=None)
         return last.issue_thread if last is not None else 0
+
+
+def _waits_for(op: Collective, view: RankView) -> bool:
+    """Return whether a collective waits for a rank, which has not issued it."""
+    if op.is_point_to_point or view.rank not in op.channel.group.ranks:
+        return False
+    track = view.tracks.get(op.channel.key)
+    return (track is None or track.last < op.sequence_number) and has_issued(
+        view, op.channel.key, op.sequence_number, op.announced_ns
+    ) is False
 
 
 def _waits_for_more(view: RankView, peer: int) -> bool:
