@@ -35,6 +35,7 @@ myst_enable_extensions = ["colon_fence"]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
@@ -62,7 +63,8 @@ def navigation(text: str) -> str:
     """Return hidden tables of contents, one for each section of the index."""
     parts = []
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
-        pages = [page.removesuffix(".md") for page in re.findall(r"\]\(([\w./-]+\.md)\)", section)]
+        links = re.findall(r"\[([^\]]+)\]\(([\w./-]+)\.md\)", section)
+        pages = [f"{text[0].upper()}{text[1:]} <{page}>" for text, page in links]
         parts.append("\n".join(["", "```{toctree}", ":hidden:", f":caption: {section.splitlines()[0]}", "", *pages, "```", ""]))
     return "".join(parts)
 

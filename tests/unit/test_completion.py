@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import builtins
+import os
+import re
 import shutil
 import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from commlens.commands import COMMANDS, main
+from conftest import SOURCE
 
 pytest.importorskip("shtab")
 pytest.importorskip("torch")  # the options of launch are torchrun's, too
@@ -75,3 +79,19 @@ def test_without_shtab_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without)
     assert main(["completion", "fish"]) == 2
     assert "pip install 'commlens[completion]'" in capsys.readouterr().err
+
+
+@pytest.mark.launches
+def test_the_manual_page_has_every_command_and_option(tmp_path):
+    pytest.importorskip("argparse_manpage")
+    page = tmp_path / "commlens.1"
+    source = ["--module", "commlens.commands.whole_parser", "--function", "whole_parser", "--format", "single-commands-section"]
+    command = [sys.executable, "-c", "from argparse_manpage.cli import main; main()", *source, "--prog", "commlens", "--output", str(page)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "PYTHONPATH": str(SOURCE)})
+    assert done.returncode == 0, done.stderr
+    text = page.read_text().replace("\\-", "-")
+    assert [entry.name for entry in COMMANDS if f"commlens {entry.name}" not in text] == []
+    assert {"--stall-timeout", "--rdzv-endpoint", "--entries"} <= set(re.findall(r"--[a-z-]+", text))
+    if shutil.which("groff"):
+        read = subprocess.run(["groff", "-man", "-Tascii", "-ww", str(page)], capture_output=True, text=True, timeout=60)
+        assert (read.returncode, read.stderr) == (0, "")

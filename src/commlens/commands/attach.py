@@ -51,13 +51,15 @@ class AttachCommand:
             sys.stdout.buffer.write(msgspec.json.encode(_look_here(arguments)))
             return 0
         from commlens.commands.diagnose import exit_status
+        from commlens.commands.progress import working
         from commlens.outside.verdict_with_dumps import judge_with_dumps
 
         verdict = None if arguments.hosts or arguments.hostfile or arguments.native else _of_black_boxes(_find(arguments))
         hosts: list[HostSamples] = []
         if verdict is None:
-            hosts = _look(arguments)
-            verdict = judge_with_dumps(hosts)
+            with working(f"Looking at the ranks for {arguments.window:g} s"):
+                hosts = _look(arguments)
+                verdict = judge_with_dumps(hosts)
         _show(arguments, hosts, verdict)
         return exit_status(verdict)
 

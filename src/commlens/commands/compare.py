@@ -49,11 +49,13 @@ class CompareCommand:
         if any(are_dumps):
             dump, trace = (arguments.before, arguments.after)[:: 1 if are_dumps[0] else -1]
             raise CommandError(f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces.")
+        from commlens.commands.progress import working
         from commlens.traces.diff_ranks import compare_page, compare_ranks
         from commlens.traces.files import read_ranks
 
-        before, after = read_ranks([arguments.before]), read_ranks([arguments.after])
-        comparison = compare_ranks(before.ranks, after.ranks)
+        with working("Comparing traces"):
+            before, after = read_ranks([arguments.before]), read_ranks([arguments.after])
+            comparison = compare_ranks(before.ranks, after.ranks)
         comparison.notes += [*before.notes, *after.notes]
         if arguments.html:
             from commlens.atomic_write import write_whole
@@ -81,11 +83,13 @@ def _holds_dumps(found: DumpFiles) -> bool:
 
 
 def _compare_dumps(found: list[DumpFiles], *, json: bool) -> int:
+    from commlens.commands.progress import working
     from commlens.diagnosis.dump_diff import compare_positions, position_of
     from commlens.dumps.parallel import read_ranks
 
     problems = [text for files in found for text in files.problems]
-    before, after = ([position_of(rows) for rows in read_ranks(files, problems)] for files in found)
+    with working("Comparing dumps"):
+        before, after = ([position_of(rows) for rows in read_ranks(files, problems)] for files in found)
     movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
     if json:

@@ -35,6 +35,7 @@ class ConvertCommand:
         add_selection(parser)
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from commlens.commands.progress import working
         from commlens.dumps.discover import discover
         from commlens.dumps.parallel import read_ranks
 
@@ -49,6 +50,7 @@ class ConvertCommand:
             for rows in read_ranks(files, problems, ranks=arguments.ranks):
                 chosen = rows.in_groups(arguments.group) if arguments.group else rows
                 count[0] += 1
+                say(f"{count[0]} ranks")
                 count[1] += len(chosen)
                 groups.update(group_names(rows.channels))
                 yield chosen
@@ -62,10 +64,11 @@ class ConvertCommand:
 
         groups: set[str] = set()
         try:
-            if in_folder:
-                _write_folder(several(), target, arguments.to, problems)
-            else:
-                _write_file(several(), target, arguments.to)
+            with working("Converting dumps") as say:
+                if in_folder:
+                    _write_folder(several(), target, arguments.to, problems)
+                else:
+                    _write_file(several(), target, arguments.to)
         except OSError as error:
             raise OutputError(f"{target} could not be written: {error.strerror or error}.") from error
         finally:

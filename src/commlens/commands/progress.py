@@ -1,9 +1,12 @@
-"""A progress bar for long operations: shown on a terminal after two seconds, removed at the end."""
+"""Progress of long operations: shown on a terminal after two seconds, removed at the end; nothing in a pipe or a file."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, Final
 
@@ -38,6 +41,43 @@ class ProgressBar:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+@contextlib.contextmanager
+def working(label: str) -> Iterator[Callable[[str], None]]:
+    """Show that a block still works, if it is not known how much there is to do. It uses a thread: not where a process is forked.
+
+    Yields:
+        A function that adds a few words to the label, such as what has been done so far.
+    """
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield lambda words: None
+        return
+    shown: list[Any] = []
+    latest = [label]
+
+    def show() -> None:
+        from rich.console import Console
+
+        status = Console(stderr=True).status(latest[0])
+        status.start()
+        shown.append(status)
+
+    def add(words: str) -> None:
+        latest[0] = f"{label}: {words}"
+        for status in shown:
+            status.update(latest[0])
+
+    timer = threading.Timer(_QUIET_S, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield add
+    finally:
+        timer.cancel()
+        timer.join()
+        for status in shown:
+            status.stop()
 
 
 def _bar(label: str, total: int) -> tuple[Any, Any]:

@@ -28,12 +28,14 @@ class StacksCommand:
         parser.add_argument("--json", action="store_true", help="print the classes as JSON")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from commlens.commands.progress import working
         from commlens.diagnosis.process_words import notable_state
         from commlens.model.stack_classes import merge_stacks
         from commlens.reports.stacks_terminal import print_classes
         from commlens.text import count
 
-        logs = find_logs(arguments.job, arguments.job_name, native=arguments.native)
+        with working("Reading the ranks' stacks"):
+            logs = find_logs(arguments.job, arguments.job_name, native=arguments.native)
         classes = merge_stacks(logs, [notable_state(log) for log in logs])
         if arguments.json:
             import msgspec

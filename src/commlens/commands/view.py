@@ -66,11 +66,13 @@ class ViewCommand:
         files.add_argument("--force", action="store_true", help="overwrite existing files")
 
     def run(self, arguments: argparse.Namespace) -> int:
+        from commlens.commands.progress import working
         from commlens.traces.files import read_ranks
 
         if not arguments.paths:
             return _empty_viewer(arguments)
-        read = read_ranks(arguments.paths)
+        with working("Reading traces"):
+            read = read_ranks(arguments.paths)
         ranks, wanted = read.ranks, self._wanted(arguments)
         for note in read.notes:
             _print_note(note)
@@ -88,7 +90,8 @@ class ViewCommand:
             _print_note(_why_nothing_matches(whole, wanted))
         wrote = self._write(ranks, arguments)
         if arguments.html:
-            _write_page(ranks, read.notes, arguments)
+            with working("Writing the page"):
+                _write_page(ranks, read.notes, arguments)
             wrote = True
         if arguments.rows or arguments.json or arguments.ops or arguments.events:
             _print_form(ranks, arguments)
