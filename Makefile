@@ -76,9 +76,8 @@ compat: ## Run all tests on another torch, in a separate environment: make compa
 
 NATIVE :=
 dist: $(VENV)-dist/.ready ## Build the sdist and the wheel into dist/, and check them (NATIVE=FOLDER adds the native engine's builds in it: docs/native.md)
-	rm -rf dist build
+	rm -rf dist
 	COMMLENS_BUILD_NATIVE=$(NATIVE) $(VENV)-dist/bin/python -m build
-	rm -rf build
 	$(VENV)-dist/bin/twine check --strict dist/*
 	$(VENV)-dist/bin/check-wheel-contents dist/*.whl
 	@ls -l dist
