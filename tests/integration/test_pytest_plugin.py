@@ -93,7 +93,7 @@ def test_without_the_option_nothing_is_loaded_or_set(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(
         "import os, sys\n"
         "def pytest_sessionfinish():\n"
-        "    heavy = {'torch', 'numpy', 'msgspec', 'rich', 'yaml', 'commlens.config', 'commlens.testing.observer_client'}\n"
+        "    heavy = {'torch', 'numpy', 'msgspec', 'rich', 'yaml', 'commlens.config', 'commlens.testing.observation'}\n"
         "    print('LOADED', sorted(heavy & set(sys.modules)), [name for name in os.environ if name == 'COMMLENS'])\n"
     )
     done = suite(tmp_path, "-s", "--collect-only", "--ignore=test_suite.py")
@@ -121,8 +121,6 @@ def train(how: str) -> tuple[int, float]:
     if dist.get_rank() == 1:
         if how == "raise":
             raise ValueError("bad batch")
-        if how == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
         if how == "hang":
             load_batch()
     dist.all_reduce(ones)
@@ -139,7 +137,6 @@ def test_each_rank_returns_its_result(capsys: pytest.CaptureFixture[str]) -> Non
     ("how", "words"),
     [
         ("raise", ["Rank 1 failed first: ValueError: bad batch", "in train\n", 'raise ValueError("bad batch")']),
-        ("kill", ["Rank 1 failed first: its process was killed by SIGKILL before the function returned"]),
         ("hang", ["still running after 10 s", "rank 1 never reached all_reduce #2", "load_batch"]),
     ],
 )
@@ -152,6 +149,15 @@ def test_a_failure_names_the_rank_and_leaves_nothing(how: str, words: list[str])
         assert " ".join(each.split()) in text, str(caught.value)
     pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
     assert not [pid for pid in pids if job_dirs.parent_of(pid) == os.getpid()]
+
+
+def killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    with pytest.raises(RanksFailed, match=r"^Rank 0 failed first: its process was killed by SIGKILL before the function returned\.$"):
+        run_on_ranks(killed, world_size=1)
 
 
 def traced() -> object:

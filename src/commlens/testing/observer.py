@@ -182,7 +182,9 @@ class Observer:
 
     def _end_ranks(self, parent: int) -> None:
         """End the ranks that hang and outlive the tests: Python waits for child processes before it exits, so pytest would hang."""
-        boxes = [box for job in self._jobs if job.said for box in job_dirs.boxes(job.folder) if job_dirs.box_pid(box) != parent]
+        hung = [job_dirs.boxes(job.folder) for job in self._jobs if job.said]
+        # Under torchrun -m pytest, pytest itself is a rank, and the others may still write their reports.
+        boxes = [box for job in hung if parent not in map(job_dirs.box_pid, job) for box in job]
         left = running = [box for box in boxes if job_dirs.has_ended(box) is False]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for box in running:
