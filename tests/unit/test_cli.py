@@ -101,6 +101,7 @@ def test_an_unknown_option_is_named(capsys):
             ["convert", "--to", "csvv", "-o", "x", "y"],
             "--to does not accept 'csvv'. Did you mean csv? It takes fr-pickle, fr-json, perfetto, parquet, csv.",
         ),
+        (["config", "shw"], "commlens config takes show, not 'shw'. Did you mean show?"),
         (["dump", "a", "b"], "commlens dump takes no argument 'b' there. `commlens dump --help` shows how to call it."),
         (["compare"], "commlens compare needs BEFORE, AFTER. `commlens compare --help` shows how to call it."),
         (["view", "--rank", "x", "y"], "--rank: 'x' is not a number. `commlens view --help` shows how to call it."),

@@ -81,6 +81,9 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
     kind = max(kind.removeprefix("argument ").split("/"), key=lambda option: option.startswith("--"))  # "-o/--output"
     if choice := re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", given):
         choices = choice[2].replace("'", "")
-        return CommandError(f"{kind} does not accept {choice[1]!r}.{did_you_mean(choice[1], choices.split(', '))} It takes {choices}.")
+        hint = did_you_mean(choice[1], choices.split(", "))
+        if not kind.startswith("-"):
+            return CommandError(f"{parser.prog} takes {choices}, not {choice[1]!r}.{hint}")
+        return CommandError(f"{kind} does not accept {choice[1]!r}.{hint} It takes {choices}.")
     given = re.sub(r"invalid (int|float) value: (.*)", r"\2 is not a number", given)
     return CommandError(f"{kind}: {given}.{see}")
