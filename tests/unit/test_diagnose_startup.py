@@ -123,8 +123,16 @@ def test_a_rank_that_skips_a_group_and_goes_on_to_a_collective() -> None:
         rank(0, init(), *groups(range(4))), rank(1, init(), *groups(range(4))), rank(2, init(), inside=False, issued="all_reduce"),
         rank(3, init(), *groups(range(4))),
     )  # fmt: skip
-    assert (found.kind, found.culprits) == ("cycle", [2])
-    assert "new_group #1 of ranks 0-3" in found.explanation and "train.py:57" in found.explanation
+    assert (found.kind, found.why, found.culprits, found.source) == ("mismatch/group", "skipped", [2], "train.py:57")
+    assert found.summary == "rank 2 did not call new_group #1 of ranks [0, 1, 2, 3]; ranks 0-1,3 did"
+
+
+def test_a_rank_that_skips_a_group_in_which_others_are_not() -> None:
+    found = verdict(
+        rank(0, init(), inside=False, issued="barrier"), rank(1, init(), *groups([0, 1])),
+        *(rank(number, init(), *groups([0, 1]), inside=False, issued="barrier") for number in (2, 3)),
+    )  # fmt: skip
+    assert (found.kind, found.culprits, found.victims) == ("mismatch/group", [0], [1, 2, 3])
 
 
 def test_a_group_made_by_its_members_alone_waits_for_the_one_that_does_not_come() -> None:

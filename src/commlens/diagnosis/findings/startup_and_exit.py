@@ -8,7 +8,7 @@ from typing import get_args
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
-from commlens.diagnosis.findings.sides import separation
+from commlens.diagnosis.findings.sides import UNDECIDED, separation
 from commlens.diagnosis.index import RankView, Track
 from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
@@ -17,6 +17,7 @@ from commlens.text import capital, count, duration, frame_phrase, group_phrase, 
 
 MOTIONLESS = 3  # stall timeouts
 _IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})  # of servers, gRPC and Ray, which wait for requests
+_RULE = "All ranks must call new_group in the same order with the same ranks, also for groups that they are not in."
 _OPERATION = " Operation: "  # in the text of a refusal
 
 
@@ -67,6 +68,40 @@ def find_setup_mismatch(context: Context) -> None:
         if len(sides) > 1 and (name != "init_process_group" or any(op.state is not State.COMPLETED for op in ops.values())):
             _disagree(context, ops, sorted(sides.values(), key=len, reverse=True), held)
             return
+    for (_, name, _), ops in sorted(calls.items()):
+        others = [rank for rank in held if rank not in ops and rank in views and _went_on(context, rank)]
+        if name == "new_group" and others and any(op.in_flight for op in ops.values()):
+            _went_on_without(context, ops, others)
+            return
+
+
+def _went_on(context: Context, rank: int) -> bool:
+    """Return whether a rank waits in collectives, and not in a call that makes groups."""
+    blocks = context.job.views[rank].blocks.values()
+    return bool(blocks) and not any(block.op.is_setup for block in blocks)
+
+
+def _went_on_without(context: Context, ops: dict[int, Collective], others: list[int]) -> None:
+    """Report a call that makes a group, which some ranks of the job did not make: they wait in a later collective."""
+    op = next(op for _, op in sorted(ops.items()) if op.in_flight)
+    callers, odd = sorted(ops), others if len(others) < len(ops) else sorted(ops) if len(others) > len(ops) else []
+    name = f"new_group #{op.sequence_number} of {_asked(op)}"
+    missing, called = f"{ranks_phrase(others)} did not call {name}", f"{ranks_phrase(callers)} did"
+    view = context.job.views[others[0]]
+    later = next(iter(view.blocks.values())).op
+    where = frame_phrase(op.source) or "an unknown line"
+    finding = Finding(
+        kind="mismatch/group", why="skipped" if odd == others else "initialising", root_cause=True, culprits=odd,
+        victims=sorted({*callers, *others} - set(odd)), confidence="high" if odd else "low",
+        summary=f"{ranks_phrase(callers)} alone called {name}" if odd == callers else f"{missing}; {called}",
+        explanation=prose(
+            f"{capital(ranks_phrase(callers))} called it at {where}; {context.name(others[0])} waits in {op_phrase(later)} at "
+            f"{frame_phrase(later.source) or 'an unknown line'}."
+        ),
+        next_step=f"find the branch that leads {ranks_phrase(others)} past {where}",
+        evidence=[_RULE] + [UNDECIDED] * (not odd),
+    )  # fmt: skip
+    context.add(finding, op, later.source if odd == others else op.source, blocked=len(context.job.views), order=(0,))
 
 
 def _asked(op: Collective) -> str:
@@ -94,7 +129,6 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
         lines.append(f"{capital(ranks_and_verb(side, 'asks', 'ask'))} for {_asked(op)}{mesh} at {where}.")
     differs = _how_it_differs(context, usual, odd, sides)
     how = f"{capital(ranks_phrase(sides[1]))} {differs}." if differs else ""
-    rule = "All ranks must call new_group in the same order with the same ranks, also for groups that they are not in."
     finding = Finding(
         kind="mismatch/group", why="skipped" if how else "initialising", root_cause=True, culprits=culprits,
         victims=sorted({*held, *ops} - set(culprits)), confidence="low" if is_tie else "high",
@@ -104,7 +138,7 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
         explanation=prose(*lines, how, separation(context, sides) if is_tie else ""),
         next_step=f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with {frame_phrase(usual.source) or name} on "
         f"{ranks_phrase(sides[0])}",
-        evidence=["No side has a majority, so the ranks at fault cannot be determined."] * is_tie + [rule] * (usual.op == "new_group"),
+        evidence=["No side has a majority, so the ranks at fault cannot be determined."] * is_tie + [_RULE] * (usual.op == "new_group"),
     )  # fmt: skip
     context.add(finding, odd, odd.source, blocked=len(context.job.views), order=(0,))
     for rank in held[:8]:
