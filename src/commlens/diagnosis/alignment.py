@@ -11,7 +11,8 @@ import msgspec
 
 from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Departure, Shift, departure_of, find_shifts
-from commlens.diagnosis.routine import exact_tokens, expected_token, loose_token, position_in, token
+from commlens.diagnosis.peer_order import odd_among_groups
+from commlens.diagnosis.routine import exact_tokens, leaves_routine, loose_token, position_in, token
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
@@ -40,6 +41,7 @@ class Mismatch:
     culprits: tuple[int, ...]  # on a tie, all ranks that met
     tie: bool  # no side has the majority, and no rank leaves its routine
     by_history: bool = False  # no side has the majority, but the culprits leave their own routine
+    by_groups: bool = False  # no side has the majority, but the other groups of this kind do what one side does
     shift: Shift | None = None
     departure: Departure = ""  # whether the culprits skipped a collective or issued an extra one
     repeats: int = 0  # later mismatches that are the same
@@ -187,10 +189,12 @@ def _disagreement(
         mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
     elif answer.tie:
         comparable = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}
-        flagged = set(_ranks_off_routine(job, comparable))
+        peers = odd_among_groups(job, key, number, [party.ranks for party in answer.parties])
+        flagged = peers or set(_ranks_off_routine(job, comparable))
         others = [party for party in answer.parties if flagged.isdisjoint(party.ranks)]
         odd = tuple(sorted(comparable.keys() - set(others[0].ranks))) if flagged and len(others) == 1 else ()
-        mismatch.culprits, mismatch.tie, mismatch.by_history = odd or tuple(sorted(comparable)), not odd, bool(odd)
+        mismatch.culprits, mismatch.tie = odd or tuple(sorted(comparable)), not odd
+        mismatch.by_history, mismatch.by_groups = bool(odd) and not peers, bool(odd and peers)
         if here and odd and here[0].rank not in odd:
             mismatch.shift = None
     mismatch.racing = _racing(job, key, number, answer)
@@ -316,7 +320,8 @@ def _leaves_routine(view: RankView, op: Collective, tokens_of: _TokensOf, since_
         key = op.channel.key
         first = next((i + 1 for i in range(position - 1, first - 1, -1) if history[i].channel.key == key), first)
     tokens = tokens_of(history[oldest : position + 1])
-    return any(expected_token(tokens, i - oldest, sure=view.is_past_first_step(history[i])) is False for i in range(first, position + 1))
+    recent = history[oldest : position + 1]
+    return any(leaves_routine(recent, tokens, i - oldest, sure=view.has_routine(history[i])) for i in range(first, position + 1))
 
 
 # --- point to point ----------------------------------------------------------------------------------------------

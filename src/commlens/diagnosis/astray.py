@@ -11,7 +11,7 @@ from itertools import islice, pairwise, takewhile
 
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import JobIndex, RankView
-from commlens.diagnosis.routine import expected_token
+from commlens.diagnosis.routine import follows_history
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.matching.point_to_point import Pair, pair_messages
 from commlens.model.collective import ChannelKey, Collective
@@ -97,22 +97,24 @@ def _other_tag(job: JobIndex, sender: RankView, receiver: RankView, send: Collec
     met = {one.tag for one, other in _pairs(sender, receiver, key) if one is not None and other is not None}
     if send.tag in met and recv.tag in met:
         return None  # both tags are in use, so the message with the other one may still come
-    sent = [op.tag for op in sender.pairs[key, receiver.rank, "send"]]
-    received = [op.tag for op in receiver.pairs[key, sender.rank, "recv"]]
-    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(sent, received, strict=False)))
+    sides = {sender.rank: sender.pairs[key, receiver.rank, "send"], receiver.rank: receiver.pairs[key, sender.rank, "recv"]}
+    same = sum(1 for _ in takewhile(lambda pair: pair[0].tag == pair[1].tag, zip(*sides.values(), strict=False)))
     odd, why = None, ""
-    if 1 < same < min(len(sent), len(received)):
-        fits = {rank: _fits(tags[: same + 1]) for rank, tags in ((sender.rank, sent), (receiver.rank, received))}
+    if 1 < same < min(map(len, sides.values())):
+        fits = {rank: _fits(ops[: same + 1]) for rank, ops in sides.items()}
         odd = next((rank for rank, fit in fits.items() if fit is False and True in fits.values()), None)
-        why = f"After tag {sent[same - 1]}, rank {sender.rank} used {sent[same]}, rank {receiver.rank} {received[same]}."
+        sent, received = sides.values()
+        why = f"After tag {sent[same - 1].tag}, rank {sender.rank} used {sent[same].tag}, rank {receiver.rank} {received[same].tag}."
     detail = f"rank {sender.rank} sent to rank {receiver.rank} with tag {send.tag}, but rank {receiver.rank} receives with tag {recv.tag}"
     return _mismatch(job, (sender.rank, send), (receiver.rank, recv), () if odd is None else (odd,), detail, why)
 
 
-def _fits(tags: list[int]) -> bool | None:
-    """Return whether the last tag continues the others, which may be counted up; None if they do not tell."""
-    further = [after - before for before, after in pairwise(tags)]
-    return further[-1] == further[0] if len(set(further[:-1])) == 1 else expected_token(further, len(further) - 1, sure=True)
+def _fits(ops: list[Collective]) -> bool | None:
+    """Return whether the last tag continues the others, which may be counted up; None if they do not tell, or are of other lines."""
+    if all(op.call_lines != ops[-1].call_lines for op in ops[:-1]):
+        return None
+    further = [after.tag - before.tag for before, after in pairwise(ops)]
+    return further[-1] == further[0] if len(set(further[:-1])) == 1 else follows_history(further, len(further) - 1, sure=True)
 
 
 def _usual_peer(job: JobIndex, view: RankView, op: Collective) -> tuple[int, str]:

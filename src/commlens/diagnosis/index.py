@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
 from commlens.diagnosis import activity
+from commlens.diagnosis.first_steps import routine_from
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, State, user_lines
+from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, State
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 STALL_TIMEOUT_S: Final = 60.0
 """The setting's default, for logs that do not hold it."""
 
-_ROUNDS = 3  # of the outermost loop, which show that it is one over steps
+GroupKind = tuple[str, int, int, int]
+"""A group's description, number of ranks and stride, and a number that tells such groups of one rank apart."""
 
 PairKey = tuple[ChannelKey, int, str]
 """Channel, peer (-1: any), and ``"send"`` or ``"recv"``."""
@@ -81,7 +83,7 @@ class RankView:
     timed: bool = False  # the dump records when an operation starts to run
     routine_since: int | None = None  # position in the history from which the rank may have left its routine
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
-    past_rounds: int = 0  # index of the op from which on the outermost loop has had several rounds; 0: not determined yet
+    routine_from: int = 0  # index of the op from which on the program has done several steps; 0: not determined yet
     head_lost: bool = False  # all records are in flight: the op that blocks the rank may be older, and overwritten
 
     @property
@@ -94,38 +96,16 @@ class RankView:
         """The rank's newest record."""
         return self.history[-1] if self.history else None
 
-    def is_past_first_step(self, op: Collective) -> bool:
+    def has_routine(self, op: Collective) -> bool:
         """Return whether the history shows that what repeats before this op are steps, not layers or parameters.
 
-        The optimizer has stepped since, so many records were made that the oldest were overwritten, or the program's outermost loop has
-        had several rounds.
+        So many records were made that the oldest were overwritten, or the program has done several steps or rounds of its outermost loop.
         """
-        if self.log.issued > len(self.history) or op.step > self.history[0].step:
+        if self.log.issued > len(self.history):
             return True
-        if self.columns is None and not self.past_rounds:
-            self.past_rounds = _after_rounds(self.history)
-        return 0 < self.past_rounds <= op.index
-
-
-def _after_rounds(history: Sequence[Collective]) -> int:
-    """Return the index of the op that begins the outermost loop's round ``_ROUNDS`` + 1; a huge one if there is none.
-
-    A round begins where a line issues again after other lines did.
-    """
-    paths = {id(op.stack): [(frame.file, frame.line) for frame in user_lines(op.stack)][::-1] for op in history}
-    depth = 0
-    while len({tuple(path[depth : depth + 1]) for path in paths.values()}) == 1 and depth < min(map(len, paths.values())):
-        depth += 1
-    rounds: Counter[object] = Counter()
-    previous: object = None
-    for op in history:
-        line = tuple(paths[id(op.stack)][depth : depth + 1])
-        if line and line != previous:
-            rounds[line] += 1
-            if rounds[line] > _ROUNDS:
-                return op.index
-        previous = line
-    return 1 << 62
+        if not self.routine_from:
+            self.routine_from = routine_from(self.history, rounds=self.columns is None)
+        return self.routine_from <= op.index
 
 
 @dataclass(frozen=True)
@@ -171,6 +151,19 @@ class JobIndex:
     def unrecorded(self) -> frozenset[int]:
         """``no_record`` as a set."""
         return frozenset(self.no_record)
+
+    @cached_property
+    def group_kinds(self) -> dict[ChannelKey, GroupKind]:
+        """The kinds of groups, such as the rows of a mesh, by channel: ranks use groups of one kind alike."""
+        kinds: dict[ChannelKey, GroupKind] = {}
+        taken: dict[tuple[str, int, int], Counter[int]] = defaultdict(Counter)  # by rank: its groups of the kind
+        for key, channel in sorted(self.channels.items(), key=lambda item: (len(item[0][1]), item[0])):
+            ranks = key[2]
+            alike = (channel.group.description, len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 0)
+            number = max((taken[alike][rank] for rank in ranks), default=0)
+            taken[alike].update(dict.fromkeys(ranks, 1))
+            kinds[key] = (*alike, number)
+        return kinds
 
     def tracks_on(self, key: ChannelKey) -> dict[int, Track]:
         """Return the tracks of the ranks that have records of a channel."""

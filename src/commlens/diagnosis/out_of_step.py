@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from commlens.diagnosis.index import JobIndex, Track
-from commlens.diagnosis.routine import expected_token, position_in, token
+from commlens.diagnosis.routine import leaves_routine, position_in, token
 from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # the longest shift that is found, in collectives
@@ -76,7 +76,9 @@ def keeps_routine(job: JobIndex, rank: int, op: Collective) -> bool | None:
     position = position_in(view.history, op)
     if position is None:
         return None
-    return expected_token([token(each) for each in view.history[: position + 1]], position, sure=view.is_past_first_step(op))
+    tokens = [token(each) for each in view.history[: position + 1]]
+    leaves = leaves_routine(view.history, tokens, position, sure=view.has_routine(op))
+    return None if leaves is None else not leaves
 
 
 def departure_of(job: JobIndex, rank: int, own: Collective, expected: Collective) -> Departure:

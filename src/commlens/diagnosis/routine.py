@@ -7,7 +7,8 @@ comparison with the other ranks cannot, such as between the two ranks of a pair.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from itertools import pairwise
 from typing import Protocol
 
 from commlens.diagnosis.index import RankView
@@ -15,8 +16,10 @@ from commlens.model.collective import Collective
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)
 _LOOK_BACK = 4096
+_SEEN = 2  # times that a context must have been seen: once is no routine
 _REPEATS = 3
 """Times that a stretch of collectives must have been repeated to be a routine, where no optimizer steps show it."""
+_LONGEST_VISIT = 64  # ops in a part of the program that is new
 _LONG_RUN = 256
 """So many collectives that repeat one stretch are no loop over layers: even a collective that is new then leaves the routine."""
 
@@ -49,36 +52,86 @@ def exact_tokens(ops: Sequence[Collective]) -> list[Hashable]:
 
 
 def loose_token(op: Collective) -> Hashable:
-    """Return the token without line and sizes, for programs in which these vary."""
-    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer)
+    """Return the token without sizes, for programs in which these vary."""
+    return (op.op, op.channel.group.name, op.channel.group.incarnation, op.channel.device, op.peer, op.args.root, op.call_lines)
 
 
-def _deviation(text: str, since: int, sure_from: int) -> int | None:
-    """Return the first position, from ``since`` on, whose letter history did not lead one to expect. None without such a position."""
-    for position in range(max(1, since), len(text)):
-        expected = _expected(text, position, sure=position >= sure_from)
-        if expected is not None and text[position] not in expected:
-            return position
-    return None
-
-
-def expected_token(tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
-    """Whether the token at ``position`` is one that history led one to expect there; None without such a history.
+def follows_history(tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
+    """Return whether the token at ``position`` is one that history led one to expect there; None if history does not decide.
 
     Args:
         tokens: the history.
         position: of the token.
         sure: whether what repeats in the history is known to be steps, not layers or parameters.
     """
-    text = _as_text(list(tokens))
-    expected = _expected(text, position, sure=sure)
-    return None if expected is None else text[position] in expected
+    return _follows(_as_text(tokens), position, sure=sure)
 
 
-def _expected(text: str, position: int, *, sure: bool) -> set[str] | None:
-    """Return the letters that followed the longest earlier occurrence of the context before ``position``.
+def leaves_routine(ops: Sequence[Collective], tokens: Sequence[Hashable], position: int, *, sure: bool) -> bool | None:
+    """Return whether a rank leaves its routine with the op at ``position``; None if its history does not decide.
 
-    None without an earlier occurrence, or if a short context was followed by different letters. Unless ``sure``, also None if what
+    Args:
+        ops: the rank's history.
+        tokens: one for each op, up to ``position`` at least.
+        position: of the op.
+        sure: whether what repeats in the history is known to be steps, not layers or parameters.
+    """
+    follows = follows_history(tokens, position, sure=sure)
+    return None if follows is None or (not follows and _is_first_visit(ops, position)) else not follows
+
+
+def is_new_place(view: RankView, op: Collective) -> bool:
+    """Return whether a rank issued an op in a part of the program in which it never was before."""
+    position = position_in(view.history, op)
+    return position is not None and _is_first_visit(view.history, position)
+
+
+def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
+    """Return whether a rank is in a part of the program in which it never was before: then the others may fail to come here.
+
+    That are lines from which it issues for the first time, perhaps several times in a row.
+    """
+    lines = ops[position].call_lines
+    first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
+    if not lines or first < position - _LONGEST_VISIT:
+        return False
+    since = {ops[i].call_lines for i in range(first, position + 1)}
+    return first > 0 and all(ops[i].call_lines not in since for i in range(first))
+
+
+def _follows(text: str, position: int, *, sure: bool) -> bool | None:
+    """Return whether the letter at ``position`` follows from the letters before; None if these do not decide."""
+    expected, period = _expected(text, position, sure=sure)
+    if not expected or text[position] in expected:
+        return True if expected else None
+    return False if _departs(text, position, expected, period) else None
+
+
+def _departs(text: str, position: int, expected: set[str], period: int) -> bool:
+    """Return whether an unexpected letter is a departure.
+
+    It is none if it ends the loop that repeats before it: all loops end once. It is none either if it is an event that comes from time to
+    time in this place: a checkpoint comes every so many steps, which is longer than the context that was compared.
+    """
+    before, letter = text[position - 1], text[position]
+    if before + letter not in text[:position]:
+        return letter in text[position - period : position] or letter not in text[:position]
+    return _is_due(text, position, letter) is False or any(_is_due(text, position, other) for other in expected)
+
+
+def _is_due(text: str, position: int, letter: str) -> bool | None:
+    """Return whether it is time for ``letter``, which has come after every n-th of the letters before it; None if n is not constant."""
+    before = text[position - 1]
+    places = [i for i in range(position) if text[i] == before]
+    came = [number for number, place in enumerate(places[:-1]) if text[place + 1] == letter]
+    intervals = {after - earlier for earlier, after in pairwise(came)}
+    return len(places) - 1 - came[-1] >= intervals.pop() if len(came) > 2 and len(intervals) == 1 else None
+
+
+def _expected(text: str, position: int, *, sure: bool) -> tuple[set[str], int]:
+    """Return the letters that followed the longest earlier occurrences of the context before ``position``, and how far back the latest is.
+
+    No letters without earlier occurrences, or if a short context was followed by different letters. Unless ``sure``, also none if what
     repeats may be a loop over layers or parameters: all loops end once.
     """
     history = text[:position]
@@ -93,11 +146,11 @@ def _expected(text: str, position: int, *, sure: bool) -> set[str] | None:
             sequels.add(text[at + length])
             seen += 1
             at = history.rfind(context, 0, at + length - 1)
-        if seen >= (2 if length < 4 else 1):
+        if seen >= _SEEN:
             period = position - length - latest
             known = len(sequels) == 1 or length >= 8
-            return sequels if known and (sure or _is_inside_loop(text, position, period)) else None
-    return None
+            return (sequels if known and (sure or _is_inside_loop(text, position, period)) else set()), period
+    return set(), 0
 
 
 def _is_inside_loop(text: str, position: int, period: int) -> bool:
@@ -111,7 +164,7 @@ def _is_inside_loop(text: str, position: int, period: int) -> bool:
     return run >= _LONG_RUN or text[position] in text[position - period : position]
 
 
-def _as_text(tokens: Sequence[Hashable]) -> str:
+def _as_text(tokens: Iterable[Hashable]) -> str:
     """Map each different token to one character, because searching a string is fast."""
     letters: dict[Hashable, str] = {}
     for one in tokens:
@@ -154,11 +207,11 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
         since = next(i for i in range(length) if ops[skipped + i].step >= last_step - 1)
     else:
         since = max(1, length // 2, length - 64)
-    sure_from = next((i for i in range(since, length) if view.is_past_first_step(ops[skipped + i])), length)
+    sure_from = next((i for i in range(since, length) if view.has_routine(ops[skipped + i])), length)
     for text in _texts(ops):
-        position = _deviation(text, since, sure_from)
+        position = _departure(ops[skipped:], text, since, sure_from)
         if position is not None:
-            expected = _expected(text, position, sure=position >= sure_from) or set()
+            expected, _ = _expected(text, position, sure=position >= sure_from)
             usual = next((i for i in range(position - 1, -1, -1) if text[i] in expected), None)
             return ops[skipped + position], ops[skipped + usual] if usual is not None else None
     return None
@@ -167,5 +220,13 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
 def ever_leaves_routine(view: RankView) -> bool:
     """Return whether a rank left its routine anywhere in its records."""
     ops = view.history[-_LOOK_BACK:]
-    sure_from = next((i for i, op in enumerate(ops) if view.is_past_first_step(op)), len(ops))
-    return _deviation(_texts(ops)[0], 1, sure_from) is not None
+    sure_from = next((i for i, op in enumerate(ops) if view.has_routine(op)), len(ops))
+    return _departure(ops, _texts(ops)[0], 1, sure_from) is not None
+
+
+def _departure(ops: Sequence[Collective], text: str, since: int, sure_from: int) -> int | None:
+    """Return the first position, from ``since`` on, at which a rank leaves its routine; None if it keeps it."""
+    for position in range(max(1, since), len(text)):
+        if _follows(text, position, sure=position >= sure_from) is False and not _is_first_visit(ops, position):
+            return position
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Literal
 
 from commlens.diagnosis.findings.context import Context, prose
@@ -10,9 +9,9 @@ from commlens.diagnosis.findings.next_steps import cycle_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
-from commlens.diagnosis.routine import leaves_routine_at
+from commlens.diagnosis.routine import is_new_place, leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
-from commlens.model.collective import ChannelKey, Collective
+from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
 
@@ -103,21 +102,30 @@ def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[
     job, blocks = context.job, context.graph.blocks
     own: Departures = {rank: found for rank in ranks if (found := leaves_routine_at(job.views[rank])) is not None}
     keys = {op.channel.key for op in (blocks[node].op for node in waits) if not op.is_point_to_point and not op.is_store_wait}
-    reordered = {rank: place for rank, place in find_reordered(job, keys).items() if rank in ranks}
+    lines = {(op.op, op.source) for node in waits if (op := blocks[node].op).is_point_to_point and op.source is not None}
+    others = [block.op for block in blocks.values() if not (block.op.is_point_to_point or block.op.is_store_wait)]
+    around = keys or {op.channel.key for op in others}
+    reordered = {rank: place for rank, place in find_reordered(job, around, lines).items() if rank in ranks}
     kept = {rank: keeps_routine(job, rank, op) for rank, (op, _) in reordered.items()}
     odd: Departures = {rank: place for rank, place in reordered.items() if kept[rank] is not True}
     if odd:
         if all(rank in own and own[rank][0].index == op.index for rank, (op, _) in odd.items()):
             return {rank: own[rank] for rank in odd}, "history"
         return odd, "order"
-    if own and len(own) < len(ranks):
+    if own and len(own) * 2 <= len(ranks):
         return own, "history"
-    # Ranks that share all of these groups should be in the same one.
-    places: dict[ChannelKey, list[Node]] = defaultdict(list)
-    for node in waits:
-        places[blocks[node].op.channel.key].append(node)
-    largest = max(places.values(), key=len)
-    if len({key[2] for key in places}) == 1 and keys == places.keys() and len(largest) * 2 > len(waits):
-        usual = blocks[largest[0]].op
-        return {node.rank: (blocks[node].op, usual) for node in waits if blocks[node].op.channel.key != usual.channel.key}, "order"
+    if not own and (alone := _alone_in_new_place(context)) is not None and alone[0] in ranks:
+        return {alone[0]: (alone[1], None)}, "order"
     return {}, "tie"
+
+
+def _alone_in_new_place(context: Context) -> tuple[int, Collective] | None:
+    """Return the only rank that waits where it never was before, while all the others, three at least, wait in their routine."""
+    found: list[tuple[int, Collective]] = []
+    for rank, view in context.job.views.items():
+        block = view.blocks.get(view.main_thread) or next(iter(view.blocks.values()), None)
+        if block is None or not view.has_routine(block.op):
+            return None
+        if is_new_place(view, block.op):
+            found.append((rank, block.op))
+    return found[0] if len(found) == 1 and len(context.job.views) > 3 else None

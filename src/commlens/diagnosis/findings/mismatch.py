@@ -183,6 +183,9 @@ def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list
         evidence.append(
             f"No side has a majority, but {ranks_and_verb(culprits, 'departs from its', 'depart from their')} usual routine here."
         )
+    elif mismatch.by_groups:
+        others = ranks_phrase(sorted(set(mismatch.ops) - set(culprits)))
+        evidence.append(f"No side has a majority, but the other groups of this kind issue here what {others} issued.")
     if mismatch.repeats:
         evidence.append(f"The same happened {count(mismatch.repeats, 'more time')} later.")
     return evidence
@@ -196,7 +199,7 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, str | None]:
         record = "The other ranks' records, or a" if len(mismatch.key[2]) > len(mismatch.ops) and mismatch.pair is None else "A"
         return "low", f"{record} run with more steps before the fault would show which one is wrong."
     few = mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2
-    return "medium" if mismatch.by_history or few else "high", None
+    return "medium" if mismatch.by_history or mismatch.by_groups or few else "high", None
 
 
 def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective, usual: Collective | None) -> str:

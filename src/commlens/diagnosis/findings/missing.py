@@ -12,10 +12,11 @@ from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, m
 from commlens.diagnosis.findings.next_steps import ended_step, missing_step
 from commlens.diagnosis.findings.sides import UNDECIDED
 from commlens.diagnosis.index import RankView
+from commlens.diagnosis.rounds import count_rounds
 from commlens.diagnosis.routine import ever_leaves_routine
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
-from commlens.model.collective import State, user_lines
+from commlens.model.collective import Collective, State, user_lines
 from commlens.model.verdict import Confidence, Finding
 from commlens.text import capital, count, duration, frame_phrase, joined, key_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
@@ -92,14 +93,8 @@ def _missing(context: Context, absence: Absence) -> None:
     ranks, waiting, doing, op = absence.ranks, absence.waiting, absence.doing, absence.edge.op
     view = context.job.views[ranks[0]]
     finished = doing.why == "finished"
-    # If most members have finished, those that go on are the odd ones.
-    alone = finished and not op.is_point_to_point and not op.is_store_wait and len(waiting) < len(ranks)
-    culprits = sorted(waiting if alone else ranks)
-    is_collective = not (op.is_point_to_point or op.is_setup or op.is_store_wait)
-    is_half = finished and is_collective and len(waiting) == len(ranks) == len(op.channel.group.ranks) / 2
-    if is_half:
-        culprits = _odd_half(context, ranks, waiting)
-    is_tie = is_half and not culprits
+    culprits, decided = _culprits_of_end(context, absence) if finished else (sorted(ranks), [])
+    alone, is_tie = culprits == waiting, not culprits
     views = [context.job.views[rank] for rank in culprits]
     if all(each.exit.refused and op_at(each, absence.edge.instance) is None for each in views):
         culprits = []  # strict verification ended their wait elsewhere: what they waited for is the cause
@@ -114,7 +109,7 @@ def _missing(context: Context, absence: Absence) -> None:
     if too_long and gap:
         evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")
     if finished:
-        evidence += _steps_evidence(context, absence) + [UNDECIDED] * is_tie
+        evidence += _steps_evidence(context, absence) + decided
     elif context.job.knows.stacks:
         evidence += _stack_evidence(view, absence)
     evidence += _failure_evidence(view)
@@ -147,15 +142,39 @@ def _missing(context: Context, absence: Absence) -> None:
     context.add(finding, op, frame, blocked=len(absence.blocked))
 
 
-def _odd_half(context: Context, *halves: list[int]) -> list[int]:
-    """Return the half of a group that once left its routine: it has a round too few or too many; empty if neither or both did."""
-    odd = [half for half in halves if any(ever_leaves_routine(context.job.views[rank]) for rank in half)]
-    return sorted(odd[0]) if len(odd) == 1 else []
+def _culprits_of_end(context: Context, absence: Absence) -> tuple[list[int], list[str]]:
+    """Return the ranks that did a round too few or too many, of those that finished and those that wait for them, and the evidence.
+
+    The majority of the group decides; else how often all ranks of the job came to these lines; else the ranks' routine.
+    """
+    ranks, waiting, op = sorted(absence.ranks), absence.waiting, absence.edge.op
+    if op.is_setup or op.is_store_wait:
+        return ranks, []
+    if not op.is_point_to_point and len(waiting) != len(ranks):
+        return (waiting if len(waiting) < len(ranks) else ranks), []
+    both = {*ranks, *waiting}
+    told = [rounds for each in (op, _other_side(context, absence)) if each is not None and (rounds := count_rounds(context.job, each))]
+    odd = both.intersection(*[rounds.odd for rounds in told]) if told else set()
+    if odd and odd != both:
+        return sorted(odd), [told[0].phrase]
+    leaving = [side for side in (ranks, waiting) if any(ever_leaves_routine(context.job.views[rank]) for rank in side)]
+    return (leaving[0], []) if len(leaving) == 1 else ([], [UNDECIDED])
+
+
+def _other_side(context: Context, absence: Absence) -> Collective | None:
+    """Return the last message of a rank that finished in the direction of the one that a rank waits for."""
+    op, view = absence.edge.op, context.job.views[absence.ranks[0]]
+    back = "recv" if op.op == "send" else "send"
+    return view.pairs.get((op.channel.key, absence.edge.rank, back), [None])[-1] if op.is_point_to_point else None
 
 
 def _summary(context: Context, absence: Absence, alone: bool) -> str:
     ranks, waiting, op = absence.ranks, absence.waiting, absence.edge.op
     name, them = op_phrase(op), verb(ranks, "it", "them")
+    if alone and op.is_point_to_point:
+        return (
+            f"{ranks_phrase(waiting)} {verb(waiting, 'waits', 'wait')} in {name}, but {ranks_phrase(ranks)} has finished, like most ranks"
+        )
     if alone:
         return f"{ranks_and_verb(waiting, 'issues', 'issue')} {name}, but {ranks_and_verb(ranks, 'has', 'have')} finished"
     if op.is_store_wait:

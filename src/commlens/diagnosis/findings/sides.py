@@ -14,11 +14,11 @@ UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
 
 
 def group_sides(ops: Mapping[int, Collective]) -> list[list[int]]:
-    """Group the ranks whose ops are alike: same op and line, and groups of the same label; the largest side first."""
+    """Group the ranks whose ops are alike: same op, peer and line, and groups of the same label; the largest side first."""
     sides: dict[Hashable, list[int]] = defaultdict(list)
     for rank, op in sorted(ops.items()):
         group = op.channel.group
-        sides[op.op, group.label if group.label != group.name else len(group.ranks), frame_phrase(op.source)].append(rank)
+        sides[op.op, op.peer, group.label if group.label != group.name else len(group.ranks), frame_phrase(op.source)].append(rank)
     return sorted(sides.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
