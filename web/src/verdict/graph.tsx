@@ -2,7 +2,7 @@ import { Graph, layout } from "@dagrejs/dagre";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { Section } from "../shared/page";
 import type { VerdictPage } from "./data";
-import { RankSet, RoleChip } from "./parts";
+import { RankSet, RoleChip, isOne, ranksPhrase } from "./parts";
 
 const AROUND = 34; // the border, padding and margin of the graph, in pixels
 
@@ -61,7 +61,7 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
               </svg>
             )}
             {edges.map((edge, index) => (
-              <div key={`edge${index}`} class="edge-label" title={`ranks ${edge.waiting} wait in ${edge.label}`} style={at(placed?.edges[index])}>{edge.label}</div>
+              <div key={`edge${index}`} class="edge-label" title={waits(edge)} style={at(placed?.edges[index])}>{edge.label}</div>
             ))}
             {nodes.map((node, index) => (
               <div key={`node${index}`} class={`node ${node.root ? "root" : ""} ${node.cls >= 0 ? `node-${page.classes[node.cls]!.role}` : "node-end"}`} style={at(placed?.nodes[index])}>
@@ -80,7 +80,7 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
       {edges.length > 0 && (
         <ul class="off-screen">
           {edges.map((edge, index) => (
-            <li key={index}>{`Ranks ${edge.waiting} wait in ${edge.label} for ${nameOf(page, edge.target)}.`}</li>
+            <li key={index}>{`${waits(edge)} for ${nameOf(page, edge.target)}.`}</li>
           ))}
         </ul>
       )}
@@ -100,9 +100,15 @@ export function ClassText({ page, cls }: { page: VerdictPage; cls: number }) {
   );
 }
 
+/** `Rank 2 waits in all_reduce #7 of dp`. */
+function waits(edge: { waiting: string; label: string }): string {
+  const subject = ranksPhrase(edge.waiting);
+  return `${subject[0]!.toUpperCase()}${subject.slice(1)} ${isOne(edge.waiting) ? "waits" : "wait"} in ${edge.label}`;
+}
+
 function nameOf(page: VerdictPage, index: number): string {
   const node = page.graph.nodes[index]!;
-  return node.cls >= 0 ? `ranks ${page.classes[node.cls]!.ranks}, which ${page.classes[node.cls]!.doing}` : node.title;
+  return node.cls >= 0 ? `${ranksPhrase(page.classes[node.cls]!.ranks)}, which ${page.classes[node.cls]!.doing}` : node.title;
 }
 
 function at(point: { x: number; y: number } | undefined): { left?: string; top?: string } {

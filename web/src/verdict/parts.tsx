@@ -24,10 +24,19 @@ export function RankLink({ rank, text }: { rank: number; text?: string }) {
   );
 }
 
+/** `rank 2`, `ranks 0-1,3`. */
+export function ranksPhrase(ranks: string): string {
+  return `${isOne(ranks) ? "rank" : "ranks"} ${ranks}`;
+}
+
+export function isOne(ranks: string): boolean {
+  return /^\d+$/.test(ranks);
+}
+
 /** `rank 2`, `ranks 0-1,3`: each part leads to its first rank. */
 export function RankSet({ ranks, bare }: { ranks: string; bare?: boolean }) {
   const parts = ranks.split(",");
-  const single = parts.length === 1 && /^\d+$/.test(ranks);
+  const single = isOne(ranks);
   const shown = parts.slice(0, 12);
   return (
     <span class="rank-set">

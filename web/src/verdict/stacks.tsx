@@ -4,7 +4,7 @@ import { Section } from "../shared/page";
 import { matches, Search } from "../shared/search";
 import { count } from "../shared/words";
 import type { StackClass, StackFrame, VerdictPage } from "./data";
-import { RankSet, RoleChip } from "./parts";
+import { RankSet, RoleChip, ranksPhrase } from "./parts";
 
 const SHOWN = 8;
 
@@ -35,7 +35,7 @@ function textOf(stack: StackClass): string {
 }
 
 function plain(stack: StackClass): string {
-  return `ranks ${stack.ranks}, ${stack.thread}, innermost first:\n${stack.frames.map((frame) => `  ${frame.function}  ${frame.file}`).join("\n")}\n`;
+  return `${ranksPhrase(stack.ranks)}, ${stack.thread}, innermost first:\n${stack.frames.map((frame) => `  ${frame.function}  ${frame.file}`).join("\n")}\n`;
 }
 
 export function Stack({ stack, bare }: { stack: StackClass; bare?: boolean }) {

@@ -157,8 +157,8 @@ function Chart({ data, selected }: { data: Data; selected: number | null }) {
       </div>
       <div class="timeline-box" ref={box} tabIndex={0} role="application" aria-label="Timeline. The arrow keys move, plus and minus zoom, 0 returns to the fault." onKeyDown={onKey}>
         <div class="axis" aria-hidden="true">
-          {width > 0 && scale.ticks(Math.max(2, Math.floor(width / 130))).map((tick) => (
-            <span key={tick} style={{ left: `${GUTTER + scale(tick)}px` }}>{relative(tick)}</span>
+          {width > 0 && scale.ticks(Math.max(2, Math.floor(width / 130))).map((tick, _, ticks) => (
+            <span key={tick} style={{ left: `${GUTTER + scale(tick)}px` }}>{relative(tick, ticks.length > 1 ? ticks[1]! - ticks[0]! : 0)}</span>
           ))}
         </div>
         <div class="lanes" style={{ height: `${height}px` }}>
@@ -208,9 +208,13 @@ function rowOf(data: Data, labels: string[], rows: number, channel: number): num
   return Math.min(rows - 1, labels.indexOf(data.channels[channel]!.label)); // the rarer kinds of groups share the last row
 }
 
-function relative(us: number): string {
-  if (Math.abs(us) < 1e-6) return "0";
-  return `${us < 0 ? "−" : "+"}${seconds(Math.abs(us) / 1e6)}`;
+/** `+2.93 s`; with as many digits as tell apart values that are `step` microseconds apart. */
+function relative(us: number, step: number): string {
+  const size = Math.abs(us);
+  if (size < 1e-6) return "0";
+  const [unit, name] = size >= 1e6 ? [1e6, "s"] : size >= 1e3 ? [1e3, "ms"] : [1, "us"];
+  const digits = Math.min(6, Math.max(0, Math.ceil(-Math.log10(step / unit!) - 1e-9)));
+  return `${us < 0 ? "−" : "+"}${step > 0 && size < 120e6 ? `${(size / unit!).toFixed(digits)} ${name}` : seconds(size / 1e6)}`;
 }
 
 function describe(data: Data, lane: Lane, op: number): string {
@@ -228,7 +232,7 @@ function describe(data: Data, lane: Lane, op: number): string {
     `${data.texts[ops.name[op]!]} #${ops.number[op]} of ${channel.label} [${channel.ranks}]`,
     data.texts[ops.asked[op]!],
     data.texts[ops.place[op]!],
-    `at ${relative(start)}, ${fate}`,
+    `at ${relative(start, 0)}, ${fate}`,
   ].filter(Boolean).join(" · ");
 }
 
