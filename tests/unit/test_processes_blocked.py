@@ -24,6 +24,7 @@ WAITS = {
     "import os; r, w = os.pipe(); os.read(r, 1)": "it waits to read from a pipe",
     "import os; r, w = os.pipe(); os.write(w, bytes(1 << 20))": "it waits to write to a pipe that is full",
     "import time; time.sleep(100)": "it sleeps",
+    "import select; select.select([], [], [], 100)": "it sleeps",  # what time.sleep is up to Python 3.10
     "import os, sys; os.mkfifo(sys.argv[1]); open(sys.argv[1])": "it waits for another process to open a named pipe",
     "import subprocess; subprocess.run(['sleep', '30'])": "it waits for its child process {child} (sleep 30)",
     SOCKET + "print(s.getsockname()[1], flush=True); c.recv(1)": "it waits for data from 127.0.0.1:{said}",

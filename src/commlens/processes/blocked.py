@@ -17,11 +17,12 @@ _CALLS: Final = {
     "x86_64": {
         0: "read", 17: "read", 19: "read", 45: "read", 47: "read", 1: "write", 20: "write", 44: "write", 46: "write", 42: "connect",
         43: "accept", 288: "accept", 35: "sleep", 230: "sleep", 61: "wait", 247: "wait", 72: "lock", 73: "lock", 2: "open", 257: "open",
+        23: "select", 270: "select",
     },
     "aarch64": {
         63: "read", 65: "read", 67: "read", 207: "read", 212: "read", 64: "write", 66: "write", 206: "write", 211: "write",
         203: "connect", 202: "accept", 242: "accept", 101: "sleep", 115: "sleep", 260: "wait", 95: "wait", 25: "lock", 32: "lock",
-        56: "open",
+        56: "open", 72: "select",
     },
 }  # fmt: skip
 """Numbers of system calls that wait for one thing, by machine."""
@@ -46,6 +47,8 @@ def waits_for(pid: int) -> Wait:
     call = _CALLS.get(os.uname().machine, {}).get(number, "")
     if call == "sleep":
         return Wait("it sleeps")
+    if call == "select":  # up to Python 3.10, time.sleep is a select without files
+        return Wait("" if arguments[0] else "it sleeps")
     if call == "wait":
         return Wait(_child(pid, arguments[0] if number in _WAIT4 else arguments[1]))
     if call == "open":
