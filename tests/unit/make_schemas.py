@@ -64,6 +64,8 @@ def schema(name: str) -> dict[str, Any]:
     (_,), definitions = msgspec.json.schema_components([root], ref_template="#/$defs/{name}")
     for title, definition in definitions.items():
         definition.pop("title")
+        if "description" in definition:
+            definition["description"] = inspect.cleandoc(definition["description"])  # as Python 3.13 compiles docstrings
         if title not in TYPES:
             continue  # an enum
         described = comments(TYPES[title])
