@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from builders import Die, Job, Stay, Step, all_reduce
+from builders import Die, Job, Stay, Step, all_reduce, recv
 
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.model.collective import State
@@ -96,3 +96,13 @@ def test_a_debugger_is_not_resumed_by_a_signal() -> None:
     for state, said in (("t", "detach the debugger from rank 1"), ("T", "kill -CONT")):
         stopped = Stay(61, "tune", Observation(End.RUNNING, window_s=5, proc_state=state, stopped_fraction=1.0))
         assert said in judge(Job(4).run(training(stopped)).logs()).next_step
+
+
+def test_ranks_that_only_receive_are_told_to_send() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=20)
+        yield recv(job.world, 1 - rank, line=30 + rank)
+
+    verdict = judge(Job(2).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [])
+    assert verdict.next_step.startswith("make one of ranks 0-1 send before it receives: all of them receive, at train.py:30")

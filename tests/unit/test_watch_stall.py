@@ -163,7 +163,8 @@ def test_waited_for() -> None:
         ("dead", "killed", 0, True),
         ("dead", "killed", 7, False),  # nobody knew of it: it may be the cause
         ("dead", "out-of-memory", 1, False),
-        ("missing", "killed", 1, False),
+        ("missing", "killed", 1, True),  # it says the same
+        ("missing", "killed", 0, False),
     ],
 )
 def test_ranks_that_are_killed_while_the_job_hangs_leave_the_verdict_standing(kind: Any, why: Any, culprit: int, stands: bool) -> None:

@@ -124,6 +124,19 @@ def test_a_stall_is_reported_once_with_a_dump_and_its_end(job: Job) -> None:
     eventually(lambda: job.heard("missing [0]"))
 
 
+def test_a_wait_that_times_out_is_not_an_arrival(job: Job) -> None:
+    job.start()
+    job.watch()
+    job.ranks[0].tell("announce")
+    eventually(lambda: job.heard("missing [1]") and job.heard("dump saved in"))
+    job.ranks[0].tell("fail")
+    time.sleep(1.0)
+    assert not job.heard("goes on"), "it may be ending"
+    job.ranks[0].tell("announce")  # the program has caught the error
+    eventually(lambda: job.heard("rank 0 gave up waiting after"))
+    assert not job.heard("arrived")
+
+
 def test_a_clean_end_leaves_nothing(job: Job) -> None:
     job.start()
     job.watch()

@@ -42,9 +42,9 @@ for line in sys.stdin:
         index, now = box.next_index(), time.monotonic_ns()
         offset = box.announce(L.Record(index, now, group, asked, stack, sequence_number=index, thread=os.getpid(), flags=L.FLAG_ENTERED))
         box.word(L.OLDEST_SINCE, now); box.word(L.OLDEST_INDEX, index)
-    elif word == "done":
+    elif word in ("done", "fail"):
         box.mark(offset, L.DONE, index, time.monotonic_ns())
-        box.mark_outcome(offset, index, L.OUTCOME_COMPLETED, L.HOW_WAIT)
+        box.mark_outcome(offset, index, L.OUTCOME_COMPLETED if word == "done" else L.OUTCOME_FAILED, L.HOW_WAIT)
         box.word(L.OLDEST_INDEX, 0); box.word(L.OLDEST_SINCE, 0)
     elif word == "phase":
         box.word(L.PHASE, int(rest[0]))

@@ -31,7 +31,10 @@ def report_death(
     verdict = reporter.diagnose()
     ranks = ranks_phrase([*(member.rank for member in dead), *elsewhere])
     was_killed = any(member.ending is not None and member.ending.signal for member in dead)
-    are_victims = earlier is not None and earlier.is_fault and {member.rank for member in dead} <= set(earlier.victims)
+    known = (
+        {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())} if earlier is not None and earlier.is_fault else set()
+    )
+    are_victims = {member.rank for member in dead} <= known
     if dead and are_victims and not was_killed:
         error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
         reporter.tell(f"{ranks} gave up waiting{error}; the verdict above stands.")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from commlens.config import Settings
+from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.processes.observer import WINDOW_S
@@ -84,6 +86,25 @@ def waits_recorded(logs: Sequence[RankLog], timeout_s: float) -> bool:
     return any(op.in_flight and log.captured_ns - op.announced_ns >= least_ns for log in logs for op in log.collectives)
 
 
+def end_of_wait(stall: Stall, logs: Sequence[RankLog], now_ns: int) -> str:
+    """Return a line that says how a reported wait ended; empty if ranks gave up waiting and have issued nothing since: they may be ending.
+
+    Args:
+        stall: whose wait has ended.
+        logs: of this node's ranks, with their newest records.
+        now_ns: CLOCK_MONOTONIC.
+    """
+    verdict, began_ns = stall.verdict, time.time_ns() - (now_ns - stall.since_ns)
+    waited = {*verdict.victims, *verdict.culprits} if verdict is not None else set()
+    records = {log.rank: [op for op in log.collectives if op.done_ns >= began_ns or op.in_flight] for log in logs if log.rank in waited}
+    gave_up = sorted(rank for rank, ops in records.items() if any(op.state is State.FAILED for op in ops))
+    if any(records[rank][-1].state is State.FAILED for rank in gave_up):
+        return ""
+    late = waited_for(verdict) if verdict is not None else []
+    what = f"{ranks_phrase(gave_up)} gave up waiting" if gave_up else f"{ranks_phrase(late)} arrived" if late else "the wait ended"
+    return f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on."
+
+
 def explains(death: Verdict, earlier: Verdict) -> bool:
     """Return whether ranks that died held up the collective for which an earlier verdict named others."""
     same = death.collective is not None and death.collective == earlier.collective and death.group == earlier.group
@@ -91,10 +112,14 @@ def explains(death: Verdict, earlier: Verdict) -> bool:
 
 
 def leaves_standing(death: Verdict, earlier: Verdict) -> bool:
-    """Return whether ranks of a job that hung were only killed: a user or the launcher ended it, which Ctrl-C does after half a minute."""
+    """Return whether the verdict after a death says what an earlier one said, or only that ranks of a job that hung were killed.
+
+    A user or the launcher kills them: Ctrl-C does so after half a minute.
+    """
     deaths = [finding for finding in death.findings if finding.kind == "dead" and finding.root_cause]
     known = {*earlier.culprits, *earlier.victims}
-    return earlier.is_fault and bool(deaths) and all(each.why == "killed" and set(each.culprits) <= known for each in deaths)
+    were_killed = bool(deaths) and all(each.why == "killed" and set(each.culprits) <= known for each in deaths)
+    return earlier.is_fault and (were_killed or _key(death) == _key(earlier))
 
 
 def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:

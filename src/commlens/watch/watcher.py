@@ -37,8 +37,8 @@ from commlens.watch.remote_evidence import pack_snapshot
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness
-from commlens.watch.snapshot import add_new_members, sample
-from commlens.watch.stall import Check, Stall, StallDetector, waited_for, waits, waits_recorded
+from commlens.watch.snapshot import add_new_members, read_logs, sample
+from commlens.watch.stall import Check, Stall, StallDetector, end_of_wait, waits, waits_recorded
 from commlens.watch.strangers import Strangers
 
 log = logging.getLogger("commlens")
@@ -51,6 +51,7 @@ ENDING_MAX_S: Final = 30.0  # a process that takes longer to end is stuck there
 NEVER_SEEN_S: Final = 60.0
 DUMPS_PER_STALL: Final = 3
 REPORTERS_DUMP_S: Final = 2.0  # how long to wait for the dump of the node that reports: in a shared folder, it has all ranks
+_NEWEST: Final = 16  # records that show how a wait ended
 STOPPED_REPORT_S: Final = 5.0  # a job that is stopped after ranks have waited this long gets a verdict
 _STOP_NUMBERS: Final = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
 
@@ -316,8 +317,13 @@ class Watcher:
         waiting = waits(members) + self._nodes.waits(now_ns)
         before = self._stalls.stall
         ended = self._stalls.take_ended(waiting, now_ns)
-        if ended is not None and any(member.alive for member in members):
-            self._report_wait_ended(ended, now_ns)
+        if ended is not None:
+            alive = any(member.alive for member in members)
+            line = end_of_wait(ended, read_logs(members, {}, newest=_NEWEST)[0], now_ns) if alive else ""
+            if line:
+                self.reporter.tell(line)
+            else:
+                self._stalls.stall = ended
         check = self._stalls.update(members, waiting, now_ns)
         if before is not None and self._stalls.stall is not before:
             self._observer.forget_samples()
@@ -370,11 +376,6 @@ class Watcher:
 
     def _is_one_ending(self) -> bool:
         return any(member.alive and member.here and process.is_ending(member.pid) for member in self._roster.current())
-
-    def _report_wait_ended(self, stall: Stall, now_ns: int) -> None:
-        late = waited_for(stall.verdict) if stall.verdict is not None else []
-        what = f"{ranks_phrase(late)} arrived" if late else "the wait ended"
-        self.reporter.tell(f"{what} after {(now_ns - stall.since_ns) / 1e9:.0f} s; the job goes on.")
 
     # --- the end
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from commlens.diagnosis.findings.context import Context, prose
-from commlens.diagnosis.findings.next_steps import cycle_step
+from commlens.diagnosis.findings.next_steps import cycle_step, receives_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
@@ -42,7 +42,9 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     blocked = context.blocked_by(waits)
     waited = context.longest_wait(ranks)
     prose_of_path = prose(
-        f"{'; '.join(steps)}.", f"The longest wait is {duration(waited)}." if waited else "", context.waiting_behind(ranks, blocked)
+        f"{capital('; '.join(steps))}.",
+        f"The longest wait is {duration(waited)}." if waited else "",
+        context.waiting_behind(ranks, blocked),
     )
     finding = Finding(
         kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=sorted({*blocked, *ranks} - set(culprits)),
@@ -62,7 +64,8 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     across = " across groups" if len({edge.instance.key for _, _, edge in path}) > 1 else ""
     finding.confidence, finding.summary = "low", f"{ranks_phrase(ranks)} wait for each other{across}"
     finding.explanation = prose(describe_sides(sides, ops), separation(context, sides), finding.explanation)
-    finding.next_step = tie_step([ops[side[0]] for side in sides])
+    firsts = [ops[side[0]] for side in sides]
+    finding.next_step = receives_step(ranks, firsts) if all(op.op == "recv" for op in ops.values()) else tie_step(firsts)
     finding.evidence.insert(0, UNDECIDED)
     context.add(finding, path[0][2].op, None, blocked=len({*blocked, *ranks}))
 

@@ -9,7 +9,7 @@ from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.call_paths import Path
 from commlens.diagnosis.index import RankView
 from commlens.model.collective import Collective, Frame
-from commlens.text import frame_phrase, key_phrase, ranks_phrase, verb
+from commlens.text import frame_phrase, joined, key_phrase, ranks_phrase, verb
 
 _HOSTS_MAX = 4
 _CRASHES = ("SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
@@ -119,6 +119,12 @@ def cycle_step(culprits: Sequence[int], op: Collective, usual: Collective | None
     if op.op == "recv":
         return f"find out which send should match the receive{where} on rank {culprits[0]}"
     return f"make all ranks use these groups in the same order: look at {ranks_phrase(culprits)}{where}"
+
+
+def receives_step(ranks: Sequence[int], ops: Sequence[Collective]) -> str:
+    """Recommend a step for ranks that all receive from each other, and none sends."""
+    lines = joined(list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))[:3])
+    return f"make one of {ranks_phrase(ranks)} send before it receives{f': all of them receive, at {lines}' if lines else ''}"
 
 
 def death_step(view: RankView, frame: Frame | None) -> str:
