@@ -292,3 +292,14 @@ def test_a_writer_that_has_waited_for_less_than_the_others_is_in_the_cycle() -> 
     op.announced_ns = op.entered_ns = op.returned_ns = op.wait_began_ns = writer.captured_ns - MS
     found = verdict(in_store(0, "rate-7"), in_store(1, "rate-7"), writer, in_store(3, "rate-7"))
     assert (found.why, found.culprits, found.source) == ("skipped", [2], "train.py:20")
+
+
+def test_a_rank_whose_other_threads_go_on_is_not_stuck_in_the_store() -> None:
+    logs = [rank(n, init(), inside=False, issued="all_reduce") for n in range(WORLD)]
+    for log in logs:
+        log.stall_timeout_s = 10.0
+        log.store_wait = key("store.get", "shutdown", 30, State.ISSUED)
+        log.store_wait.issue_thread = log.pid
+        op = log.collectives[0]
+        op.state, op.issue_thread, op.announced_ns = State.COMPLETED, log.pid + 1, log.captured_ns - MS
+    assert verdict(*logs).kind == "healthy"

@@ -187,7 +187,7 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
         for key in view.tracks:
             job.users.setdefault(key, []).append(log.rank)
         _add_setups(view, limit)
-        if log.store_wait is not None:
+        if log.store_wait is not None and (not log.collectives or log.collectives[-1].announced_ns < log.store_wait.announced_ns):
             view.blocks.pop(view.main_thread, None)  # an op in flight for which the main thread was assumed to wait
             _add_block(view, log.store_wait, log.store_wait.issue_thread, log.store_wait.announced_ns, "issue", {}, limit)
     _mark_waits_for_dead_ranks(job)
