@@ -32,15 +32,15 @@ Step = Callable[[], object]
 TRACES = ("commlens collectives", "commlens ops")
 
 
-def tracing(depth: Depth) -> Callable[[], AbstractContextManager[None]]:
+def tracing(depth: Depth) -> Callable[[], AbstractContextManager[Tracer]]:
     """Trace one of many steps as ``commlens.trace(depth=...)`` does: all steps share one tracer."""
     tracer = Tracer(depth)
 
     @contextmanager
-    def running() -> Iterator[None]:
+    def running() -> Iterator[Tracer]:
         tracer.start()
         try:
-            yield
+            yield tracer
         finally:
             tracer.stop()
 
@@ -56,7 +56,8 @@ WAYS: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 """Ways to run a step.
 
-A trace covers several steps, of which the first, which reads each stack for the first time, is not measured. Both CommDebugModes are made
+A trace covers several steps, of which the first, which reads each stack for the first time, is not measured; the step's share of turning
+ops into records is. Both CommDebugModes are made
 anew for each step, because PyTorch's does not survive two steps in one context.
 """
 
@@ -80,11 +81,16 @@ def measure(step: Step, rounds: int) -> dict[str, list[tuple[float, float]]]:
     order = list(WAYS)
     for number in range(rounds + 3):
         for way in order[number % len(order) :] + order[: number % len(order)]:
-            with WAYS[way]():
+            with WAYS[way]() as running:
+                ops = running.ops if isinstance(running, Tracer) else None
                 if way in TRACES:
                     step()
+                if ops is not None:
+                    ops.records()
                 cpu, wall = time.process_time_ns(), time.perf_counter_ns()
                 step()
+                if ops is not None:
+                    ops.records()  # in a longer trace, this is done every ten thousand ops
                 wall, cpu = time.perf_counter_ns() - wall, time.process_time_ns() - cpu
             if number >= 3:
                 times[way].append((wall / 1e6, cpu / 1e6))

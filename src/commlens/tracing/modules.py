@@ -38,6 +38,7 @@ _next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 FIRST_ACCUMULATION = 2**63
 """Nodes with this number or a higher one accumulate gradients; no forward made them."""
 _KEPT_CALLS = 100_000
+_FORWARD, _BACKWARD, _RECOMPUTATION, _OUTSIDE = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OUTSIDE
 
 
 class ModuleRow:
@@ -177,7 +178,7 @@ class ModuleTracker:
             wrapper = False
             if node is not None:
                 recomputed_by = node._sequence_nr()
-                parent = stack[-1] if stack and stack[-1].recomputed_by == recomputed_by else self.find_node(node)
+                parent = stack[-1] if stack and stack[-1].recomputed_by == recomputed_by else self.find_node(recomputed_by)
             else:
                 parent = stack[-1] if stack else None
             if parent is not None:
@@ -237,19 +238,22 @@ class ModuleTracker:
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
         """Return this thread's phase, as far as modules and autograd show it, and its module call."""
-        stack = self._thread.stack
-        node = current_node()
-        if node is None:
-            if not stack:
-                return Phase.OUTSIDE, None
-            return (Phase.RECOMPUTATION if stack[-1].recomputed_by is not None else Phase.FORWARD), stack[-1]
-        if stack and stack[-1].recomputed_by == node._sequence_nr():
-            return Phase.RECOMPUTATION, stack[-1]
-        return Phase.BACKWARD, self.find_node(node)
+        stack, node = self._thread.stack, current_node()
+        call = stack[-1] if stack else None
+        if node is not None:
+            return self.locate_node(node._sequence_nr(), call)
+        if call is None:
+            return _OUTSIDE, None
+        return (_RECOMPUTATION if call.recomputed_by is not None else _FORWARD), call
 
-    def find_node(self, node: Any) -> ModuleCall | None:
-        """Return the call whose forward made an autograd node."""
-        number = node._sequence_nr()
+    def locate_node(self, number: int, call: ModuleCall | None) -> tuple[Phase, ModuleCall | None]:
+        """Return phase and module call while the autograd node with this number runs, inside it perhaps a call."""
+        if call is not None and call.recomputed_by == number:
+            return _RECOMPUTATION, call
+        return _BACKWARD, self.find_node(number)
+
+    def find_node(self, number: int) -> ModuleCall | None:
+        """Return the call whose forward made the autograd node with this number."""
         if number >= FIRST_ACCUMULATION:
             return None
         own = self._thread.table

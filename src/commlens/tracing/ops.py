@@ -32,6 +32,7 @@ _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
 _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
 _NOWHERE = -2
+_SPECS_LIMIT = 1_000
 
 
 class Layout(NamedTuple):
@@ -75,15 +76,23 @@ class _Op:
 _known: dict[int, _Op] = {}
 
 
-class _ThreadState(threading.local):
+class _Here:
     """A thread's state and its last known place: consecutive ops mostly run in one place."""
 
-    issued = 0  # collectives that the tap has reported
-    optimizers = 0  # running optimizer steps
-    optimizing_in = -1  # the backward pass inside which the innermost of them began; -1 outside of any
-    call: Any = None
-    number = _NOWHERE
-    place: Any = None
+    __slots__ = ("call", "issued", "number", "optimizers", "optimizing_in", "place")
+
+    def __init__(self) -> None:
+        self.issued = 0  # collectives that the tap has reported
+        self.optimizers = 0  # running optimizer steps
+        self.optimizing_in = -1  # the backward pass inside which the innermost of them began; -1 outside of any
+        self.call: ModuleCall | None = None
+        self.number = _NOWHERE
+        self.place: Any = None
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.here = _Here()  # one object, since looking up each attribute of a thread-local one is slow
 
 
 def _leave_to_eager(code: Any) -> bool:
@@ -111,7 +120,8 @@ def _dispatch(self: OpsMode, func: Any, types: Any, args: Any = (), kwargs: Any 
     if kind.communicates:
         return self._run_collective(kind, args, kwargs or {})
     result = kind.run(*args, **kwargs) if kwargs else kind.run(*args)
-    if kind.is_tensor_op and not (_is_fake(result) and _in_propagation()):
+    known_as_real = type(result) is _Tensor and not result.is_meta  # cheaper to ask, and mostly so
+    if kind.is_tensor_op and (known_as_real or not (_is_fake(result) and _in_propagation())):
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         self._fresh += (func, self._place(), None, shapes, self._sequence)
     return result
@@ -133,6 +143,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         bypasses the dispatcher."""
         self.rows: dict[str, ModuleRow] = {}
         """Modules seen in backward, by path. Their forward may have run before the tracer started."""
+        self._backward_places: dict[ModuleRow, tuple[Phase, str]] = {}
         self._modules = modules
         self._on_collective = on_collective
         self._shapes = shapes
@@ -141,6 +152,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._after = array("q")  # per record, the sequence number of the last collective before it
         self._records: dict[Any, OpRecord] = {}
         self._layouts: dict[Any, Layout] = {}
+        self._layouts_of_specs: dict[tuple[int, ...], tuple[Layout, Any]] = {}  # by ids, with the specs, which stay alive so
         self._meshes: dict[int, tuple[Any, str]] = {}
         self._sequence = 0
         self._thread = _ThreadState()
@@ -181,6 +193,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._on_collective.remove(self._issued)
         self._settle()
         self._meshes = {}
+        self._layouts_of_specs = {}
         self._thread = _ThreadState()
 
     def clear(self) -> None:
@@ -189,6 +202,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             self._settled, self._after, self._records = [], array("q"), {}
             self._fresh.clear()
             self.rows.clear()
+            self._backward_places.clear()
 
     def records(self) -> list[OpRecord]:
         """Return all ops so far, in order."""
@@ -215,7 +229,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
     __torch_dispatch__ = _dispatch
 
     def _run_collective(self, kind: _Op, args: Any, kwargs: Any) -> Any:
-        scope, thread = functional_scope, self._thread
+        scope, thread = functional_scope, self._thread.here
         place = self._place()
         shapes = tuple([a.shape for a in args if isinstance(a, _Tensor)]) if self._shapes else ()
         entry = (kind.op, place, None, shapes, self._sequence)
@@ -233,7 +247,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _issued(self, event: RawEvent) -> None:
-        self._thread.issued += 1
+        self._thread.here.issued += 1
         self._sequence = event.sequence
         if len(self._fresh) > _SETTLE_AT:
             self._settle()
@@ -242,40 +256,55 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
 
     def _place(self) -> Any:
         """Return where this thread is: a module call, a phase, or phase and path. ``_phase_and_path`` reads all three."""
-        stack, node = self._modules._thread.stack, current_node()
-        if node is None:
-            return stack[-1] if stack else _OPTIMIZER if self._thread.optimizers else _OUTSIDE
-        thread = self._thread
-        if thread.optimizers and thread.optimizing_in == torch._C._current_graph_task_id():
-            return _OPTIMIZER
+        stack, node, here = self._modules._thread.stack, current_node(), self._thread.here
         call = stack[-1] if stack else None
+        if node is None:
+            return call if call is not None else _OPTIMIZER if here.optimizers else _OUTSIDE
+        if here.optimizers and here.optimizing_in == torch._C._current_graph_task_id():
+            return _OPTIMIZER
         number = node._sequence_nr()
-        recording = torch.is_grad_enabled()  # in backward: a recomputed forward, or a double backward
-        if number == thread.number and call is thread.call and not recording:
-            return thread.place
-        phase, located = self._modules.locate()
-        path = None
-        if located is not None:
-            path = located.row.path
-            self.rows[path] = located.row
-        thread.number, thread.call = number, call
-        if phase is _BACKWARD:
+        if torch.is_grad_enabled():  # a recomputed forward, or a double backward
+            here.number = _NOWHERE
+            return self._place_while_recording(node, number, call)
+        if number == here.number and call is here.call:
+            return here.place
+        phase, located = self._modules.locate_node(number, call)
+        here.number, here.call = number, call
+        place: Any
+        if phase is _BACKWARD and located is not None:
+            place = self._backward_places.get(located.row) or self._place_of(phase, located.row)
+        elif located is not None:
+            place = self._place_of(phase, located.row)
+        else:
             if number >= FIRST_ACCUMULATION:
-                thread.number = _NOWHERE
-                path = path or self._modules.accumulating_path(node)
-            elif recording:
-                thread.number = _NOWHERE
-                if _in_checkpoint():
-                    phase = _RECOMPUTATION
-        place = thread.place = (phase, path)
+                here.number = _NOWHERE  # these share their numbers
+            place = (phase, self._modules.accumulating_path(node))
+        here.place = place
+        return place
+
+    def _place_while_recording(self, node: Any, number: int, call: ModuleCall | None) -> Any:
+        phase, located = self._modules.locate_node(number, call)
+        if phase is _BACKWARD and number < FIRST_ACCUMULATION and _in_checkpoint():
+            phase = _RECOMPUTATION
+        if located is not None:
+            return self._place_of(phase, located.row)
+        return phase, self._modules.accumulating_path(node)
+
+    def _place_of(self, phase: Phase, row: ModuleRow) -> tuple[Phase, str]:
+        self.rows[row.path] = row
+        place = (phase, row.path)
+        if phase is _BACKWARD:
+            self._backward_places[row] = place
         return place
 
     def _optimizer_begins(self, *_: Any) -> None:
-        self._thread.optimizers += 1
-        self._thread.optimizing_in = torch._C._current_graph_task_id()
+        here = self._thread.here
+        here.optimizers += 1
+        here.optimizing_in = torch._C._current_graph_task_id()
 
     def _optimizer_ended(self, *_: Any) -> None:
-        self._thread.optimizers = max(0, self._thread.optimizers - 1)
+        here = self._thread.here
+        here.optimizers = max(0, here.optimizers - 1)
 
     # --- turning the hot path's items into records
 
@@ -285,14 +314,24 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             items = iter(self._fresh[:count])
             for op, place, specs, shapes, after in zip(items, items, items, items, items, strict=True):
                 phase, path = _phase_and_path(place)
-                layout = self._layout(specs) if specs is not None else None
-                key = (op, phase, path, id(layout), shapes)
+                layout = self._layout_of(specs) if specs is not None else None
+                key = (id(op), id(phase), path, id(layout), shapes)  # enums and ops are slow to hash; the record keeps them alive
                 record = self._records.get(key)
                 if record is None:
                     record = self._records[key] = OpRecord(op, phase, path, layout, shapes)
                 self._settled.append(record)
                 self._after.append(after)
             del self._fresh[:count]
+
+    def _layout_of(self, specs: tuple[Any, ...]) -> Layout:
+        """Return the layout of an op's DTensors, which mostly share their specs with earlier ones."""
+        key = tuple([id(spec) for spec in specs])
+        known = self._layouts_of_specs.get(key)
+        if known is None:
+            if len(self._layouts_of_specs) >= _SPECS_LIMIT:
+                self._layouts_of_specs = {}
+            known = self._layouts_of_specs[key] = (self._layout(specs), specs)
+        return known[0]
 
     def _layout(self, specs: tuple[Any, ...]) -> Layout:
         shapes = tuple(getattr(spec.tensor_meta, "shape", torch.Size()) for spec in specs)
@@ -347,7 +386,7 @@ def _in_propagation() -> bool:
 
 def _in_checkpoint() -> bool:
     """Check whether activation checkpointing is recomputing a function, and no backward runs inside it."""
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
         if code.co_filename.endswith(_CHECKPOINT):
