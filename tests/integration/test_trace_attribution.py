@@ -6,9 +6,11 @@ can look at both passes.
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import io
+import pickle
 import threading
 import tracemalloc
 import weakref
@@ -545,6 +547,16 @@ def test_nested_contexts(fake: None) -> None:
         model(batch()).sum().backward()
     assert calls(inner) == [(FORWARD, "Talker", 1), (BACKWARD, "Talker", 1)]
     assert calls(outer) == [(phase, "Talker", number) for number in (1, 2, 3) for phase in (FORWARD, BACKWARD)]
+
+
+def test_a_live_trace_can_be_copied_and_pickled(fake: None) -> None:
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(4))
+        copies = [copy.copy(trace), copy.deepcopy(trace), pickle.loads(pickle.dumps(trace))]
+        dist.all_reduce(torch.ones(4))
+    assert trace.calls == 2
+    assert [each.calls for each in copies[1:]] == [1, 1]
+    assert all(each.counts()["all_reduce"] >= 1 for each in copies)
 
 
 def test_a_context_entered_again_goes_on(fake: None) -> None:

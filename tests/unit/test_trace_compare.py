@@ -83,6 +83,15 @@ def test_dtype_and_bytes():
     ]
 
 
+def test_sizes_that_round_alike_are_told_in_bytes():
+    def slightly_more(event: TraceEvent) -> TraceEvent:
+        return msgspec.structs.replace(event, input_bytes=event.input_bytes + 16) if event.op == "reduce_scatter" else event
+
+    assert sentences(edited(slightly_more)) == [
+        "changed: 8 reduce_scatter on dp in backward of MLP.layers.0-3: bytes in 32,016 B instead of 32,000 B"
+    ]
+
+
 def test_placements_cause_reduce_op_and_more():
     def is_forward_tp(event: TraceEvent) -> bool:
         return event.cause is not None and not event.cause.implicit

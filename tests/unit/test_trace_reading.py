@@ -10,7 +10,7 @@ from traces import Recorder, one_event, training
 
 import commlens
 from commlens.model.collective import ProcessGroup
-from commlens.model.trace import Coverage, Owner, Phase, TraceData
+from commlens.model.trace import Cause, Coverage, Owner, Phase, TraceData
 from commlens.model.wire_bytes import wire_bytes
 from commlens.reports.trace_terminal import render
 from commlens.traces import wording
@@ -240,6 +240,24 @@ def test_ddp_buckets_and_point_to_point():
         in whys
     )
     assert "1 send on default (8 ranks): outside all modules, to rank 1, at train.py:13" in whys
+
+
+def test_a_group_without_a_mesh_is_found_by_the_name_that_the_table_shows():
+    rec = Recorder()
+    rec.data.groups.append(ProcessGroup("0", tuple(range(8)), "default_pg", "gloo"))
+    rec.issue("all_reduce", "default_pg", Phase.OUTSIDE, None, 64, 12)
+    rec.issue("all_reduce", "tp", Phase.OUTSIDE, None, 64, 13)
+    trace = commlens.Trace(rec.finish())
+    assert [row.name for row in trace.to_summary().by_mesh_dim] == ["default", "tp"]
+    assert [event.source.line for event in trace.filter(mesh_dim="default").events if event.source] == [12]
+    commlens.assert_comms(trace, {"all_reduce": 1}, mesh_dim="default")
+
+
+def test_a_masked_partial_placement_is_told_by_its_kind():
+    mask = "(_MaskPartial(reduce_op=sum, offset_shape=torch.Size([64, 16]), offset_dim=0),)"
+    rec = Recorder()
+    rec.issue("all_reduce", "tp", Phase.FORWARD, "MLP.embedding", 64, 12, cause=Cause(None, mask, "(Replicate(),)", False))
+    assert commlens.Trace(rec.finish()).whys() == ["DTensor MaskPartial -> Replicate() (explicit)"]
 
 
 def test_owner_elsewhere_is_named():
