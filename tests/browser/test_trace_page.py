@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import commlens
+from commlens.model.trace import Phase
 from commlens.traces.network import preset
 from commlens.traces.ranks import RankTraces
 
@@ -71,13 +72,38 @@ CLIPPED = "nodes => nodes.filter(node => node.offsetWidth && node.scrollWidth > 
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_names_of_columns_and_lines_of_code_are_not_cut(usual, width):
-    page = usual(width=width)
-    assert page.locator("[role=columnheader]").count() > 10
-    assert page.locator("[role=columnheader]").evaluate_all(CLIPPED) == []
-    lines = page.locator(".cut-line")
+def test_names_of_columns_are_not_cut(open_page, tmp_path, width):
+    data = training()
+    data.events[-1].phase = Phase.RECOMPUTATION  # the longest name
+    (tmp_path / "x.html").write_bytes(RankTraces([commlens.Trace(data)]).to_html(name="x.json"))
+    page = open_page(tmp_path / "x.html", ready="h1", width=width)
+    heads = page.locator("[role=columnheader]")
+    assert heads.count() > 10
+    assert ("recomputation" in heads.all_inner_texts()) == (width > 1000)
+    assert heads.evaluate_all(CLIPPED) == []
+    modules = page.locator('.grid[aria-label="Modules"]')
+    assert modules.evaluate("grid => grid.scrollWidth - grid.clientWidth") <= 0, "all columns of figures are visible"
+
+
+def test_lines_of_code_are_not_cut(usual):
+    lines = usual().locator(".cut-line")
     assert ", at train.py:14" in lines.all_inner_texts()
     assert [text for text in lines.evaluate_all(CLIPPED) if "(" not in text] == [], "only the function behind the line may be cut"
+
+
+def test_a_narrow_page_shows_the_op_and_group_of_a_reason(usual):
+    reasons = usual(width=390).locator('.grid[aria-label="Why"] .grid-row:not(.grid-head)')
+    assert re.match(r"\d+ all_\w+ on (dp|tp)", reasons.first.inner_text())
+    assert reasons.locator(".cut-line").count() == 0
+
+
+def test_the_details_of_a_shared_module_have_its_other_names(open_page, tmp_path):
+    data = training()
+    data.modules[0].other_paths = ("Model.tied",)
+    (tmp_path / "x.html").write_bytes(RankTraces([commlens.Trace(data)]).to_html(name="x.json"))
+    page = open_page(tmp_path / "x.html", ready="h1")
+    page.locator('.grid[aria-label="Modules"] .grid-row:not(.grid-head)').first.click()
+    assert "Shared: also Model.tied" in page.locator(".details").inner_text()
 
 
 def test_a_collective_says_why_and_a_link_brings_it_back(usual):

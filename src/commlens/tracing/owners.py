@@ -146,7 +146,7 @@ class _Reducer:
                 self.bucket += 1
                 return Owner("DDP", f"bucket {self.bucket - 1}", tuple(names))
         if dtype == "int32" and numel == len(self.parameters):
-            return Owner("DDP", "which parameters were used")
+            return Owner("DDP", "map of used parameters")
         return None
 
     def _possible_orders(self) -> list[list[int]]:

@@ -190,6 +190,7 @@ function OneOp({ trace, op, onModule, onChoose }: DetailsProps & { op: number })
 function OneModule({ trace, row, onModule, onChoose }: DetailsProps & { row: ModuleRow }) {
   const wanted = new Set(row.members);
   const modules = new Map(trace.modules.filter((module) => wanted.has(module.path)).map((module) => [module.path, module]));
+  const others = [...modules.values()].flatMap((module) => module.otherPaths);
   const ran = [...modules.values()].reduce((sum, module) => sum + module.calls, 0);
   const parameters = parametersOf(row, modules);
   const inside = below(row);
@@ -198,6 +199,7 @@ function OneModule({ trace, row, onModule, onChoose }: DetailsProps & { row: Mod
     <>
       <h2>{row.path || "Outside all modules"}</h2>
       <p class="dim">{[typeOf(row.members, trace), row.members.length > 1 ? count(row.members.length, "module") : "", ran ? `called ${count(ran, "time")}` : ""].filter(Boolean).join(", ")}</p>
+      {others.length > 0 && <p class="dim">Shared: also <span class="mono">{others.join(", ")}</span></p>}
       {row.path && <p class="buttons"><button type="button" class="button" onClick={() => onModule(row.path)}>Show only this module</button></p>}
       <h3>Including children</h3>
       <table class="figures">

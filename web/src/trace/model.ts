@@ -85,6 +85,8 @@ export interface Module {
   path: string;
   type: string;
   calls: number;
+  /** Of a shared module: other paths without a row of their own. */
+  otherPaths: string[];
   parameters: Parameter[];
 }
 
@@ -222,6 +224,7 @@ export class Builder {
       path: this.shared(item["path"]),
       type: this.shared(item["type"]),
       calls: int(item["calls"]),
+      otherPaths: list(item["other_paths"]).map((path) => this.shared(path)),
       parameters: list(item["parameters"]).map((each) => this.parameter(record(each))),
     });
   }

@@ -36,13 +36,13 @@ export function Modules(props: ModulesProps) {
   const rows = useMemo(() => visibleRows(trace, tree, open, noise), [trace, tree, counted, open, noise]);
   const phases = PHASES.map((_, phase) => phase).filter((phase) => tree.roots.some((row) => row.all.byPhase[phase]!.calls));
   const columns: Column<TreeRow>[] = [
-    { id: "name", name: "Module", width: narrow ? "minmax(11rem, 1fr)" : "minmax(17rem, 2.2fr)", cell: (row) => <Name row={row} trace={trace} noise={noise} /> },
+    { id: "name", name: "Module", width: narrow ? "minmax(7rem, 1fr)" : "minmax(17rem, 2.2fr)", cell: (row) => <Name row={row} trace={trace} noise={noise} /> },
     ...(narrow ? [] : phases.map((phase): Column<TreeRow> => ({
-      id: PHASES[phase]!, name: PHASES[phase]!, width: "minmax(6.4rem, 1fr)", numeric: true,
+      id: PHASES[phase]!, name: PHASES[phase]!, width: PHASES[phase]!.length > 10 ? "minmax(8.6rem, 1fr)" : "minmax(6.4rem, 1fr)", numeric: true,
       cell: (row) => (row.kind === "module" ? <Amount tally={row.row.all.byPhase[phase]!} trace={trace} /> : null),
     }))),
-    { id: "calls", name: "Calls", width: "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
-    ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
+    { id: "calls", name: "Calls", width: narrow ? "3rem" : "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
+    ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: narrow ? "4.8rem" : "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
     ...(hasTime(trace) ? [{ id: "time", name: trace.estimate ? "Estimated" : "Time", width: "minmax(4.8rem, 0.6fr)", numeric: true, cell: (row: TreeRow) => time(row, trace) }] : []),
     ...(narrow || !trace.groupsKnown ? [] : [{ id: "on", name: "On", width: "minmax(8rem, 1fr)", cell: (row: TreeRow) => <On row={row} trace={trace} colours={colours} /> }]),
   ];

@@ -25,7 +25,7 @@ export function Why({ trace, events, narrow, chosen, onChoose }: WhyProps) {
   const found = useMemo(() => reasons(trace, events, by), [trace, events, by]);
   const total = found.reduce((sum, reason) => sum + reason.tally.bytes, 0);
   const columns: Column<Reason>[] = [
-    { id: "why", name: BY[by], width: narrow ? "minmax(12rem, 1fr)" : "minmax(17rem, 5fr)", cell: (reason) => <Clipped {...parts(reason.sentence)} /> },
+    { id: "why", name: BY[by], width: narrow ? "minmax(12rem, 1fr)" : "minmax(17rem, 5fr)", cell: (reason) => (narrow ? <Clipped text={reason.sentence} line="" /> : <Clipped {...parts(reason.sentence)} />) },
     { id: "calls", name: "Calls", width: narrow ? "3rem" : "minmax(4rem, 0.5fr)", numeric: true, cell: (reason) => number(reason.tally.calls) },
     ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: "minmax(5.5rem, 0.7fr)", numeric: true, cell: (reason: Reason) => size(reason.tally.bytes) }] : []),
     ...(trace.bytesKnown && !narrow ? [{
