@@ -733,6 +733,36 @@ def test_fsdp2_whose_input_needs_no_gradient(fake: None) -> None:
     assert trace.coverage.unclassified == 0
 
 
+@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+def test_fsdp2_with_tensor_parallelism_and_checkpointing(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+    model = Stack(3)
+    for number in range(3):
+        block = nn.Sequential(MLP(), MLP())
+        for part in block:
+            parallelize_module(part, mesh["tp"], {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+        model.layers[number] = fully_shard(checkpoint_wrapper(block), mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    trace = run(model, batch().requires_grad_())
+    assert trace.counts(by=("phase", "mesh_dim", "op")) == {
+        ("forward", "dp", "all_gather"): 3,
+        ("forward", "tp", "all_reduce"): 6,
+        ("backward", "dp", "all_gather"): 3,
+        ("recomputation", "tp", "all_reduce"): 3,  # nothing saved needs the second part's
+        ("backward", "tp", "all_reduce"): 6,
+        ("backward", "dp", "reduce_scatter"): 3,
+    }
+    parameters = 4 * 2 * (16 * WIDTH // 4 + 16 // 4 + WIDTH * 16 // 4 + WIDTH)  # bytes of a block on one rank of tp
+    assert trace.bytes(by=("mesh_dim", "op")) == {
+        ("dp", "all_gather"): 6 * parameters // 2,
+        ("dp", "reduce_scatter"): 3 * parameters // 2,
+        ("tp", "all_reduce"): 15 * batch().nbytes * 2 * 3 // 4,
+    }
+    recomputed = [(event.site or "").partition(".")[2] for event in trace.filter(phase="recomputation").events]
+    assert recomputed == [f"layers.{number}.0.net2" for number in (2, 1, 0)]
+    assert trace.coverage.unclassified == 0
+
+
 def parameter_bytes(model: nn.Module, names: tuple[str, ...]) -> int:
     sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
     return sum(sizes[name] for name in names)
