@@ -85,6 +85,7 @@ def print_events(
         ranks = f" [{row['group_ranks']}]" if row["group_ranks"] else ""
         texts = [_op_of(row), f"{row['group']}{ranks}", *[_payload(row)] * carrying]
         where = Text(f"{row['phase']} of {row['module']}" if row["module"] else str(row["phase"]))
+        where.append("" if row["microbatch"] is None else f" (microbatch {row['microbatch']})")
         for about in (why, _line(row)):
             where.append(f", {about}" if about else "", style="dim")
         table.add_row(*numbers, *map(Text, texts), where)

@@ -241,7 +241,7 @@ def event_words(data: TraceData, event: TraceEvent) -> str:
     label = f"#{event.sequence}" if event.count == 1 else f"{number(event.count)} x"
     parts = [
         f"{label} {event.op} on {wording.on_group(data.group_of(event))}",
-        wording.place(event.phase, event.site) + ("" if event.microbatch is None else f" (microbatch {event.microbatch})"),
+        wording.place_of(event),
         wording.payload(event),
     ]
     if event.owner is not None:

@@ -170,7 +170,7 @@ def _call(data: TraceData, event: TraceEvent) -> str:
     where = wording.source_words(event.source, event.through)
     carries = wording.payload(event)
     text = f"{event.op} #{event.sequence} on {wording.label(data.group_of(event))}{f', {carries}' if carries else ''}"
-    text += f": step {event.step}, {wording.place(event.phase, event.site)}"
+    text += f": step {event.step}, {wording.place_of(event)}"
     return f"{text}, at {where}" if where else text
 
 

@@ -36,6 +36,11 @@ def place(phase: Phase | None, site: str | None) -> str:
     return f"{phase.value} of {site}" if site is not None else f"{phase.value}, module unknown"
 
 
+def place_of(event: TraceEvent) -> str:
+    """Return the place of one collective, with its microbatch: ``"forward of Stage (microbatch 2)"``."""
+    return place(event.phase, event.site) + ("" if event.microbatch is None else f" (microbatch {event.microbatch})")
+
+
 def within(phase: Phase | None, site: str | None) -> str:
     """Return the place with its preposition: ``"in forward of MLP.net2"``, ``"outside all modules"``."""
     text = place(phase, site)

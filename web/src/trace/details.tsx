@@ -52,7 +52,7 @@ function OneCollective({ trace, event, onChoose, onModule, onSource }: DetailsPr
       <h2>{words.title(trace, event)}</h2>
       <p>{sentenceOf(event)}</p>
       <dl>
-        <Fact name="Module">{event.site === null ? "none" : <Link onClick={() => onModule(event.site!)}>{event.site}</Link>}{event.call > 1 ? `, call ${number(event.call)}` : ""}</Fact>
+        <Fact name="Module">{event.site === null ? "none" : <Link onClick={() => onModule(event.site!)}>{event.site}</Link>}{event.call > 1 ? `, call ${number(event.call)}` : ""}{event.microbatch === null ? "" : `, microbatch ${number(event.microbatch)}`}</Fact>
         <Fact name="Phase">{PHASES[event.phase]}{trace.steps > 1 ? `, step ${event.step === event.lastStep ? event.step : `${event.step} to ${event.lastStep}`}` : ""}</Fact>
         {cause && (
           <Fact name="Redistribution">

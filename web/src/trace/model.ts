@@ -44,6 +44,8 @@ export interface Collective {
   group: number;
   site: string | null;
   call: number;
+  /** Of a pipeline schedule, from 0. */
+  microbatch: number | null;
   owner: Owner | null;
   cause: Cause | null;
   source: Frame | null;
@@ -256,6 +258,7 @@ export class Builder {
       group,
       site: this.path(item["site"]),
       call: int(item["call"]),
+      microbatch: optional(item["microbatch"]),
       owner: this.once(item["owner"], ownerKey, ownerOf),
       cause: this.once(item["cause"], causeKey, causeOf),
       source: this.once(item["source"], frameKey, frameOf),
