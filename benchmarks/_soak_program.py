@@ -364,13 +364,14 @@ class _Builder:
         late = [step for step in due if step >= HISTORY * piece.every]
         self.fault_step = self.rng.choice(late) if late and self.rng.random() < 0.75 else due[0]
 
-    def _undecided(self) -> bool:
+    def _undecided(self, *, new_line: bool = False) -> bool:
         """Return whether neither the routine nor a majority of the group tells who is wrong.
 
-        Without an optimizer, nothing shows where a step begins: what repeats may be a loop over layers, which ends once.
+        Without an optimizer, nothing shows where a step begins: what repeats may be a loop over layers, which ends once. A call at a line
+        that no rank came to before may be one that the other rank leaves out.
         """
         has_steps = any("optim" in each.setup for each in self.pieces)
-        has_history = has_steps and self.fault_step >= HISTORY * max(each.every for each in self.pieces)
+        has_history = has_steps and self.fault_step >= HISTORY * max(each.every for each in self.pieces) and not new_line
         has_majority = self.size > 2 and all(each.of_all for each in self.pieces)
         return not has_history and not has_majority
 
@@ -379,7 +380,9 @@ class _Builder:
         self._draw(replace(self.pieces[number], culprits=lambda size: tuple(range(size))))
         name, (source, kinds) = self.rng.choice(list(STOPS.items()))
         self.calls[number].insert(0, f"if bad(step):\n    {source}")
-        return Truth(name, self.culprit, kinds, slow=name == "loop")
+        # A process that ends well did too few rounds, or the others do too many.
+        undecided = name == "exit-0" and self._undecided()
+        return Truth(name, self.culprit, kinds, undecided=undecided, slow=name == "loop")
 
     def _fail_at_start(self) -> Truth:
         names = [name for name in AT_START if not (name.startswith("new-group") and self.size < 3)]
@@ -418,8 +421,9 @@ class _Builder:
         either = self.size == 2 and len(self.pieces) == 1 and change in ("skip", "extra")
         # A message too many or too few can lie in a buffer for ever; a rooted collective less is made up for by the next one.
         return Truth(
-            f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(), silent=change in ("skip", "extra"), either=either
-        )
+            f"{change} in {piece.name}", self.culprit, kinds, undecided=self._undecided(new_line=change in ("extra", "op")),
+            silent=change in ("skip", "extra"), either=either,
+        )  # fmt: skip
 
     def _resolve(self, number: int, source: str) -> str:
         """Replace ``{odd:a|b:name}``."""

@@ -11,7 +11,7 @@ import msgspec
 
 from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Departure, Shift, departure_of, find_shifts
-from commlens.diagnosis.peer_order import odd_among_groups
+from commlens.diagnosis.peer_order import is_outvoted, odd_among_groups
 from commlens.diagnosis.routine import exact_tokens, leaves_routine, loose_token, position_in, token
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
@@ -187,7 +187,7 @@ def _disagreement(
     mismatch.shift = here[0] if here else None
     if here and not here[0].unsure and {shift.rank for shift in here} <= set(met):
         mismatch.culprits, mismatch.tie = tuple(sorted(shift.rank for shift in here)), False
-    elif answer.tie:
+    elif answer.tie or _may_be_tie(job, key, number, met, answer):
         comparable = {rank: met[rank] for party in answer.parties for rank in party.ranks if rank in met}
         peers = odd_among_groups(job, key, number, [party.ranks for party in answer.parties])
         flagged = peers or set(_ranks_off_routine(job, comparable))
@@ -205,6 +205,11 @@ def _disagreement(
     if mismatch.racing is not None:
         mismatch.culprits, mismatch.tie, mismatch.shift, mismatch.departure = (), True, None, ""
     return mismatch
+
+
+def _may_be_tie(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree) -> bool:
+    """Return whether the majority may be none: ranks have not come yet, or other groups of the kind side with the minority."""
+    return len(set(met) - set(answer.minority)) * 2 <= len(key[2]) or is_outvoted(job, key, number, answer.minority)
 
 
 def _racing(job: JobIndex, key: ChannelKey, number: int, answer: Disagree) -> tuple[Collective, Collective] | None:

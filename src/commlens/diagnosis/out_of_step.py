@@ -208,8 +208,9 @@ def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective]) -> Shi
             if only_line and first == start:
                 enough = matches >= 3 and places >= 2  # a line may legally meet several lines of the others
             else:
-                # One match may be chance, unless no more collectives are recorded.
-                enough = matches >= 2 or (distance == 1 and matches == 1 and min(last_mine, last_theirs - by) <= first + 1)
+                # One match may be chance, unless no more collectives are recorded, and the lines differ.
+                last = min(last_mine, last_theirs - by) <= first + 1 and line_of(track.ops[start]) != line_of(usual[start])
+                enough = matches >= 2 or (distance == 1 and matches == 1 and last)
             if enough:
                 own = track.ops[first]
                 found.append(Shift(rank, first, by, usual[first] if by > 0 else own, own, matches, "skipped" if by > 0 else "extra"))

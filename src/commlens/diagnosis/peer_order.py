@@ -51,21 +51,34 @@ def odd_among_groups(job: JobIndex, key: ChannelKey, number: int, sides: Sequenc
         number: of the collective on which its ranks disagree.
         sides: the ranks that agree with each other.
     """
-    kinds = job.group_kinds
-    others: set[Hashable] = set()
-    ranks = 0
-    for other, kind in kinds.items():
-        for track in job.tracks_on(other).values() if kind == kinds[key] and other != key else ():
-            if (op := track.ops.get(number)) is not None:
-                others.add(_asked(op))
-                ranks += 1
-        if len(others) > 1:
-            return set()
-    if len(others) != 1 or ranks < 2:
+    votes = _votes(job, key, number) - _votes_of(job, key, number)
+    if len(votes) != 1 or votes.total() < 2:
         return set()
     tracks = job.tracks_on(key)
-    like_others = [side for side in sides if {_asked(tracks[rank].ops[number]) for rank in side if rank in tracks} == others]
+    like_others = [side for side in sides if {_asked(tracks[rank].ops[number]) for rank in side if rank in tracks} == votes.keys()]
     return {rank for side in sides if side not in like_others for rank in side} if len(like_others) == 1 else set()
+
+
+def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[int]) -> bool:
+    """Return whether what the majority of a group issued under a number, against these ranks, is no majority of all groups of its kind."""
+    own = _votes_of(job, key, number)
+    tracks = job.tracks_on(key)
+    odd = {_asked(tracks[rank].ops[number]) for rank in ranks if rank in tracks and number in tracks[rank].ops}
+    votes = _votes(job, key, number)
+    return votes.total() > own.total() and sum(votes[asked] for asked in odd) * 2 >= votes.total()
+
+
+def _votes(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
+    """Count what all ranks issue under a number in the groups of one kind."""
+    votes: Counter[Hashable] = Counter()
+    for other, kind in job.group_kinds.items():
+        if kind == job.group_kinds[key]:
+            votes += _votes_of(job, other, number)
+    return votes
+
+
+def _votes_of(job: JobIndex, key: ChannelKey, number: int) -> Counter[Hashable]:
+    return Counter(_asked(track.ops[number]) for track in job.tracks_on(key).values() if number in track.ops)
 
 
 def _asked(op: Collective) -> Hashable:
@@ -82,7 +95,8 @@ def _find(
         for rank in key[2] if kind in used else ():
             own[rank][kind] = key
     following: dict[tuple[int, ...], dict[int, Collective]] = defaultdict(dict)
-    for rank in sorted({member for key in keys for member in key[2]} & job.views.keys()):
+    members = {member for key in keys for member in key[2]} & job.views.keys()
+    for rank in sorted(members):
         if len(own[rank]) == len(used):
             for state, op in _states(job.views[rank], own[rank], line):
                 following[state].setdefault(rank, op)
@@ -90,7 +104,7 @@ def _find(
     for ops in following.values():
         of_rank = {rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key] for rank, op in ops.items()}
         [(usual, most), *others] = Counter(of_rank.values()).most_common()
-        if not others or most * 2 <= len(ops):
+        if not others or most * 2 <= len(ops if line is None else job.views):
             continue
         theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
         for rank, op in ops.items():

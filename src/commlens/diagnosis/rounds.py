@@ -11,7 +11,7 @@ from commlens.text import frame_phrase, ranks_phrase
 
 
 class Rounds(NamedTuple):
-    """The number of each rank's last collective or message from a line, and the ranks that differ from a majority of at least two."""
+    """The number of each rank's last collective or message from a line, and the ranks that differ from the majority of the job."""
 
     op: Collective
     last: dict[int, int]  # rank: sequence number
@@ -28,14 +28,14 @@ class Rounds(NamedTuple):
 
 
 def count_rounds(job: JobIndex, op: Collective) -> Rounds | None:
-    """Return how far the ranks got at the line of an op; None without a majority of them, or if all got equally far."""
+    """Return how far the ranks got at the line of an op; None if these are not the majority of the job, or if all got equally far."""
     last: dict[int, int] = {}
     for rank, view in job.views.items():
         numbers = [one.sequence_number for one in view.history if one.op == op.op and one.source == op.source]
         if numbers and op.source is not None:
             last[rank] = max(numbers)
     counts = Counter(last.values()).most_common(1)
-    if not counts or counts[0][1] * 2 <= len(last):
+    if not counts or counts[0][1] * 2 <= len(job.views):
         return None
     odd = frozenset(rank for rank, number in last.items() if number != counts[0][0])
     return Rounds(op, last, odd) if odd else None

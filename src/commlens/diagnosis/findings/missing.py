@@ -150,9 +150,12 @@ def _culprits_of_end(context: Context, absence: Absence) -> tuple[list[int], lis
     ranks, waiting, op = sorted(absence.ranks), absence.waiting, absence.edge.op
     if op.is_setup or op.is_store_wait:
         return ranks, []
-    if not op.is_point_to_point and len(waiting) != len(ranks):
-        return (waiting if len(waiting) < len(ranks) else ranks), []
     both = {*ranks, *waiting}
+    if not op.is_point_to_point and max(len(ranks), len(waiting)) * 2 > len(op.channel.group.ranks):
+        fewer = waiting if len(waiting) < len(ranks) else ranks
+        all_rounds = count_rounds(context.job, op)
+        if len(op.channel.group.ranks) == context.job.size or (all_rounds is not None and not all_rounds.odd.isdisjoint(fewer)):
+            return fewer, []
     told = [rounds for each in (op, _other_side(context, absence)) if each is not None and (rounds := count_rounds(context.job, each))]
     odd = both.intersection(*[rounds.odd for rounds in told]) if told else set()
     if odd and odd != both:
