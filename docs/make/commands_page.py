@@ -9,7 +9,7 @@ from commlens.commands import PURPOSES, help_text
 from commlens.commands.whole_parser import whole_parser
 
 DOCS = Path(__file__).parents[1]
-WIDTH = 100
+WIDTH = 90
 
 
 def page_of(command: str) -> str:

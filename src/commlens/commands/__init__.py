@@ -137,11 +137,11 @@ class _Parser(argparse.ArgumentParser):
         raise usage_error(self, message)
 
 
-class _Paragraphs(argparse.HelpFormatter):
+class Paragraphs(argparse.HelpFormatter):
     """Wraps each paragraph of a description to the terminal's width."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return "\n\n".join(super(_Paragraphs, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
+        return "\n\n".join(super(Paragraphs, self)._fill_text(part, width, indent) for part in text.split("\n\n"))
 
 
 def add_program(parser: argparse.ArgumentParser) -> None:
@@ -176,7 +176,7 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"commlens {__version__}")
         return 0
     command = _entry(verb).load()
-    parser = _Parser(prog=f"commlens {verb}", description=documentation(command), formatter_class=_Paragraphs, allow_abbrev=False)
+    parser = _Parser(prog=f"commlens {verb}", description=documentation(command), formatter_class=Paragraphs, allow_abbrev=False)
     command.add_arguments(parser)
     return command.run(parser.parse_args(rest))
 

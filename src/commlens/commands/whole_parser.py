@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-from commlens.commands import COMMANDS, SUMMARY, documentation
+from commlens.commands import COMMANDS, SUMMARY, Paragraphs, documentation
 from commlens.errors import MissingDependency
 
 _FOLDERS: Final = {"dump_dir", "box_dir", "trace_dir"}
@@ -24,7 +24,7 @@ def whole_parser() -> argparse.ArgumentParser:
         if entry.name == "launch":
             parser = _launch_parser(commands, entry.help)
         else:
-            parser = commands.add_parser(entry.name, help=entry.help, description=documentation(command))
+            parser = commands.add_parser(entry.name, help=entry.help, description=documentation(command), formatter_class=Paragraphs)
             command.add_arguments(parser)
         for action in parser._actions:
             _complete(entry.name, action)
