@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commlens.processes.process import Ending, Handle
 from commlens.watch.death import DeathDetector, job_was_stopped
+from commlens.watch.death_report import lines_at_end
 from commlens.watch.roster import Member
 
 
@@ -145,3 +147,15 @@ def test_the_launcher_tells_how_a_rank_ended_that_was_never_seen() -> None:
     assert not detector.take_due(11.6, [seen]), "it may have been ended because of the other one"
     assert detector.take_due(15.1, [seen]), "but not for ever"
     assert not detector.take_due(15.2, [seen])
+
+
+def test_ranks_without_a_record_are_named_if_a_job_ends_before_its_ranks_have_met() -> None:
+    seen = member(1, TERMINATED)
+    seen.box, seen.status = object(), SimpleNamespace(initialised=False, left=False, closed=False, exception=0)
+    (line,) = lines_at_end([seen])
+    assert "rank 1 ended before init_process_group had returned" in line and "no record of ranks 0,2" in line
+    seen.status.initialised = True
+    assert not lines_at_end([seen])
+    seen.status.initialised, seen.ending = False, FINISHED
+    assert not lines_at_end([seen]), "a program that never meets its peers may end normally"
+    assert not lines_at_end([])

@@ -11,6 +11,20 @@ from commlens.watch.roster import Member
 from commlens.watch.stall import explains, leaves_standing
 
 
+def lines_at_end(members: Sequence[Member]) -> list[str]:
+    """Name the ranks without a record if all ranks of this node ended, not normally, before any of them had left init_process_group."""
+    seen = [member for member in members if member.here and member.box is not None and member.status is not None]
+    unrecorded = sorted(set(range(max((member.world_size for member in seen), default=0))) - {member.rank for member in members})
+    initialised = any(member.status is not None and member.status.initialised for member in seen)
+    if not unrecorded or initialised or any(member.alive or member.ended_well for member in seen):
+        return []
+    them = "it" if len(unrecorded) == 1 else "they"
+    return [
+        f"{ranks_phrase(member.rank for member in seen)} ended before init_process_group had returned. There is no record of "
+        f"{ranks_phrase(unrecorded)}: {them} may have been killed before recording began, or run on another node."
+    ]
+
+
 def report_death(
     reporter: Reporter,
     dead: Sequence[Member],

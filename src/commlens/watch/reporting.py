@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from commlens.blackbox import job_dirs
@@ -252,6 +252,11 @@ class Reporter:
         self.say(_as_notice(verdict))
         self.counts[verdict.kind] += 1
         self._pass_on(verdict, None)
+
+    def say_all(self, lines: Iterable[str]) -> None:
+        """Print several lines."""
+        for line in lines:
+            self.say(line)
 
     def tell(self, line: str, *, abort: bool = False) -> None:
         """Print a line here, and on the other nodes if this one reports for the job."""

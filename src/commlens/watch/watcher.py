@@ -26,7 +26,7 @@ from commlens.processes.observer import WINDOW_S, Observer
 from commlens.text import ranks_phrase, verb
 from commlens.watch.beat import LAST
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
-from commlens.watch.death_report import report_death
+from commlens.watch.death_report import lines_at_end, report_death
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
@@ -187,8 +187,7 @@ class Watcher:
         if self._deaths.take_due(time.monotonic(), self._roster.current()):
             self._report_death()
         if not self._over and not self._deaths.is_pending:
-            for line in self._strangers.lines_at_start(time.monotonic()):
-                self.reporter.say(line)
+            self.reporter.say_all(self._strangers.lines_at_start(time.monotonic()))
             self._look_for_stall()
         self._job_abort.kill_late_ranks()
 
@@ -411,6 +410,7 @@ class Watcher:
             return  # a rank that outlives its launcher keeps its box
         if members and not self._over:
             self._look_back(members)
+            self.reporter.say_all(lines_at_end(members))
         # Also those that have been damaged since, which are not recognised any more.
         self._roster.forget([member for member in members if member.here], remove_boxes=True)
         for folder in self.folders:
@@ -419,8 +419,7 @@ class Watcher:
                     save.discard_job(folder)
 
     def _say_final_lines(self) -> None:
-        for line in self._mismatches.final_lines():
-            self.reporter.say(line)
+        self.reporter.say_all(self._mismatches.final_lines())
 
     def _add_unseen_failures(self) -> None:
         """Add workers that ended before the watcher saw them; torchrun's agent has their exit codes."""
