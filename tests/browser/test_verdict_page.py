@@ -77,6 +77,7 @@ def test_every_view_shows_what_it_should(open_page: OpenPage, stuck: Path):
         "Groups",
         "Timeline",
         "Collectives",
+        "Step",
         "Stacks",
         "Evidence",
         "Ranks",

@@ -215,3 +215,11 @@ class TestSourceLines:
         os.mkfifo(tmp_path / "pipe.py")
         assert source_lines(self.verdict(str(tmp_path / "pipe.py"), 1), now) is None
         assert source_lines(Verdict(), now) is None
+
+
+def test_the_timeline_of_a_job_with_a_single_collective_shows_a_span_in_which_times_differ() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield Stay(20, "load") if rank else all_reduce(job.world, line=10)
+
+    begin, end = page_of(Job(2).run(program).logs()).timeline.window  # type: ignore[arg-type]
+    assert end - begin >= 300, "microseconds"

@@ -14,6 +14,7 @@ from commlens.text import args_phrase, format_ranks, frame_phrase, group_label
 T = TypeVar("T")
 
 LANES_MAX = 48
+_SPAN_MIN_US = 1000  # of the window around a fault
 _SEEN_AT_ONCE = 16  # lanes; of more, those of the root cause come first
 _OPS_MAX = 16_000
 _OPS_OF_A_LANE = 400
@@ -166,6 +167,6 @@ def _window(made: Timeline, lanes: Iterable[list[Collective]], zero: int) -> tup
     last = max(starts)
     before = [start for start in starts if start <= 0]
     begin = before[0] if before else starts[0]
-    span = max(1, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin)
+    span = max(_SPAN_MIN_US, last - begin, (max((a.at[-1] for a in made.arrivals), default=0)) - begin)
     end = max(last, 0) + max(1, span // 3)
     return (begin - max(1, span // 20), min(end, made.captured) if made.captured > max(last, 0) else end)
