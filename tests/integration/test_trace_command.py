@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commlens.launch.worker import show_from_program
 from conftest import SOURCE
 
 pytest.importorskip("torch")
@@ -208,9 +210,22 @@ def test_a_process_without_ranks_is_traced_and_its_end_is_its_own(alone, how, st
     assert (data["rank"], data["world_size"], data["steps"], data["events"]) == (0, 1, 1, [])
     assert out == ""
     assert err.count("commlens: commlens view") == 1
-    if how == "raise":
+    if how in ("raise", "interrupt"):
         assert err.count("  File ") == 1
-        assert "ValueError: a bad batch\n" in err
+        assert ("ValueError: a bad batch\n" if how == "raise" else "KeyboardInterrupt\n") in err
+
+
+def test_a_traceback_leaves_out_the_installed_command():
+    def program() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt) as raised:
+        exec(compile("def main():\n    program()\nmain()", "/usr/local/bin/commlens", "exec"), {"program": program})
+    error = raised.value
+    assert error.__traceback__ is not None
+    error.__traceback__ = error.__traceback__.tb_next  # without this test
+    show_from_program(error)
+    assert [frame.name for frame in traceback.extract_tb(error.__traceback__)] == ["program"]
 
 
 def test_a_trace_that_cannot_be_saved_does_the_job_no_harm(alone):

@@ -19,8 +19,10 @@ from commlens.capture.uncaught import hide_our_frames
 from commlens.errors import CommandError, CommlensError, MissingDependency
 from commlens.launch import autoload
 
-_STARTER = re.compile("|".join(map(re.escape, (str(Path(__file__).parents[1]) + os.sep, runpy.__file__, "<frozen runpy>"))))
-"""Files of the frames that lead to the program."""
+_STARTER = re.compile(
+    "|".join(map(re.escape, (str(Path(__file__).parents[1]) + os.sep, runpy.__file__, "<frozen runpy>"))) + r"|(.*/)?commlens$"
+)
+"""Files of the frames that lead to the program; the last one is the installed command."""
 
 
 def interpreter_flags() -> list[str]:
