@@ -59,7 +59,7 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     for rank in sorted(suspects):
         usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
         shift = _find_shift(rank, tracks[rank], usual)
-        if shift is not None:
+        if shift is not None and _agree(tracks, shift.number, usual[shift.number]) * 2 > len(tracks):
             shifts.append(shift)
     # Half of the ranks or more cannot be out of step with the majority.
     return shifts if len(shifts) * 2 < len(tracks) else []
@@ -147,6 +147,12 @@ def _suspects(tracks: Mapping[int, Track], numbers: Sequence[int]) -> set[int]:
 
 def _sizes(op: Collective) -> tuple[int, ...]:
     return tuple(spec.numel for spec in op.args.inputs)
+
+
+def _agree(tracks: Mapping[int, Track], number: int, usual: Collective) -> int:
+    """Count the ranks that issued an op like this one under a number."""
+    ops = [op for track in tracks.values() if (op := track.ops.get(number)) is not None]
+    return sum((op.op, op.step, _sizes(op), line_of(op)) == (usual.op, usual.step, _sizes(usual), line_of(usual)) for op in ops)
 
 
 def _usual_ops(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int, Collective]:

@@ -104,7 +104,9 @@ def _find(
     for ops in following.values():
         of_rank = {rank: _MESSAGE if op.is_point_to_point else kinds[op.channel.key] for rank, op in ops.items()}
         [(usual, most), *others] = Counter(of_rank.values()).most_common()
-        if not others or most * 2 <= len(ops if line is None else job.views):
+        # Not all ranks come to a line: those that do may all be of one half of the job.
+        alone = most > 2 and len(ops) - most == 1
+        if not others or most * 2 <= len(ops if line is None or alone else job.views):
             continue
         theirs = next(op for rank, op in ops.items() if of_rank[rank] == usual)
         for rank, op in ops.items():

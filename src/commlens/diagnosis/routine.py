@@ -80,12 +80,6 @@ def leaves_routine(ops: Sequence[Collective], tokens: Sequence[Hashable], positi
     return None if follows is None or (not follows and _is_first_visit(ops, position)) else not follows
 
 
-def is_new_place(view: RankView, op: Collective) -> bool:
-    """Return whether a rank issued an op in a part of the program in which it never was before."""
-    position = position_in(view.history, op)
-    return position is not None and _is_first_visit(view.history, position)
-
-
 def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     """Return whether a rank is in a part of the program in which it never was before: then the others may fail to come here.
 

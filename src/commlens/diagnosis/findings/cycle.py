@@ -9,7 +9,7 @@ from commlens.diagnosis.findings.next_steps import cycle_step, receives_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
-from commlens.diagnosis.routine import is_new_place, leaves_routine_at
+from commlens.diagnosis.routine import leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
@@ -117,18 +117,4 @@ def _departures(context: Context, waits: list[Node], ranks: list[int]) -> tuple[
         return odd, "order"
     if own and len(own) * 2 <= len(ranks):
         return own, "history"
-    if not own and (alone := _alone_in_new_place(context)) is not None and alone[0] in ranks:
-        return {alone[0]: (alone[1], None)}, "order"
     return {}, "tie"
-
-
-def _alone_in_new_place(context: Context) -> tuple[int, Collective] | None:
-    """Return the only rank that waits where it never was before, while all the others, three at least, wait in their routine."""
-    found: list[tuple[int, Collective]] = []
-    for rank, view in context.job.views.items():
-        block = view.blocks.get(view.main_thread) or next(iter(view.blocks.values()), None)
-        if block is None or not view.has_routine(block.op):
-            return None
-        if is_new_place(view, block.op):
-            found.append((rank, block.op))
-    return found[0] if len(found) == 1 and len(context.job.views) > 3 else None
