@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -9,9 +11,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
+from test_remote_evidence import member
 
+from commlens.blackbox import layout
 from commlens.watch import nodes, other_nodes
+from commlens.watch.lost_store import LostStoreReport
 from commlens.watch.meeting_places import Folder, Place, Store
 from commlens.watch.nodes import Nodes
 
@@ -162,3 +168,40 @@ def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Pat
     assert eventually(lambda: not first.others)
     first.leave()
     assert not folder.exists(), "no file is left behind"
+
+
+def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_path: Path) -> None:
+    """The store ends with the process that serves it, here rank 0's: the kernel then refuses connections."""
+    serve = "dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
+    code = f"import sys, torch.distributed as dist; store = {serve}; print(store.port, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        place = Store("127.0.0.1", int(server.stdout.readline()))
+        first, second = meet(0, [place]), meet(1, [place])
+        assert eventually(lambda: first.others and second.lost(0)), "it has been heard twice"
+        assert second.lost_store is None
+        report = LostStoreReport()
+        rank = member(tmp_path, 1)
+        assert rank.status is not None
+        assert report.take_line(second, [rank]) == ""
+        server.kill()
+    ended = time.monotonic()
+    asked = threading.Thread(target=lambda: first.gather(timeout_s=15))
+    asked.start()
+    lost = eventually(lambda: second.lost_store)
+    assert eventually(lambda: not second.others) and lost.place == place
+    assert report.take_line(second, [rank]) == "", "the rank may end with it"
+    rank.status = msgspec.structs.replace(rank.status, issued=rank.status.issued + 1)
+    asked.join(5)
+    assert not asked.is_alive(), "nobody can answer any more"
+    assert second.unknown == [f"Of rank 0 on other nodes nothing is known: {place} has ended."]
+    line = eventually(lambda: report.take_line(second, [rank]))
+    assert time.monotonic() - ended < 5
+    assert line == (
+        f"{place}, which node host0 (rank 0) served, has ended: it refuses connections. Nothing is known any more of rank 0 on host0. "
+        "Here, rank 1 is in all_reduce #10 of the default group [0-3]."
+    )
+    assert report.take_line(second, [rank]) == "", "once"
+    rank.status = msgspec.structs.replace(rank.status, phase=layout.PHASE_LEFT)
+    assert eventually(lambda: second.lost_store.silent_s > 1)
+    assert LostStoreReport().take_line(second, [rank]) == "", "it has destroyed its groups: the job is over"

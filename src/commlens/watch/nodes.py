@@ -56,6 +56,15 @@ class Lost(NamedTuple):
     by_itself: bool  # the others are not silent, or they are because it served the store
 
 
+class LostStore(NamedTuple):
+    """The store that the nodes met in, and do not reach any more."""
+
+    place: Place
+    silent_s: float
+    refuses: bool  # connections are refused: the process that served it has ended
+    beats: list[Beat]  # of the nodes of which nothing is known without it
+
+
 class _Seen(NamedTuple):
     beat: Beat
     changed: float  # time.monotonic()
@@ -95,6 +104,9 @@ class Nodes:
         self._joined = False  # a rank of this node has passed init_process_group
         self._announced = 0.0  # time.monotonic() of the last line
         self._contact = 0.0  # time.monotonic() of the last answer of the store
+        self._lost_since = 0.0  # time.monotonic() of the first error since; 0: none
+        self._refused = False  # by the place where the nodes meet
+        self._lost_refused = False  # by the store that was lost
         self._asked: Request | None = None
         self._read_news: dict[int, int] = {}  # slot: highest number
         self._evidence: bytes | None = None  # to be stored
@@ -169,7 +181,7 @@ class Nodes:
         """The other nodes that live, by slot; empty without a store."""
         now = time.monotonic()
         with self._lock:
-            if now - self._contact > LOST_S:
+            if self._refused or now - self._contact > LOST_S:
                 return []
             return [seen.beat for seen in self._peers() if now - seen.changed <= LOST_S and not seen.beat.finished]
 
@@ -191,25 +203,38 @@ class Nodes:
         """Return the nodes that have been silent for this long without having left; all of them if it is the store that is silent."""
         now = time.monotonic()
         with self._lock:
-            without_store = now - self._contact > after_s
+            without_store = self._refused or now - self._contact > after_s
             found = [
                 Lost(seen.beat, now - seen.changed, not without_store or seen.beat.serves_store)
                 for seen in self._peers()
                 if seen.lives and not seen.beat.finished
             ]
-        return [each for each in found if each.silent_s > after_s]
+        return [each for each in found if each.silent_s > after_s or self._refused]
 
     @property
     def unknown(self) -> list[str]:
         """What is not known of other nodes, in sentences: nodes that fell silent without leaving, or a store that does."""
         lost = self.lost()
-        if lost and (self._given_up or time.monotonic() - self._contact > LOST_S):
+        if lost and (self._given_up or self._refused or time.monotonic() - self._contact > LOST_S):
             place = (self._given_up or self._places)[0]
-            what = f"{place} has not answered for {min(each.silent_s for each in lost):.0f} s"
+            what = f"{place} " + (
+                "has ended" if self._refused or self._lost_refused else f"has not answered for {min(each.silent_s for each in lost):.0f} s"
+            )
             if self._given_up:
                 what += f", and they have not come to {self._places[0]}"
             return [f"Of {ranks_phrase(rank for each in lost for rank in each.beat.ranks)} on other nodes nothing is known: {what}."]
         return [f"Node {each.beat.host} ({ranks_phrase(each.beat.ranks)}) no longer answers." for each in lost]
+
+    @property
+    def lost_store(self) -> LostStore | None:
+        """The store that was lost; None if there is none, or the nodes meet elsewhere, or all that is lost had ended."""
+        if not self._lost_since or self.others:
+            return None
+        now = time.monotonic()
+        with self._lock:
+            beats = [seen.beat for seen in self._peers() if seen.lives and not (seen.beat.finished or seen.beat.ended)]
+            place = (self._given_up or self._places)[0]
+            return LostStore(place, now - self._lost_since, self._lost_refused, beats) if beats else None
 
     @property
     def dead_elsewhere(self) -> list[int]:
@@ -313,6 +338,8 @@ class Nodes:
             self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1, asked_nodes=list(of), asked_records=records)
             self._poke.set()
             while any(beat.slot not in {*self._gathered, *self._left} for beat in asked) and (left := end - time.monotonic()) > 0:
+                if self._refused:
+                    break
                 self._changed.wait(left)
             self._gathering = False
             gathered = {**self._left_by_peers(), **self._gathered}
@@ -348,6 +375,7 @@ class Nodes:
                     self._poke.clear()
             except OSError as error:
                 log.debug("commlens: %s: %s", place, error)
+                self._note_error(error)
             except Exception as error:  # never harm the job
                 log.warning("commlens: the watcher no longer meets the other nodes: %s: %s", type(error).__name__, error)
                 return
@@ -361,6 +389,14 @@ class Nodes:
                 self._move_on()
             self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))  # not all at once
             retry_s = min(2 * retry_s, _RETRY_MAX_S)
+
+    def _note_error(self, error: OSError) -> None:
+        with self._changed:
+            if self._contact and self._joined:
+                self._lost_since = self._lost_since or time.monotonic()
+                if isinstance(error, ConnectionRefusedError):  # its process has ended: it did serve
+                    self._refused = self._lost_refused = True
+                    self._changed.notify_all()
 
     def _end(self, client: Client) -> None:
         """Let the others read the news, because the store may end with this process, and leave no file behind."""
@@ -413,7 +449,9 @@ class Nodes:
         beats = [beat for beat in map(decoded, values) if beat is not None and (beat.slot in self._seen or not beat.finished)]
         now = time.monotonic()
         with self._changed:
-            self._contact = now
+            self._contact, self._refused = now, False
+            if not self._given_up:
+                self._lost_since, self._lost_refused = 0.0, False
             for beat in beats:
                 before = self._seen.get(beat.slot)
                 if before is None:

@@ -30,6 +30,7 @@ from commlens.watch.death_report import lines_at_end, report_death
 from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
+from commlens.watch.lost_store import LostStoreReport
 from commlens.watch.metrics import Metrics
 from commlens.watch.mismatch_reporter import MismatchReporter
 from commlens.watch.nodes import Nodes
@@ -102,6 +103,7 @@ class Watcher:
         self._slowness = Slowness()
         self._strangers = Strangers(self._roster, self._observer)
         self._job_abort = JobAbort(self._roster, self._nodes, self.reporter, self._end_job, launched=self._launched)
+        self._lost_store = LostStoreReport()
         self._own_dump_due: float | None = None  # of this node's ranks, after another node has reported
         self._over = False  # the job's fault was reported, or the job was stopped: what follows is a consequence
 
@@ -224,6 +226,8 @@ class Watcher:
         nodes = self._nodes
         if not nodes.meet(self._roster.current(), self._mismatches.verification.digests):
             return
+        if (line := self._lost_store.take_line(nodes, self._roster.current())) and not self._over:
+            self.reporter.say(line)
         if (request := nodes.take_request()) is not None:
             nodes.answer(request, self.reporter.evidence.packed(request.records))
         for host, news in nodes.take_news():
