@@ -108,6 +108,7 @@ class Session:
             # A child of multiprocessing leaves by os._exit, without atexit handlers.
             multiprocessing.util.Finalize(None, self.at_exit, exitpriority=-1000)
             uncaught.hook(self._record_uncaught)
+            safely(uncaught.hook_multiprocessing, self._record_uncaught)
             if settings.dump_signal:
                 safely(dump_signal.dump_on_signal, settings.dump_signal, self.dump_now)
             self.watch_later = threading.Timer(_WATCH_AFTER_S, self._watch)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import multiprocessing
 import os
 import re
 import sys
@@ -45,6 +46,26 @@ def hook(record: Callable[[type[BaseException], BaseException, TracebackType | N
         previous(kind, error, error.__traceback__ or trace)
 
     sys.excepthook = commlens_excepthook
+
+
+def hook_multiprocessing(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
+    """Call ``record`` for the exception that ends a child of multiprocessing, on Python 3.13.
+
+    ``BaseProcess._bootstrap`` prints the exception, and only then are finalizers run there; before, they ran while it was raised.
+    """
+    original = traceback.print_exc
+    if sys.version_info < (3, 13) or multiprocessing.parent_process() is None or hasattr(original, "__commlens__"):
+        return
+
+    @functools.wraps(original)
+    def print_exc(*args: Any, **kwargs: Any) -> None:
+        kind, error, trace = sys.exc_info()
+        if sys._getframe(1).f_code is multiprocessing.process.BaseProcess._bootstrap.__code__ and kind is not None and error is not None:
+            record(kind, error, trace)
+        original(*args, **kwargs)
+
+    print_exc.__commlens__ = True
+    traceback.print_exc = print_exc
 
 
 def hook_ray_train(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
