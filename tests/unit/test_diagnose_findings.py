@@ -383,6 +383,29 @@ def test_a_rank_that_exits_because_of_a_peer_is_a_victim() -> None:
     assert blame(judge(logs)) == ("dead", "killed", [1], "train.py:30")
 
 
+def test_a_rank_that_fails_because_a_peer_finished_is_a_victim() -> None:
+    """Rank 2 ends well after 5 steps, and rank 3 waits for its message. Rank 1 gets an error and shuts down, so rank 0 waits for rank 1."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        halves = job.group("1", range(3), "tp") if rank < 3 else job.group("2", range(3, 6), "tp")
+        for _ in range(5 if rank == 2 else 8):
+            yield send(job.world, (rank + 1) % 6, line=30)
+            yield recv(job.world, (rank - 1) % 6, line=31)
+            yield all_reduce(halves, line=40)
+            yield Step()
+
+    logs = Job(6).run(program).logs()
+    one = logs[1]
+    one.collectives.pop()
+    one.issued -= 1
+    failed = one.collectives[-2]  # the send to rank 2
+    failed.state, failed.error = State.FAILED, "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+    one.exception, one.closed, one.observation = f"RuntimeError: {failed.error}", True, Observation(End.RUNNING)
+    verdict = judge(logs)
+    assert (verdict.why, verdict.culprits) == ("finished", [2])
+    assert [finding.culprits for finding in verdict.findings if finding.root_cause] == [[2]]
+
+
 @pytest.mark.parametrize("readable", [0, 6])
 def test_a_rank_whose_newest_records_are_unreadable_may_have_arrived(readable: int) -> None:
     logs = Job(4).run(training(at(2, 5, SLEEP))).logs()

@@ -88,8 +88,8 @@ def _demote_consequences(cases: list[Case]) -> None:
 
 
 def _demote_ended_victims(context: Context) -> None:
-    """Where a rank died, the absence of ranks that then ended because of a peer is a consequence, and so is a collective that broke off."""
-    if any(case.finding.kind == "dead" and case.finding.root_cause for case in context.cases):
+    """Where a rank ended, ranks that are absent because they ended because of a peer are a consequence, and so is what broke off."""
+    if any(case.finding.root_cause and (case.finding.kind == "dead" or case.finding.why == "finished") for case in context.cases):
         for finding in (case.finding for case in context.cases):
             exits = [context.job.views[rank].exit.kind for rank in finding.culprits if rank in context.job.views]
             ended = finding.kind == "missing" and exits and {*exits} <= {"peer", "terminated"}
