@@ -36,7 +36,11 @@ def table(figures: dict[str, Any]) -> str:
     watched = _ratios([row for row in rows["step_time"] if row["alone"]], "recorded and watched")
     recorder, detail = added["torch's recorder"], verified["TORCH_DISTRIBUTED_DEBUG=DETAIL"]
     lines = [
-        ("find the rank that stopped a job", f"torchfrtrace: right for {right['torchfrtrace']} jobs", f"right for {right['commlens']}"),
+        (
+            "find the rank that stopped a job",
+            f"torchfrtrace: right for {right['torchfrtrace']} generated jobs",
+            f"right for {right['commlens']}",
+        ),
         (f"read the dumps of {largest['ranks']} ranks", f"torchfrtrace: {read['torchfrtrace']}", read["commlens"]),
         ("record an `all_reduce`", f"Flight Recorder: {recorder}", f"{added['native engine']} ({added['Python engine']} in Python)"),
         ("record and watch a training step", "", f"{watched} times as long, which is within the noise"),
