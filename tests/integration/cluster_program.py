@@ -43,7 +43,7 @@ def main() -> None:
     if "SLURM_PROCID" in os.environ:  # as in many training scripts
         os.environ["RANK"], os.environ["WORLD_SIZE"] = os.environ["SLURM_PROCID"], os.environ["SLURM_NTASKS"]
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        method = os.environ["MEETING"]
         rank, size = int(os.environ["OMPI_COMM_WORLD_RANK"]), int(os.environ["OMPI_COMM_WORLD_SIZE"])
         dist.init_process_group("gloo", init_method=method, rank=rank, world_size=size)
     else:

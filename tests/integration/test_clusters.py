@@ -44,7 +44,8 @@ def srun(made: list[Node], settings: dict[str, str]) -> None:
 
 
 def mpirun(made: list[Node], settings: dict[str, str]) -> None:
-    stand_in("mpirun", made, settings)
+    """The ranks meet in a file, so there is no store: the watchers meet in the folder of the dumps."""
+    stand_in("mpirun", made, {**settings, "MEETING": f"file://{made[0].folder.parent / 'meeting'}"})
 
 
 def spawn(made: list[Node], settings: dict[str, str]) -> None:
@@ -73,7 +74,7 @@ def words(node: Node) -> str:
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize(("start", "count"), [(srun, 2), (mpirun, 1), (spawn, 1), (torchrun_c10d, 2), (pytorchjob, 2)])
+@pytest.mark.parametrize(("start", "count"), [(srun, 2), (mpirun, 2), (spawn, 1), (torchrun_c10d, 2), (pytorchjob, 2)])
 def test_a_late_and_a_killed_rank(tmp_path: Path, start: Start, count: int) -> None:
     with nodes(count, tmp_path) as made:
         if start is pytorchjob and not made[0].isolated:

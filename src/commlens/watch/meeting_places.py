@@ -85,12 +85,15 @@ def places(members: Sequence[Member], folder: Path | None) -> list[Place]:
         return []
     # All ranks have joined, and the boxes of some are not here. They may be in another container of this host.
     elsewhere = any(member.status is not None and member.status.initialised for member in members)
-    meeting = meeting_of(members)
+    of_agent, method = _is_of_agent(members), _init_method(members)
+    if not of_agent and method is None and not elsewhere:
+        return []  # a job that has MASTER_ADDR may still meet in a file
+    meeting = meeting_of(members) if not (method or "").startswith("file:") else None
     found: list[Place] = []
     if meeting is not None and meeting.port.isdecimal() and (elsewhere or meeting.node_size != meeting.world_size):
-        found.append(Store(meeting.host, int(meeting.port), _is_of_agent(members)))
+        found.append(Store(meeting.host, int(meeting.port), of_agent))
     if folder is not None and (elsewhere or found):
-        name = f"{meeting.host}:{meeting.port}" if meeting is not None else _init_file_or_job(members)
+        name = f"{meeting.host}:{meeting.port}" if meeting is not None else method or _job(members)
         digest = hashlib.sha256(f"{name} {max(member.world_size for member in members)}".encode()).hexdigest()[:16]
         found.append(Folder(folder / f".commlens-nodes-{digest}"))
     return found
@@ -101,13 +104,16 @@ def _is_of_agent(members: Sequence[Member]) -> bool:
     return here is not None and process.environment(here.pid).get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _init_file_or_job(members: Sequence[Member]) -> str:
-    """Return what the nodes of a job without a store's address have in common: the file that they meet in, else the job's name."""
-    job = ""
+def _init_method(members: Sequence[Member]) -> str | None:
+    """Return the address or file that a rank has given to ``init_process_group``, empty if it gave none; None: no call is recorded."""
     for box in [member.box for member in members if member.box is not None]:
-        job = job or box.path.parent.name
         with contextlib.suppress(FormatError):
             for op in box.log(newest=1).setups:
-                if op.op == "init_process_group" and (op.module or "").startswith("file:"):
+                if op.op == "init_process_group":
                     return op.module or ""
-    return job
+    return None
+
+
+def _job(members: Sequence[Member]) -> str:
+    """Return the job's name, which the nodes of a job without a store's address have in common, perhaps."""
+    return next((member.box.path.parent.name for member in members if member.box is not None), "")
