@@ -381,7 +381,7 @@ class _Builder:
         name, (source, kinds) = self.rng.choice(list(STOPS.items()))
         self.calls[number].insert(0, f"if bad(step):\n    {source}")
         # A process that ends well did too few rounds, or the others do too many.
-        undecided = name == "exit-0" and self._undecided()
+        undecided = name == "exit-0" and self._undecided(new_line=True)
         return Truth(name, self.culprit, kinds, undecided=undecided, slow=name == "loop")
 
     def _fail_at_start(self) -> Truth:
