@@ -49,13 +49,13 @@ def test_a_mismatch_is_reported_even_if_another_rank_never_issues() -> None:
         node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
     assert node.look() == []
     (verdict,) = node.look(after=1.1)
-    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", [3])
+    assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), "rank 2 might have sided with rank 3"
 
 
 def test_once_a_rank_has_died_no_rank_is_waited_for() -> None:
-    node = Node(4)
-    for rank in (0, 1, 3):
-        node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8))
+    node = Node(5)
+    for rank in (0, 1, 2, 3):
+        node.ranks[rank].issue(all_reduce(9 if rank == 3 else 8), ranks=range(5))
     node.members[3].alive = False
     (verdict,) = node.look()
     assert verdict.culprits == [3]
@@ -150,7 +150,7 @@ def test_of_two_ranks_the_odd_one_is_found_by_its_history_and_reported_once() ->
         for rank in node.ranks:
             odd = rank.rank == 1 and step >= 10
             for shape in (8, 16):
-                rank.issue(all_reduce(shape, op="MAX" if odd else "SUM"), ranks=(0, 1), line=90 if odd else 80 + shape, step=step)
+                rank.issue(all_reduce(shape, op="MAX" if odd else "SUM"), ranks=(0, 1), line=80 + shape, step=step)
                 rank.box.complete(rank.box.index)
             rank.beat()
         node.look(after=0.6)
@@ -302,7 +302,7 @@ def test_the_order_of_several_threads_is_not_blamed() -> None:
 
 
 def test_coalesced_groups_are_compared_member_by_member() -> None:
-    node = Node(3)
+    node = Node(4)
     for rank in node.ranks:
         rank.coalesce(all_reduce(4), all_reduce(5), number=1, coalescing=1)
     assert node.settle() == []
@@ -313,7 +313,7 @@ def test_coalesced_groups_are_compared_member_by_member() -> None:
 
 
 def test_reduce_ops_inside_coalesced_groups() -> None:
-    node = Node(3)
+    node = Node(4)
     for rank in node.ranks:
         rank.coalesce(all_reduce(4), all_reduce(5, op="MIN" if rank.rank == 1 else "SUM"), number=1, coalescing=1)
     (verdict,) = node.settle()
