@@ -47,7 +47,7 @@ def test_it_prints_the_script(capsys, scripts):
         (["completion", ""], {"bash", "zsh", "fish"}),
         (["diagnose", "du"], {"dumps"}),
     ],
-    ids=" ".join,
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bash_completes(words, some, scripts, tmp_path):
     (tmp_path / "dumps").mkdir()
