@@ -44,7 +44,7 @@ def judge(size: int, *extra: object, rank: int = 1, skip: bool = False, steps: b
                 yield from (make(job, outermost) for make in extra)
 
     verdict = diagnose_logs(Job(size).run(program).logs())
-    assert verdict.culprits == ([rank] if size > 2 or skip else [])
+    assert verdict.culprits == [rank]
     return verdict
 
 
@@ -62,7 +62,7 @@ def test_a_skipped_collective(size: int, steps: bool) -> None:
     assert "skipped all_reduce at train.py:5 reduce" in verdict.next_step
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("steps", [True, False])
 @pytest.mark.parametrize("leader", [True, False])
 def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(size: int, steps: bool, leader: bool) -> None:
@@ -74,22 +74,14 @@ def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(size: int, step
     assert "extra" in told and "skipped" in told
 
 
-@pytest.mark.parametrize("shape", [1, 100])
-def test_of_two_ranks_the_one_in_a_new_place_may_be_right(shape: int) -> None:
-    """It evaluates alone, or the other one skipped its first evaluation."""
-    verdict = judge(2, evaluated(shape))
-    assert verdict.confidence == "low"
-    assert ("train.py:5 reduce" in verdict.explanation and "train.py:7 log" in verdict.explanation) or shape == 1
-
-
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_a_second_call_from_another_line_may_be_extra(size: int) -> None:
     verdict = judge(size, lambda job, _: logged(job, 63))
     assert (verdict.why, verdict.source) == ("in-collective", "train.py:63")
     assert "that one was skipped, or this one is extra" in verdict.summary
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [2, 4])
 def test_an_extra_collective_that_pairs_up_unnoticed_is_known_by_what_follows(size: int) -> None:
     """It has the arguments of the one that the others wait in: its own gradients then meet their logging."""
     verdict = judge(size, evaluated(100))

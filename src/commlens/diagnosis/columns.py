@@ -314,14 +314,14 @@ class ColumnHistory(Sequence[Collective]):
         return self.columns.op(index)
 
     def texts(self) -> tuple[str, str]:
-        """Return the history as two texts with one letter per operation: with its line and sizes, and without sizes."""
+        """Return the history as two texts with one letter per operation: with its line and sizes, and without."""
         dump = self.columns.dump
         args = dump.args_index.astype("int64")
         sites = self.columns.ids.sites(dump.stacks)[dump.stack]
         codes: dict[str, int] = {}
         op = np.array([codes.setdefault(one.op, len(codes)) for one in dump.args] or [0])[args] if len(dump) else args
         where = dump.channel.astype("int64") * (1 << 20) + (dump.peer.astype("int64") + 1)
-        return _letters(where, op, self._sizes(args), sites), _letters(where, op, sites)
+        return _letters(where, op, self._sizes(args), sites), _letters(where, op)
 
     def _sizes(self, args: Integers) -> Integers:
         """Return an id of each operation's sizes; -1 for all_to_all, whose sizes may vary from step to step."""

@@ -19,6 +19,7 @@ _LOOK_BACK = 4096
 _SEEN = 2  # times that a context must have been seen: once is no routine
 _REPEATS = 3
 """Times that a stretch of collectives must have been repeated to be a routine, where no optimizer steps show it."""
+_PASSED_OFTEN = 4  # times that a rank passed a place, after which a new way from there leaves the routine
 _LONGEST_VISIT = 64  # ops in a part of the program that is new
 _LONG_RUN = 256
 """So many collectives that repeat one stretch are no loop over layers: even a collective that is new then leaves the routine."""
@@ -86,6 +87,10 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     That are lines from which it issues for the first time, perhaps several times in a row.
     """
     lines = ops[position].call_lines
+    passed = ops[position - 1].call_lines
+    at = [i for i in range(position - 1) if ops[i].call_lines == passed]
+    if sum(ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step for i in at) >= _PASSED_OFTEN:
+        return False  # it passed this place in many steps, and never went there
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
     if not lines or first < position - _LONGEST_VISIT:
         return False
