@@ -78,14 +78,17 @@ _FROM = dict.fromkeys(_ERRORS, "errors") | {
     "verify": "launch.recording",
     "verify_operation": "verification.operation",
 }
+_FORMER = dict.fromkeys(("assert_comms", "assert_matches_golden"), "traces.assertions")
+"""Names that moved to :mod:`commlens.testing`."""
 
 
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name not in _FROM:
+    home = _FROM.get(name) or _FORMER.get(name)
+    if home is None:
         raise AttributeError(f"module 'commlens' has no attribute {name!r}")
-    value = getattr(import_module(f"commlens.{_FROM[name]}"), name)
+    value = getattr(import_module(f"commlens.{home}"), name)
     globals()[name] = value
     return value
 
