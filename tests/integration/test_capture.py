@@ -352,6 +352,35 @@ def test_results_are_bit_identical_and_tensors_are_not_kept(ranks: Ranks, tmp_pa
     assert results(recorded)[0][-1] == "KEPT [False, False, False, False]"
 
 
+def test_a_store_that_is_written_in_python(ranks: Ranks, tmp_path: Path) -> None:
+    """C++ looks into the class for overrides of its methods, and must not find ours."""
+    ranks.run(
+        """
+        class Store(dist.Store):
+            def __init__(self):
+                super().__init__()
+                self.values = {}
+            def set(self, key, value):
+                self.values[key] = value
+            def get(self, key):
+                return self.values[key]
+
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        mine = Store()
+        store = dist.PrefixStore("mine", mine)
+        store.set("a", b"1")
+        assert (store.get("a"), store.multi_get(["a"])) == (b"1", [b"1"])
+        try:
+            store.append("a", b"2")
+        except RuntimeError as error:
+            assert "INTERNAL ASSERT" in str(error), error
+        dist.destroy_process_group()
+        """,
+        tmp_path,
+    )
+
+
 def test_children_of_a_rank_never_write_into_a_box(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(
         """

@@ -50,7 +50,8 @@ def safely(function: Callable[..., Any], *args: Any) -> Any:
     try:
         return function(*args)
     except Exception as error:
-        log.warning("commlens: %s failed, the job goes on without it: %s: %s", function.__name__, type(error).__name__, error)
+        name = getattr(function, "__name__", "a hook")
+        log.warning("commlens: %s failed, the job goes on without it: %s: %s", name, type(error).__name__, error)
         return None
 
 
@@ -107,10 +108,11 @@ def hook_init(listener: Callable[[], InitListener | None]) -> None:
         module.split_group = split_group
     device_mesh.split_group = split_group
     device_mesh.init_device_mesh = dist.init_device_mesh = hooked(device_mesh.init_device_mesh, _before_mesh)
-    for name, before in _STORE_METHODS.items():
-        original = c10d.Store.__dict__.get(name)
-        if original is not None:
-            setattr(c10d.Store, name, hooked(original, functools.partial(before, name)))
+    # Not of Store itself: C++ would take a function there for the override of a store that is written in Python, and call it without end.
+    for store in filter(None, (getattr(dist, name, None) for name in _STORES)):
+        for name, before in _STORE_METHODS.items():
+            if hasattr(store, name):
+                setattr(store, name, hooked(getattr(store, name), functools.partial(before, name)))
 
 
 def _before_new_group(current: InitListener, args: tuple[Any, ...], kwargs: dict[str, Any]) -> After:
@@ -141,6 +143,7 @@ def _keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[str]:
     return [given] if isinstance(given, str) else list(given)
 
 
+_STORES = ("TCPStore", "FileStore", "HashStore", "PrefixStore")
 _STORE_METHODS = {
     **dict.fromkeys(("get", "wait", "multi_get", "queue_pop"), _before_store_wait),
     **dict.fromkeys(("set", "add", "compare_set", "append", "multi_set", "queue_push"), _before_store_write),
