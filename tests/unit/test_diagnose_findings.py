@@ -878,6 +878,18 @@ def test_of_ranks_that_all_ended_unseen_none_is_named_if_several_waited_for_nobo
     assert verdict.culprits in ([], [0])
 
 
+def test_of_ranks_that_all_ended_unseen_the_awaited_one_need_not_be_the_first() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank == 1:
+            yield recv(job.world, 0, line=30)
+        yield Stay(31, "step")
+
+    verdict = judge(gone(Job(4).run(program).logs()))
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("dead", [], "low")
+    assert verdict.summary.startswith("ranks 0,2-3 are gone; how they ended was not observed")
+    assert verdict.next_step == "look at the output of ranks 0,2-3"
+
+
 def test_of_ranks_that_all_ended_unseen_a_refusal_names_the_first() -> None:
     logs = gone(Job(4).run(ring).logs())
     logs[1].exception = "DistributedOperationException: Cannot apply desired operation: rank 0 has ended and will not take part."

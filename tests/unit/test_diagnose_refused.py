@@ -59,6 +59,23 @@ def test_one_that_would_have_hung_nobody() -> None:
     assert refused(verdict)
 
 
+def test_a_rank_that_was_late_elsewhere_is_no_cause() -> None:
+    """A refusal ends all waits, also that of a root whose gather a slower rank was about to join."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield collective("gather", job.world, 8, line=10, root=0)
+        if rank == 1:
+            yield Stay(20, "load")
+        yield collective("gather", job.world, 8, line=10, root=0, is_async=rank > 1)  # only the root waits
+        yield collective("all_gather" if rank == 2 else "gather", job.world, 8, line=11 if rank == 2 else 10, root=None if rank == 2 else 0)
+
+    logs = refuse(Job(4).run(program).logs())
+    logs[1].exception, logs[1].observation = None, Observation(End.RUNNING)
+    verdict = diagnose_logs(logs)
+    assert (verdict.kind, [finding.kind for finding in verdict.findings if finding.root_cause]) == ("mismatch/op", ["mismatch/op"])
+    assert any(finding.kind == "missing" and finding.culprits == [1] for finding in verdict.findings)
+
+
 def test_a_mismatch_that_was_caught_is_over() -> None:
     def program(job: Job, rank: int) -> Iterator[object]:
         yield all_reduce(job.world, 9 if rank == 2 else 8, line=10)

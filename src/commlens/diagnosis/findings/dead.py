@@ -54,13 +54,18 @@ def _keep_the_first(context: Context, groups: dict[tuple[str, str, str], list[in
     """Of ranks that are gone, drop those that seem to have been ended because of the others: nobody saw in which order they ended.
 
     A refusal that a rank raised before says which rank had ended by then. Otherwise a rank that waited for another one did not end first.
+    If no rank is left, one that waited for none of them may have ended first, so it is told with them.
     """
     views = context.job.views
+    gone = {rank for rank, view in views.items() if view.exit.kind == "gone"} if all(view.exit.ended for view in views.values()) else set()
     named = {ended for view in views.values() for ended in ended_in_refusal(view.log.exception)}
     for key, ranks in groups.items():
         if views[ranks[0]].exit.kind == "gone" and len(ranks) > 1:
             waiting = {edge.rank for rank in ranks if rank in sinks for edge in context.graph.edges_into(sinks[rank])}
             groups[key] = [rank for rank in ranks if rank in named] or [rank for rank in ranks if rank not in waiting] or ranks
+        if views[ranks[0]].exit.kind == "gone" and named.isdisjoint(groups[key]):
+            blocked = context.blocked_by([sinks[rank] for rank in groups[key] if rank in sinks])
+            groups[key] = sorted({*groups[key], *(gone - set(blocked))})
 
 
 def _is_missed(context: Context, node: Node | None) -> bool:
@@ -108,7 +113,7 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
             context.waiting_behind(waiting, set(blocked) - set(ranks)),
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
-        next_step=death_step(view, frame),
+        next_step=death_step(view, frame) if not undecided else f"look at the output of {ranks_phrase(ranks)}",
         evidence=[f"rank {rank} {views[rank].exit.text}." for rank in peers if not views[rank].exit.refused][:4],
         would_raise_confidence="The system's log (dmesg, the scheduler) may show how it ended; `commlens launch` records it."
         if unseen

@@ -49,6 +49,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
         find_stragglers(context)
     _demote_consequences(context.cases)
     _demote_ended_victims(context)
+    _demote_cut_waits(context)
     context.cases.sort(key=_weight)
     _add_refusals(context)
     return [case.finding for case in context.cases]
@@ -85,6 +86,16 @@ def _demote_consequences(cases: list[Case]) -> None:
                 victims = {*other.finding.victims, *case.finding.victims} - set(other.finding.culprits)
                 other.finding.victims = sorted(victims)
                 break
+
+
+def _demote_cut_waits(context: Context) -> None:
+    """Where ranks disagree and a refusal ended all waits for a rank, it may only have been late."""
+    views = context.job.views
+    if any(case.finding.root_cause and case.mismatch is not None for case in context.cases):
+        for finding in (case.finding for case in context.cases):
+            refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
+            if finding.kind == "missing" and refused and all(refused):
+                finding.root_cause = False
 
 
 def _demote_ended_victims(context: Context) -> None:
