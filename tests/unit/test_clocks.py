@@ -51,6 +51,14 @@ def test_a_clock_that_is_ahead_or_behind_changes_nothing(offset: int) -> None:
     assert diagnose_logs(wrong).explanation == diagnose_logs(right).explanation
 
 
+def test_the_calls_of_a_store_move_with_the_collectives() -> None:
+    log = copied(logs())[0]
+    log.store_wait, log.keys_written = copied(logs())[0].collectives[-1], copied(logs())[0].collectives[:2]
+    before = [op.announced_ns for op in (log.collectives[-1], log.store_wait, *log.keys_written)]
+    _shift(log, 5 * S)
+    assert [op.announced_ns for op in (log.collectives[-1], log.store_wait, *log.keys_written)] == [at + 5 * S for at in before]
+
+
 def test_clocks_that_may_be_right_are_left_alone() -> None:
     right = logs()
     same = copied(right)

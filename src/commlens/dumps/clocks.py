@@ -8,12 +8,12 @@ while the job runs makes no difference: all times of a black box are monotonic, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from commlens.model.collective import ChannelKey, State
+from commlens.model.collective import ChannelKey, Collective, State
 from commlens.model.ops import NEEDS_ALL
 from commlens.model.ranklog import RankLog
 from commlens.text import duration
@@ -97,12 +97,21 @@ def _bounds(ours: _Met, theirs: _Met) -> tuple[int, int] | None:
 
 
 def _shift(log: RankLog, by_ns: int) -> None:
-    for op in (*log.collectives, *log.setups):
+    for op in _ops(log):
         _shift_fields(op, by_ns)
     _shift_fields(log, by_ns)
     _shift_fields(log.observation, by_ns)
     for owner in (log, log.observation):
         owner.stacks = [msgspec.structs.replace(stack, taken_ns=stack.taken_ns + by_ns if stack.taken_ns else 0) for stack in owner.stacks]
+
+
+def _ops(log: RankLog) -> Iterator[Collective]:
+    """Yield the collectives, setups and store calls of a log: all of its fields that hold ops."""
+    for name in log.__struct_fields__:
+        value = getattr(log, name)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Collective):
+                yield each
 
 
 def _shift_fields(struct: Any, by_ns: int) -> None:
