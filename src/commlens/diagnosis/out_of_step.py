@@ -149,17 +149,22 @@ def _sizes(op: Collective) -> tuple[int, ...]:
     return tuple(spec.numel for spec in op.args.inputs)
 
 
+def _kind(op: Collective) -> Hashable:
+    """Return what is equal on ranks that issue the same."""
+    return (op.op, op.step, _sizes(op), line_of(op))
+
+
 def _agree(tracks: Mapping[int, Track], number: int, usual: Collective) -> int:
     """Count the ranks that issued an op like this one under a number."""
-    ops = [op for track in tracks.values() if (op := track.ops.get(number)) is not None]
-    return sum((op.op, op.step, _sizes(op), line_of(op)) == (usual.op, usual.step, _sizes(usual), line_of(usual)) for op in ops)
+    kind = _kind(usual)
+    return sum(_kind(track.ops[number]) == kind for track in tracks.values() if number in track.ops)
 
 
 def _usual_ops(tracks: Mapping[int, Track], numbers: Sequence[int]) -> dict[int, Collective]:
     """Return for each number the op that most of these ranks issued."""
     usual: dict[int, Collective] = {}
     for number in numbers:
-        met = [(op, (op.op, op.step, _sizes(op), line_of(op))) for _, track in sorted(tracks.items()) if (op := track.ops.get(number))]
+        met = [(op, _kind(op)) for _, track in sorted(tracks.items()) if (op := track.ops.get(number))]
         if met:
             [(most, _)] = Counter(value for _, value in met).most_common(1)
             usual[number] = next(op for op, value in met if value == most)
