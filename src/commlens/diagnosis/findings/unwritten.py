@@ -8,6 +8,7 @@ from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.startup_and_exit import MOTIONLESS
 from commlens.diagnosis.store_keys import writes_of_kind
 from commlens.diagnosis.wait_graph import Edge, Node
+from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, key_phrase, op_phrase, ranks_and_verb, ranks_phrase
 
@@ -15,9 +16,9 @@ _OTHERS_MAX = 4
 
 
 def find_skipped_writes(context: Context) -> None:
-    """Find the cycles of a rank that did not write a key, as it did before, and waits for the ranks that wait for the key.
+    """Find the cycles in which ranks wait for a key, and the rank that wrote such keys before waits for these ranks.
 
-    It is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be where they should not be.
+    That rank is to blame if most of the ranks in the cycle wait for the key. Otherwise these may be where they should not be.
     """
     graph, left = context.graph, []
     for component in graph.deadlocks:
@@ -28,16 +29,16 @@ def find_skipped_writes(context: Context) -> None:
         wrote = writes_of_kind(context.job, edges[0].op) if edges else {}
         is_one = len(writers) == 1 and len({edge.instance for edge in edges}) == 1 and writers <= wrote.keys()
         if is_one and len(held) > len(waits) - len(held):
-            _skipped_write(context, min(writers), waits, edges)
+            writer = writers.pop()
+            _skipped_write(context, writer, wrote[writer], waits, edges)
         else:
             left.append(component)
     graph.deadlocks = left
 
 
-def _skipped_write(context: Context, writer: int, waits: list[Node], edges: list[Edge]) -> None:
+def _skipped_write(context: Context, writer: int, write: Collective, waits: list[Node], edges: list[Edge]) -> None:
     op, ranks = edges[0].op, sorted({node.rank for node in waits})
     waiting = sorted({edge.rank for edge in edges})
-    write = writes_of_kind(context.job, op)[writer]
     own = next(context.graph.blocks[node].op for node in waits if node.rank == writer)
     line, place = frame_phrase(write.source) or "an unknown line", frame_phrase(own.source)
     blocked = context.blocked_by(waits)
@@ -80,13 +81,16 @@ def find_unwritten(context: Context, nodes: list[Node]) -> None:
 
 def _others(context: Context, waiting: set[int]) -> str:
     """Say where the ranks are that wait for no key."""
-    places: dict[str, list[int]] = defaultdict(list)
+    waits: dict[str, list[int]] = defaultdict(list)  # by op
+    doing: dict[str, list[int]] = defaultdict(list)
     for rank, view in context.job.views.items():
         if rank not in waiting:
             block = next(iter(view.blocks.values()), None)
-            places[f"in {op_phrase(block.op)}" if block is not None else f"#{context.doing(view).phrase}"].append(rank)
-    parts = [
-        f"{ranks_phrase(ranks)} {place[1:]}" if place.startswith("#") else f"{ranks_and_verb(ranks, 'is', 'are')} {place}"
-        for place, ranks in sorted(places.items(), key=lambda item: item[1])[:_OTHERS_MAX]
-    ]
+            if block is not None:
+                waits[op_phrase(block.op)].append(rank)
+            else:
+                doing[context.doing(view).phrase].append(rank)
+    told = [(ranks, f"{ranks_and_verb(ranks, 'is', 'are')} in {op}") for op, ranks in waits.items()]
+    told += [(ranks, f"{ranks_phrase(ranks)} {phrase}") for phrase, ranks in doing.items()]
+    parts = [text for _, text in sorted(told)[:_OTHERS_MAX]]
     return f"{capital('; '.join(parts))}." if parts else ""
