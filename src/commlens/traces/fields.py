@@ -214,12 +214,13 @@ _EXISTING: Final[dict[str, tuple[str, Callable[[TraceData], list[str]], Callable
 """By field: the field in words, the values that exist in a trace, and whether one of them is meant by a wanted value."""
 
 
-def _values(data: TraceData, name: str, wanted: Any) -> list[Any]:
+def values_in(data: TraceData, name: str, wanted: Any) -> list[Any]:
+    """Return the wanted values, as :func:`wanted_values` does, and the paths under which wanted shared modules are recorded."""
     values = wanted_values(name, wanted)
-    return [*values, *shared_modules(data, values)] if name == "module" else values
+    return [*values, *_shared_modules(data, values)] if name == "module" else values
 
 
-def shared_modules(data: TraceData, wanted: Iterable[Any]) -> list[str]:
+def _shared_modules(data: TraceData, wanted: Iterable[Any]) -> list[str]:
     """Return the paths under which shared modules are recorded that also have a wanted path."""
     paths = [path for path in wanted if isinstance(path, str)]
     shared = (module for module in data.modules if module.other_paths)
@@ -228,7 +229,7 @@ def shared_modules(data: TraceData, wanted: Iterable[Any]) -> list[str]:
 
 def matching(data: TraceData, wanted: dict[str, Any]) -> list[TraceEvent]:
     """Return the events that match one wanted value of every field. A callable receives the field's value."""
-    tests = [(field(name), _values(data, name, value)) for name, value in wanted.items()]
+    tests = [(field(name), values_in(data, name, value)) for name, value in wanted.items()]
 
     def holds(test: Field, values: Iterable[Any], group: ProcessGroup, event: TraceEvent) -> bool:
         return any(bool(value(test.get(group, event))) if callable(value) else test.matches(group, event, value) for value in values)

@@ -88,8 +88,7 @@ class Trace:
             phases = fields.wanted_values("phase", wanted["phase"])
             ops = [op for op in ops if op.phase in phases]
         if "module" in wanted:
-            paths = fields.wanted_values("module", wanted["module"])
-            paths += fields.shared_modules(data, paths)
+            paths = fields.values_in(data, "module", wanted["module"])
             ops = [
                 op for op in ops if any(fields.path_matches(op.site, path) if isinstance(path, str) else op.site == path for path in paths)
             ]
