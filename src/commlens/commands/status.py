@@ -113,17 +113,17 @@ def _print(job: JobStatus, *, everything: bool) -> None:
         print(f"  {line}")
     if not job.needs_attention and not everything:
         return
-    rows = job.rows if everything else fold(job.rows)
-    table = [cells(row) for row in arrange(rows, "rank")]
+    rows = arrange(job.rows if everything else fold(job.rows), "rank")
+    table = [cells(row) for row in rows]
     # A column that says nothing is left out.
     used = [column for column in range(len(HEADINGS)) if any(row[column] for row in table)]
     pids = len(rows) == len(job.rows)
     lines = [tuple(row[column] for column in used) for row in table]
     headings = [HEADINGS[column] for column in used]
     if pids:
-        lines = [(line[0], str(row.pid), *line[1:]) for line, row in zip(lines, arrange(rows, "rank"), strict=True)]
+        lines = [(line[0], str(row.pid), *line[1:]) for line, row in zip(lines, rows, strict=True)]
         headings.insert(1, "pid")
     if len({row.host for row in job.rows}) > 1:
-        lines = [(line[0], row.host, *line[1:]) for line, row in zip(lines, arrange(rows, "rank"), strict=True)]
+        lines = [(line[0], row.host, *line[1:]) for line, row in zip(lines, rows, strict=True)]
         headings.insert(1, "host")
     print_table(lines, headings=headings, indent=2)
