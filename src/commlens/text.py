@@ -17,6 +17,7 @@ TEXT_MAX: Final = 4096
 DEFAULT_LABELS: Final = ("default_pg", "0", "")
 _LONGEST_RANKS: Final = 80  # characters of a set of ranks in a sentence
 _LONGEST_KEY: Final = 60  # characters of a key of the store
+_NUMBER: Final = re.compile(r"\d+")
 _UNCLEAN_JSON: Final = re.compile(rb"\\[bfrtu]|[\x7f]|\xc2[\x80-\x9f]|\xe2\x80[\xa8-\xae]|\xe2\x81[\xa0-\xaf]")
 """Escapes and bytes that may stand for control characters, which a terminal would obey."""
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r")
@@ -243,6 +244,11 @@ def key_phrase(op: Collective) -> str:
     key = op.channel.group.name
     shown = key if len(key) <= _LONGEST_KEY else f"{key[:_LONGEST_KEY]}..."
     return f"key {shown!r}{f' {op.module}' if op.module else ''}"
+
+
+def key_kind(key: str) -> str:
+    """A key of the store with ``#`` for each number: programs number the keys of one kind, ``rate-7`` after ``rate-6``."""
+    return _NUMBER.sub("#", key)
 
 
 def frame_phrase(frame: Frame | None) -> str:

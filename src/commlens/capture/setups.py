@@ -5,7 +5,6 @@ A wait in the store is noted once it lasts, by the watchdog thread. It is remove
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
@@ -18,13 +17,12 @@ from typing import Any
 from commlens.blackbox import layout as L
 from commlens.capture.recorder import Recorder
 from commlens.capture.thread_id import current
-from commlens.text import format_ranks
+from commlens.text import format_ranks, key_kind
 
 _OURS = str(Path(__file__).parent)
 _NOTE_WAIT_AFTER_NS = 500_000_000
 _KEYS_MAX = 64  # kinds of keys that are noted
 _KEY_LENGTH_MAX = 200
-_NUMBER = re.compile(r"\d+")
 
 
 @dataclass
@@ -140,7 +138,7 @@ class Setups:
         if self._depth or not self._inits or self._store_wait is not None:
             return
         for key in keys:
-            kind = _NUMBER.sub("#", str(key)[:_KEY_LENGTH_MAX])
+            kind = key_kind(str(key)[:_KEY_LENGTH_MAX])
             if kind not in self._written and len(self._written) < _KEYS_MAX:
                 self._written.add(kind)
                 self._note("store.set", str(key)[:_KEY_LENGTH_MAX], (), number=1)

@@ -6,14 +6,17 @@ import re
 
 from commlens.diagnosis.index import JobIndex
 from commlens.model.collective import Collective
+from commlens.text import key_kind
 
 _NUMBER = re.compile(r"\d+")
 
 
 def writes_of_kind(job: JobIndex, op: Collective) -> dict[int, Collective]:
     """Return the first write of each rank to a key that is the same but for its numbers."""
-    kind = _kind(op.channel.group.name)
-    return {rank: write for rank, view in job.views.items() for write in view.log.keys_written if _kind(write.channel.group.name) == kind}
+    kind = key_kind(op.channel.group.name)
+    return {
+        rank: write for rank, view in job.views.items() for write in view.log.keys_written if key_kind(write.channel.group.name) == kind
+    }
 
 
 def expected_writer(job: JobIndex, op: Collective) -> int | None:
@@ -37,7 +40,3 @@ def expected_writer(job: JobIndex, op: Collective) -> int | None:
 
 def _waits_for(wait: Collective | None, op: Collective) -> bool:
     return wait is not None and wait.channel.group.name == op.channel.group.name
-
-
-def _kind(key: str) -> str:
-    return _NUMBER.sub("#", key)
