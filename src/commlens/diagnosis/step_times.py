@@ -56,27 +56,33 @@ class StepTimes(msgspec.Struct):
     unknown: list[str] = []  # what is not known, in sentences
 
 
+_Where = tuple[str, str]
+"""The group of a collective, and the place: its module, if it is known, else op and line."""
+
+
 class _Rank:
     """What one rank did in some steps."""
 
     def __init__(self, log: RankLog, window: Span, waits: Iterable[Wait], arrivals: _Arrivals) -> None:
         self.log, self.window = log, window
         self.ops = [op for op in log.collectives if window[0] <= op.announced_ns < window[1]]
-        self._waits = [(wait.op, self._clipped(wait.begin_ns, wait.end_ns)) for wait in waits if wait.begin_ns < window[1]]
-        self._flights = [(op, self._clipped(op.announced_ns, _end(op, log, arrivals))) for op in self.ops if op.channel.device == "cpu"]
-        self._waited = union(span for _, span in self._waits if span[0] < span[1])
+        flights = ((op, op.announced_ns, _end(op, log, arrivals)) for op in self.ops if op.channel.device == "cpu")
+        self._waits = self._inside((wait.op, wait.begin_ns, wait.end_ns) for wait in waits)
+        self._flights = self._inside(flights)
+        self._on_device = [(_where(op), op.duration_ns or 0) for op in self.ops if op.channel.device != "cpu"]
+        self._waited = union(span for _, span in self._waits)
 
-    def _clipped(self, begin: int, end: int) -> Span:
-        return (max(begin, self.window[0]), min(end, self.window[1]))
+    def _inside(self, spans: Iterable[tuple[Collective, int, int]]) -> list[tuple[_Where, Span]]:
+        """Clip spans to the window, and tell to where each belongs: parts are asked for often."""
+        begin, end = self.window
+        return [(_where(op), (max(first, begin), min(last, end))) for op, first, last in spans if max(first, begin) < min(last, end)]
 
-    def part(self, belongs: Callable[[Collective], bool]) -> tuple[int, int, int]:
+    def part(self, belongs: Callable[[_Where], bool]) -> tuple[int, int, int]:
         """Return how long some collectives were waited for, were in flight while nothing was waited for, and took on a device, in ns."""
-        waited = union(span for op, span in self._waits if span[0] < span[1] and belongs(op))
-        flights = union(span for op, span in self._flights if span[0] < span[1] and belongs(op))
-        return (
-            length(waited), length(flights) - length(common(flights, self._waited)),
-            sum(op.duration_ns or 0 for op in self.ops if op.channel.device != "cpu" and belongs(op)),
-        )  # fmt: skip
+        waited = union(span for where, span in self._waits if belongs(where))
+        flights = union(span for where, span in self._flights if belongs(where))
+        on_device = sum(duration for where, duration in self._on_device if belongs(where))
+        return length(waited), length(flights) - length(common(flights, self._waited)), on_device
 
 
 def step_times(logs: Sequence[RankLog]) -> StepTimes:
@@ -174,8 +180,8 @@ def _end(op: Collective, log: RankLog, arrivals: _Arrivals) -> int:
     return min(arrivals.get((op.channel.key, op.sequence_number), op.announced_ns), op.done_ns or op.announced_ns)
 
 
-def _place(op: Collective) -> str:
-    return op.module or f"{op.op} at {frame_phrase(op.source)}".removesuffix(" at ")
+def _where(op: Collective) -> _Where:
+    return group_label(op.channel.group), op.module or f"{op.op} at {frame_phrase(op.source)}".removesuffix(" at ")
 
 
 def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
@@ -183,7 +189,8 @@ def _parts(ranks: Sequence[_Rank], steps: int) -> tuple[list[StepPart], int]:
     ops: dict[str, dict[str, list[tuple[_Rank, Collective]]]] = defaultdict(lambda: defaultdict(list))
     for rank in ranks:
         for op in rank.ops:
-            ops[group_label(op.channel.group)][_place(op)].append((rank, op))
+            group, place = _where(op)
+            ops[group][place].append((rank, op))
     groups: list[tuple[StepPart, list[StepPart]]] = []
     for group, by_place in ops.items():
         calls = [call for each in by_place.values() for call in each]
@@ -201,7 +208,7 @@ def _weight(part: StepPart) -> tuple[float, float]:
 
 def _part(group: str, place: str, calls: Sequence[tuple[_Rank, Collective]], steps: int) -> StepPart:
     taking_part = list({id(rank): rank for rank, _ in calls}.values())
-    found = [rank.part(lambda op: group_label(op.channel.group) == group and (not place or _place(op) == place)) for rank in taking_part]
+    found = [rank.part(lambda where: where[0] == group and place in ("", where[1])) for rank in taking_part]
     each = 1 / steps / len(taking_part)
     payload = sum(payload_bytes(op) for _, op in calls)
     waited, hidden, device = (round(sum(values) * each) for values in zip(*found, strict=True))
