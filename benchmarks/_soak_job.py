@@ -25,7 +25,7 @@ END_S = 45  # how long a launcher may take to end: torchrun gives its workers 30
 NO_FAULT = ("waiting", "healthy", "straggler")
 
 OUTCOMES = {
-    "right": "the rank is named, and no other; a healthy job without a word",
+    "right": "the rank is named, and no other; nobody, if two halves disagree; a healthy job without a word",
     "undecided": "nobody is named, where the evidence does not tell who is wrong",
     "no effect": "the fault changed nothing that could be seen, and the job ended",
     "other kind": "the rank is named, with another kind of fault",
@@ -256,6 +256,8 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
             return "no effect", ""
         return "silence", f"exit status {outcome.exit_status}, {told} verdicts printed"
     named = [verdict for verdict, ranks in zip(faults, blamed, strict=True) if ranks]
+    if not named and truth.culprit < 0:
+        return "right", ""
     if not named:
         return ("undecided", "") if truth.undecided or truth.either else ("unnamed", faults[0]["summary"])
     if not any(verdict["kind"].startswith(truth.kinds) for verdict in named):

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CULPRIT, FAULT_STEP = {culprit}, {fault_step}
+ODD, FAULT_STEP = {odd}, {fault_step}
 
 
 def bad(step):
-    return RANK == CULPRIT and step == FAULT_STEP
+    return RANK in ODD and step == FAULT_STEP
 
 
 def write_pid():
@@ -72,7 +72,7 @@ class Truth:
     """What commlens may say about a program."""
 
     fault: str  # its name; "none"
-    culprit: int = -1
+    culprit: int = -1  # -1: nobody, or the two halves disagree and neither is wrong
     kinds: tuple[str, ...] = ()  # beginnings of the verdict's kind
     undecided: bool = False  # whether the evidence may not tell who is wrong: then naming nobody is right, too
     either: bool = False  # whether one rank too few is another one too many: of two ranks that repeat one piece
@@ -297,17 +297,17 @@ STOPS = {  # name: (source, kinds of the verdict)
 }  # fmt: skip
 
 AT_START = {  # name: (source before init_process_group, source after it)
-    "never-initialises": ("if RANK == CULPRIT: time.sleep(600)", ""),
-    "raises-before-init": ("if RANK == CULPRIT: raise RuntimeError('no such configuration')", ""),
-    "exits-before-init": ("if RANK == CULPRIT: os._exit(2)", ""),
+    "never-initialises": ("if RANK in ODD: time.sleep(600)", ""),
+    "raises-before-init": ("if RANK in ODD: raise RuntimeError('no such configuration')", ""),
+    "exits-before-init": ("if RANK in ODD: os._exit(2)", ""),
     "new-group-order": (
         "",
         "parts = [list(range(SIZE)), [0, 1], [1, 2]]\n"
-        "for part in reversed(parts) if RANK == CULPRIT else parts:\n    dist.new_group(part)",
+        "for part in reversed(parts) if RANK in ODD else parts:\n    dist.new_group(part)",
     ),
-    "new-group-on-some": ("", "if RANK != CULPRIT:\n    dist.new_group([0, 1])\ndist.barrier()"),
-    "mesh-shape": ("", "dist.init_device_mesh('cpu', (SIZE, 1) if RANK == CULPRIT else (2, SIZE // 2))"),
-    "asleep-after-init": ("", "if RANK == CULPRIT: time.sleep(600)"),
+    "new-group-on-some": ("", "if RANK not in ODD:\n    dist.new_group([0, 1])\ndist.barrier()"),
+    "mesh-shape": ("", "dist.init_device_mesh('cpu', (SIZE, 1) if RANK in ODD else (2, SIZE // 2))"),
+    "asleep-after-init": ("", "if RANK in ODD: time.sleep(600)"),
 }  # fmt: skip
 
 
@@ -323,7 +323,7 @@ def generate(seed: int, stall_timeout_s: float) -> Program:
     if all(piece.every > 1 for piece in pieces):
         pieces[0] = replace(pieces[0], every=1)
     load = rng.choice(LOADS).format(third=stall_timeout_s / 3, long=stall_timeout_s * 1.5)
-    style = rng.choice(["none", "none", "stop", "stop", "calls", "calls", "calls", "start", "runner"])
+    style = rng.choice(["none", "none", "stop", "stop", "calls", "calls", "calls", "start", "runner", *["halves"] * (size % 2 == 0)])
     steps = rng.randint(8, 12)
     return _Builder(rng, seed, size, steps, pieces, load).build(style)
 
@@ -334,6 +334,7 @@ class _Builder:
     def __init__(self, rng: random.Random, seed: int, size: int, steps: int, pieces: list[Piece], load: str) -> None:
         self.rng, self.seed, self.size, self.steps, self.pieces, self.load = rng, seed, size, steps, pieces, load
         self.culprit, self.fault_step = -1, -1
+        self.half: list[int] = []  # the ranks that have the fault if it is of one half
         self.odd = (-1, "")  # the piece with a disagreement, and its name
         self.before = self.after = ""
         self.calls = [[f"result += {piece.name}(step, x)"] for piece in pieces]
@@ -341,6 +342,7 @@ class _Builder:
     def build(self, style: str) -> Program:
         truth = {
             "none": self._none, "stop": self._stop, "calls": self._change_calls, "start": self._fail_at_start, "runner": self._signal,
+            "halves": self._part_halves,
         }[style]()  # fmt: skip
         return Program(self.seed, self.size, self._source(truth), truth, tuple(piece.name for piece in self.pieces))
 
@@ -425,6 +427,26 @@ class _Builder:
             silent=change in ("skip", "extra"), either=either,
         )  # fmt: skip
 
+    def _part_halves(self) -> Truth:
+        """Let one half of the ranks do something else in the first step: neither half is known to be wrong."""
+        self.half = self.rng.choice([list(range(self.size // 2)), list(range(self.size // 2, self.size)), list(range(0, self.size, 2))])
+        number = self.rng.randrange(len(self.pieces))
+        piece = self.pieces[number]
+        self.fault_step = piece.every - 1
+        changes = ["skip", "extra", *(name for name in piece.variants if name != "p2p")]
+        at_start = ["new-group-order"] * (self.size > 2) + ["mesh-shape"] * (self.size in (4, 6))
+        change = self.rng.choice(changes + at_start)
+        call = self.calls[number][0]
+        if change in at_start:
+            self.before, self.after = AT_START[change]
+        elif change == "skip":
+            self.calls[number] = [f"if not bad(step):\n    {call}"]
+        elif change == "extra":
+            self.calls[number] = [call, f"if bad(step):\n    {call}"]
+        else:
+            self.odd = number, change
+        return Truth(f"halves: {change}", kinds=("mismatch", "missing", "cycle", "stuck-inside"), silent=change in ("skip", "extra"))
+
     def _resolve(self, number: int, source: str) -> str:
         """Replace ``{odd:a|b:name}``."""
         parts = source.split("{odd:")
@@ -438,7 +460,7 @@ class _Builder:
 
     def _source(self, truth: Truth) -> str:
         rng = self.rng
-        parts = [HEADER.format(culprit=self.culprit, fault_step=self.fault_step, load=self.load)]
+        parts = [HEADER.format(odd=self.half or [self.culprit], fault_step=self.fault_step, load=self.load)]
         parts += [
             f"def {piece.name}(step, x):\n{textwrap.indent(self._resolve(i, piece.step), '    ')}\n" for i, piece in enumerate(self.pieces)
         ]
