@@ -133,6 +133,11 @@ def test_each_rank_returns_its_result(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out.splitlines() == ["[rank 0] trained", "[rank 1] trained"]
 
 
+def children() -> set[int]:
+    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+    return {pid for pid in pids if job_dirs.parent_of(pid) == os.getpid()}
+
+
 @pytest.mark.parametrize(
     ("how", "words"),
     [
@@ -141,14 +146,14 @@ def test_each_rank_returns_its_result(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_a_failure_names_the_rank_and_leaves_nothing(how: str, words: list[str]) -> None:
+    before = children()
     with pytest.raises(RanksFailed) as caught:
         run_on_ranks(train, how, timeout_s=10 if how == "hang" else 60)
     assert caught.value.rank == 1
     text = " ".join(str(caught.value).split())
     for each in words:
         assert " ".join(each.split()) in text, str(caught.value)
-    pids = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-    assert not [pid for pid in pids if job_dirs.parent_of(pid) == os.getpid()]
+    assert not children() - before
 
 
 def killed() -> None:

@@ -101,9 +101,9 @@ class Setups:
     # --- the store
 
     def store_wait_began(self, op: str, keys: Sequence[str]) -> bool:
-        """A thread is about to wait for keys in the store. Return whether to call :meth:`store_wait_ended` after it.
+        """Note that a thread is about to wait for keys in the store. Return whether to call :meth:`store_wait_ended` after it.
 
-        The waits of other threads than the one that called ``init_process_group`` hold up nothing.
+        Only the thread that called ``init_process_group`` counts: while another one waits in the store, the training goes on.
         """
         if self._depth or self._thread != current.id or not keys:
             return False

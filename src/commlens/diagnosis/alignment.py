@@ -208,7 +208,7 @@ def _disagreement(
 
 
 def _may_be_tie(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree) -> bool:
-    """Return whether the majority may be none: ranks have not come yet, or other groups of the kind side with the minority."""
+    """Return whether the majority may not count: ranks that have not come can make it a minority, or others of the kind outvote it."""
     return len(set(met) - set(answer.minority)) * 2 <= len(key[2]) or is_outvoted(job, key, number, answer.minority)
 
 

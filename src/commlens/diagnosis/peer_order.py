@@ -43,7 +43,7 @@ def find_reordered(
 
 
 def odd_among_groups(job: JobIndex, key: ChannelKey, number: int, sides: Sequence[Sequence[int]]) -> set[int]:
-    """Return the ranks of a group that issue under a number what no other group of its kind does, while their peers do what all do.
+    """Return the ranks whose collective no other group of the kind has under this number, if their peers have the one that all others have.
 
     Args:
         job: the indexed ranks.
@@ -60,7 +60,7 @@ def odd_among_groups(job: JobIndex, key: ChannelKey, number: int, sides: Sequenc
 
 
 def is_outvoted(job: JobIndex, key: ChannelKey, number: int, ranks: Collection[int]) -> bool:
-    """Return whether what the majority of a group issued under a number, against these ranks, is no majority of all groups of its kind."""
+    """Return whether these ranks, a minority in their group, are none in all groups of its kind together."""
     own = _votes_of(job, key, number)
     tracks = job.tracks_on(key)
     odd = {_asked(tracks[rank].ops[number]) for rank in ranks if rank in tracks and number in tracks[rank].ops}

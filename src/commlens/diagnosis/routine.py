@@ -82,9 +82,9 @@ def leaves_routine(ops: Sequence[Collective], tokens: Sequence[Hashable], positi
 
 
 def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
-    """Return whether a rank is in a part of the program in which it never was before: then the others may fail to come here.
+    """Return whether a rank has just entered a part of the program where it never was before: then the others may be wrong to stay away.
 
-    That are lines from which it issues for the first time, perhaps several times in a row.
+    It did if its last collectives, up to this one, are all from lines that it issued nothing from before them.
     """
     lines = ops[position].call_lines
     passed = ops[position - 1].call_lines

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import pytest
-
-UPDATE_VARIABLE: Final = "COMMLENS_UPDATE_GOLDEN"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +33,8 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     """Set the variables before any conftest.py imports torch."""
     options = early_config.known_args_namespace
     if options.commlens_update:
+        from commlens.traces.assertions import UPDATE_VARIABLE
+
         os.environ[UPDATE_VARIABLE] = "1"
     if not options.commlens:
         return

@@ -35,18 +35,9 @@ class Rank:
 
     number: int
     process: subprocess.Popen[bytes]
-    folder: Path
+    result_file: Path  # in which it leaves its result
+    output_file: Path  # that receives its output and standard error
     ended_at: float = 0.0  # monotonic; 0: it runs
-
-    @property
-    def result_file(self) -> Path:
-        """The file in which it leaves its result."""
-        return self.folder / f"result{self.number}"
-
-    @property
-    def output_file(self) -> Path:
-        """The file that receives its output and standard error."""
-        return self.folder / f"output{self.number}"
 
     def result(self) -> dict[str, Any]:
         """Return its ``value``, or the text of its ``error``, and ``at``, when that was; of a process that left nothing, how it ended."""
@@ -146,17 +137,17 @@ def _start(number: int, world_size: int, folder: Path, boxes: Path, call: bytes,
     environ |= config.settings_environment(settings) | {config.SWITCH: "1"}
     environ |= {"RANK": str(number), "LOCAL_RANK": str(number), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
     environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    rank = Rank(number, None, folder)  # type: ignore[arg-type]
-    with rank.output_file.open("wb") as output:
+    result_file, output_file = folder / f"result{number}", folder / f"output{number}"
+    with output_file.open("wb") as output:
         # A session of its own: what the rank starts can be ended with it.
-        rank.process = subprocess.Popen(
-            [sys.executable, "-m", "commlens.testing.rank_process", str(rank.result_file), str(folder / "meeting"), str(timeout_s)],
+        process = subprocess.Popen(
+            [sys.executable, "-m", "commlens.testing.rank_process", str(result_file), str(folder / "meeting"), str(timeout_s)],
             stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, env=environ, start_new_session=True,
         )  # fmt: skip
-    assert rank.process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), rank.process.stdin as stdin:  # it has ended: _wait says how
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:  # it has ended: _wait says how
         pickle.dump((os.getpid(), [path or os.getcwd() for path in sys.path], call), stdin)  # noqa: PTH109
-    return rank
+    return Rank(number, process, result_file, output_file)
 
 
 def _wait(ranks: Sequence[Rank], job: Path, timeout_s: float) -> RanksFailed | None:

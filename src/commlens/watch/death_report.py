@@ -45,10 +45,10 @@ def report_death(
     verdict = reporter.diagnose()
     ranks = ranks_phrase([*(member.rank for member in dead), *elsewhere])
     was_killed = any(member.ending is not None and member.ending.signal for member in dead)
-    known = (
-        {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())} if earlier is not None and earlier.is_fault else set()
-    )
-    are_victims = {member.rank for member in dead} <= known
+    waiting: set[int] = set()
+    if earlier is not None and earlier.is_fault:
+        waiting = {*earlier.victims, *(earlier.culprits if earlier.kind == "cycle" else ())}
+    are_victims = {member.rank for member in dead} <= waiting
     if dead and are_victims and not was_killed:
         error = next((f" ({each.exception})" for each in reporter.logs if each.rank == dead[0].rank and each.exception), "")
         reporter.tell(f"{ranks} gave up waiting{error}; the verdict above stands.")

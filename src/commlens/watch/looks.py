@@ -23,11 +23,11 @@ class Look(msgspec.Struct, frozen=True):
 
 
 class Looks:
-    """The looks at this node's ranks.
+    """Takes and keeps this node's answers to ``commlens status``.
 
     Args:
-        take: returns packed evidence; called in a thread of its own.
-        ready: called when there is an answer.
+        take: returns this node's evidence, packed; called in a thread of its own, because it takes a while.
+        ready: called in that thread when the answer is there.
     """
 
     def __init__(self, take: Callable[[], bytes], ready: Callable[[], None]) -> None:
