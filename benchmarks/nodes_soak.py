@@ -1,6 +1,7 @@
 """Run scenarios on emulated nodes with random kills of launchers, nodes and cables, and count right, wrong and missing verdicts.
 
     python benchmarks/nodes_soak.py [--minutes 30] [--nodes 4] [--per-node 2] [--seed 1] [--keep FOLDER] [--write]
+    python benchmarks/nodes_soak.py --each --nodes 2 --per-node 4      every scenario once, and nothing is killed
 
 A verdict is wrong if it blames a rank that is not at fault: of the scenario, or of a node that was killed. Nobody is at fault for a
 cable that was pulled. Needs root, for network namespaces. The runs that are not right keep their folder.
@@ -113,12 +114,13 @@ def disturb(event: str, made: list[Node], rng: random.Random, began: float) -> N
     return hit
 
 
-def run(number: int, seed: int, folder: Path, count: int, per_node: int) -> tuple[str, str, Outcome]:
-    """Run one job. Returns the scenario, the event and the outcome."""
-    rng = random.Random(seed * 1000 + number)
-    world = count * per_node
-    names = [each for each in SCENARIOS if each.name not in LEFT_OUT and world in each.worlds and each.impossible() is None]
-    scenario, event = rng.choice(names), rng.choice(EVENTS)
+def scenarios_of(world: int) -> list[Scenario]:
+    """Return the scenarios that run with this many ranks."""
+    return [each for each in SCENARIOS if each.name not in LEFT_OUT and world in each.worlds and each.impossible() is None]
+
+
+def run(scenario: Scenario, event: str, rng: random.Random, folder: Path, count: int, per_node: int) -> Outcome:
+    """Run one job, and disturb it at a random moment."""
     with nodes(count, folder) as made:
         began = time.monotonic()
         launch(
@@ -130,7 +132,7 @@ def run(number: int, seed: int, folder: Path, count: int, per_node: int) -> tupl
         wait([node for node in made if node is not hit], max(1.0, began + JOB_S - time.monotonic()))
         time.sleep(2)
         word, why = judge(scenario, event, hit, made, per_node)
-        return scenario.name, event, Outcome(word, why, leftovers(made, hit))
+        return Outcome(word, why, leftovers(made, hit))
 
 
 def main() -> None:
@@ -140,22 +142,26 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=4)
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--each", action="store_true", help="run every scenario once, and kill nothing")
     parser.add_argument("--only", type=int, help="run this number only, and keep its folder")
     parser.add_argument("--keep", type=Path, default=Path("nodes-soak"), help="folder of the runs that were not right")
     parser.add_argument("--write", action="store_true", help="write the table into docs/nodes.md")
     asked = parser.parse_args()
+    choices = scenarios_of(asked.nodes * asked.per_node)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     end, number, left = time.monotonic() + 60 * asked.minutes, asked.only or 0, 0
-    while time.monotonic() < end:
+    while number < len(choices) if asked.each else time.monotonic() < end:
+        rng = random.Random(asked.seed * 1000 + number)
+        scenario, event = (choices[number], "none") if asked.each else (rng.choice(choices), rng.choice(EVENTS))
         folder = (asked.keep / f"run{number}").resolve()
         shutil.rmtree(folder, ignore_errors=True)
-        name, event, outcome = run(number, asked.seed, folder, asked.nodes, asked.per_node)
-        kind = "a healthy job" if name.startswith(("healthy", "slow", "expect")) else "a fault"
+        outcome = run(scenario, event, rng, folder, asked.nodes, asked.per_node)
+        kind = "a healthy job" if scenario.fault is None else "a fault"
         words = {"none": "", "launcher": ", a launcher killed", "reporter": ", the first launcher killed", "node": ", a node killed",
                  "cable": ", a cable pulled"}  # fmt: skip
         counts[kind + words[event]][outcome.word] += 1
         left += len(outcome.left)
-        print(f"{number:3} {outcome.word:5} {name:24} {event:9} {outcome.why} {'; '.join(outcome.left)}", flush=True)
+        print(f"{number:3} {outcome.word:5} {scenario.name:24} {event:9} {outcome.why} {'; '.join(outcome.left)}", flush=True)
         if outcome.word == "right" and not outcome.left and asked.only is None:
             shutil.rmtree(folder, ignore_errors=True)
         if asked.only is not None:
