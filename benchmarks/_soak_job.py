@@ -238,6 +238,8 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
     faults = [verdict for verdict in outcome.verdicts if verdict["kind"] not in NO_FAULT]
     told = len(re.findall(r"^(?:\[.*\]:)?VERDICT", outcome.text, re.MULTILINE))
     if truth.fault == "none":
+        if bare is not None and "terminate called" in bare.text and _crashed_on_exit(outcome, faults):
+            return "right", ""
         if told or faults:
             return "false word", "; ".join(verdict["summary"] for verdict in faults)
         if bare is not None and bare.exit_status == 0 and (outcome.exit_status, _results(outcome)) != (bare.exit_status, _results(bare)):
@@ -263,6 +265,12 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
     if not any(verdict["kind"].startswith(truth.kinds) for verdict in named):
         return "other kind", named[0]["summary"]
     return "right", ""
+
+
+def _crashed_on_exit(outcome: Outcome, faults: list[dict[str, Any]]) -> bool:
+    """Return whether the only verdict is on a rank that torch crashed on exit, after all had printed their results."""
+    words = [verdict["summary"].endswith("while it was exiting") for verdict in faults]
+    return words == [True] and len(_results(outcome)) == outcome.program.size
 
 
 def _blamed(verdict: dict[str, Any]) -> set[int]:

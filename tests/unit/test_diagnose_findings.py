@@ -406,6 +406,39 @@ def test_a_rank_that_fails_because_a_peer_finished_is_a_victim() -> None:
     assert [finding.culprits for finding in verdict.findings if finding.root_cause] == [[2]]
 
 
+def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
+    """Rank 3 left out a step and is still exiting when its closed connections have ended the others."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(7 if rank == 3 else 8):
+            yield all_reduce(job.world, line=40)
+            yield Step()
+
+    job = Job(4).run(program)
+    logs = job.logs()
+    for log in logs[:3]:
+        failed = log.collectives[-1]
+        failed.state, failed.error = State.FAILED, "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"
+        log.exception, log.observation = f"RuntimeError: {failed.error}", Observation(End.FAILED, 1, ended_ns=job.now)
+    logs[3].closed, logs[3].observation = True, Observation(End.RUNNING)
+    logs[3].captured_ns = logs[3].heartbeat_ns = job.now
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == ("missing", "finished", [3], "high")
+    assert "waited" in verdict.explanation and "until it failed" in verdict.explanation
+
+
+@pytest.mark.parametrize(("left", "said"), [(False, "destroy_process_group"), (True, "look at the output of rank 1")])
+def test_a_crash_while_exiting(left: bool, said: str) -> None:
+    job = Job(2).run(training(at(-1, 0)))
+    logs = job.logs()
+    for log in logs:
+        log.closed, log.observation, log.left = True, Observation(End.CLEAN, 0), left
+    logs[1].observation = Observation(End.KILLED, signal="SIGABRT", ended_ns=job.now)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits, verdict.summary) == ("dead", [1], "rank 1 died of SIGABRT while it was exiting")
+    assert said in verdict.next_step
+
+
 @pytest.mark.parametrize("readable", [0, 6])
 def test_a_rank_whose_newest_records_are_unreadable_may_have_arrived(readable: int) -> None:
     logs = Job(4).run(training(at(2, 5, SLEEP))).logs()

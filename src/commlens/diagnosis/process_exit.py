@@ -18,6 +18,8 @@ Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
 """``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed out. ``terminated``: the launcher or a
 user stopped it. ``gone``: it ended, and how is unknown. ``leaving``: it said goodbye but still exists, so its exit status is unknown."""
 
+CRASHES = ("SIGABRT", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
+"""Signals by which a process ends because of an error in it."""
 _TERMINATION_SIGNALS = frozenset({"SIGTERM", "SIGINT", "SIGHUP"})
 _TERMINATION_CODES = frozenset({143, 130, 129, -15, -2, -1})
 _LATE_KILL_NS = 5_000_000_000
@@ -121,6 +123,8 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
         return ProcessExit("own" if log.observation.ended_alone else "terminated", "killed", at, f"was ended by {signal}")
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
         return ProcessExit("peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}")
+    if log.closed and signal in CRASHES:
+        return ProcessExit("own", "killed", at, f"died of {signal} while it was exiting")
     return ProcessExit("own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV"))
 
 

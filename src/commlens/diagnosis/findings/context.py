@@ -80,16 +80,17 @@ class Context:
 
     def waiting(self, edges: Sequence[Edge]) -> str:
         """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``; lines that differ are listed."""
-        by_line: dict[tuple[str, str], list[int]] = defaultdict(list)
+        by_line: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
         for edge in edges:
-            by_line[frame_phrase(edge.op.source), args_phrase(edge.op)].append(edge.rank)
-        same_args = len({args for _, args in by_line}) == 1
+            by_line[frame_phrase(edge.op.source), args_phrase(edge.op), edge.op.state is State.FAILED].append(edge.rank)
+        same_args = len({args for _, args, _ in by_line}) == 1
         parts = []
-        for (line, args), ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
+        for (line, args, failed), ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
             waited = self.longest_wait(ranks)
             length = f" for {duration(waited)}" if waited >= self.job.stalled_after_ns else ""
             about = (f" at {line}" if line else "") + (f", {args}" if args and not same_args else "")
-            parts.append(f"{ranks_and_verb(ranks, 'has', 'have')} been waiting{length}{about}")
+            did = "waited" if failed else f"{verb(ranks, 'has', 'have')} been waiting"
+            parts.append(f"{ranks_phrase(ranks)} {did}{length}{about}{', until it failed' * failed}")
         args = args_phrase(edges[0].op)
         return capital("; ".join(parts)) + (f", {args}." if args and same_args else ".")
 

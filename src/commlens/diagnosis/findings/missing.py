@@ -57,8 +57,7 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
     for node in nodes:
         doing = context.doing(context.job.views[node.rank])
         first = most_waited(context.graph.edges_into(node))
-        # After strict verification has given up waiting, a rank that works is too late.
-        in_time = doing.works and not is_refusal(first.op.error) and not _is_too_long(context, node, doing)
+        in_time = doing.works and not _is_too_late(doing, first.op) and not _is_too_long(context, node, doing)
         groups[(first.instance, in_time, doing.why, doing.frame)].append((node, doing))
     for (_, works, _, _), members in sorted(groups.items(), key=lambda item: [m[0] for m in item[1]]):
         absent = [node for node, _ in members]
@@ -74,6 +73,11 @@ def find_missing(context: Context, nodes: list[Node]) -> None:
             _waiting(context, absence, blocked=len(context.blocked_by(absent[:1])))
         else:
             _missing(context, absence)
+
+
+def _is_too_late(doing: Activity, op: Collective) -> bool:
+    """Return whether the wait for a rank is over: strict verification gave up, or it failed while the rank was shutting down."""
+    return is_refusal(op.error) or (doing.why == "finished" and op.state is State.FAILED)
 
 
 def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
@@ -104,7 +108,7 @@ def _missing(context: Context, absence: Absence) -> None:
     lead = f"Like all of {ranks_phrase(ranks)}, " if len(ranks) > 1 and not alone else ""
     holders, lock_step = _lock_holders(context, absence)
     evidence = _signs(absence) + holders
-    too_long = doing.works and not is_refusal(op.error)
+    too_long = doing.works and not _is_too_late(doing, op)
     gap = longest_gap_ns(view.log)
     if too_long and gap:
         evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")

@@ -8,11 +8,11 @@ from commlens.diagnosis.activity import DEBUGGED, Activity
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.call_paths import Path
 from commlens.diagnosis.index import RankView
+from commlens.diagnosis.process_exit import CRASHES
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, joined, key_phrase, ranks_phrase, verb
 
 _HOSTS_MAX = 4
-_CRASHES = ("SIGBUS", "SIGFPE", "SIGILL", "SIGSYS", "SIGTRAP")
 
 
 def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = None) -> str:
@@ -135,7 +135,9 @@ def death_step(view: RankView, frame: Frame | None) -> str:
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
     if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
-    if end.why == "killed" and (end.suggests_mismatch or end.text.endswith(_CRASHES)):
+    if end.why == "killed" and view.log.closed and not view.log.left and any(signal in end.text for signal in CRASHES):
+        return f"call destroy_process_group at the end of the program: without it, threads of the process groups can crash {rank} on exit"
+    if end.why == "killed" and any(signal in end.text for signal in CRASHES):
         return f"look at the output of {rank} before it {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
     if end.why == "killed":
         where = f" ({line})" if line else ""
