@@ -812,10 +812,10 @@ waits, so some faults that are prevented here are only detected there. `python t
   Once the first rank has ended, they print the same message from commlens's thread or end with their own error.
 - **not refused**: the ranks' arguments do not differ.
 
-Rooted operations (broadcast, reduce, scatter, gather) can complete on some ranks before others have arrived. A rank waits only a second for
-ranks that it does not need, and does not wait again after that was in vain; a mismatch that shows up later is detected, not prevented. The
-same holds for async operations and for those that libraries issue: the last rank to arrive finds the fault. The last column says whether
-the group is usable afterwards.
+Rooted operations (broadcast, reduce, scatter, gather) can complete on some ranks before others have arrived. For ranks
+that it does not need, a rank waits only a second, and not at all after one such wait in vain; a mismatch that shows up later is detected,
+not prevented. The same holds for async operations and for those that libraries issue: the last rank to arrive finds the fault.
+The last column says whether the group is usable afterwards.
 """
 
 
