@@ -169,7 +169,7 @@ class Harness:
                 settings,
                 say=lambda what: result.said.append((time.time(), what)),
                 workers=lambda: workers,
-                end_job=lambda: kill(pids, signal.SIGTERM),
+                end_job=lambda _: kill(pids, signal.SIGTERM),
             )
             thread = threading.Thread(target=watcher.run, name="watcher")
             thread.start()

@@ -107,14 +107,16 @@ def test_a_death_is_reported_before_torchruns_own_report(bench: Bench, how: str)
     assert bench.boxes_left == []
 
 
-def test_a_stall_is_reported_in_time_and_aborted(bench: Bench) -> None:
-    program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "sleep")
+def test_a_stall_is_reported_in_time_and_aborted(bench: Bench, tmp_path: Path) -> None:
+    error_file = tmp_path / "error.json"
+    program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "sleep", TORCHELASTIC_ERROR_FILE=str(error_file))
     stalled = program.until("training")
     told = program.until("VERDICT", stream="err")
     assert 1.5 < told - stalled < 4.5, program.report()
     assert program.end() != 0
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
     assert program.error.count("VERDICT") == 1
+    assert json.loads(error_file.read_text())["message"]["message"].startswith("VERDICT  rank 1 never reached")
     assert bench.dumped == ["rank0", "rank1"]
     assert bench.boxes_left == []
 

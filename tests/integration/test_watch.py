@@ -61,7 +61,7 @@ def test_switched_on_by_the_environment(bench: Bench) -> None:
 def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> None:
     environ = {"COMMLENS_STALL_TIMEOUT": "2"}
     if how == "the environment":
-        program = bench.torchrun("train.py", "sleep", COMMLENS="1", **environ)
+        program = bench.torchrun("train.py", "sleep", COMMLENS="1", COMMLENS_ON_STALL="abort", **environ)
     else:
         if how.endswith("point"):
             environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -70,8 +70,13 @@ def test_a_stall_is_reported_by_a_detached_watcher(bench: Bench, how: str) -> No
     told = program.until("VERDICT", stream="err")
     assert 1.5 < told - stalled < 4.5, program.report()
     assert "rank 1" in next(line for line in program.err if "VERDICT" in line)
-    os.kill(program.process.pid, signal.SIGTERM)
-    program.end()
+    if how == "the environment":
+        assert program.end() != 0
+        summary = " ".join(program.error.rpartition("Root Cause")[2].split())
+        assert "rank : 1" in summary and "VERDICT rank 1 never reached" in summary, program.report()
+    else:
+        os.kill(program.process.pid, signal.SIGTERM)
+        program.end()
     assert gone(bench)
     assert bench.boxes_left == []
     assert bench.dumped == ["rank0", "rank1"]

@@ -68,7 +68,7 @@ class Job:
         self.times.append(time.monotonic())
 
     def watch(
-        self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[], None] | None = None, **changed: object
+        self, workers: Callable[[], list[Worker]] | None = None, end_job: Callable[[str], None] | None = None, **changed: object
     ) -> None:
         settings = Settings(**({"stall_timeout": 0.6, "dump_dir": str(self.dumps)} | changed))  # type: ignore[arg-type]
         self.watcher = Watcher([self.folder], settings, say=self.say, diagnose=diagnose, workers=workers, end_job=end_job)

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import json
 import multiprocessing
 import os
 import re
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from commlens import error_file
 from commlens.blackbox import layout as L
 from commlens.errors import DistributedOperationException
 
@@ -32,7 +30,7 @@ def record_exception(writer: Any, kind: type[BaseException], error: BaseExceptio
     text = f"{kind.__name__}: {told[:500]}" if told else kind.__name__
     writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     if refusal is not None:
-        _write_error_file(str(refusal))
+        error_file.write(os.environ, str(refusal))
 
 
 def hook(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
@@ -116,12 +114,3 @@ def _refusal_in(error: BaseException) -> BaseException | None:
             return seen
         seen = seen.__cause__ or seen.__context__
     return None
-
-
-def _write_error_file(text: str) -> None:
-    """Write the file that torchelastic's summary of failures shows, which otherwise only a decorated ``main`` writes."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path and not Path(path).exists():
-        content = {"message": {"message": text, "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))}}}
-        with contextlib.suppress(OSError):
-            Path(path).write_text(json.dumps(content), encoding="utf-8")

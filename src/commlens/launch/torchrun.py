@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commlens import error_file
 from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import MissingDependency
@@ -79,12 +80,12 @@ def launch(argv: Sequence[str]) -> int:
     from torch.distributed.run import run
 
     failures: dict[int, tuple[int, int]] = {}
-    was_aborted = False
+    was_aborted, why_aborted = False, ""
 
-    def end_job() -> None:
+    def end_job(why: str) -> None:
         """End the workers, as torchrun does on SIGTERM. The verdict says why, so torchrun's own report is left out."""
-        nonlocal was_aborted
-        was_aborted = True
+        nonlocal was_aborted, why_aborted
+        was_aborted, why_aborted = True, why
         logging.disable(logging.WARNING)
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -106,6 +107,7 @@ def launch(argv: Sequence[str]) -> int:
                 raise
     except Exception as error:
         if was_aborted:
+            error_file.write(os.environ, why_aborted, overwrite=True)  # torchrun has written that it was ended by SIGTERM
             return 1
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
@@ -195,7 +197,7 @@ def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[], None]) -> Iterator[None]:
+def _watching(settings: Settings, failures: Mapping[int, tuple[int, int]], end_job: Callable[[str], None]) -> Iterator[None]:
     """Run a watcher in a thread while the job runs, and let it report before torchrun does."""
     # One memory-backed folder may be reached by two names (/run/shm is often a link to /dev/shm).
     roots = list(dict.fromkeys(root.resolve() for root in job_dirs.box_roots(settings.box_dir)))

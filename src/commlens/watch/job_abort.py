@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from commlens import error_file
 from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.watch.nodes import Nodes
@@ -27,11 +28,11 @@ class JobAbort:
         roster: the ranks of this node.
         nodes: the job's other nodes.
         reporter: prints why.
-        end_job: ends the job as the launcher does; None: the ranks are sent SIGTERM.
+        end_job: ends the job as the launcher does, given the verdict in words; None: the ranks are sent SIGTERM.
         launched: a launcher started the ranks, with or without a black box.
     """
 
-    def __init__(self, roster: Roster, nodes: Nodes, reporter: Reporter, end_job: Callable[[], None] | None, *, launched: bool) -> None:
+    def __init__(self, roster: Roster, nodes: Nodes, reporter: Reporter, end_job: Callable[[str], None] | None, *, launched: bool) -> None:
         self._roster = roster
         self._nodes = nodes
         self._reporter = reporter
@@ -49,16 +50,18 @@ class JobAbort:
             self._reporter.say(f"the job goes on, although {setting} is set to abort: {doubt}.")
             return False
         self._reporter.tell(f"ending the job, because {setting} is set to abort.", abort=True)
-        self.begin()
+        self.begin(verdict)
         return True
 
-    def begin(self) -> None:
-        """End this node's ranks."""
+    def begin(self, verdict: Verdict | None = None) -> None:
+        """End this node's ranks because of a verdict, which goes into their error files; None: another node has it."""
         self.has_begun = True
         self._kill_at = time.monotonic() + KILL_AFTER_S
         if self._end_job is not None:
-            self._end_job()
+            self._end_job("" if verdict is None else str(verdict))
         else:
+            if verdict is not None:
+                self._write_error_files(verdict)
             self._signal_ranks(signal.SIGTERM)
 
     def kill_late_ranks(self) -> None:
@@ -66,6 +69,12 @@ class JobAbort:
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self._kill_at = None
             self._signal_ranks(signal.SIGKILL)
+
+    def _write_error_files(self, verdict: Verdict) -> None:
+        """Let torchrun's summary show the verdict as the error of the culprits, or of all ranks if none of them is on this node."""
+        members = [member for member in self._roster.current() if member.alive and member.here]
+        for member in [member for member in members if member.rank in verdict.culprits] or members:
+            error_file.write(process.environment(member.pid), str(verdict))
 
     def _signal_ranks(self, number: signal.Signals) -> None:
         for member in self._roster.current():

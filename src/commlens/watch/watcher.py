@@ -65,7 +65,8 @@ class Watcher:
         settings: stall_timeout, on_stall, dump_dir and so on.
         say: prints a line or a verdict; by default to stderr.
         workers: the ranks that the launcher started, with or without a box.
-        end_job: ends the job as the launcher does (``on_stall: abort``); ranks that are still alive 5 s later are killed.
+        end_job: ends the job as the launcher does (``on_stall: abort``), given the verdict in words.
+            Ranks that are still alive 5 s later are killed.
         diagnose: makes a verdict of logs; by default :func:`commlens.diagnosis.examine.diagnose_logs`.
     """
 
@@ -76,7 +77,7 @@ class Watcher:
         *,
         say: Say | None = None,
         workers: Workers | None = None,
-        end_job: Callable[[], None] | None = None,
+        end_job: Callable[[str], None] | None = None,
         diagnose: Diagnose | None = None,
     ) -> None:
         self.folders = list(folders)
