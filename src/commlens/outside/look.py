@@ -58,7 +58,7 @@ def look_at(job: FoundJob, *, window_s: float = WINDOW_S, native: bool = False, 
         EvidenceError: no process may be read.
     """
     if pyspy.find() is None:
-        raise MissingDependency("commlens attach reads stacks with py-spy, which is not installed: pip install commlens[stacks]")
+        raise MissingDependency("commlens attach reads stacks with py-spy, which is not installed: pip install 'commlens[stacks]'")
     observer = Observer(window_s + 5.0, use_py_spy=False)
     for one in job.ranks:
         observer.add(one.pid, one.start_ticks)

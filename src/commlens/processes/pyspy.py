@@ -53,7 +53,7 @@ def dump(pid: int, *options: str, timeout_s: float, why_refused: Callable[[str],
     """
     program = find()
     if program is None:
-        return None, "py-spy is not installed: `pip install commlens[stacks]`"
+        return None, "py-spy is not installed: `pip install 'commlens[stacks]'`"
     command = [program, "dump", "--json", "--full-filenames", "--pid", str(pid), *options]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False)
