@@ -3,15 +3,11 @@
 ``nn.Module.__call__`` is wrapped while a tracker is installed. The wrapper encloses the module's own hooks, in which tensor-parallel plans
 communicate, and is left through ``finally`` if the module raises. No hook is registered and no tensor is touched.
 
-Backward: autograd numbers its nodes per thread in the order of creation. Each call remembers the numbers assigned during the call. The
-running node belongs to the innermost call that covers its number.
-
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
 
-import bisect
 import collections
 import functools
 import itertools
@@ -20,7 +16,6 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,94 +25,11 @@ from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Phase
+from commlens.tracing.module_calls import FIRST_ACCUMULATION, CallTable, ModuleCall, ModuleRow, ThreadCalls, current_node, next_number
 
 log = logging.getLogger("commlens")
 
-current_node: Callable[[], Any] = torch._C._current_autograd_node
-_next_number: Callable[[], int] = torch.autograd._get_sequence_nr
-FIRST_ACCUMULATION = 2**63
-"""Nodes with this number or a higher one accumulate gradients; no forward made them."""
-_KEPT_CALLS = 100_000
 _FORWARD, _BACKWARD, _RECOMPUTATION, _OUTSIDE = Phase.FORWARD, Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OUTSIDE
-
-
-class ModuleRow:
-    """A module under one path: one row for all its calls."""
-
-    __slots__ = ("__weakref__", "calls", "children", "index", "parent", "path", "recomputed", "ref", "type")
-
-    def __init__(self, index: int, path: str, module: Module, parent: ModuleRow | None) -> None:
-        kind = type(module)
-        self.index = index
-        self.path = path
-        self.type = f"{kind.__module__}.{kind.__qualname__}"
-        self.calls = 0
-        self.recomputed = 0
-        self.parent = parent  # of its first call
-        self.ref = weakref.ref(module)
-        self.children: dict[int, ModuleRow] = {}  # by id of the module called inside this one
-
-
-@dataclass(slots=True, eq=False)
-class ModuleCall:
-    """One call of a module."""
-
-    row: ModuleRow
-    number: int  # counts the module's calls from 1; recomputations are counted separately
-    parent: ModuleCall | None
-    recomputed_by: int | None  # number of the autograd node that recomputes it, else None
-    start: int
-    wrapper: bool  # a call of a wrapper, such as torch.compile(module)'s result, which may call the module itself
-    end: int | None = None  # None while it is running
-
-
-class _CallTable:
-    """One thread's calls that made autograd nodes, by the first number they could have assigned."""
-
-    __slots__ = ("_step_start", "calls", "starts")
-
-    def __init__(self) -> None:
-        self.starts: list[int] = []
-        self.calls: list[ModuleCall] = []
-        self._step_start = 0  # index of the first call since the last step
-
-    def add(self, call: ModuleCall) -> None:
-        if len(self.calls) >= _KEPT_CALLS:
-            self._forget(_KEPT_CALLS // 2)
-        self.starts.append(call.start)
-        self.calls.append(call)
-
-    def close(self, number: int | None = None) -> None:
-        """Stop following running calls: nodes from ``number`` on are not attributed to them."""
-        for call in self.calls:
-            if call.end is None:
-                call.end = self.starts[-1] if number is None else number
-
-    def drop_last(self) -> None:
-        del self.starts[-1], self.calls[-1]
-
-    def find(self, number: int) -> ModuleCall | None:
-        at = bisect.bisect_right(self.starts, number) - 1
-        call = self.calls[at] if at >= 0 else None
-        while call is not None and call.end is not None and call.end <= number:
-            call = call.parent
-        return call
-
-    def step_ended(self) -> None:
-        """Keep only the last step: graphs rarely outlive two optimizer steps."""
-        self._forget(self._step_start)
-        self._step_start = len(self.calls)
-
-    def _forget(self, count: int) -> None:
-        del self.starts[:count], self.calls[:count]
-        self._step_start = max(0, self._step_start - count)
-
-
-class _ThreadState(threading.local):
-    def __init__(self, tables: list[_CallTable]) -> None:
-        self.stack: list[ModuleCall] = []
-        self.table = _CallTable()
-        tables.append(self.table)
 
 
 class ModuleTracker:
@@ -127,8 +39,8 @@ class ModuleTracker:
         self.rows: list[ModuleRow] = []
         self.on_enter: list[Callable[[ModuleCall, Module], Any]] = []
         self.on_leave: list[Callable[[ModuleCall], None]] = []
-        self._tables: list[_CallTable] = []
-        self._thread = _ThreadState(self._tables)
+        self._tables: list[CallTable] = []
+        self._thread = ThreadCalls(self._tables)
         self._by_path: dict[tuple[int, str], ModuleRow] = {}  # by id of the module, and path
         self._roots: list[ModuleRow] = []
         self._class_names: dict[str, int] = {}  # number of roots per class
@@ -156,10 +68,10 @@ class ModuleTracker:
                 _unwrap_call()
             if self._tables and self._tables not in _earlier_tables:
                 _earlier_tables.appendleft(self._tables)  # their backward may run under another tracker
-        self._thread.table.close(_next_number())
+        self._thread.table.close(next_number())
         for table in list(self._tables):
             table.close()
-        self._thread = _ThreadState(self._tables)
+        self._thread = ThreadCalls(self._tables)
 
     def step_ended(self) -> None:
         """Drop calls that only the ended optimizer step's backward needed."""
@@ -201,7 +113,7 @@ class ModuleTracker:
                 number = row.calls = row.calls + 1
             else:
                 number = row.recomputed = row.recomputed + 1
-            call = ModuleCall(row, number, parent, recomputed_by, _next_number(), wrapper)
+            call = ModuleCall(row, number, parent, recomputed_by, next_number(), wrapper)
             thread.table.add(call)
             stack.append(call)
             for listener in self.on_enter:
@@ -223,7 +135,7 @@ class ModuleTracker:
                     return
                 del stack[stack.index(call) + 1 :]
             stack.pop()
-            call.end = _next_number()
+            call.end = next_number()
             if call.end == call.start and table.calls and table.calls[-1] is call:
                 table.drop_last()  # no node was made: inference
             for listener in self.on_leave:
@@ -392,7 +304,7 @@ _WRAPPERS = (DistributedDataParallel, DataParallel)
 # --- the wrapper around nn.Module.__call__
 
 _trackers: tuple[ModuleTracker, ...] = ()
-_earlier_tables: collections.deque[list[_CallTable]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
+_earlier_tables: collections.deque[list[CallTable]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
 _lock = threading.Lock()
 _wrapped: list[tuple[Any, Any]] = []  # at most one pair: the installed wrapper and the original
 

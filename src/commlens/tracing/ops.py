@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.tracing.modules import FIRST_ACCUMULATION, ModuleCall, ModuleRow, ModuleTracker, current_node
+from commlens.tracing.module_calls import FIRST_ACCUMULATION, ModuleCall, ModuleRow, current_node
+from commlens.tracing.modules import ModuleTracker
 from commlens.tracing.packets import FUNCTIONAL, functional_scope, public_packet, split_name
 from commlens.tracing.raw_event import RawEvent
 

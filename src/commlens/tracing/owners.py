@@ -13,7 +13,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Owner
-from commlens.tracing.modules import ModuleCall, ModuleRow, ModuleTracker
+from commlens.tracing.module_calls import ModuleCall, ModuleRow
+from commlens.tracing.modules import ModuleTracker
 from commlens.tracing.stacks import StackInfo, local_values
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from commlens.model.trace import Cause, Owner, Phase
 from commlens.tap.interned_args import InternedArgs
-from commlens.tracing.modules import ModuleCall
+from commlens.tracing.module_calls import ModuleCall
 from commlens.tracing.stacks import StackInfo
 
 

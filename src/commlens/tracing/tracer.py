@@ -29,7 +29,8 @@ from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
 from commlens.tracing.causes import Causes
 from commlens.tracing.mesh_dims import name_mesh_dims
-from commlens.tracing.modules import ModuleRow, ModuleTracker, current_node
+from commlens.tracing.module_calls import ModuleRow, current_node
+from commlens.tracing.modules import ModuleTracker
 from commlens.tracing.owners import Owners
 from commlens.tracing.packets import functional_scope
 from commlens.tracing.parameters import Parameters

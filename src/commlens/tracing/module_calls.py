@@ -1,0 +1,109 @@
+"""Calls of modules, and which of them made an autograd node.
+
+Autograd numbers its nodes per thread in the order of creation. Each call remembers the numbers assigned during the call. A node belongs
+to the innermost call that covers its number.
+
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+next_number: Callable[[], int] = torch.autograd._get_sequence_nr
+FIRST_ACCUMULATION = 2**63
+"""Nodes with this number or a higher one accumulate gradients; no forward made them."""
+_KEPT_CALLS = 100_000
+
+
+class ModuleRow:
+    """A module under one path: one row for all its calls."""
+
+    __slots__ = ("__weakref__", "calls", "children", "index", "parent", "path", "recomputed", "ref", "type")
+
+    def __init__(self, index: int, path: str, module: Module, parent: ModuleRow | None) -> None:
+        kind = type(module)
+        self.index = index
+        self.path = path
+        self.type = f"{kind.__module__}.{kind.__qualname__}"
+        self.calls = 0
+        self.recomputed = 0
+        self.parent = parent  # of its first call
+        self.ref = weakref.ref(module)
+        self.children: dict[int, ModuleRow] = {}  # by id of the module called inside this one
+
+
+@dataclass(slots=True, eq=False)
+class ModuleCall:
+    """One call of a module."""
+
+    row: ModuleRow
+    number: int  # counts the module's calls from 1; recomputations are counted separately
+    parent: ModuleCall | None
+    recomputed_by: int | None  # number of the autograd node that recomputes it, else None
+    start: int
+    wrapper: bool  # a call of a wrapper, such as torch.compile(module)'s result, which may call the module itself
+    end: int | None = None  # None while it is running
+
+
+class CallTable:
+    """One thread's calls that made autograd nodes, by the first number they could have assigned."""
+
+    __slots__ = ("_step_start", "calls", "starts")
+
+    def __init__(self) -> None:
+        self.starts: list[int] = []
+        self.calls: list[ModuleCall] = []
+        self._step_start = 0  # index of the first call since the last step
+
+    def add(self, call: ModuleCall) -> None:
+        """Add a call that begins."""
+        if len(self.calls) >= _KEPT_CALLS:
+            self._forget(_KEPT_CALLS // 2)
+        self.starts.append(call.start)
+        self.calls.append(call)
+
+    def close(self, number: int | None = None) -> None:
+        """Stop following running calls: nodes from ``number`` on are not attributed to them."""
+        for call in self.calls:
+            if call.end is None:
+                call.end = self.starts[-1] if number is None else number
+
+    def drop_last(self) -> None:
+        """Forget the call added last, which made no node."""
+        del self.starts[-1], self.calls[-1]
+
+    def find(self, number: int) -> ModuleCall | None:
+        """Return the innermost call that covers a node's number."""
+        at = bisect.bisect_right(self.starts, number) - 1
+        call = self.calls[at] if at >= 0 else None
+        while call is not None and call.end is not None and call.end <= number:
+            call = call.parent
+        return call
+
+    def step_ended(self) -> None:
+        """Keep only the last step: graphs rarely outlive two optimizer steps."""
+        self._forget(self._step_start)
+        self._step_start = len(self.calls)
+
+    def _forget(self, count: int) -> None:
+        del self.starts[:count], self.calls[:count]
+        self._step_start = max(0, self._step_start - count)
+
+
+class ThreadCalls(threading.local):
+    """The calling thread's running calls, and the table of those that made nodes."""
+
+    def __init__(self, tables: list[CallTable]) -> None:
+        self.stack: list[ModuleCall] = []
+        self.table = CallTable()
+        tables.append(self.table)
