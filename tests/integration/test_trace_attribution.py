@@ -15,6 +15,7 @@ import threading
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -660,6 +661,92 @@ def test_recomputation(fake: None, reentrant: bool) -> None:
     trace = run(Checkpointed(), batch().requires_grad_())
     talker = "Checkpointed.talker"
     assert sites(trace) == [(FORWARD, talker), (RECOMPUTATION, talker), (BACKWARD, talker)]
+
+
+class Checkpointing(nn.Module):
+    """Communicates in a checkpointed function, both directly and in a child."""
+
+    def __init__(self, child: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.child = child
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.body, x, use_reentrant=self.reentrant)
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        group = dist.group.WORLD
+        y = torch.tanh(self.child(torch.tanh(Talk.apply(torch.tanh(x)))))
+        y = functional.reduce_scatter_tensor_autograd(functional.all_gather_tensor_autograd(y, 0, group), "sum", 0, group)
+        return torch.tanh(y * functional.all_reduce(y.detach(), "sum", group))
+
+
+def _tensor_parallel() -> nn.Module:
+    plan = {"net1": ColwiseParallel(input_layouts=Shard(0)), "net2": RowwiseParallel(output_layouts=Shard(0))}
+    return parallelize_module(MLP(), init_device_mesh("cpu", (8,), mesh_dim_names=("tp",)), plan)
+
+
+@pytest.mark.parametrize("own_thread", [False, True], ids=["one thread", "backward on a thread of its own"])
+@pytest.mark.parametrize("child", [Talker, _tensor_parallel])
+def test_both_kinds_of_checkpointing_tell_the_same(fake: None, child: Callable[[], nn.Module], own_thread: bool) -> None:
+    """Accelerators run backward on a thread of its own. Autograd counts nodes per thread, so recomputed nodes share forward's numbers."""
+    results = []
+    for reentrant in (False, True):
+        model = nn.Sequential(Talker(), *(Checkpointing(child(), reentrant=reentrant) for _ in range(3)))
+        with commlens.trace() as trace, ThreadPoolExecutor(1) as thread:
+            for _ in range(2):
+                loss = model(batch()).sum()
+                thread.submit(loss.backward).result() if own_thread else loss.backward()
+        results.append(sites(trace))
+        first, second = results[-1][: len(trace.events) // 2], results[-1][len(trace.events) // 2 :]
+        assert first == second
+        for number in (1, 2, 3):
+            passed = [(phase, site) for phase, site in first if site is not None and site.startswith(f"Sequential.{number}")]
+            forward = [site for phase, site in passed if phase is FORWARD]
+            number_of = len(forward)
+            assert [phase for phase, _ in passed[: 2 * number_of]] == [FORWARD] * number_of + [RECOMPUTATION] * number_of
+            assert {phase for phase, _ in passed[2 * number_of :]} == {BACKWARD}
+            assert [site for phase, site in passed if phase is RECOMPUTATION] == forward
+            assert {site for phase, site in passed if phase is BACKWARD} == set(forward)
+    assert results[0] == results[1]
+
+
+def test_checkpointing_within_checkpointing(fake: None) -> None:
+    inner = Checkpointing(Talker(), reentrant=True)
+    trace = run(Checkpointing(inner, reentrant=True), batch().requires_grad_())
+    assert {site for _, site in sites(trace)} == {"Checkpointing", "Checkpointing.child", "Checkpointing.child.child"}
+    once = sites(trace.filter(phase="forward"))
+    assert [site for _, site in sites(trace.filter(phase="backward"))] == [
+        *["Checkpointing"] * 2, *["Checkpointing.child"] * 2, "Checkpointing.child.child", *["Checkpointing.child"], "Checkpointing",
+    ]  # fmt: skip
+    again = [site for _, site in sites(trace.filter(phase="recomputation"))]
+    assert len(again) == len(once) + 5  # the inner one's function runs again by itself
+
+
+def test_a_backward_inside_a_checkpointed_forward(fake: None) -> None:
+    """Its collectives are those of the module that takes the gradient, although the whole is recomputed."""
+
+    class Force(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                y = x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(Talk.apply(y.square()).sum(), [y])
+            return x * force
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.force = Force()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(checkpoint(self.force, x, use_reentrant=True))
+
+    assert sites(run(Outer(), batch().requires_grad_())) == [
+        (FORWARD, "Outer.force"),
+        (BACKWARD, "Outer.force"),
+        (RECOMPUTATION, "Outer.force"),
+        (BACKWARD, "Outer.force"),
+    ]
 
 
 # --- libraries

@@ -87,7 +87,9 @@ class CallTable:
         at = bisect.bisect_right(self.starts, number) - 1
         call = self.calls[at] if at >= 0 else None
         while call is not None and call.end is not None and call.end <= number:
-            call = call.parent
+            parent = call.parent
+            # A recomputed call's parent ran before, perhaps on a thread with other numbers.
+            call = parent if parent is not None and parent.recomputed_by == call.recomputed_by else None
         return call
 
     def step_ended(self) -> None:
@@ -105,5 +107,18 @@ class ThreadCalls(threading.local):
 
     def __init__(self, tables: list[CallTable]) -> None:
         self.stack: list[ModuleCall] = []
+        self.nested: list[tuple[int, ModuleCall | None]] = []
+        """The running backward passes that a node began, as reentrant checkpointing's does: the node's number and its call."""
         self.table = CallTable()
         tables.append(self.table)
+
+    def find_node(self, number: int) -> ModuleCall | None:
+        """Return the call that made a node with this number, if it was made on this thread.
+
+        A pass that a node began runs the graph that the node has just made: what no call in it covers belongs to the node's own call.
+        """
+        call = self.table.find(number)
+        if self.nested:
+            by, outer = self.nested[-1]
+            return call if call is not None and (call.end is not None or call.recomputed_by == by) else outer or call
+        return call

@@ -1,7 +1,8 @@
 """The current module call on every thread, and the call whose forward made the running autograd node.
 
 ``nn.Module.__call__`` is wrapped while a tracker is installed. The wrapper encloses the module's own hooks, in which tensor-parallel plans
-communicate, and is left through ``finally`` if the module raises. No hook is registered and no tensor is touched.
+communicate, and is left through ``finally`` if the module raises. No hook is registered and no tensor is touched. The function that runs a
+backward pass is wrapped too, for passes that begin inside another.
 
 Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
@@ -56,7 +57,7 @@ class ModuleTracker:
         """Start following calls."""
         global _trackers
         with _lock:
-            _wrap_call()
+            _wrap()
             _trackers = (*_trackers, self)
 
     def remove(self) -> None:
@@ -65,7 +66,7 @@ class ModuleTracker:
         with _lock:
             _trackers = tuple(other for other in _trackers if other is not self)
             if not _trackers:
-                _unwrap_call()
+                _unwrap()
             if self._tables and self._tables not in _earlier_tables:
                 _earlier_tables.appendleft(self._tables)  # their backward may run under another tracker
         self._thread.table.close(next_number())
@@ -148,6 +149,21 @@ class ModuleTracker:
             self._failed = True
             log.warning("commlens: could not follow a module call: %s: %s", type(error).__name__, error)
 
+    def pass_begins(self, node: Any) -> None:
+        """Note that the running node begins a backward pass of its own."""
+        try:
+            thread = self._thread
+            number = node._sequence_nr()
+            call = thread.stack[-1] if thread.stack else None
+            thread.nested.append((number, call if call is not None and call.recomputed_by == number else self.find_node(number)))
+        except Exception as error:
+            self._fail(error)
+
+    def pass_ended(self) -> None:
+        """Note the end of that pass, normal or by an exception."""
+        if self._thread.nested:
+            self._thread.nested.pop()
+
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
         """Return this thread's phase, as far as modules and autograd show it, and its module call."""
         stack, node = self._thread.stack, current_node()
@@ -168,15 +184,17 @@ class ModuleTracker:
         """Return the call whose forward made the autograd node with this number."""
         if number >= FIRST_ACCUMULATION:
             return None
-        own = self._thread.table
-        call = own.find(number)
-        if call is not None:
+        thread = self._thread
+        call = thread.find_node(number)
+        if thread.nested or (call is not None and call.recomputed_by is None):
             return call
+        # Made by another thread, or a graph that was recomputed on this one: both have their own numbers, from 0.
         for tables in (self._tables, *_earlier_tables):
-            found = {other for table in list(tables) if table is not own and (other := table.find(number)) is not None}
+            others = [other for table in list(tables) if table is not thread.table and (other := table.find(number)) is not None]
+            found = {other for other in others if other.recomputed_by is None}
             if found:
                 return found.pop() if len(found) == 1 else None
-        return None
+        return call if len(self._tables) == 1 else None
 
     def accumulating_path(self, node: Any) -> str | None:
         """Return the path of the module whose parameter's gradient a node accumulates; None for other nodes."""
@@ -301,19 +319,35 @@ _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 _WRAPPERS = (DistributedDataParallel, DataParallel)
 
 
-# --- the wrapper around nn.Module.__call__
+# --- the wrappers around nn.Module.__call__ and the function that runs a backward pass
 
 _trackers: tuple[ModuleTracker, ...] = ()
 _earlier_tables: collections.deque[list[CallTable]] = collections.deque(maxlen=4)  # calls recorded by removed trackers
 _lock = threading.Lock()
-_wrapped: list[tuple[Any, Any]] = []  # at most one pair: the installed wrapper and the original
+_wrapped: list[tuple[Any, str, Any, Any]] = []  # owner, name, the installed wrapper and the original
 
 
-def _wrap_call() -> None:
-    if _wrapped:
-        return
-    original = Module.__call__
+def _wrap() -> None:
+    for owner, name, make in ((Module, "__call__", _followed_call), (torch.autograd, "_engine_run_backward", _followed_pass)):
+        original = owner.__dict__.get(name)
+        if original is None or any(owner is other and name == its for other, its, _, _ in _wrapped):
+            continue
+        wrapper = make(original)
+        _wrapped.append((owner, name, wrapper, original))
+        _update_dynamo(original, wrapper)
+        setattr(owner, name, wrapper)
 
+
+def _unwrap() -> None:
+    for entry in list(_wrapped):
+        owner, name, wrapper, original = entry
+        if owner.__dict__.get(name) is wrapper:  # else other code has wrapped our wrapper: leave it in place, idle
+            setattr(owner, name, original)
+            _wrapped.remove(entry)
+            _update_dynamo(wrapper, original)
+
+
+def _followed_call(original: Any) -> Any:
     @functools.wraps(original)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         trackers = _trackers
@@ -333,18 +367,25 @@ def _wrap_call() -> None:
             for tracker, call in reversed(calls):
                 tracker.leave(call)
 
-    _wrapped.append((__call__, original))
-    _update_dynamo(original, __call__)
-    setattr(Module, "__call__", __call__)  # noqa: B010
+    return __call__
 
 
-def _unwrap_call() -> None:
-    wrapper, original = _wrapped[0]
-    if Module.__dict__.get("__call__") is not wrapper:
-        return  # other code has wrapped our wrapper: leave it in place, idle
-    setattr(Module, "__call__", original)  # noqa: B010
-    _wrapped.clear()
-    _update_dynamo(wrapper, original)
+def _followed_pass(original: Any) -> Any:
+    @functools.wraps(original)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        node = current_node()
+        if node is None or is_compiling():
+            return original(*args, **kwargs)
+        trackers = _trackers
+        for tracker in trackers:
+            tracker.pass_begins(node)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            for tracker in trackers:
+                tracker.pass_ended()
+
+    return run_backward
 
 
 def _update_dynamo(before: Any, after: Any) -> None:
