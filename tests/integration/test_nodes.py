@@ -132,6 +132,22 @@ def test_a_node_without_a_network_is_lost_and_nobody_is_blamed(two: list[Node]):
         assert [report["culprits"] for report in reports if report["culprits"]] == []
 
 
+TOP = """
+import os, pty, select, sys, time
+pid, terminal = pty.fork()
+if not pid:
+    os.execv(sys.executable, [sys.executable, "-m", "commlens", "top", "--interval", "0.3"])
+seen, end = b"", time.monotonic() + 20
+while b"4 ranks on" not in seen and time.monotonic() < end:
+    seen += os.read(terminal, 65536) if select.select([terminal], [], [], 0.2)[0] else b""
+time.sleep(0.5)
+seen += os.read(terminal, 65536) if select.select([terminal], [], [], 0)[0] else b""
+os.write(terminal, b"q")
+os.waitpid(pid, 0)
+os.write(1, seen)
+"""
+
+
 def test_the_next_node_speaks_if_the_first_is_killed(two: list[Node], tmp_path: Path):
     start(two, "stall")
     until(two[1], "Rank 3 never reached all_reduce #41", timeout_s=60)
@@ -142,6 +158,8 @@ def test_the_next_node_speaks_if_the_first_is_killed(two: list[Node], tmp_path: 
     assert len(rows) == 2, shown
     assert not two[0].isolated or [row[1] for row in rows] == ["2 hosts", "node1"]
     assert rows[0][-2:] == ["3", "train.py:10 step"] and "load_batch" in rows[1][-1]
+    two[1].start([sys.executable, "-c", TOP], {"TERM": "xterm", "COLUMNS": "120", "LINES": "24"}).wait(30)
+    assert "4 ranks on" in two[1].output and "load_batch" in two[1].output.rpartition("4 ranks on")[2], two[1].output
     two[0].kill()
     # Its store ended with it, and so did the connections of the second node's ranks.
     until(two[1], "rank 2", timeout_s=20)

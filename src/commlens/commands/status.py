@@ -88,16 +88,14 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
 
 def _status(job: Path) -> JobStatus:
     from commlens.diagnosis.status import status_of
-    from commlens.dumps.clocks import correct_clocks
     from commlens.dumps.save import dump_name
     from commlens.watch.other_nodes import OtherNodes, look_at_other_nodes
-    from commlens.watch.snapshot import one_run, snapshot
+    from commlens.watch.snapshot import snapshot
 
     logs, elsewhere = snapshot(job, window_s=0.4), OtherNodes()
     if any(log.world_size > len(logs) for log in logs):
         elsewhere = look_at_other_nodes(job)
-        logs = sorted(one_run([*logs, *elsewhere.logs]), key=lambda log: log.rank)
-        correct_clocks(logs)
+        logs = elsewhere.join(logs)
     status = status_of(dump_name([job]), logs)
     status.other_nodes = list(elsewhere.lines)
     return status

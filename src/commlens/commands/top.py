@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import select
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -17,10 +19,15 @@ from commlens.errors import CommandError
 
 if TYPE_CHECKING:
     from commlens.diagnosis.status import JobStatus
+    from commlens.model.ranklog import RankLog
     from commlens.reports.top_screen import Screen, View
+    from commlens.watch.other_nodes import OtherNodes
+
+log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
 _OBSERVED_S: Final = 4.0
+_PAUSE: Final = 2  # between two looks at the other nodes, in the time that the last one took
 _KEYS: Final = {
     b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
     b"\x1b[H": "home", b"\x1b[F": "end", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
@@ -52,6 +59,36 @@ class TopCommand:
         return 0
 
 
+class _OtherNodes:
+    """Asks a job's other nodes again and again, in a thread: an answer takes a second or more, and keys must not wait for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._thread: threading.Thread | None = None
+        self._answer: OtherNodes | None = None
+        self._due = 0.0
+
+    def take(self) -> OtherNodes | None:
+        """Return an answer once; None if there is no new one. Ask again if that is due."""
+        answer, self._answer = self._answer, None
+        if time.monotonic() >= self._due and (self._thread is None or not self._thread.is_alive()):
+            self._thread = threading.Thread(target=self._ask, name="commlens-top", daemon=True)
+            self._thread.start()
+        return answer
+
+    def _ask(self) -> None:
+        from commlens.watch.other_nodes import look_at_other_nodes
+
+        began = time.monotonic()
+        try:
+            self._answer = look_at_other_nodes(self._folder)
+        except Exception as error:  # its traceback would cover the screen
+            log.debug("commlens: the other nodes could not be asked: %s: %s", type(error).__name__, error)
+        finally:
+            now = time.monotonic()
+            self._due = now + _PAUSE * (now - began)  # an answer costs the other nodes time
+
+
 class _Job:
     """A job that is read again and again."""
 
@@ -62,11 +99,28 @@ class _Job:
         self.folder = folder
         self.roster = Roster([folder])
         self.observer = Observer(_OBSERVED_S)
+        self.other_nodes = _OtherNodes(folder)
+        self.of_all_nodes: JobStatus | None = None
 
     def read(self) -> JobStatus:
-        """Return the job's status now."""
+        """Return the job's status: of all nodes, when they answered last; of this one's ranks now, if no other one ever did."""
+        logs = self._read_logs()
+        if not any(log.world_size > len(logs) for log in logs):
+            return self._status(logs)
+        answer = self.other_nodes.take()
+        if answer is not None and (answer.logs or answer.lines):
+            self.of_all_nodes = self._status(answer.join(logs), answer.lines)
+        return self.of_all_nodes or self._status(logs)
+
+    def _status(self, logs: Sequence[RankLog], other_nodes: Sequence[str] = ()) -> JobStatus:
         from commlens.diagnosis.status import status_of
         from commlens.dumps.save import dump_name
+
+        status = status_of(dump_name([self.folder]), logs)
+        status.other_nodes = list(other_nodes)
+        return status
+
+    def _read_logs(self) -> list[RankLog]:
         from commlens.processes.process import Ending
         from commlens.watch.snapshot import add_new_members, read_logs, sample
 
@@ -78,7 +132,7 @@ class _Job:
         members = self.roster.current()
         sample(members, self.observer)
         seen = {member.pid: self.observer.observe(member.pid) for member in members if member.here}
-        return status_of(dump_name([self.folder]), read_logs(members, seen, newest=_NEWEST)[0])
+        return read_logs(members, seen, newest=_NEWEST)[0]
 
 
 def _show(folders: list[Path], interval_s: float) -> None:
@@ -120,7 +174,12 @@ def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
         logs = [log for log in status.logs if log.rank in chosen]
         for each in merge_stacks(logs, [notable_state(log) for log in logs]):
             stack += class_lines(each)
-    return Screen(status, rows, [cells(row, narrow=narrow) for row in rows], HEADINGS, stack)
+    shown: list[tuple[str, ...]] = [cells(row, narrow=narrow) for row in rows]
+    headings: tuple[str, ...] = HEADINGS
+    if len({row.host for row in status.rows}) > 1:
+        shown = [(line[0], row.host, *line[1:]) for line, row in zip(shown, rows, strict=True)]
+        headings = (HEADINGS[0], "host", *HEADINGS[1:])
+    return Screen(status, rows, shown, headings, stack)
 
 
 class _Keys:

@@ -14,6 +14,7 @@ from commlens.text import sentence
 
 _ORDERS: Final[tuple[Order, ...]] = ("rank", "for", "state")
 _ANSWER_LINES: Final = 3
+_NODES_MAX: Final = 3  # nodes that did not answer
 _STACK_SHARE: Final = 0.5  # of the screen
 _STYLES: Final = {"healthy": "green", "waiting": "yellow"}
 KEYS: Final = "up/down  enter stack  f fold  s sort  n job  q quit"
@@ -87,6 +88,7 @@ def draw(screen: Screen, view: View, width: int, height: int) -> RenderableType:
     lines: list[RenderableType] = [head, *_wrapped(answer, width, _ANSWER_LINES)]
     if steps.plain:
         lines.append(steps)
+    lines += [Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in screen.job.other_nodes[:_NODES_MAX]]
     left = height - len(lines) - 2  # the table's heading and the keys
     stack = screen.stack if view.stack else []
     for_stack = min(len(stack) + 1, int(left * _STACK_SHARE)) if stack else 0

@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from commlens.dumps.clocks import correct_clocks
 from commlens.model.ranklog import RankLog
 from commlens.text import duration, ranks_and_verb, ranks_phrase
 from commlens.watch import remote_evidence
@@ -18,6 +19,7 @@ from commlens.watch.looks import LOOK, Look
 from commlens.watch.meeting_places import Store, places
 from commlens.watch.nodes import key
 from commlens.watch.roster import Member, Roster
+from commlens.watch.snapshot import one_run
 from commlens.watch.store_client import StoreClient
 
 _MOST: Final = 4096  # nodes
@@ -31,6 +33,12 @@ class OtherNodes(NamedTuple):
 
     logs: Sequence[RankLog] = ()  # of the ranks whose node answered
     lines: Sequence[str] = ()  # about the nodes that did not, in sentences
+
+    def join(self, logs: Sequence[RankLog]) -> list[RankLog]:
+        """Return this node's logs and the others', with all clocks as on one node."""
+        joined = sorted(one_run([*logs, *self.logs]), key=lambda log: log.rank)
+        correct_clocks(joined)
+        return joined
 
 
 def look_at_other_nodes(job_dir: Path) -> OtherNodes:
