@@ -418,6 +418,25 @@ def test_children_of_a_rank_never_write_into_a_box(ranks: Ranks, tmp_path: Path)
     assert len(job_dirs.boxes(job_dirs.user_folder(tmp_path) / "job")) == 2
 
 
+def test_a_wait_in_the_store_before_init_process_group(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(
+        """
+        import threading
+        threading.Timer(2, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        store = dist.FileStore(os.path.join(os.environ["BOX_DIR"], "meeting"), 2)
+        if rank == 1:
+            store.get("config")
+        time.sleep(5)
+        """,
+        tmp_path,
+        expect=-signal.SIGKILL,
+    )
+    busy, waiting = (log.store_wait for log in logs(tmp_path))
+    assert busy is None and waiting is not None
+    assert (waiting.op, waiting.channel.group.name, waiting.channel.group.ranks) == ("store.get", "config", (0, 1))
+    assert waiting.source is not None and waiting.source.function == "<module>"
+
+
 def test_a_rank_is_found_however_it_came_to_be(ranks: Ranks, tmp_path: Path) -> None:
     """Forked from a launcher's rank that never joined and has the pid of one that has ended; with a name imported before the switch."""
     ranks.run(

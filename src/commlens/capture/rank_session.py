@@ -98,7 +98,7 @@ class Session:
             self.job_dir, self.writer = box
             self.watcher = job_box.WatcherReplacement(settings, self.job_dir) if not settings.watched else None
             self.recorder = made.recorder(self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing)
-            self.setups = Setups(self.recorder)
+            self.setups = Setups(self.recorder, place.world_size)
             pipe = Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe") if settings.dump_pipe else None
             self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=self.dump_now, on_tick=self._on_tick)
             self.watchdog.start()
@@ -261,7 +261,7 @@ class Session:
 
     def before_store_wait(self, op: str, keys: Sequence[str]) -> After:
         """A thread is about to wait for keys in a store."""
-        if not self.is_recording or not self.setups.store_wait_began(op, keys):
+        if not self.is_open or not self.setups.store_wait_began(op, keys):
             return None
         return lambda *_: self.setups.store_wait_ended()
 

@@ -40,15 +40,15 @@ class _StoreWait:
 class Setups:
     """The calls of one process so far, as a chain of blobs. A call inside another one is not noted."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, world_size: int) -> None:
         self._recorder = recorder
         self._writer = recorder.writer
         self._newest = 0
         self._depth = 0
         self._inits = self._meshes = self._splits = 0
         self._mesh: str | None = None  # while one is being made
-        self._world_size = 0
-        self._thread = 0  # that called init_process_group
+        self._world_size = max(world_size, 0)  # of the environment, until init_process_group is told it
+        self._thread = current.id  # that called init_process_group; before, the one that imported torch
         self._store_wait: _StoreWait | None = None  # of that thread
         self._store_lock = threading.Lock()
         self._written: set[str] = set()  # keys, with # for numbers

@@ -17,6 +17,7 @@ from commlens.text import capital, count, duration, frame_phrase, group_phrase, 
 
 MOTIONLESS = 3  # stall timeouts
 _IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})  # of servers, gRPC and Ray, which wait for requests
+_INNER = (FrameKind.NATIVE, FrameKind.COMMLENS)
 _RULE = "All ranks must call new_group in the same order with the same ranks, also for groups that they are not in."
 _OPERATION = " Operation: "  # in the text of a refusal
 
@@ -177,7 +178,7 @@ def find_motionless(context: Context) -> None:
         view = job.views[rank]
         doing = activity.activity_of(view.log, view.exit, quiet_ns=still_ns, stalled_after_ns=job.stalled_after_ns)
         stack = view.log.main_stack
-        frames = [frame_phrase(frame) for frame in stack.frames if frame.kind is not FrameKind.NATIVE][:4] if stack is not None else []
+        frames = [frame_phrase(frame) for frame in stack.frames if frame.kind not in _INNER][:4] if stack is not None else []
         places.setdefault((frame_phrase(doing.frame), ", called by ".join(frames)), []).append(rank)
     where = ", ".join([f"{ranks_and_verb(ranks, 'is', 'are')} in {place}" for (place, _), ranks in places.items() if place][:4])
     finding = Finding(
