@@ -427,6 +427,25 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
     assert "waited" in verdict.explanation and "until it failed" in verdict.explanation
 
 
+@pytest.mark.parametrize(("stall_timeout_s", "roots"), [(10_000.0, [[1]]), (0.1, [[1], [2]])])
+def test_a_rank_that_has_not_arrived_when_another_dies_is_only_late(stall_timeout_s: float, roots: list[list[int]]) -> None:
+    """Rank 1 is killed while rank 0 waits for ranks 1 and 2."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=40)
+        if rank:
+            yield SLEEP
+        yield all_reduce(job.world, line=50)
+
+    job = Job(3).run(program)
+    logs = job.logs()
+    for log in logs:
+        log.stall_timeout_s = stall_timeout_s
+    logs[1].observation = Observation(End.KILLED, signal="SIGKILL", ended_ns=job.now)
+    verdict = judge(logs)
+    assert sorted(finding.culprits for finding in verdict.findings if finding.root_cause) == roots
+
+
 @pytest.mark.parametrize(("left", "said"), [(False, "destroy_process_group"), (True, "look at the output of rank 1")])
 def test_a_crash_while_exiting(left: bool, said: str) -> None:
     job = Job(2).run(training(at(-1, 0)))

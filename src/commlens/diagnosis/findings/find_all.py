@@ -89,13 +89,15 @@ def _demote_consequences(cases: list[Case]) -> None:
 
 
 def _demote_cut_waits(context: Context) -> None:
-    """Where ranks disagree and a refusal ended all waits for a rank, it may only have been late."""
+    """Demote ranks that may only have been late: the waits for them ended early because others disagreed or one died."""
     views = context.job.views
-    if any(case.finding.root_cause and case.mismatch is not None for case in context.cases):
-        for finding in (case.finding for case in context.cases):
-            refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
-            if finding.kind == "missing" and refused and all(refused):
-                finding.root_cause = False
+    roots = [case for case in context.cases if case.finding.root_cause]
+    disagree, died = any(case.mismatch is not None for case in roots), any(case.finding.kind == "dead" for case in roots)
+    for finding in (case.finding for case in roots if case.finding.kind == "missing"):
+        refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
+        is_short = finding.why != "finished" and context.longest_wait(finding.victims) < context.job.stall_timeout_ns
+        if (disagree and refused and all(refused)) or (died and is_short):
+            finding.root_cause = False
 
 
 def _demote_ended_victims(context: Context) -> None:
