@@ -427,6 +427,22 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
     assert "waited" in verdict.explanation and "until it failed" in verdict.explanation
 
 
+def test_ranks_that_are_already_in_the_next_collective_count_for_the_majority() -> None:
+    """Rank 1 does one round fewer. Ranks 0 and 3 wait for it in the first collective of the round, ranks 2 and 4 in the second."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for number in range(8 if rank == 1 else 9):
+            yield all_reduce(job.world, 2, line=40, is_async=number == 8 and rank in (2, 4))
+            yield all_reduce(job.world, 30, line=40)
+
+    logs = Job(5).run(program).logs()
+    for rank in (2, 4):  # a rooted collective can complete on some ranks without the others
+        logs[rank].collectives[-2].state = State.COMPLETED
+    logs[1].closed, logs[1].observation = True, Observation(End.CLEAN, 0)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("missing", "finished", [1])
+
+
 @pytest.mark.parametrize(("stall_timeout_s", "roots"), [(10_000.0, [[1]]), (0.1, [[1], [2]])])
 def test_a_rank_that_has_not_arrived_when_another_dies_is_only_late(stall_timeout_s: float, roots: list[list[int]]) -> None:
     """Rank 1 is killed while rank 0 waits for ranks 1 and 2."""

@@ -155,8 +155,11 @@ def _culprits_of_end(context: Context, absence: Absence) -> tuple[list[int], lis
     if op.is_setup or op.is_store_wait:
         return ranks, []
     both = {*ranks, *waiting}
-    if not op.is_point_to_point and max(len(ranks), len(waiting)) * 2 > len(op.channel.group.ranks):
-        fewer = waiting if len(waiting) < len(ranks) else ranks
+    tracks = context.job.tracks_on(op.channel.key)
+    got_to = max((tracks[rank].last for rank in ranks if rank in tracks), default=0)
+    further = [rank for rank, track in tracks.items() if track.last > got_to]  # a rooted collective can complete without the others
+    if not op.is_point_to_point and max(len(ranks), len(further)) * 2 > len(op.channel.group.ranks):
+        fewer = waiting if len(further) < len(ranks) else ranks
         all_rounds = count_rounds(context.job, op)
         if len(op.channel.group.ranks) == context.job.size or (all_rounds is not None and not all_rounds.odd.isdisjoint(fewer)):
             return fewer, []
