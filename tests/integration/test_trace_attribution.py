@@ -24,11 +24,13 @@ import msgspec
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -1029,6 +1031,42 @@ def test_clip_grad_norm(fake: None) -> None:
 
 
 # --- DTensor
+
+
+CHECKPOINTS: dict[str, Callable[[nn.Module, Path], object]] = {
+    "save": lambda model, path: dcp.save({"model": model.state_dict()}, checkpoint_id=path),
+    "load": lambda model, path: dcp.load({"model": model.state_dict()}, checkpoint_id=path.parent / "saved"),
+    "async_save": lambda model, path: _async_saved(dcp.async_save({"model": model.state_dict()}, checkpoint_id=path)),
+    "set_model_state_dict": lambda model, path: set_model_state_dict(
+        model, MLP().state_dict(), options=StateDictOptions(full_state_dict=True)
+    ),
+}
+
+
+def _async_saved(future: Any) -> None:
+    getattr(future, "upload_completion", future).result()  # from torch 2.9 on, it may be a future for each part
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.parametrize("function", CHECKPOINTS)
+def test_collectives_of_a_checkpoint_say_what_called_them(gloo: None, tmp_path: Path, function: str) -> None:
+    model = fully_shard(MLP(), mesh=init_device_mesh("cpu", (1,)))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "saved")
+    with commlens.trace() as trace:
+        CHECKPOINTS[function](model, tmp_path / "new")
+    assert trace.events
+    assert trace.counts(by=("through", "phase")) == {(function, "outside"): len(trace.events)}
+    if function == "async_save":
+        return  # it communicates in a thread of its own, below no line of the program
+    assert {event.source.file for event in trace.events if event.source is not None} == {__file__}
+
+
+@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+def test_collectives_of_a_gathered_state_dict_say_what_called_them(fake: None) -> None:
+    model = fully_shard(MLP(), mesh=init_device_mesh("cpu", (8,)))
+    with commlens.trace() as trace:
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert trace.counts(by=("op", "through", "phase")) == {("all_gather", "get_model_state_dict", "outside"): 4}
 
 
 def test_a_parallel_plans_redistribution_is_explicit(fake: None) -> None:

@@ -44,6 +44,7 @@ _DISPATCHING = (_OPS, "utils/_python_dispatch.py")  # frames that our own dispat
 _MODULE = "nn/modules/module.py"
 _WRAPPERS = ("_compile.py", "_dynamo/eval_frame.py", "utils/_contextlib.py", "distributed/c10d_logger.py",
              "distributed/checkpoint/logger.py", "distributed/checkpoint/utils.py")  # fmt: skip
+_DCP = "distributed/checkpoint/"
 _STAGE = "distributed/pipelining/stage.py"
 _SCHEDULES = "distributed/pipelining/schedules.py"
 _FORWARD_CHUNK = "fwd_chunk_id"
@@ -150,7 +151,7 @@ class StackInfos:
             frame = frame.f_back
             depth += 1
         info.source = info.source or library
-        info.through = _through(outer_torch)
+        info.through = _through(outer_torch, called_by_user=info.source is not None)
         info.may_be_functional = info.packet is not None or not info.codes or not info.codes[0].co_filename.endswith(_C10D)
         info.returns_work = info.packet is None and not info.engine_calls and bool(info.codes)
         return info
@@ -269,7 +270,7 @@ def _packet_name(frame: FrameType) -> str | None:
     return name if name.startswith(("_c10d_functional.", "c10d_functional.", "_dtensor.")) else None
 
 
-def _through(frame: FrameType | None) -> str | None:
+def _through(frame: FrameType | None, *, called_by_user: bool) -> str | None:
     """Return the torch function that the user's line called; None if it is torch.distributed's function for this op."""
     if frame is None:
         return None
@@ -277,6 +278,8 @@ def _through(frame: FrameType | None) -> str | None:
     name: str = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
     if file.startswith(_NOT_CALLED_BY_NAME):
         return None
+    if not called_by_user and file.startswith(_DCP):
+        return "async_save"  # in its thread or process, in which no user's line runs
     return name.replace(".<locals>", "").removesuffix(".__init__")
 
 
