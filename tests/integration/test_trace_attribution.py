@@ -665,6 +665,16 @@ def test_recomputation(fake: None, reentrant: bool) -> None:
     assert sites(trace) == [(FORWARD, talker), (RECOMPUTATION, talker), (BACKWARD, talker)]
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, child: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.child = child
+        self.reentrant = reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.child, x, use_reentrant=self.reentrant)
+
+
 class Checkpointing(nn.Module):
     """Communicates in a checkpointed function, both directly and in a child."""
 
@@ -923,6 +933,24 @@ def test_the_wait_for_ddps_buckets_at_the_end_of_backward(gloo: None) -> None:
     assert len(set(ends)) == 2 and ends == sorted(ends)  # one for each backward
     last = [max((event for event in buckets if event.wait_ended_ns == end), key=lambda event: event.sequence) for end in set(ends)]
     assert all((event.wait_ended_ns > event.wait_began_ns) is (event in last) for event in buckets)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_ddps_buckets_end_together_under_checkpointing(gloo: None, reentrant: bool) -> None:
+    """Reentrant checkpointing issues them in passes of their own; the reducer waits in the pass of the last one."""
+    model = nn.Sequential(*(Checkpointed(MLP(), reentrant=reentrant) for _ in range(3)))
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    wrapped(batch().requires_grad_()).sum().backward()
+    with commlens.trace() as trace:
+        for _ in range(2):
+            wrapped(batch().requires_grad_()).sum().backward()
+    buckets = [event for event in trace.events if event.op == "all_reduce" and event.owner is not None]
+    assert len(buckets) > 4
+    half = len(buckets) // 2
+    for own in (buckets[:half], buckets[half:]):
+        assert len({event.wait_ended_ns for event in own}) == 1
+        assert [event.wait_ended_ns > event.wait_began_ns for event in own] == [False] * (half - 1) + [True]
+        assert own[-1].wait_began_ns >= own[-1].returned_ns
 
 
 def test_a_backward_that_raises_leaves_no_wait(gloo: None) -> None:

@@ -4,20 +4,22 @@ The engine runs final callbacks in the order in which they were queued. Ours is 
 last one, so ours runs just before the reducer waits; there it queues another one, which runs just after. The reducer waits for all buckets
 in one go, so the wait is recorded for the last one, and the others end with it.
 
+Callbacks run at the end of the innermost pass: reentrant checkpointing nests passes, and buckets of several of them end together. A nested
+pass in which the reducer does not wait records a wait that the pass in which it does replaces.
+
 Tried on torch 2.13.0.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from commlens.tracing.module_calls import current_pass
 from commlens.tracing.raw_event import RawEvent
 
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 _now = time.monotonic_ns
 
 
@@ -25,28 +27,32 @@ class BackwardWaits:
     """The collectives that the reducers of this process will wait for."""
 
     def __init__(self) -> None:
-        self._issued: dict[int, list[RawEvent]] = {}  # by graph task: few, since each is removed when its backward ends
+        self._issued: dict[int, list[RawEvent]] = {}  # by outermost pass: few, since each is removed when it ends
+        self._queued: set[int] = set()  # the passes, nested ones too, in which our callback is queued
 
-    def issued(self, event: RawEvent) -> None:
-        """Note a collective that a reducer has issued, from inside backward."""
-        task = _graph_task()
+    def issued(self, event: RawEvent, outermost: int) -> None:
+        """Note a collective that a reducer has issued, from inside backward, and the pass that no other one contains."""
+        task = current_pass()
         if task < 0:
             return
-        events = self._issued.get(task)
+        events = self._issued.get(outermost)
         if events is None:
             if len(self._issued) > 8:
-                self._issued.clear()  # left by backwards that raised
-            self._issued[task] = [event]
+                self._issued.clear()  # left by backwards that raised, or with all buckets in nested passes
+                self._queued.clear()
+            events = self._issued[outermost] = []
+        events.append(event)
+        if task not in self._queued:
+            self._queued.add(task)
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._wait_begins(engine, task))
-        else:
-            events.append(event)
+            engine.queue_callback(lambda: self._wait_begins(engine, task, outermost, events))
 
-    def _wait_begins(self, engine: Any, task: int) -> None:
-        events = self._issued.pop(task, None)
-        if events:
-            began = _now()
-            engine.queue_callback(lambda: self._wait_ended(events, began))
+    def _wait_begins(self, engine: Any, task: int, outermost: int, events: list[RawEvent]) -> None:
+        self._queued.discard(task)
+        if task == outermost:
+            self._issued.pop(outermost, None)
+        began = _now()
+        engine.queue_callback(lambda: self._wait_ended(events, began))
 
     @staticmethod
     def _wait_ended(events: list[RawEvent], began: int) -> None:

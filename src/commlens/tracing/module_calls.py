@@ -22,6 +22,8 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 next_number: Callable[[], int] = torch.autograd._get_sequence_nr
 FIRST_ACCUMULATION = 2**63
 """Nodes with this number or a higher one accumulate gradients; no forward made them."""
+current_pass: Callable[[], int] = torch._C._current_graph_task_id
+"""Return the number of this thread's innermost backward pass; -1 outside of any."""
 _KEPT_CALLS = 100_000
 
 
@@ -109,6 +111,8 @@ class ThreadCalls(threading.local):
         self.stack: list[ModuleCall] = []
         self.nested: list[tuple[int, ModuleCall | None]] = []
         """The running backward passes that a node began, as reentrant checkpointing's does: the node's number and its call."""
+        self.outermost = -1
+        """The number of the pass inside which all of these run."""
         self.table = CallTable()
         tables.append(self.table)
 

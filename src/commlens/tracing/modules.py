@@ -26,7 +26,16 @@ from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Phase
-from commlens.tracing.module_calls import FIRST_ACCUMULATION, CallTable, ModuleCall, ModuleRow, ThreadCalls, current_node, next_number
+from commlens.tracing.module_calls import (
+    FIRST_ACCUMULATION,
+    CallTable,
+    ModuleCall,
+    ModuleRow,
+    ThreadCalls,
+    current_node,
+    current_pass,
+    next_number,
+)
 
 log = logging.getLogger("commlens")
 
@@ -155,6 +164,8 @@ class ModuleTracker:
             thread = self._thread
             number = node._sequence_nr()
             call = thread.stack[-1] if thread.stack else None
+            if not thread.nested:
+                thread.outermost = current_pass()
             thread.nested.append((number, call if call is not None and call.recomputed_by == number else self.find_node(number)))
         except Exception as error:
             self._fail(error)
@@ -163,6 +174,10 @@ class ModuleTracker:
         """Note the end of that pass, normal or by an exception."""
         if self._thread.nested:
             self._thread.nested.pop()
+
+    def outermost_pass(self) -> int:
+        """Return the number of this thread's backward pass that no other one contains; -1 outside of any."""
+        return self._thread.outermost if self._thread.nested else current_pass()
 
     def locate(self) -> tuple[Phase | None, ModuleCall | None]:
         """Return this thread's phase, as far as modules and autograd show it, and its module call."""

@@ -187,7 +187,7 @@ class Tracer:
             if len(self._pointers) > _POINTERS_LIMIT:
                 self._pointers = dict(itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None))
         if event.owner is not None and event.owner.library == "DDP" and args.channel.blocks_caller and not self.preview:
-            self._backward_waits.issued(event)
+            self._backward_waits.issued(event, self.modules.outermost_pass())
         event.started_ns = _now()
         return event
 
