@@ -15,6 +15,7 @@ import commlens
 from commlens.errors import CommandError, FormatError
 from commlens.model.trace import Phase, TraceData
 from commlens.reports.trace_terminal import render
+from commlens.text import short_duration
 from commlens.traces.profile import join
 from commlens.traces.times import Time, step_times, time_of, times
 
@@ -43,6 +44,11 @@ def one(op: str = "all_reduce", size: int = 1000, **more: object) -> TraceData:
         # nobody was seen waiting: when it ended is not known
         ({"wait_began_ns": 0, "wait_ended_ns": 0, "asynchronous": True}, None),
         ({"count": 5}, None),
+        # saved while the rank waited
+        ({"wait_ended_ns": 0, "asynchronous": False}, None),
+        # another thread waited before the call had returned
+        ({"wait_began_ns": 1010 * US, "wait_ended_ns": 1015 * US}, Time(20 * US, 20 * US)),
+        ({"wait_began_ns": 1010 * US, "wait_ended_ns": 1050 * US}, Time(50 * US, 50 * US)),
     ],
 )
 def test_the_time_of_a_collective_on_a_cpu(more, time):
@@ -106,6 +112,49 @@ def test_the_terminal_shows_them():
     assert "A step took 1.6 ms" in text and "of which the rank waited 960 us (60%)" in text
     assert "slowest" in text and "bandwidth" in text and ">=" in text
     assert "unknown" not in text
+
+
+def concurrent() -> TraceData:
+    """Two collectives in flight at once: waited for one after the other, as a program does, or both in one wait, as DDP does."""
+    recorder = Recorder()
+    for _ in range(2):
+        recorder.issue("all_reduce", "tp", Phase.BACKWARD, "MLP", 1000, 3)
+    first, second = recorder.data.events
+    first.wait_began_ns = first.wait_ended_ns = second.wait_ended_ns
+    return recorder.finish()
+
+
+def test_the_parts_of_the_time_add_up():
+    found = times(concurrent())
+    # The first: 190 us, of which 20 us in its call and 20 + 40 us in the other one's; the other: 90 us.
+    assert (found.time_ns, found.waited_ns) == (280 * US, 80 * US)
+    assert (found.overlapped_ns, found.elsewhere_ns, found.unsplit_ns) == (140 * US, 60 * US, 0)
+    assert "waited for 80 us of it (29%), and other work ran during 140 us. During 60 us, it waited for other" in found.answer
+    for data in (training(), on(training(), "nccl"), on(one(duration_ns=70 * US), "nccl"), one(), one(duration_ns=70 * US)):
+        found = times(data)
+        parts = (found.waited_ns, found.overlapped_ns, found.elsewhere_ns, found.unsplit_ns)
+        assert sum(parts) == found.time_ns and min(parts) >= 0
+
+
+def test_unknown_waiting_is_not_told_as_none():
+    data = training(steps=4)
+    for event in data.events:
+        event.duration_ns = 70 * US
+    found = times(on(data, "nccl"))
+    assert found.time_ns == found.unsplit_ns and found.step_ns and found.waited_per_step_ns is None
+    assert "waited" not in found.answer
+
+
+def test_sums_in_which_some_calls_are_unknown_are_lower_bounds():
+    data = training()
+    for event in data.events[::2]:
+        event.wait_began_ns = event.wait_ended_ns = 0
+        event.asynchronous = True
+    summary = commlens.Trace(data).to_summary()
+    row = next(row for row in summary.by_phase if 0 < row.timed < row.calls)
+    assert row.timed == row.wait_known
+    text = render(summary)
+    assert f">={short_duration(row.time_ns)}" in text and "for some of the calls it is unknown" in text
 
 
 # --- a profiler's trace

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterable, Sequence
 
 Span = tuple[int, int]
@@ -36,4 +38,15 @@ def common(first: Sequence[Span], second: Sequence[Span]) -> list[Span]:
             one += 1
         else:
             other += 1
+    return found
+
+
+def covered(spans: Sequence[Span], start: int, end: int) -> int:
+    """Return how much of the span from ``start`` to ``end`` a :func:`union` covers."""
+    at = max(0, bisect.bisect_right(spans, (start, 0)) - 1)
+    found = 0
+    for begin, stop in itertools.islice(spans, at, None):
+        if begin >= end:
+            break
+        found += max(0, min(stop, end) - max(begin, start))
     return found

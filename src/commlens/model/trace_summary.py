@@ -20,6 +20,8 @@ class Total(msgspec.Struct):
     group_size: int = 0  # ranks per group, in the breakdown by mesh dimension; 0 if sizes differ
     time_ns: int | None = None  # of the calls whose time is known, from issue to end
     waited_ns: int | None = None  # the part in which the issuing thread was blocked, or in which an accelerator ran nothing else
+    timed: int = 0  # calls whose time is known
+    wait_known: int = 0  # calls whose waiting is known
 
 
 class ModuleTotal(msgspec.Struct):
@@ -34,6 +36,8 @@ class ModuleTotal(msgspec.Struct):
     wire_bytes: int = 0
     time_ns: int | None = None  # as in Total, including their children's
     waited_ns: int | None = None
+    timed: int = 0
+    wait_known: int = 0
     other_paths: list[str] = msgspec.field(default_factory=list)  # of a shared module: its other paths, unless its parent is shared too
 
 

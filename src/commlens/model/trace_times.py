@@ -35,7 +35,7 @@ class Bandwidth(msgspec.Struct):
 
 
 class Times(msgspec.Struct, kw_only=True):
-    """The time that a rank spent in collectives, where it is known."""
+    """The time that a rank spent in collectives, where it is known: ``time_ns`` is the sum of the four parts below it."""
 
     answer: str
     source: str  # "record", "profile" or "backend": where the times come from; "" if none is known
@@ -44,9 +44,11 @@ class Times(msgspec.Struct, kw_only=True):
     time_ns: int = 0  # from issue to end, summed over the timed collectives
     waited_ns: int = 0  # the part in which the issuing thread was blocked, or in which an accelerator ran nothing else
     overlapped_ns: int = 0  # the part in which other work ran
+    elsewhere_ns: int = 0  # the part in which the issuing thread was blocked in other collectives, whose waited_ns has it
+    unsplit_ns: int = 0  # the time of the collectives for which the waiting is unknown
     steps: int = 0  # whole optimizer steps behind step_ns
     step_ns: int | None = None  # median time from one step's first collective to the next one's
     step_spread_ns: tuple[int, int] | None = None  # first and third quartile
-    waited_per_step_ns: int | None = None  # median
+    waited_per_step_ns: int | None = None  # median; None if unknown
     slowest: list[SlowCall] = msgspec.field(default_factory=list)
     bandwidth: list[Bandwidth] = msgspec.field(default_factory=list)

@@ -152,6 +152,8 @@ def _summary(summary: Summary) -> list[RenderableType]:
                 parts.append(
                     Text(f"  {len(summary.by_module) - _MAX_MODULES} more modules; --module PATH shows some of them, --json all", "dim")
                 )
+        if timed and any(">=" in cell for row in [*summary.by_phase, *summary.by_op] for cell in _time_cells(row)):
+            parts.append(Text("  >=: for some of the calls it is unknown.", "dim"))
         if summary.why:
             parts += ["", Text("why, costliest first" if known else "why", style="bold"), _reasons(summary, known=known)]
         if times is not None and timed:
@@ -187,7 +189,11 @@ def _breakdown(title: str, rows: list[Total], total: int, *, known: bool, timed:
 
 
 def _time_cells(row: Total | ModuleTotal) -> list[str]:
-    return [short_duration(ns) if ns is not None else "unknown" for ns in (row.time_ns, row.waited_ns)]
+    """Return the time and the part waited, with ``>=`` if they are unknown for some of the calls."""
+    cells = []
+    for ns, calls in ((row.time_ns, row.timed), (row.waited_ns, row.wait_known)):
+        cells.append(f"{'>=' if calls < row.calls else ''}{short_duration(ns)}" if ns is not None else "unknown")
+    return cells
 
 
 def _modules(rows: list[ModuleTotal], *, known: bool, timed: bool) -> Table:

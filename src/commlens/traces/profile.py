@@ -15,10 +15,10 @@ import msgspec
 
 from commlens.errors import CommandError
 from commlens.formats.kineto import Kernel, KinetoTrace, Span, read_kineto
-from commlens.model.spans import union
+from commlens.model.spans import covered, union
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.text import count, number
-from commlens.traces.times import CPU_BACKENDS
+from commlens.traces.times import CPU_BACKENDS, blocked_spans
 
 _TOLERANCE_NS = 200_000  # between the two clocks, which are read one after the other
 Measured = tuple[int, int | None]
@@ -96,7 +96,7 @@ def _kernels(issues: dict[int, Span], kernels: Sequence[Kernel]) -> dict[int, Me
     for index, issue in issues.items():
         own = launched[bisect.bisect_left(moments, issue.start) : bisect.bisect_right(moments, issue.end)]
         if own:
-            overlapped = sum(_covered(merged.get(kernel.device, []), kernel.start, kernel.end) for kernel in own)
+            overlapped = sum(covered(merged.get(kernel.device, []), kernel.start, kernel.end) for kernel in own)
             found[index] = (sum(kernel.end - kernel.start for kernel in own), overlapped)
     return found
 
@@ -109,23 +109,12 @@ def _on_cpu(data: TraceData, issues: dict[int, Span], profile: KinetoTrace) -> d
         return {}
     run_of = {id(issue): run for issue, run in zip(queued, runs, strict=True)}
     found: dict[int, Measured] = {}
+    blocked = blocked_spans(data)
     for index, issue in issues.items():
         run, event = run_of.get(id(issue)), data.events[index]
         if run is None or data.group_of(event).backend not in CPU_BACKENDS or run.end <= run.start:
             continue
-        base = data.started_unix_ns
-        blocked = union([(base + event.started_ns, base + event.returned_ns), (base + event.wait_began_ns, base + event.wait_ended_ns)])
-        duration = run.end - run.start
-        found[index] = (duration, duration - _covered(blocked, run.start, run.end) if event.wait_ended_ns else None)
+        began, ended = run.start - data.started_unix_ns, run.end - data.started_unix_ns
+        overlapped = ended - began - covered(blocked.get(event.thread, []), began, ended)
+        found[index] = (ended - began, overlapped if event.wait_ended_ns else None)
     return found
-
-
-def _covered(union: Sequence[tuple[int, int]], start: int, end: int) -> int:
-    """Return how much of a span a union covers."""
-    at = max(0, bisect.bisect_right(union, (start, 0)) - 1)
-    covered = 0
-    for begin, stop in union[at:]:
-        if begin >= end:
-            break
-        covered += max(0, min(stop, end) - max(begin, start))
-    return covered

@@ -107,8 +107,10 @@ def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, size
 
 def _add_time(row: Total | ModuleTotal, time: Time | None) -> None:
     if time is not None:
+        row.timed += 1
         row.time_ns = (row.time_ns or 0) + time.total
         if time.waited is not None:
+            row.wait_known += 1
             row.waited_ns = (row.waited_ns or 0) + time.waited
 
 

@@ -1,18 +1,19 @@
 """The time of collectives: in all, waited for, overlapped, and the bandwidth achieved.
 
 A collective on a CPU's backend lasts from its issue to the end of the wait for it, and the issuing thread is blocked in the call and in the
-wait; in between, other work runs. On an accelerator, the host's times say nothing about a collective: its time is the one that the backend
-or a profiler measured, else it is unknown.
+wait. In between, other work runs, or the thread is blocked in another collective. On an accelerator, the host's times say nothing about a
+collective: its time is the one that the backend or a profiler measured, else it is unknown.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS
+from commlens.model.spans import Span, covered, union
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.model.trace_times import Bandwidth, SlowCall, Times
 from commlens.text import count, number, short_duration
@@ -32,8 +33,8 @@ class Time(NamedTuple):
     waited: int | None  # None if unknown
 
     @property
-    def overlapped(self) -> int:
-        """The part in which other work ran; on a CPU at most this, because the collective may have ended before the wait began."""
+    def unwatched(self) -> int:
+        """The part in which the rank did not wait for it. On a CPU the collective may have ended then, before the wait began."""
         return max(0, self.total - self.waited) if self.waited is not None else 0
 
 
@@ -42,17 +43,39 @@ def time_of(data: TraceData, event: TraceEvent) -> Time | None:
     if data.preview or event.count > 1:
         return None
     on_cpu = data.group_of(event).backend in CPU_BACKENDS
-    blocked = event.returned_ns - event.started_ns + event.wait_ended_ns - event.wait_began_ns
+    blocked = event.returned_ns - event.started_ns + max(0, event.wait_ended_ns - max(event.wait_began_ns, event.returned_ns))
     if event.duration_ns:
-        if event.overlapped_ns is not None:
-            return Time(event.duration_ns, event.duration_ns - event.overlapped_ns)
-        return Time(event.duration_ns, min(blocked, event.duration_ns) if on_cpu and event.wait_ended_ns else None)
-    if not on_cpu or not event.returned_ns:
-        return None
+        waited = None if event.overlapped_ns is None else event.duration_ns - event.overlapped_ns
+        if not on_cpu or not event.wait_ended_ns:
+            return Time(event.duration_ns, waited)
+        return Time(event.duration_ns, min(blocked, event.duration_ns if waited is None else waited))
+    if not on_cpu or not event.returned_ns or (event.wait_began_ns and not event.wait_ended_ns):
+        return None  # the last: the trace was saved while the rank waited
     if event.wait_ended_ns:
-        ended = max(event.wait_ended_ns, event.returned_ns)
-        return Time(ended - event.started_ns, min(blocked, ended - event.started_ns))
+        return Time(max(event.wait_ended_ns, event.returned_ns) - event.started_ns, blocked)
     return Time(blocked, blocked) if event.asynchronous is False else None
+
+
+def blocked_spans(data: TraceData) -> dict[int, list[Span]]:
+    """Return when each thread was blocked in collectives of a CPU's backend."""
+    spans: dict[int, list[Span]] = {}
+    for event in data.events:
+        if event.returned_ns and data.group_of(event).backend in CPU_BACKENDS:
+            spans.setdefault(event.thread, []).append((event.started_ns, event.returned_ns))
+            if event.wait_ended_ns:
+                spans[event.thread].append((event.wait_began_ns, event.wait_ended_ns))
+    return {thread: union(each) for thread, each in spans.items()}
+
+
+def _overlapped(known: Iterable[tuple[TraceEvent, Time]], blocked: Mapping[int, Sequence[Span]]) -> int:
+    """Return the part of the collectives' time in which other work ran: neither they nor others blocked the issuing thread."""
+    total = 0
+    for event, time in known:
+        if time.waited is not None and event.duration_ns:
+            total += time.unwatched if event.overlapped_ns is None else event.overlapped_ns
+        elif time.waited is not None:
+            total += time.total - covered(blocked.get(event.thread, ()), event.started_ns, event.started_ns + time.total)
+    return total
 
 
 def source_of(data: TraceData) -> str:
@@ -71,7 +94,7 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
     known = [(event, time) for event in data.events if (time := time_of(data, event)) is not None]
     untimed = sum(event.count for event in data.events) - len(known)
     steps = step_times(data)
-    waits = [waited for _, waited in steps]
+    waits = [waited for _, waited in steps] if any(time.waited is not None for _, time in known) else []
     found = Times(
         answer="",
         source=source_of(data),
@@ -79,7 +102,8 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
         untimed=untimed,
         time_ns=sum(time.total for _, time in known),
         waited_ns=sum(time.waited or 0 for _, time in known),
-        overlapped_ns=sum(time.overlapped for _, time in known),
+        overlapped_ns=_overlapped(known, blocked_spans(data)),
+        unsplit_ns=sum(time.total for _, time in known if time.waited is None),
         steps=len(steps),
         step_ns=round(statistics.median(step for step, _ in steps)) if steps else None,
         step_spread_ns=_quartiles([step for step, _ in steps]) if len(steps) > 1 else None,
@@ -87,6 +111,7 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
         slowest=_slowest(data, known),
         bandwidth=_bandwidths(data, known, network),
     )
+    found.elsewhere_ns = max(0, found.time_ns - found.waited_ns - found.overlapped_ns - found.unsplit_ns)
     found.answer = _answer(data, found)
     return found
 
@@ -131,16 +156,30 @@ def _answer(data: TraceData, found: Times) -> str:
         return f"The time of the collectives is unknown: {_why_unknown(data)}"
     text = f"{_of(found)} took {short_duration(found.time_ns)}"
     if found.waited_ns or found.overlapped_ns:
-        text += f"; the rank waited for {short_duration(found.waited_ns)} of it ({found.waited_ns / max(1, found.time_ns):.0%})"
-        if found.overlapped_ns >= 0.01 * found.time_ns:
-            text += ", and other work ran during the rest"
+        text += _parts(found)
     if found.step_ns:
-        waited = found.waited_per_step_ns or 0
         text += f". A step took {short_duration(found.step_ns)}"
         if found.step_spread_ns is not None and found.steps > 3:
             text += f" ({short_duration(found.step_spread_ns[0])} to {short_duration(found.step_spread_ns[1])})"
-        text += f", of which the rank waited {short_duration(waited)} ({waited / found.step_ns:.0%}) in collectives"
+        waited = found.waited_per_step_ns
+        if waited is not None:
+            text += f", of which the rank waited {short_duration(waited)} ({waited / found.step_ns:.0%}) in collectives"
     return f"{text}."
+
+
+def _parts(found: Times) -> str:
+    """Return how the time divides into waiting and other work. What is below 1 % is left out."""
+    least = 0.01 * found.time_ns
+    text = f"; the rank waited for {short_duration(found.waited_ns)} of it ({found.waited_ns / max(1, found.time_ns):.0%})"
+    if found.elsewhere_ns < least and found.unsplit_ns < least:
+        return text + (", and other work ran during the rest" if found.overlapped_ns >= least else "")
+    if found.overlapped_ns >= least:
+        text += f", and other work ran during {short_duration(found.overlapped_ns)}"
+    if found.elsewhere_ns >= least:
+        text += f". During {short_duration(found.elsewhere_ns)}, it waited for other collectives in flight"
+    if found.unsplit_ns >= least:
+        text += f". Of {short_duration(found.unsplit_ns)}, it is unknown whether the rank waited"
+    return text
 
 
 def _of(found: Times) -> str:
@@ -187,7 +226,7 @@ def _bandwidths(data: TraceData, known: Iterable[tuple[TraceEvent, Time]], netwo
         group = data.groups[group_index]
         median = round(statistics.median(time.total for _, time in calls))
         measured = all(event.duration_ns for event, _ in calls)
-        overlapped = statistics.median(time.overlapped / time.total for _, time in calls) > _OVERLAPS_FROM
+        overlapped = statistics.median(time.unwatched / time.total for _, time in calls) > _OVERLAPS_FROM
         estimated = None
         if network is not None:
             seconds = collective_seconds(op, group.ranks, wire_bytes, network, rank=data.rank, peer=calls[0][0].peer)

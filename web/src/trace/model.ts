@@ -145,7 +145,7 @@ export class Trace {
     if (this.estimate) return (this.estimate.seconds[event.index] ?? 0) * 1e9 * event.count;
     if (this.preview || event.count > 1) return 0;
     if (event.duration) return event.duration;
-    if (!CPU_BACKENDS.has(this.groupOf(event).backend) || !event.returned) return 0;
+    if (!CPU_BACKENDS.has(this.groupOf(event).backend) || !event.returned || (event.waitBegan && !event.waitEnded)) return 0;
     if (event.waitEnded) return Math.max(event.waitEnded, event.returned) - event.started;
     return event.asynchronous === false ? event.returned - event.started : 0;
   }
@@ -154,9 +154,10 @@ export class Trace {
   waitedOf(event: Collective): number | null {
     const time = this.timeOf(event);
     if (!time || this.estimate) return null;
-    if (event.duration && event.overlapped !== null) return event.duration - event.overlapped;
-    if (!CPU_BACKENDS.has(this.groupOf(event).backend) || (event.duration && !event.waitEnded)) return null;
-    return Math.min(time, event.returned - event.started + (event.waitEnded - event.waitBegan));
+    const most = event.duration && event.overlapped !== null ? event.duration - event.overlapped : null;
+    if (!CPU_BACKENDS.has(this.groupOf(event).backend) || (event.duration && !event.waitEnded)) return most;
+    const blocked = event.returned - event.started + Math.max(0, event.waitEnded - Math.max(event.waitBegan, event.returned));
+    return Math.min(most ?? time, blocked);
   }
 
   get calls(): number {
