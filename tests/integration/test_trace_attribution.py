@@ -723,6 +723,59 @@ def test_both_kinds_of_checkpointing_tell_the_same(fake: None, child: Callable[[
     assert results[0] == results[1]
 
 
+class OwnCheckpoint(torch.autograd.Function):
+    """As Megatron and DeepSpeed have it."""
+
+    @staticmethod
+    def forward(ctx: Any, run_function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        ctx.run_function = run_function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return run_function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            output = ctx.run_function(x)
+        torch.autograd.backward(output, gradient)
+        return None, x.grad
+
+
+def test_checkpointing_of_other_libraries(fake: None) -> None:
+    class Checkpointing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.child = Talker()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return OwnCheckpoint.apply(self.body, x)
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(Talk.apply(torch.tanh(self.child(x))))
+
+    order = ["Checkpointing.child", "Checkpointing"]
+    trace = run(Checkpointing(), batch().requires_grad_())
+    assert sites(trace) == [
+        *((phase, site) for phase in (FORWARD, RECOMPUTATION) for site in order),
+        *((BACKWARD, site) for site in reversed(order)),
+    ]
+
+
+@pytest.mark.parametrize("depth", [1, 2], ids=["once", "within another"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_ops_of_a_recomputation_are_where_its_collectives_are(fake: None, reentrant: bool, depth: int) -> None:
+    """Also those that run without gradients, as a custom function's forward does."""
+    model: nn.Module = Checkpointing(Talker(), reentrant=reentrant)
+    for _ in range(depth - 1):
+        model = Checkpointing(model, reentrant=reentrant)
+    with commlens.trace(depth="ops") as trace:
+        model(batch().requires_grad_()).sum().backward()
+    issuing = ("c10d.allreduce_", "_c10d_functional.all_gather_into", "_c10d_functional.reduce_scatter", "_c10d_functional.all_reduce")
+    assert [(op.phase, op.site) for op in trace.ops if op.name.startswith(issuing)] == sites(trace)
+    assert {phase for phase, _ in sites(trace)} == {FORWARD, RECOMPUTATION, BACKWARD}
+
+
 def test_checkpointing_within_checkpointing(fake: None) -> None:
     inner = Checkpointing(Talker(), reentrant=True)
     trace = run(Checkpointing(inner, reentrant=True), batch().requires_grad_())

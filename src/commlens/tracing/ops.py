@@ -22,13 +22,14 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.tracing.module_calls import FIRST_ACCUMULATION, ModuleCall, ModuleRow, current_node
+from commlens.tracing.module_calls import FIRST_ACCUMULATION, ModuleCall, ModuleRow, current_node, current_pass
 from commlens.tracing.modules import ModuleTracker
 from commlens.tracing.packets import FUNCTIONAL, functional_scope, public_packet, split_name
+from commlens.tracing.patches import Patches
 from commlens.tracing.raw_event import RawEvent
+from commlens.tracing.recomputations import follow_recomputations, recomputes
 
 _SETTLE_AT = 50_000  # ten thousand ops
-_CHECKPOINT = "torch/utils/checkpoint.py"
 _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"
 _BACKWARD, _RECOMPUTATION, _OPTIMIZER, _OUTSIDE = Phase.BACKWARD, Phase.RECOMPUTATION, Phase.OPTIMIZER, Phase.OUTSIDE
 _Tensor = torch.Tensor
@@ -80,12 +81,13 @@ _known: dict[int, _Op] = {}
 class _Here:
     """A thread's state and its last known place: consecutive ops mostly run in one place."""
 
-    __slots__ = ("call", "issued", "number", "optimizers", "optimizing_in", "place")
+    __slots__ = ("call", "issued", "number", "optimizers", "optimizing_in", "place", "recomputing")
 
     def __init__(self) -> None:
         self.issued = 0  # collectives that the tap has reported
         self.optimizers = 0  # running optimizer steps
         self.optimizing_in = -1  # the backward pass inside which the innermost of them began; -1 outside of any
+        self.recomputing: list[tuple[int, int]] = []  # the nodes that recompute a forward, and their backward passes: innermost last
         self.call: ModuleCall | None = None
         self.number = _NOWHERE
         self.place: Any = None
@@ -158,6 +160,7 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         self._sequence = 0
         self._thread = _ThreadState()
         self._hooks: list[Any] = []
+        self._patches = Patches()
         self._lock = threading.Lock()
 
     @classmethod
@@ -183,11 +186,13 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
             register_optimizer_step_pre_hook(self._optimizer_begins),
             register_optimizer_step_post_hook(self._optimizer_ended),
         ]
+        follow_recomputations(self._patches, lambda: self._thread.here.recomputing)
         super().__enter__()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         super().__exit__(*exc)
+        self._patches.restore()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -264,9 +269,10 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         if here.optimizers and here.optimizing_in == torch._C._current_graph_task_id():
             return _OPTIMIZER
         number = node._sequence_nr()
-        if torch.is_grad_enabled():  # a recomputed forward, or a double backward
+        recomputing = bool(here.recomputing) and here.recomputing[-1] == (number, current_pass())
+        if recomputing or torch.is_grad_enabled():  # the latter also in a double backward, and in a recomputation that torch does not run
             here.number = _NOWHERE
-            return self._place_while_recording(node, number, call)
+            return self._place_while_recording(node, number, call, recomputing=recomputing)
         if number == here.number and call is here.call:
             return here.place
         phase, located = self._modules.locate_node(number, call)
@@ -283,9 +289,9 @@ class OpsMode(TorchDispatchMode):  # type: ignore[misc]
         here.place = place
         return place
 
-    def _place_while_recording(self, node: Any, number: int, call: ModuleCall | None) -> Any:
+    def _place_while_recording(self, node: Any, number: int, call: ModuleCall | None, *, recomputing: bool) -> Any:
         phase, located = self._modules.locate_node(number, call)
-        if phase is _BACKWARD and number < FIRST_ACCUMULATION and _in_checkpoint():
+        if phase is _BACKWARD and number < FIRST_ACCUMULATION and (recomputing or _in_checkpoint()):
             phase = _RECOMPUTATION
         if located is not None:
             return self._place_of(phase, located.row)
@@ -386,12 +392,12 @@ def _in_propagation() -> bool:
 
 
 def _in_checkpoint() -> bool:
-    """Check whether activation checkpointing is recomputing a function, and no backward runs inside it."""
+    """Check whether a checkpointed function is being recomputed, and no backward runs inside it."""
     frame = sys._getframe(3)
     while frame is not None:
         code = frame.f_code
-        if code.co_filename.endswith(_CHECKPOINT):
-            return code.co_name in ("recompute_fn", "backward", "unpack_hook")
+        if recomputes(code):
+            return True
         if code.co_name == "_engine_run_backward":
             return False
         frame = frame.f_back  # type: ignore[assignment]

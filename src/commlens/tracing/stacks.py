@@ -18,6 +18,7 @@ import torch
 from commlens import native
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
+from commlens.tracing.recomputations import recomputes
 
 log = logging.getLogger("commlens")
 
@@ -30,7 +31,6 @@ RECOMPUTE = "recompute"
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
 _OWN = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120
 _GRAPH = "autograd/graph.py"
-_CHECKPOINT = "utils/checkpoint.py"
 _OPTIMIZER = "optim/optimizer.py"
 _REDISTRIBUTE = "distributed/tensor/_redistribute.py"
 _DISPATCH = "distributed/tensor/_dispatch.py"
@@ -129,6 +129,8 @@ class StackInfos:
         issued_by_python = False
         while frame is not None:
             info.codes.append(frame.f_code)
+            if info.in_pass is None and recomputes(frame.f_code):
+                info.in_pass = RECOMPUTE
             file = frame.f_code.co_filename
             if file.startswith(_TORCH):
                 inside = file[len(_TORCH) :]
@@ -164,9 +166,6 @@ class StackInfos:
         elif file == _GRAPH:
             if _runs_engine(file, frame):
                 info.in_pass = info.in_pass or ENGINE
-        elif file == _CHECKPOINT:
-            if info.in_pass is None and function in ("recompute_fn", "backward", "unpack_hook"):
-                info.in_pass = RECOMPUTE
         elif file == _OPTIMIZER:
             # Not if the optimizer runs a backward pass, as with a closure.
             info.in_optimizer = info.in_optimizer or (info.in_pass is None and _wraps_step(file, frame))
