@@ -136,6 +136,13 @@ def test_the_parts_of_the_time_add_up():
         assert sum(parts) == found.time_ns and min(parts) >= 0
 
 
+def test_threads_that_wait_at_the_same_time_make_a_step_wait_once():
+    data = training(steps=4)
+    beside = [msgspec.structs.replace(event, thread=1) for event in data.events]  # as those of a checkpoint saved meanwhile
+    both = msgspec.structs.replace(data, events=sorted([*data.events, *beside], key=lambda event: event.started_ns))
+    assert step_times(both) == step_times(data)
+
+
 def test_unknown_waiting_is_not_told_as_none():
     data = training(steps=4)
     for event in data.events:

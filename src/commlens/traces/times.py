@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from commlens.model.network import Network
 from commlens.model.ops import BARRIERS
-from commlens.model.spans import Span, covered, union
+from commlens.model.spans import Span, covered, length, union
 from commlens.model.trace import TraceData, TraceEvent
 from commlens.model.trace_times import Bandwidth, SlowCall, Times
 from commlens.text import count, number, short_duration
@@ -61,10 +61,16 @@ def blocked_spans(data: TraceData) -> dict[int, list[Span]]:
     spans: dict[int, list[Span]] = {}
     for event in data.events:
         if event.returned_ns and data.group_of(event).backend in CPU_BACKENDS:
-            spans.setdefault(event.thread, []).append((event.started_ns, event.returned_ns))
-            if event.wait_ended_ns:
-                spans[event.thread].append((event.wait_began_ns, event.wait_ended_ns))
+            spans.setdefault(event.thread, []).extend(_blocked(event))
     return {thread: union(each) for thread, each in spans.items()}
+
+
+def _blocked(event: TraceEvent) -> list[Span]:
+    """Return when a thread was blocked in a collective: in its call, and in the wait for it."""
+    spans = [(event.started_ns, event.returned_ns)]
+    if event.wait_ended_ns:
+        spans.append((event.wait_began_ns, event.wait_ended_ns))
+    return spans
 
 
 def _overlapped(known: Iterable[tuple[TraceEvent, Time]], blocked: Mapping[int, Sequence[Span]]) -> int:
@@ -122,11 +128,17 @@ def step_times(data: TraceData) -> list[tuple[int, int]]:
     A step lasts from its first collective to the next step's first one. The first step is left out where there are others: it sets up.
     """
     first = _first_moments(data)
-    waited: dict[int, int] = {}
+    measured: dict[int, int] = {}
+    blocked: dict[int, list[Span]] = {}  # of all threads: those that wait at the same time count once
     for event in data.events:
         time = time_of(data, event)
-        waited[event.step] = waited.get(event.step, 0) + ((time.waited or 0) if time is not None else 0)
-    return [(first[step + 1] - first[step], waited[step]) for step in whole_steps(data)]
+        if time is None or time.waited is None:
+            continue
+        if event.duration_ns:
+            measured[event.step] = measured.get(event.step, 0) + time.waited
+        else:
+            blocked.setdefault(event.step, []).extend(_blocked(event))
+    return [(first[step + 1] - first[step], measured.get(step, 0) + length(union(blocked.get(step, ())))) for step in whole_steps(data)]
 
 
 def whole_steps(data: TraceData) -> list[int]:
