@@ -425,6 +425,7 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
     verdict = judge(logs)
     assert (verdict.kind, verdict.why, verdict.culprits, verdict.confidence) == ("missing", "finished", [3], "high")
     assert "waited" in verdict.explanation and "until it failed" in verdict.explanation
+    assert "The exit status of rank 3 is not known yet: the launcher reports one that is not 0." in verdict.findings[0].evidence
 
 
 def test_ranks_that_are_already_in_the_next_collective_count_for_the_majority() -> None:

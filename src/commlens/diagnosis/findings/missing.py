@@ -114,6 +114,9 @@ def _missing(context: Context, absence: Absence) -> None:
         evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")
     if finished:
         evidence += _steps_evidence(context, absence) + decided
+        if leaving := sorted(rank for rank in ranks if context.job.views[rank].exit.kind == "leaving"):
+            whose = f"The exit {verb(leaving, 'status', 'statuses')} of {ranks_phrase(leaving)}"
+            evidence.append(f"{whose} {verb(leaving, 'is', 'are')} not known yet: the launcher reports one that is not 0.")
     elif context.job.knows.stacks:
         evidence += _stack_evidence(view, absence)
     evidence += _failure_evidence(view)
