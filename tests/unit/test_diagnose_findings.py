@@ -428,6 +428,18 @@ def test_ranks_whose_wait_fails_while_a_peer_shuts_down_waited_for_it() -> None:
     assert "The exit status of rank 3 is not known yet: the launcher reports one that is not 0." in verdict.findings[0].evidence
 
 
+def test_what_a_rank_did_in_several_steps_is_routine_also_right_after_the_setup() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield collective("broadcast", job.world, 4, line=10, root=0)
+        for number in range(5):
+            yield all_reduce(job.world, line=40, dtype="float64" if number == 4 and rank == 0 else "float32")
+            yield all_reduce(job.world, line=50)
+            yield Step()
+
+    verdict = judge(Job(2).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("mismatch/dtype", [0])
+
+
 def test_ranks_that_are_already_in_the_next_collective_count_for_the_majority() -> None:
     """Rank 1 does one round fewer. Ranks 0 and 3 wait for it in the first collective of the round, ranks 2 and 4 in the second."""
 

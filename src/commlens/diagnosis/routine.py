@@ -92,7 +92,7 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     if sum(ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step for i in at) >= _PASSED_OFTEN:
         return False  # it passed this place in many steps, and never went there
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
-    if not lines or first < position - _LONGEST_VISIT:
+    if not lines or first < position - _LONGEST_VISIT or ops[position].step >= ops[first].step + _REPEATS:
         return False
     since = {ops[i].call_lines for i in range(first, position + 1)}
     return first > 0 and all(ops[i].call_lines not in since for i in range(first))
