@@ -9,6 +9,7 @@ from builders import SCRIPT, Job, Op, Stay, Step, all_reduce, collective
 
 from commlens.diagnosis.call_paths import parted
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.routine import follows_history
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import ThreadStack
 from commlens.model.verdict import Verdict
@@ -160,3 +161,12 @@ def test_a_line_is_new_only_if_the_rank_has_not_been_there(skips: bool) -> None:
     told = [text for text in verdict.findings[0].evidence if "it may be extra" in text]
     assert len(told) == 1
     assert ("for the first time" in told[0]) is not skips
+
+
+def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -> None:
+    """Every second step evaluates (e), and every third one saves (s): the fifth is the first after another that does neither."""
+    step = "aaabbcbcc"
+    history = "".join(["s" * (i % 3 == 2) + "eee" * (i % 2) + step for i in range(4)])
+    assert follows_history(history + step, len(history), sure=True) is not False
+    assert follows_history(history + "b", len(history), sure=True) is not True
+    assert follows_history(step * 4 + "b", 4 * len(step), sure=True) is False

@@ -110,11 +110,12 @@ def _departs(text: str, position: int, expected: set[str], period: int) -> bool:
     """Return whether an unexpected letter is a departure.
 
     It is none if it ends the loop that repeats before it: all loops end once. It is none either if it is an event that comes from time to
-    time in this place: a checkpoint comes every so many steps, which is longer than the context that was compared.
+    time in this place: a checkpoint comes every so many steps, which is longer than the context that was compared. Where different events
+    came before, none of them need come this time.
     """
     before, letter = text[position - 1], text[position]
     if before + letter not in text[:position]:
-        return letter in text[position - period : position] or letter not in text[:position]
+        return (len(expected) == 1 and letter in text[position - period : position]) or letter not in text[:position]
     return _is_due(text, position, letter) is False or any(_is_due(text, position, other) for other in expected)
 
 
