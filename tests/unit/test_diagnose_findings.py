@@ -516,12 +516,16 @@ def test_an_unseen_end_that_nobody_waits_for_is_no_death() -> None:
     assert judge(logs).kind == "healthy"
 
 
-def test_of_ranks_that_all_ended_unseen_the_one_that_the_others_waited_for_died() -> None:
+@pytest.mark.parametrize(("earlier_ns", "culprits"), [(0, []), (3 * S, [2])])
+def test_of_ranks_that_all_ended_unseen_the_last_sign_of_life_tells_which_was_first(earlier_ns: int, culprits: list[int]) -> None:
+    """The others waited for rank 2, but any of them may have been killed."""
     logs = Job(4).run(training(at(2, 5, Die(Observation(End.GONE))))).logs()
     for log in logs:
         log.observation = Observation(End.GONE, ended_ns=log.captured_ns)
+        log.heartbeat_ns = log.captured_ns - earlier_ns * (log.rank == 2)
     verdict = judge(logs)
-    assert (verdict.kind, verdict.culprits, verdict.victims) == ("dead", [2], [0, 1, 3])
+    assert (verdict.kind, verdict.culprits) == ("dead", culprits)
+    assert culprits or ("ranks 0-3 are gone" in verdict.summary and "ranks 0-1,3 were waiting for rank 2" in verdict.summary)
 
 
 @pytest.mark.parametrize("end", [Observation(End.GONE), Observation(End.FAILED, 1)])
@@ -967,8 +971,8 @@ def test_of_ranks_that_all_ended_unseen_the_awaited_one_need_not_be_the_first() 
 
     verdict = judge(gone(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("dead", [], "low")
-    assert verdict.summary.startswith("ranks 0,2-3 are gone; how they ended was not observed")
-    assert verdict.next_step == "look at the output of ranks 0,2-3"
+    assert verdict.summary.startswith("ranks 0-3 are gone; how they ended was not observed; rank 1 was waiting for rank 0")
+    assert verdict.next_step == "look at the output of ranks 0-3"
 
 
 def test_of_ranks_that_all_ended_unseen_a_refusal_names_the_first() -> None:

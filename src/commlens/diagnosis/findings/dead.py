@@ -53,19 +53,27 @@ def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
 def _keep_the_first(context: Context, groups: dict[tuple[str, str, str], list[int]], sinks: dict[int, Node]) -> None:
     """Of ranks that are gone, drop those that seem to have been ended because of the others: nobody saw in which order they ended.
 
-    A refusal that a rank raised before says which rank had ended by then. Otherwise a rank that waited for another one did not end first.
-    If no rank is left, one that waited for none of them may have ended first, so it is told with them.
+    A refusal that a rank raised before says which rank had ended by then. While a rank lives, one that waited for another did not end
+    first. If all have ended, one that waited may have been killed like any other: only its last sign of life tells.
     """
     views = context.job.views
-    gone = {rank for rank, view in views.items() if view.exit.kind == "gone"} if all(view.exit.ended for view in views.values()) else set()
+    gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
+    all_ended = all(view.exit.ended for view in views.values())
     named = {ended for view in views.values() for ended in ended_in_refusal(view.log.exception)}
     for key, ranks in groups.items():
-        if views[ranks[0]].exit.kind == "gone" and len(ranks) > 1:
+        if views[ranks[0]].exit.kind != "gone":
+            continue
+        if all_ended:
+            groups[key] = [rank for rank in ranks if rank in named] or _ended_first(context, gone) or gone
+        elif len(ranks) > 1:
             waiting = {edge.rank for rank in ranks if rank in sinks for edge in context.graph.edges_into(sinks[rank])}
             groups[key] = [rank for rank in ranks if rank in named] or [rank for rank in ranks if rank not in waiting] or ranks
-        if views[ranks[0]].exit.kind == "gone" and named.isdisjoint(groups[key]):
-            blocked = context.blocked_by([sinks[rank] for rank in groups[key] if rank in sinks])
-            groups[key] = sorted({*groups[key], *(gone - set(blocked))})
+
+
+def _ended_first(context: Context, gone: list[int]) -> list[int]:
+    """Return the rank whose last sign of life is clearly the oldest; none if there is no such rank."""
+    beats = sorted((context.job.views[rank].log.heartbeat_ns, rank) for rank in gone)
+    return [rank for beat, rank in beats[:1] if beat and len(beats) > 1 and beat < beats[1][0] - _SAME_MOMENT_NS]
 
 
 def _is_missed(context: Context, node: Node | None) -> bool:
@@ -94,10 +102,11 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     starting = bool(edges) and all(edge.op.is_setup for edge in edges)
     undecided = unseen and (len(ranks) > 1 or starting) and all(other.exit.ended for other in views.values())
     summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else end.text)
+    awaited = [node.rank for node in nodes] if undecided else ranks
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
     if edges:
-        waited = f"waiting for {verb(ranks, 'it', 'them')}"
+        waited = f"waiting for {verb(ranks, 'it', 'them') if awaited == ranks else ranks_phrase(awaited)}"
         summary += f"; {context.waits(edges, f'was {waited}', f'were {waited}')}"
     last_seen = ""
     if frame is not None and end.source is None:
