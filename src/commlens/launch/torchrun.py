@@ -80,11 +80,13 @@ def launch(argv: Sequence[str]) -> int:
     from torch.distributed.run import run
 
     failures: dict[int, tuple[int, int]] = {}
-    was_aborted, why_aborted = False, ""
+    is_running, was_aborted, why_aborted = True, False, ""
 
     def end_job(why: str) -> None:
         """End the workers, as torchrun does on SIGTERM. The verdict says why, so torchrun's own report is left out."""
         nonlocal was_aborted, why_aborted
+        if not is_running:
+            return  # the workers have ended by themselves, and the signal would interrupt the watcher's last words
         was_aborted, why_aborted = True, why
         logging.disable(logging.WARNING)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -105,6 +107,8 @@ def launch(argv: Sequence[str]) -> int:
             except ChildFailedError as error:
                 failures.update({rank: (failure.pid, failure.exitcode) for rank, failure in error.failures.items()})
                 raise
+            finally:
+                is_running = False
     except Exception as error:
         if was_aborted:
             error_file.write(os.environ, why_aborted, overwrite=True)  # torchrun has written that it was ended by SIGTERM
