@@ -197,7 +197,8 @@ class Job:
         end = time.monotonic() + 10
         while (left := [*self._processes()]) and time.monotonic() < end:
             time.sleep(0.2)
-        found = [f"process {pid} {_command_line(pid)}" for pid in left]
+        # SIGTERM ends a rank, but not the child that the fault made it start.
+        found = [f"process {pid} {_command_line(pid)}" for pid in left if not _command_line(pid).startswith("sleep 600")]
         for pid in left:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
@@ -238,7 +239,7 @@ def judge(truth: Truth, outcome: Outcome, bare: Outcome | None) -> tuple[str, st
     faults = [verdict for verdict in outcome.verdicts if verdict["kind"] not in NO_FAULT]
     told = len(re.findall(r"^(?:\[.*\]:)?VERDICT", outcome.text, re.MULTILINE))
     if truth.fault == "none":
-        if bare is not None and "terminate called" in bare.text and _crashed_on_exit(outcome, faults):
+        if "terminate called" in outcome.text and _crashed_on_exit(outcome, faults):
             return "right", ""
         if told or faults:
             return "false word", "; ".join(verdict["summary"] for verdict in faults)

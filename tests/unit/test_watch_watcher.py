@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -450,3 +452,9 @@ def test_a_rank_without_a_box_does_not_keep_those_of_the_others(job: Job) -> Non
     job.ranks[0].end()
     eventually(job.ended)
     assert not list(job.folder.glob("*.box"))
+
+
+def test_it_starts_without_the_diagnosis() -> None:
+    """The ranks may end at any moment, and what a diagnosis needs takes as long to import as all the rest."""
+    program = "import sys, commlens.watch.__main__; sys.exit('commlens.diagnosis.examine' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

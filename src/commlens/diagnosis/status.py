@@ -152,7 +152,7 @@ HEADINGS: Final = ("ranks", "process", "step", "collective", "for", "waits for",
 
 
 def _row(log: RankLog, waits_for: list[int]) -> StatusRow:
-    current = current_collective(log)
+    current = log.current_collective
     exit_ = process_exit_of(log)
     blocked = current is not None and current.in_flight
     doing = activity_of(log, exit_, quiet_ns=quiet_ns(log))
@@ -186,11 +186,6 @@ def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
     if log.expecting:
         text = f"{text} (expects to be slow: {log.expecting})"
     return text, max(0, age_ns)
-
-
-def current_collective(log: RankLog) -> Collective | None:
-    """Return the oldest collective in flight, otherwise the last one."""
-    return next((each for each in log.collectives if each.in_flight), log.collectives[-1] if log.collectives else None)
 
 
 _EXCEPTION_MAX: Final = 80

@@ -103,6 +103,11 @@ class RankLog(msgspec.Struct):
     versions: dict[str, str] = {}
 
     @property
+    def current_collective(self) -> Collective | None:
+        """The oldest collective in flight, otherwise the last one."""
+        return next((each for each in self.collectives if each.in_flight), self.collectives[-1] if self.collectives else None)
+
+    @property
     def main_stack(self) -> ThreadStack | None:
         """The most recent stack of the main thread; of the thread that runs the user's code if the main one runs only a library's."""
         everything = [*self.observation.stacks, *self.stacks]

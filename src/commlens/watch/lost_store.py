@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from commlens.diagnosis.status import current_collective
 from commlens.errors import FormatError
 from commlens.text import joined, op_phrase, ranks_phrase, verb
 from commlens.watch.nodes import LostStore, Nodes
@@ -65,7 +64,7 @@ def lost_store_line(lost: LostStore, members: Sequence[Member]) -> str:
 
 def _place(member: Member) -> str:
     try:
-        op = current_collective(member.box.log(newest=_NEWEST)) if member.box is not None else None
+        op = member.box.log(newest=_NEWEST).current_collective if member.box is not None else None
     except FormatError:
         op = None
     return "" if op is None else f"{'in' if op.in_flight else 'past'} {op_phrase(op)}"
