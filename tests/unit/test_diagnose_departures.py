@@ -163,6 +163,26 @@ def test_a_line_is_new_only_if_the_rank_has_not_been_there(skips: bool) -> None:
     assert ("for the first time" in told[0]) is not skips
 
 
+@pytest.mark.parametrize(("line", "culprits"), [(((90, "<module>"),), []), (((33, "log"), (70, "train")), [1])])
+def test_what_the_main_program_does_after_its_loop_is_no_departure(line: tuple[tuple[int, str], ...], culprits: list[int]) -> None:
+    """Rank 0 did a round more or rank 1 one fewer. A call from a new line within the loop is another matter."""
+    loop = Frame(SCRIPT, 80, "<module>")
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(9):
+            if (rank, i) == (1, 8):
+                outermost = [Frame(SCRIPT, at, name) for at, name in line]
+                yield all_reduce(
+                    job.world, 1, line=outermost[0].line, function=outermost[0].function,
+                    callers=(*outermost[1:], *((loop,) if len(line) > 1 else ())),
+                )  # fmt: skip
+            yield all_reduce(job.world, 100, line=5, function="reduce", callers=path((33, "backward"), (60, "train"), outermost=loop))
+            yield collective("all_gather", job.world, 1, line=7, function="log", callers=path((61, "train"), outermost=loop))
+            yield Step()
+
+    assert diagnose_logs(Job(2).run(program).logs()).culprits == culprits
+
+
 def test_a_step_without_the_events_of_other_steps_does_not_leave_the_routine() -> None:
     """Every second step evaluates (e), and every third one saves (s): the fifth is the first after another that does neither."""
     step = "aaabbcbcc"

@@ -440,6 +440,24 @@ def test_what_a_rank_did_in_several_steps_is_routine_also_right_after_the_setup(
     assert (verdict.kind, verdict.culprits) == ("mismatch/dtype", [0])
 
 
+@pytest.mark.parametrize(("waited_s", "culprits"), [(2, [1]), (30, [2])])
+def test_a_rank_that_was_ended_with_the_others_may_only_have_been_late(waited_s: int, culprits: list[int]) -> None:
+    """Rank 1 is killed unseen while it waits for rank 2, and the launcher ends the others."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, line=40)
+        if rank == 2:
+            yield SLEEP
+        yield all_reduce(job.world, line=50)
+
+    job = Job(3).run(program)
+    logs = job.logs()
+    for log in logs:
+        log.captured_ns = logs[0].collectives[-1].announced_ns + waited_s * S
+        log.observation = Observation(End.GONE) if log.rank == 1 else Observation(End.KILLED, signal="SIGTERM", ended_ns=job.now)
+    assert judge(logs).culprits == culprits
+
+
 def test_ranks_that_are_already_in_the_next_collective_count_for_the_majority() -> None:
     """Rank 1 does one round fewer. Ranks 0 and 3 wait for it in the first collective of the round, ranks 2 and 4 in the second."""
 

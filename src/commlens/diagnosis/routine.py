@@ -90,7 +90,10 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     passed = ops[position - 1].call_lines
     at = [i for i in range(position - 1) if ops[i].call_lines == passed]
     if sum(ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step for i in at) >= _PASSED_OFTEN:
-        return False  # it passed this place in many steps, and never went there
+        # It passed this place in many steps and never went there. But what the function with the loop does after it is new as well.
+        outside = len(passed) - len(lines)
+        ends_loop = bool(lines) and outside > 0 and lines[0] != passed[outside] and lines[1:] == passed[outside + 1 :]
+        return ends_loop and all(op.call_lines != lines for op in ops[:position])
     first = next(i for i in range(position + 1) if ops[i].call_lines == lines)
     if not lines or first < position - _LONGEST_VISIT or ops[position].step >= ops[first].step + _REPEATS:
         return False

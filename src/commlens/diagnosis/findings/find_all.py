@@ -16,6 +16,8 @@ from commlens.diagnosis.wait_graph import Graph
 from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 
+_LATE_NS = 5_000_000_000  # a rank that was awaited for less when the job was ended may only have been late
+
 
 def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Finding]:
     """Return all findings, root causes first, sorted by the number of ranks that they block."""
@@ -41,6 +43,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
             other.finding.root_cause = other.finding.root_cause and other.finding.kind == "dead" and not case.finding.culprits
     if not context.cases:
         find_motionless(context)
+    _demote_cut_waits(context)
     if not any(case.finding.root_cause for case in context.cases):
         find_ended(context)
     if job.knows.completion_times and not context.cases:
@@ -49,7 +52,6 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
         find_stragglers(context)
     _demote_consequences(context.cases)
     _demote_ended_victims(context)
-    _demote_cut_waits(context)
     context.cases.sort(key=_weight)
     _add_refusals(context)
     return [case.finding for case in context.cases]
@@ -89,14 +91,16 @@ def _demote_consequences(cases: list[Case]) -> None:
 
 
 def _demote_cut_waits(context: Context) -> None:
-    """Demote ranks that may only have been late: the waits for them ended early because others disagreed or one died."""
+    """Demote ranks that may only have been late: the waits for them ended early, because others disagreed, one died, or all were ended."""
     views = context.job.views
     roots = [case for case in context.cases if case.finding.root_cause]
     disagree, died = any(case.mismatch is not None for case in roots), any(case.finding.kind == "dead" for case in roots)
     for finding in (case.finding for case in roots if case.finding.kind == "missing"):
         refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
-        is_short = finding.why != "finished" and context.longest_wait(finding.victims) < context.job.stall_timeout_ns
-        if (disagree and refused and all(refused)) or (died and is_short):
+        waited_ns, timeout_ns = context.longest_wait(finding.victims), context.job.stall_timeout_ns
+        ended = all(views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views)
+        is_short = finding.why != "finished" and waited_ns < (timeout_ns if died else min(timeout_ns, _LATE_NS))
+        if (disagree and refused and all(refused)) or ((died or (ended and finding.culprits)) and is_short):
             finding.root_cause = False
 
 
