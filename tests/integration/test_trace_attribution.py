@@ -675,13 +675,8 @@ class Checkpointed(nn.Module):
         return checkpoint(self.child, x, use_reentrant=self.reentrant)
 
 
-class Checkpointing(nn.Module):
+class Checkpointing(Checkpointed):
     """Communicates in a checkpointed function, both directly and in a child."""
-
-    def __init__(self, child: nn.Module, *, reentrant: bool) -> None:
-        super().__init__()
-        self.child = child
-        self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.body, x, use_reentrant=self.reentrant)

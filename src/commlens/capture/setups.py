@@ -103,7 +103,8 @@ class Setups:
     def store_wait_began(self, op: str, keys: Sequence[str]) -> bool:
         """Note that a thread is about to wait for keys in the store. Return whether to call :meth:`store_wait_ended` after it.
 
-        Only the thread that called ``init_process_group`` counts: while another one waits in the store, the training goes on.
+        Only one thread counts: the one that called ``init_process_group`` or, before that, imported torch. While another thread waits in
+        the store, the training goes on.
         """
         if self._depth or self._thread != current.id or not keys:
             return False

@@ -89,21 +89,19 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
 def _status(job: Path) -> JobStatus:
     from commlens.diagnosis.status import status_of
     from commlens.dumps.save import dump_name
-    from commlens.watch.other_nodes import OtherNodes, look_at_other_nodes
+    from commlens.watch.other_nodes import OtherNodes, has_other_nodes, look_at_other_nodes
     from commlens.watch.snapshot import snapshot
 
     logs, elsewhere = snapshot(job, window_s=0.4), OtherNodes()
-    if any(log.world_size > len(logs) for log in logs):
+    if has_other_nodes(logs):
         elsewhere = look_at_other_nodes(job)
         logs = elsewhere.join(logs)
-    status = status_of(dump_name([job]), logs)
-    status.other_nodes = list(elsewhere.lines)
-    return status
+    return status_of(dump_name([job]), logs, elsewhere.lines)
 
 
 def _print(job: JobStatus, *, everything: bool) -> None:
     from commlens.commands.table import print_table
-    from commlens.diagnosis.status import HEADINGS, arrange, cells, fold
+    from commlens.diagnosis.status import HEADINGS, add_hosts, arrange, cells, fold
     from commlens.text import sentence
 
     print(f"{job.heading}: {sentence(job.answer)}")
@@ -121,7 +119,5 @@ def _print(job: JobStatus, *, everything: bool) -> None:
     if pids:
         lines = [(line[0], str(row.pid), *line[1:]) for line, row in zip(lines, rows, strict=True)]
         headings.insert(1, "pid")
-    if len({row.host for row in job.rows}) > 1:
-        lines = [(line[0], row.host, *line[1:]) for line, row in zip(lines, rows, strict=True)]
-        headings.insert(1, "host")
+    headings, lines = add_hosts(job, rows, headings, lines)
     print_table(lines, headings=headings, indent=2)

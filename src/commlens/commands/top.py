@@ -27,7 +27,7 @@ log = logging.getLogger("commlens")
 
 _NEWEST: Final = 256  # records of each rank that are read for a frame
 _OBSERVED_S: Final = 4.0
-_PAUSE: Final = 2  # between two looks at the other nodes, in the time that the last one took
+_PAUSE: Final = 2  # the pause before the next look at the other nodes, as a multiple of the time that the last look took
 _KEYS: Final = {
     b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down", b"\x1b[5~": "pageup", b"\x1b[6~": "pagedown",
     b"\x1b[H": "home", b"\x1b[F": "end", b"\r": "enter", b"\n": "enter", b"\x1b": "escape",
@@ -103,9 +103,11 @@ class _Job:
         self.of_all_nodes: JobStatus | None = None
 
     def read(self) -> JobStatus:
-        """Return the job's status: of all nodes, when they answered last; of this one's ranks now, if no other one ever did."""
+        """Return the job's status: of all nodes as of their last answer, or of this node alone until another one has answered."""
+        from commlens.watch.other_nodes import has_other_nodes
+
         logs = self._read_logs()
-        if not any(log.world_size > len(logs) for log in logs):
+        if not has_other_nodes(logs):
             return self._status(logs)
         answer = self.other_nodes.take()
         if answer is not None and (answer.logs or answer.lines):
@@ -116,9 +118,7 @@ class _Job:
         from commlens.diagnosis.status import status_of
         from commlens.dumps.save import dump_name
 
-        status = status_of(dump_name([self.folder]), logs)
-        status.other_nodes = list(other_nodes)
-        return status
+        return status_of(dump_name([self.folder]), logs, other_nodes)
 
     def _read_logs(self) -> list[RankLog]:
         from commlens.processes.process import Ending
@@ -161,7 +161,7 @@ def _show(folders: list[Path], interval_s: float) -> None:
 
 def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
     from commlens.diagnosis.process_words import notable_state
-    from commlens.diagnosis.status import HEADINGS, arrange, cells, fold
+    from commlens.diagnosis.status import HEADINGS, add_hosts, arrange, cells, fold
     from commlens.model.stack_classes import merge_stacks
     from commlens.reports.stacks_terminal import class_lines
     from commlens.reports.top_screen import Screen
@@ -174,12 +174,8 @@ def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
         logs = [log for log in status.logs if log.rank in chosen]
         for each in merge_stacks(logs, [notable_state(log) for log in logs]):
             stack += class_lines(each)
-    shown: list[tuple[str, ...]] = [cells(row, narrow=narrow) for row in rows]
-    headings: tuple[str, ...] = HEADINGS
-    if len({row.host for row in status.rows}) > 1:
-        shown = [(line[0], row.host, *line[1:]) for line, row in zip(shown, rows, strict=True)]
-        headings = (HEADINGS[0], "host", *HEADINGS[1:])
-    return Screen(status, rows, shown, headings, stack)
+    headings, lines = add_hosts(status, rows, HEADINGS, [cells(row, narrow=narrow) for row in rows])
+    return Screen(status, rows, lines, tuple(headings), stack)
 
 
 class _Keys:

@@ -69,17 +69,18 @@ class JobStatus(msgspec.Struct):
         return self.verdict.summary
 
 
-def status_of(name: str, logs: Sequence[RankLog]) -> JobStatus:
+def status_of(name: str, logs: Sequence[RankLog], other_nodes: Sequence[str] = ()) -> JobStatus:
     """Return the status of a job.
 
     Args:
         name: of the job.
         logs: of its ranks, joined with observations of their processes.
+        other_nodes: sentences about the nodes whose ranks are not among these.
     """
     examined = examine_logs(logs)
     waits = _waits(examined)
     rows = [_row(log, waits.get(log.rank, [])) for log in logs]
-    return JobStatus(name, heading(name, logs), examined.verdict, rows, _steps(logs), list(logs))
+    return JobStatus(name, heading(name, logs), examined.verdict, rows, _steps(logs), list(logs), list(other_nodes))
 
 
 def heading(name: str, logs: Sequence[RankLog]) -> str:
@@ -90,6 +91,15 @@ def heading(name: str, logs: Sequence[RankLog]) -> str:
     ranks = f"{len(logs)} of {world} ranks" if world > len(logs) else count(len(logs), "rank")
     where = hosts[0] if len(hosts) == 1 else count(len(hosts), "host")
     return f"{name}: {ranks} on {where}" + (f", {script}" if script else "")
+
+
+def add_hosts(
+    job: JobStatus, rows: Sequence[StatusRow], headings: Sequence[str], lines: Sequence[tuple[str, ...]]
+) -> tuple[list[str], list[tuple[str, ...]]]:
+    """Return a table's headings and lines, with each row's host after its ranks if the job runs on several hosts."""
+    if len({row.host for row in job.rows}) < 2:
+        return list(headings), list(lines)
+    return [headings[0], "host", *headings[1:]], [(line[0], row.host, *line[1:]) for line, row in zip(lines, rows, strict=True)]
 
 
 def fold(rows: Sequence[StatusRow]) -> list[StatusRow]:

@@ -41,6 +41,11 @@ class OtherNodes(NamedTuple):
         return joined
 
 
+def has_other_nodes(logs: Sequence[RankLog]) -> bool:
+    """Return whether the job has more ranks than these of this node."""
+    return any(log.world_size > len(logs) for log in logs)
+
+
 def look_at_other_nodes(job_dir: Path) -> OtherNodes:
     """Ask the other nodes' watchers what their ranks are doing. Takes about a second, three if a node does not answer.
 

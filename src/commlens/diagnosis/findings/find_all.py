@@ -97,10 +97,10 @@ def _demote_cut_waits(context: Context) -> None:
     disagree, died = any(case.mismatch is not None for case in roots), any(case.finding.kind == "dead" for case in roots)
     for finding in (case.finding for case in roots if case.finding.kind == "missing"):
         refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
-        waited_ns, timeout_ns = context.longest_wait(finding.victims), context.job.stall_timeout_ns
-        ended = all(views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views)
-        is_short = finding.why != "finished" and waited_ns < (timeout_ns if died else min(timeout_ns, _LATE_NS))
-        if (disagree and refused and all(refused)) or ((died or (ended and finding.culprits)) and is_short):
+        ended = bool(finding.culprits) and all(views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views)
+        limit_ns = context.job.stall_timeout_ns if died else min(context.job.stall_timeout_ns, _LATE_NS) if ended else 0
+        was_late = finding.why != "finished" and context.longest_wait(finding.victims) < limit_ns
+        if was_late or (disagree and refused and all(refused)):
             finding.root_cause = False
 
 

@@ -135,9 +135,11 @@ def death_step(view: RankView, frame: Frame | None) -> str:
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
     if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
-    if end.why == "killed" and view.log.closed and not view.log.left and any(signal in end.text for signal in CRASHES):
-        return f"call destroy_process_group at the end of the program: without it, threads of the process groups can crash {rank} on exit"
     if end.why == "killed" and any(signal in end.text for signal in CRASHES):
+        if view.log.closed and not view.log.left:
+            return (
+                f"call destroy_process_group at the end of the program: without it, threads of the process groups can crash {rank} on exit"
+            )
         return f"look at the output of {rank} before it {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
     if end.why == "killed":
         where = f" ({line})" if line else ""
