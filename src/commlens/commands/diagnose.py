@@ -35,7 +35,9 @@ class DiagnoseCommand:
             help="dumps: files, folders, archives or URLs, in any order; - reads a list of paths from standard input",
         )
         parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
-        parser.add_argument("--html", type=Path, metavar="FILE", help="also write the verdict as an HTML page that works without a network")
+        parser.add_argument(
+            "-o", "--html", type=Path, metavar="FILE", help="also write the verdict as an HTML page, which needs no network"
+        )
         parser.add_argument(
             "--stalled-after", type=_seconds, default=1.0, metavar="S",
             help="treat a collective of a running process as stuck only after S seconds in flight (default: 1)",

@@ -35,7 +35,7 @@ class PreviewCommand:
         parser.add_argument("--fake-tensors", action="store_true", help="tensors without memory, for models that do not fit here")
         parser.add_argument("--steps", type=int, metavar="N", help="stop after N optimizer steps")
         parser.add_argument("--depth", choices=("collectives", "ops"), default="collectives", help="ops: also trace tensor ops")
-        parser.add_argument("--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
+        parser.add_argument("-o", "--output", metavar="FILE", help="save the trace, for commlens view and commlens compare")
         parser.add_argument("--force", action="store_true", help="overwrite an existing file")
         group = parser.add_argument_group("time estimate", "needs a preset or figures; figures replace the preset's")
         group.add_argument("--network", metavar="PRESET", help=", ".join(PRESETS))

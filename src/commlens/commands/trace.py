@@ -25,6 +25,7 @@ class TraceCommand:
             help="ops: also trace tensor ops, which slows training noticeably (default collectives)",
         )
         parser.add_argument(
+            "-o",
             "--output",
             metavar="DIR",
             default=DIRECTORY,

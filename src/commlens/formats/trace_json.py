@@ -1,4 +1,4 @@
-"""Read and write trace files: a JSON object, schema ``commlens.trace/1``, gzipped if the name ends with ``.gz``. See docs/trace.md.
+"""Read and write trace files: a JSON object, schema ``commlens.trace/1``, gzipped if the name ends with ``.gz``. See docs/traces.md.
 
 Lists have one item per line, so that line-based tools such as diff can compare files.
 """
