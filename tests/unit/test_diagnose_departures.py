@@ -75,6 +75,28 @@ def test_a_rank_that_evaluates_alone_is_not_said_to_have_skipped(size: int, step
     assert "extra" in told and "skipped" in told
 
 
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("every", [4, 7])
+def test_ranks_that_come_to_a_new_place_together_may_be_right(halves: bool, micro_batches: int, every: int) -> None:
+    """They save for the first time. Or do the others, which go on, skip their first save?"""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        neighbours = job.group(f"pair {rank // 2}", range(rank // 2 * 2, rank // 2 * 2 + 2))
+        for i in range(10):
+            yield gradients(job)
+            yield Step()
+            for _ in range(micro_batches):
+                yield all_reduce(neighbours, 6, line=50, callers=path((58, "train")))
+                yield all_reduce(neighbours, 6, line=54, callers=path((58, "train")))
+            if i % every == every - 1 and rank >= (2 if halves else 3):
+                yield collective("barrier", job.world, line=70, function="save", callers=path((59, "train")))
+
+    verdict = diagnose_logs(Job(4).run(program).logs())
+    assert verdict.culprits == ([] if halves else [3])
+    assert "train.py:70 save" in verdict.explanation
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_second_call_from_another_line_may_be_extra(size: int) -> None:
     verdict = judge(size, lambda job, _: logged(job, 63))

@@ -252,6 +252,7 @@ def test_a_wait_for_an_unknown_reason_is_no_fault(stay: Stay, words: str) -> Non
     assert blame(judge(job.logs(after_s=1000)))[::2] == ("missing", [0])
 
 
+TIMED_OUT = "RuntimeError: [unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation to complete"
 ENDLESS = Stay(70, "retry", Observation(End.RUNNING, window_s=9, proc_state="R", cpu_s=9.0, stack_moved=False))
 
 
@@ -266,6 +267,20 @@ def test_a_rank_that_works_for_too_long_may_be_in_an_endless_loop() -> None:
     logs[0].stall_timeout_s = 0.0
     logs[2].expecting = "a long search"
     assert judge(logs).kind == "waiting"
+
+
+def test_a_rank_that_others_awaited_until_the_timeout_is_named_although_it_works() -> None:
+    logs = Job(4).run(training(at(2, 5, ENDLESS))).logs(after_s=60)
+    assert judge(logs).kind == "waiting"
+    for log in logs:
+        if log.rank != 2:
+            op = log.collectives[-1]
+            op.state, op.error, op.done_ns = State.FAILED, TIMED_OUT, op.announced_ns + 60_000_000_000
+            log.exception, log.observation = TIMED_OUT, Observation(End.FAILED, exit_code=1)
+    verdict = judge(logs)
+    assert (*blame(verdict), verdict.confidence) == ("missing", "user-code", [2], "train.py:70", "low")
+    assert "ranks 0-1,3 waited for it until the timeout" in verdict.summary
+    assert "give the process group a longer timeout" in (verdict.findings[0].would_raise_confidence or "")
 
 
 def test_a_rank_that_was_as_slow_before_is_not_in_an_endless_loop() -> None:

@@ -89,7 +89,9 @@ def _is_first_visit(ops: Sequence[Collective], position: int) -> bool:
     lines = ops[position].call_lines
     passed = ops[position - 1].call_lines
     at = [i for i in range(position - 1) if ops[i].call_lines == passed]
-    if sum(ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step for i in at) >= _PASSED_OFTEN:
+    left = [ops[i].step for i in at if ops[i + 1].call_lines != passed or ops[i + 1].step > ops[i].step]
+    # Two lines may take turns several times in a step.
+    if len(set(left) if ops[position].step else left) >= _PASSED_OFTEN:
         # It passed this place in many steps and never went there. But what the function with the loop does after it is new as well.
         outside = len(passed) - len(lines)
         ends_loop = bool(lines) and outside > 0 and lines[0] != passed[outside] and lines[1:] == passed[outside + 1 :]

@@ -15,6 +15,7 @@ _PEER = re.compile(
     re.IGNORECASE,
 )
 _CLOSED = re.compile(r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)", re.IGNORECASE)
+_TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
 # Wider: may be about a peer.
 _PERHAPS_PEER = re.compile(r"by peer|reset|time[d ]*out|connect|remote|abort|shut ?down", re.IGNORECASE)
 # Raised by the backend when two ranks' tensors do not match; the records say which rank is at fault.
@@ -36,6 +37,11 @@ def is_peer_error(text: str | None) -> bool:
 def is_closed_connection(text: str | None) -> bool:
     """Return whether an error says that the other side's system closed a connection: the process there has ended, or its machine."""
     return _CLOSED.search(text or "") is not None
+
+
+def is_timeout(text: str | None) -> bool:
+    """Return whether an error says that a wait took too long."""
+    return _TIMEOUT.search(text or "") is not None
 
 
 def may_be_peer_error(text: str) -> bool:

@@ -15,7 +15,7 @@ from commlens.diagnosis.index import RankView
 from commlens.diagnosis.rounds import count_rounds
 from commlens.diagnosis.routine import ever_leaves_routine
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
-from commlens.matching.error_texts import is_refusal
+from commlens.matching.error_texts import is_refusal, is_timeout
 from commlens.model.collective import Collective, State, user_lines
 from commlens.model.verdict import Confidence, Finding
 from commlens.text import capital, count, duration, frame_phrase, joined, key_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
@@ -83,8 +83,11 @@ def _is_too_late(doing: Activity, op: Collective) -> bool:
 def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
     """Return whether a rank has worked for so long while others wait that it may never arrive: it may be in an endless loop.
 
-    Visible compilation, a checkpoint that is being written and a block marked as slow may take any time.
+    Visible compilation, a checkpoint that is being written and a block marked as slow may take any time, but not longer than the
+    process group's timeout.
     """
+    if any(is_timeout(edge.op.error) for edge in context.graph.edges_into(node)):
+        return True
     log = context.job.views[node.rank].log
     if log.expecting is not None or (doing.why in ("compilation", "checkpoint-io") and not doing.unclear):
         return False
@@ -110,7 +113,7 @@ def _missing(context: Context, absence: Absence) -> None:
     evidence = _signs(absence) + holders
     too_long = doing.works and not _is_too_late(doing, op)
     gap = longest_gap_ns(view.log)
-    if too_long and gap:
+    if too_long and gap >= 1_000_000:
         evidence.append(f"Before, rank {ranks[0]} spent at most {duration(gap)} between two collectives.")
     if finished:
         evidence += _steps_evidence(context, absence) + decided
@@ -124,7 +127,10 @@ def _missing(context: Context, absence: Absence) -> None:
     more = None
     if too_long:
         open_question = "waits for a disk or a server" if doing.unclear else "is in an endless loop"
-        more = f"Whether it {open_question} does not show from outside; commlens.expect_slow marks code that may take this long."
+        advice = "commlens.expect_slow marks code that may take this long"
+        if is_timeout(op.error):
+            advice = "if its work may take this long, give the process group a longer timeout"
+        more = f"Whether it {open_question} does not show from outside; {advice}."
     elif not sure and not context.job.knows.stacks:
         more = (
             f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
@@ -199,7 +205,10 @@ def _summary(context: Context, absence: Absence, alone: bool) -> str:
     if absence.doing.why != "finished" and all(op_at(context.job.views[rank], absence.edge.instance) is not None for rank in ranks):
         return f"{ranks_phrase(ranks)} reached {name} after {ranks_phrase(waiting)} had given up waiting for {them}"
     did = "finished without" if absence.doing.why == "finished" else "never reached"
-    return f"{ranks_phrase(ranks)} {did} {name}; {ranks_and_verb(waiting, 'waits', 'wait')} for {them}"
+    wait = f"{ranks_and_verb(waiting, 'waits', 'wait')} for {them}"
+    if is_timeout(op.error):
+        wait = f"{ranks_phrase(waiting)} waited for {them} until the timeout"
+    return f"{ranks_phrase(ranks)} {did} {name}; {wait}"
 
 
 def _waiting(context: Context, absence: Absence, blocked: int) -> None:
