@@ -6,13 +6,16 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from watch_ranks import eventually
 
+from commlens.blackbox import job_dirs
 from commlens.processes import process
 from commlens.processes.cgroup import Cgroup
+from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.process import Ending, Handle
 
 pytestmark = pytest.mark.launches
@@ -90,6 +93,26 @@ def test_how_a_grandchild_ended_is_read_from_its_zombie() -> None:
         assert handle.ending() == Ending(exit_code=7)
         handle.close()
         parent.kill()
+
+
+def test_handles_are_opened_as_soon_as_there_is_a_box(tmp_path: Path) -> None:
+    early = EarlyHandles(tmp_path)
+    with sleeper() as killed, sleeper() as running:
+        started = {child.pid: job_dirs.start_ticks(child.pid) for child in (killed, running)}
+        for rank, pid in enumerate(started):
+            (tmp_path / job_dirs.box_name(rank, pid)).touch()
+        eventually(lambda: len(early._handles) == 2)
+        before_ns = time.time_ns()
+        os.kill(killed.pid, signal.SIGKILL)
+        eventually(lambda: early._handles[killed.pid].ended_ns > 0)
+        killed.wait(10)
+        handles = [early.take(pid, ticks) for pid, ticks in started.items()]
+        assert [handle.ending() for handle in handles if handle is not None] == [Ending(signal="SIGKILL"), None]
+        assert handles[0] is not None
+        assert 0 < handles[0].ended_ns - before_ns < 5e9
+        assert early.take(running.pid, 1) is None, "another start time is another process"
+        running.kill()
+    early.close()
 
 
 def test_stopped_and_children() -> None:

@@ -77,6 +77,16 @@ def test_a_rank_that_was_stopped_alone_died_though_its_launcher_stops_the_others
     assert not detector.was_job_stopped(members)
 
 
+def test_a_rank_that_was_stopped_alone_before_the_watcher_was_ready_died() -> None:
+    detector = DeathDetector()
+    members = [member(1, TERMINATED), member(2, TERMINATED), member(3, TERMINATED)]
+    for one, ended_ns in zip(members, (300, 200, 300), strict=True):
+        one.ended_ns, one.handle.ended_alone = ended_ns, one is members[1]
+    detector.add(members, members, 10.0)
+    assert detector.first is members[1] and detector.alone
+    assert not detector.was_job_stopped(members)
+
+
 def test_ranks_that_are_stopped_together_did_not_die() -> None:
     detector = DeathDetector()
     members = [member(1, TERMINATED), member(2, Ending(exit_code=143)), member(3, TERMINATED)]

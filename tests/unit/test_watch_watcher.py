@@ -456,5 +456,6 @@ def test_a_rank_without_a_box_does_not_keep_those_of_the_others(job: Job) -> Non
 
 def test_it_starts_without_the_diagnosis() -> None:
     """The ranks may end at any moment, and what a diagnosis needs takes as long to import as all the rest."""
-    program = "import sys, commlens.watch.__main__; sys.exit('commlens.diagnosis.examine' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+    for module, late in (("commlens.watch.watcher", "commlens.diagnosis.examine"), ("commlens.watch.__main__", "commlens.watch.watcher")):
+        program = f"import sys, {module}; sys.exit({late!r} in sys.modules)"
+        assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

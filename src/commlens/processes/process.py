@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import struct
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,15 @@ def is_ending(pid: int) -> bool:
         return True
     fields = job_dirs.stat_fields(pid)
     return fields[0] in "ZXx" or bool(int(fields[6]) & _EXITING)
+
+
+def are_running_under_torchrun(pids: Collection[int]) -> bool:
+    """Return whether none of these ranks is being ended, and neither is torchrun, which started them and would end all at once."""
+    if not pids or any(map(is_ending, pids)):
+        return False
+    pid = next(iter(pids))
+    launcher = read_stat(job_dirs.parent_of(pid))
+    return launcher is not None and launcher.state == "S" and "TORCHELASTIC_RUN_ID" in environment(pid)
 
 
 def is_running(pid: int, start_ticks: int) -> bool:
@@ -217,6 +227,9 @@ class Handle:
         self.start_ticks = start_ticks
         self.fileno: int | None = None
         self.exists: bool = True
+        self.ended_ns = 0  # Unix ns at which its end was noticed
+        self.ended_alone = False  # by a signal, while torchrun and all its other ranks ran on
+        self._ending: Ending | None = None
         try:
             self.fileno = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -234,10 +247,17 @@ class Handle:
         """Return a handle on a process that is not visible from here: on another host, or in another pid namespace."""
         handle = cls.__new__(cls)
         handle.pid, handle.start_ticks, handle.fileno, handle.exists = pid, 0, None, True
+        handle.ended_ns, handle.ended_alone, handle._ending = 0, False, None
         return handle
 
     def ending(self) -> Ending | None:
         """Return how the process ended: None while it runs, an empty Ending if that is no longer known."""
+        if self._ending is None:
+            self._ending = self._look()
+            self.ended_ns = time.time_ns() if self._ending is not None else 0
+        return self._ending
+
+    def _look(self) -> Ending | None:
         if not self.exists:
             return Ending()
         child = self._as_child()

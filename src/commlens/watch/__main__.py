@@ -16,8 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from commlens.config import absolute, load_settings
-from commlens.watch.watcher import Watcher
+from commlens.processes.early_handles import EarlyHandles
 
 
 def main(argv: list[str]) -> int:
@@ -36,11 +35,15 @@ def main(argv: list[str]) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return 0  # another watcher is running, or the job is over
+    early = EarlyHandles(folder)
+    from commlens.config import absolute, load_settings
+    from commlens.watch.watcher import Watcher
+
     settings = load_settings(strict=False).settings
     named = {name: getattr(settings, name) for name in ("dump_dir", "verdict_log", "metrics_file")}
     paths: dict[str, Any] = {name: absolute(path) for name, path in named.items() if path is not None}
     settings = dataclasses.replace(settings, **paths)
-    watcher = Watcher([folder], settings)  # on_verdict runs in the folder of now
+    watcher = Watcher([folder], settings, early=early)  # on_verdict runs in the folder of now
     with contextlib.suppress(OSError):
         os.chdir("/")  # so that no file system is kept busy
     watcher.run()

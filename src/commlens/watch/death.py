@@ -93,13 +93,14 @@ class DeathDetector:
             Whether the first death of the job is among them.
         """
         known = self.first
-        for member in ended:
+        for member in sorted(ended, key=lambda one: one.ended_ns):
             if member.ended_well is not False:
                 continue
             if self.first is None:
                 self.first, self._first_at = member, now
                 # Ctrl-C ends the ranks one by one, and not those that are in C++.
-                self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and len(ended) == 1 and alone()
+                was_alone = member.handle.ended_alone or (len(ended) == 1 and alone())
+                self.alone = ended_by_stop_signal(member) and not was_interrupted(member) and was_alone
                 settle_s = ALONE_SETTLE_S if self.alone else STOP_SETTLE_S if was_stopped(member) and not self._elsewhere else SETTLE_S
                 self._due = now + settle_s
             elif was_stopped(self.first) and not was_stopped(member):

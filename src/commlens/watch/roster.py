@@ -16,6 +16,7 @@ from commlens.blackbox import job_dirs
 from commlens.blackbox.reader import BoxStatus, OpenBox
 from commlens.errors import FormatError
 from commlens.processes import process
+from commlens.processes.early_handles import EarlyHandles
 
 RESTART_TICKS: Final = 100
 """Clock ticks of 10 ms. The workers of a node start within this time, and those that replace them later."""
@@ -102,6 +103,7 @@ class Roster:
 
     folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
     workers: Workers | None = None
+    early: EarlyHandles | None = None
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -145,12 +147,17 @@ class Roster:
             here = status.host in ("", self._host) and job_dirs.Machine(status.boot_id, status.pid_namespace).is_here
             member = self.find(status.pid, status.start_ticks) if here else None
             if member is None:
-                handle = process.Handle(status.pid, status.start_ticks) if here else process.Handle.invisible(status.pid)
-                member = self._adopt(Member.of(status, handle, here=here))
+                member = self._adopt(Member.of(status, self._handle_of(status, here=here), here=here))
                 new.append(member)
             member.box, member.status = box, status
         self._seen[folder] = changed
         return new
+
+    def _handle_of(self, status: BoxStatus, *, here: bool) -> process.Handle:
+        if not here:
+            return process.Handle.invisible(status.pid)
+        early = self.early.take(status.pid, status.start_ticks) if self.early is not None else None
+        return early or process.Handle(status.pid, status.start_ticks)
 
     def _from_workers(self) -> list[Member]:
         if self.workers is None or time.monotonic() - self._workers_at < 0.1:
@@ -269,7 +276,7 @@ class Roster:
             ending = handle.ending()
             if ending is None:
                 continue
-            member.ending, member.ended_ns = ending, time.time_ns()
+            member.ending, member.ended_ns = ending, handle.ended_ns
             if handle.fileno is not None:
                 self._poll.unregister(handle.fileno)
                 handle.close()
@@ -297,6 +304,8 @@ class Roster:
     def close(self) -> None:
         """Close all handles and boxes. The pipe stays while anybody may write to it: its number could become another file's."""
         self.forget(list(self.members))
+        if self.early is not None:
+            self.early.close()
 
     def __del__(self) -> None:
         os.close(self._wake_read)

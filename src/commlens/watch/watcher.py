@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
 from commlens.model.verdict import Verdict
 from commlens.processes import process
+from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.observer import WINDOW_S, Observer
 from commlens.text import ranks_phrase, verb
 from commlens.watch.beat import LAST
@@ -65,6 +65,7 @@ class Watcher:
         settings: stall_timeout, on_stall, dump_dir and so on.
         say: prints a line or a verdict; by default to stderr.
         workers: the ranks that the launcher started, with or without a box.
+        early: handles on the ranks, opened before this module was imported.
         end_job: ends the job as the launcher does (``on_stall: abort``), given the verdict in words.
             Ranks that are still alive 5 s later are killed.
         diagnose: makes a verdict of logs; by default :func:`commlens.diagnosis.examine.diagnose_logs`.
@@ -77,6 +78,7 @@ class Watcher:
         *,
         say: Say | None = None,
         workers: Workers | None = None,
+        early: EarlyHandles | None = None,
         end_job: Callable[[str], None] | None = None,
         diagnose: Diagnose | None = None,
     ) -> None:
@@ -84,7 +86,7 @@ class Watcher:
         self.settings = settings
         self._end_job = end_job
         self._launched = workers is not None
-        self._roster = Roster(self.folders, workers)
+        self._roster = Roster(self.folders, workers, early)
         self._observer = Observer(min(WINDOW_S, max(1.0, settings.stall_timeout)))
         self._nodes = Nodes(os.uname().nodename, self._wake, Path(settings.dump_dir), lambda: pack_snapshot(self.folders))
         evidence = Evidence(self._roster, self._observer, self._nodes, launched=self._launched)
@@ -134,7 +136,8 @@ class Watcher:
     def run(self) -> None:
         """Watch until all ranks have ended or, in a launcher, until :meth:`stop`. Its own errors are logged, never raised."""
         try:
-            self._tick()  # first of all: a process may end at any moment
+            if self._roster.early is None:
+                self._tick()  # first of all: a process may end at any moment
             self.reporter.preload()
             discard_forgotten(self.folders)
             due = 0.0
@@ -267,12 +270,8 @@ class Watcher:
     def _is_alone(self, members: Sequence[Member]) -> bool:
         """Return whether no other rank is being ended, and torchrun, which would end all of them at once, is not busy doing so."""
         others = [member for member in members if member.alive and member.here]
-        if not others or any(process.is_ending(member.pid) for member in others):
-            return False
-        if self._launched:
-            return True
-        launcher = process.read_stat(job_dirs.parent_of(others[0].pid))
-        return launcher is not None and launcher.state == "S" and "TORCHELASTIC_RUN_ID" in process.environment(others[0].pid)
+        pids = [member.pid for member in others]
+        return not any(map(process.is_ending, pids)) if self._launched and pids else process.are_running_under_torchrun(pids)
 
     def _report_death(self) -> None:
         members = self._roster.current()

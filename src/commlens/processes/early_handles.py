@@ -1,0 +1,59 @@
+"""Handles on a job's processes from the first moment on: a watcher imports for a quarter of a second, in which a rank may die.
+
+This module imports little.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Final
+
+from commlens.blackbox import job_dirs
+from commlens.processes.process import Handle, are_running_under_torchrun
+
+_PERIOD_S: Final = 0.01
+
+
+class EarlyHandles:
+    """Opens a handle on each process that has a black box in a folder and notes how it ends, in a thread, until the first :meth:`take`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._handles: dict[int, Handle] = {}
+        self._taken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commlens-early-handles", daemon=True)
+        self._thread.start()
+
+    def take(self, pid: int, start_ticks: int) -> Handle | None:
+        """Return the handle on a process; None if there is none. From the first call on, no further handles are opened."""
+        self._taken.set()
+        self._thread.join()
+        handle = self._handles.get(pid)
+        if handle is None or not handle.exists or handle.start_ticks != start_ticks:
+            return None
+        return self._handles.pop(pid)
+
+    def close(self) -> None:
+        """Close the handles that nobody took."""
+        self._taken.set()
+        self._thread.join()
+        for handle in self._handles.values():
+            handle.close()
+        self._handles.clear()
+
+    def _run(self) -> None:
+        while not self._taken.is_set():
+            for pid in map(job_dirs.box_pid, job_dirs.boxes(self._folder)):
+                if pid not in self._handles:
+                    self._handles[pid] = Handle(pid, job_dirs.start_ticks(pid))
+            self._note_ends()
+            self._taken.wait(_PERIOD_S)
+
+    def _note_ends(self) -> None:
+        """Note who has ended. On Linux before 6.15, how a process ended is known only until its parent has reaped it."""
+        running = [pid for pid, handle in self._handles.items() if not handle.ended_ns]
+        ended = [pid for pid in running if self._handles[pid].ending() is not None]
+        if len(ended) == 1:
+            others = [pid for pid in running if pid not in ended]
+            self._handles[ended[0]].ended_alone = len(running) == len(self._handles) and are_running_under_torchrun(others)
