@@ -445,7 +445,8 @@ class _Builder:
             self.calls[number] = [call, f"if bad(step):\n    {call}"]
         else:
             self.odd = number, change
-        return Truth(f"halves: {change}", kinds=("mismatch", "missing", "cycle", "stuck-inside"), silent=change in ("skip", "extra"))
+        silent = change in ("skip", "extra") or not piece.of_all  # the half may be a whole group of the piece
+        return Truth(f"halves: {change}", kinds=("mismatch", "missing", "cycle", "stuck-inside"), silent=silent)
 
     def _resolve(self, number: int, source: str) -> str:
         """Replace ``{odd:a|b:name}``."""

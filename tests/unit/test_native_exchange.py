@@ -15,6 +15,7 @@ from commlens.blackbox.board import Board, PeerBoard
 from commlens.blackbox.refusal_log import RefusalLog
 from commlens.blackbox.wakeup import Bells
 from commlens.native import cache
+from commlens.verification.verifier import Verifier
 
 pytestmark = pytest.mark.launches
 
@@ -74,3 +75,14 @@ def test_cpp_and_python_wake_each_other(module: Any, tmp_path: Path) -> None:
     ours.exchange.sleep(1, heard)  # returns at once: it has rung
     assert ours.exchange.listen(1, 5) == heard + 1
     ours.exchange.awake(5)
+
+
+def test_a_rank_without_a_board_before_any_was_looked_for(module: Any, tmp_path: Path) -> None:
+    """The rank may have ended before this one issued its first collective."""
+    verifier = Verifier(tmp_path, 0, timeout_s=lambda: 1.0, make_exchange=module.Exchange)
+    try:
+        assert verifier._peers.among([0, 1]) == []
+        verifier._update_exchange()
+        assert verifier.is_active
+    finally:
+        verifier.close()

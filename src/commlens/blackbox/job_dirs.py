@@ -171,6 +171,11 @@ class Owner(NamedTuple):
         return self.phase in (L.PHASE_LEFT, L.PHASE_CLOSED)
 
     @property
+    def closed(self) -> bool:
+        """Whether the process has closed its box: it is exiting."""
+        return self.phase in (L.PHASE_CLOSED, L.PHASE_CLOSED_BY_EXCEPTION)
+
+    @property
     def has_ended(self) -> bool | None:
         """Whether the process has ended; None if it is not visible from here."""
         return process_has_ended(self.pid, self.start_ticks) if self.machine.is_here else None

@@ -12,7 +12,7 @@ from typing import Final
 from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
 from commlens.blackbox.board import PeerBoard
-from commlens.text import ranks_phrase, verb
+from commlens.text import ranks_and_verb
 
 log = logging.getLogger("commlens")
 
@@ -162,12 +162,17 @@ class Peers:
         """Warn once of each rank on this node whose collectives are not compared."""
         here = _ranks_of_this_node(self.rank)
         new = [rank for rank in members if rank != self.rank and rank not in peers and rank not in self._warned and rank in here]
-        if new:
-            self._warned.update(new)
-            log.warning(
-                "commlens: %s %s not verify collectives (started without --debug?); rank %d compares with the other ranks only",
-                ranks_phrase(new), verb(new, "does", "do"), self.rank,
-            )  # fmt: skip
+        if not new:
+            return
+        self._warned.update(new)
+        owners = filter(None, map(job_dirs.owner, job_dirs.boxes(self._folder)))
+        lives = {owner.rank for owner in owners if not owner.has_ended and not owner.closed}
+        without = [rank for rank in new if rank in lives]
+        ended = [rank for rank in new if rank not in lives]
+        reasons = [f"{ranks_and_verb(ended, 'has', 'have')} ended"] if ended else []
+        if without:
+            reasons.append(f"{ranks_and_verb(without, 'does', 'do')} not verify collectives (started without --debug?)")
+        log.warning("commlens: %s; rank %d compares with the other ranks only", ", ".join(reasons), self.rank)
 
     def take_unwarned(self, ranks: Iterable[int]) -> list[int]:
         """Return the ranks that no warning has named yet, and count them as named."""

@@ -98,7 +98,7 @@ class Verifier:
         self._waiting = Waiting(folder, self._board, bells, self._peers, self._comparison, self._refusals, timeout_s)
         self._rendezvous = Rendezvous(folder, self._board, self._peers, together, timeout_s, self._find_new_boards)
         self._pending: dict[int, Pending] = {}  # by record index, until a thread waits for it
-        self._boards_seen = -1
+        self._boards_seen = 0
         self._off = False
         self._depth = 1 if active else 0  # nesting of enter(); 0: collectives are not verified
         self._sampler = Sampler() if sample and active else None
@@ -409,8 +409,11 @@ class Verifier:
     def _update_exchange(self) -> None:
         """Pass on up to where this rank has caught up. C++ calls Python as soon as there are newer refusals or boards."""
         if self.exchange is not None:
-            self.exchange.sample(EVERY if self._sampler is not None and self._depth == 1 else 0)
-            self.exchange.caught_up(self.is_active, self._refusals.raised, self._boards_seen if self._peers.unverified else None)
+            try:
+                self.exchange.sample(EVERY if self._sampler is not None and self._depth == 1 else 0)
+                self.exchange.caught_up(self.is_active, self._refusals.raised, self._boards_seen if self._peers.unverified else None)
+            except Exception as error:
+                self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._off = True
