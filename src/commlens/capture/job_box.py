@@ -140,7 +140,7 @@ def _move_stale_boxes(job_dir: Path) -> None:
 def _free_ended_boxes(job_dir: Path) -> None:
     """Free the boxes of other jobs' processes that ended: soon if memory is scarce, later if they never called init_process_group.
 
-    A process that ends at once, before that call, starts no watcher that would free them.
+    A process that is killed at once starts no watcher that would free them.
     """
     is_scarce = shutil.disk_usage(job_dir).free < _SCARCE
     before_s = time.time() - (_KEEP_S if is_scarce else _KEEP_UNUSED_S)

@@ -353,6 +353,8 @@ class Session:
                 error = None
             if self.is_open and kind is not None and error is not None:
                 safely(self.record_exception, kind, error, trace)
+            if not self.initialised:
+                self._watch()  # if it was too soon: the other ranks will wait for this one
             safely(self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED)
 
     def _after_fork_in_child(self) -> None:
