@@ -106,6 +106,7 @@ def test_handles_are_opened_as_soon_as_there_is_a_box(tmp_path: Path) -> None:
         os.kill(killed.pid, signal.SIGKILL)
         eventually(lambda: early._handles[killed.pid].ended_ns > 0)
         killed.wait(10)
+        early.stop()
         handles = [early.take(pid, ticks) for pid, ticks in started.items()]
         assert [handle.ending() for handle in handles if handle is not None] == [Ending(signal="SIGKILL"), None]
         assert handles[0] is not None

@@ -16,19 +16,22 @@ _PERIOD_S: Final = 0.01
 
 
 class EarlyHandles:
-    """Opens a handle on each process that has a black box in a folder and notes how it ends, in a thread, until the first :meth:`take`."""
+    """Opens a handle on each process that has a black box in a folder and notes how it ends, in a thread, until :meth:`stop`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._handles: dict[int, Handle] = {}
-        self._taken = threading.Event()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commlens-early-handles", daemon=True)
         self._thread.start()
 
-    def take(self, pid: int, start_ticks: int) -> Handle | None:
-        """Return the handle on a process; None if there is none. From the first call on, no further handles are opened."""
-        self._taken.set()
+    def stop(self) -> None:
+        """Open no further handles."""
+        self._stopped.set()
         self._thread.join()
+
+    def take(self, pid: int, start_ticks: int) -> Handle | None:
+        """Return the handle on a process, after :meth:`stop`; None if there is none."""
         handle = self._handles.get(pid)
         if handle is None or not handle.exists or handle.start_ticks != start_ticks:
             return None
@@ -36,19 +39,18 @@ class EarlyHandles:
 
     def close(self) -> None:
         """Close the handles that nobody took."""
-        self._taken.set()
-        self._thread.join()
+        self.stop()
         for handle in self._handles.values():
             handle.close()
         self._handles.clear()
 
     def _run(self) -> None:
-        while not self._taken.is_set():
+        while not self._stopped.is_set():
             for pid in map(job_dirs.box_pid, job_dirs.boxes(self._folder)):
                 if pid not in self._handles:
                     self._handles[pid] = Handle(pid, job_dirs.start_ticks(pid))
             self._note_ends()
-            self._taken.wait(_PERIOD_S)
+            self._stopped.wait(_PERIOD_S)
 
     def _note_ends(self) -> None:
         """Note who has ended. On Linux before 6.15, how a process ended is known only until its parent has reaped it."""

@@ -125,6 +125,8 @@ class Roster:
 
     def refresh(self) -> list[Member]:
         """Find new processes and new boxes. Returns the new members."""
+        if self.early is not None:
+            self.early.stop()
         return [member for folder in self.folders for member in self._from_boxes(folder)] + self._from_workers()
 
     def _from_boxes(self, folder: Path) -> list[Member]:
