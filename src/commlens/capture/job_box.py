@@ -213,6 +213,10 @@ class WatcherReplacement:
         if now < self._due:
             return
         self._due = now + _LOOK_FOR_WATCHER_NS
+        self.start()
+
+    def start(self) -> None:
+        """Start a watcher if none is running."""
         if not self._is_watched() and _claim(self._job_dir / _SECOND_CLAIM):
             _start_watcher(self._settings, self._job_dir)
 

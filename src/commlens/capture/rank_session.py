@@ -353,8 +353,10 @@ class Session:
                 error = None
             if self.is_open and kind is not None and error is not None:
                 safely(self.record_exception, kind, error, trace)
-            if not self.initialised:
+            if not self.initialised and self.is_open:
                 self._watch()  # if it was too soon: the other ranks will wait for this one
+                if self.watcher is not None and not self.watcher_pid:
+                    safely(self.watcher.start)
             safely(self.close, L.PHASE_CLOSED_BY_EXCEPTION if self.exception_seen else L.PHASE_CLOSED)
 
     def _after_fork_in_child(self) -> None:
