@@ -174,6 +174,7 @@ recording.start(config.Settings(box_dir=os.environ["BOX_AT"], job="job", watched
 dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
 recorder = session.session().recorder
 original = recorder.describe_args
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
 
 def send(number):
