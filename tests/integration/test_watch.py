@@ -114,7 +114,6 @@ def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before
     assert gone(bench)
 
 
-@pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
 def test_a_rank_0_that_exits_at_once_starts_the_watcher_for_the_others(bench: Bench) -> None:
     bench.script.write_text(
         "import os, sys, torch, torch.distributed as dist\nif os.environ['RANK'] == '0': sys.exit(2)\ndist.init_process_group('gloo')\n"
@@ -126,6 +125,7 @@ def test_a_rank_0_that_exits_at_once_starts_the_watcher_for_the_others(bench: Be
     assert "VERDICT" not in program.error or "rank 0 exited with status 2" in program.error or "not observed" in program.error
 
 
+@pytest.mark.skipif(pyspy.find() is None, reason="py-spy is not installed")
 def test_the_line_that_holds_the_gil(bench: Bench) -> None:
     program = bench.launch("--stall-timeout", "2", "--on-stall", "abort", "train.py", "gil")
     program.end()

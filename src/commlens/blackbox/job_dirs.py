@@ -173,7 +173,7 @@ class Owner(NamedTuple):
     @property
     def closed(self) -> bool:
         """Whether the process has closed its box: it is exiting."""
-        return self.phase in (L.PHASE_CLOSED, L.PHASE_CLOSED_BY_EXCEPTION)
+        return L.PHASE_CLOSED <= self.phase <= L.PHASE_CLOSED_BY_EXCEPTION + L.PHASE_NEVER_INITIALISED
 
     @property
     def has_ended(self) -> bool | None:

@@ -193,7 +193,7 @@ def _disagreement(
         flagged = peers or set(_ranks_off_routine(job, comparable))
         others = [party for party in answer.parties if flagged.isdisjoint(party.ranks)]
         odd = tuple(sorted(comparable.keys() - set(others[0].ranks))) if flagged and len(others) == 1 else ()
-        if len(odd) > 1 and not peers and all(_is_new_line(job.views[rank], met[rank]) for rank in odd):
+        if len(odd) > 1 and not peers and not any(job.views[rank].has_been_at(met[rank]) for rank in odd):
             odd = ()  # several ranks came to a new place together: the others may have skipped it
         mismatch.culprits, mismatch.tie = odd or tuple(sorted(comparable)), not odd
         mismatch.by_history, mismatch.by_groups = bool(odd) and not peers, bool(odd and peers)
@@ -313,11 +313,6 @@ def _ranks_off_routine(job: JobIndex, ops: Mapping[int, Collective]) -> tuple[in
             if odd and len(odd) < len(ops):
                 return tuple(odd)
     return ()
-
-
-def _is_new_line(view: RankView, op: Collective) -> bool:
-    """Return whether a rank issues an op from lines that it issued nothing from before."""
-    return all(before.call_lines != op.call_lines for before in view.history if before.index < op.index)
 
 
 def _leaves_routine(view: RankView, op: Collective, tokens_of: _TokensOf, since_previous: bool) -> bool:

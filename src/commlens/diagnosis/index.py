@@ -96,6 +96,10 @@ class RankView:
         """The rank's newest record."""
         return self.history[-1] if self.history else None
 
+    def has_been_at(self, op: Collective, *, among_last: int = 0) -> bool:
+        """Return whether the rank issued a collective from the same lines before this one: among its last records, or any (0)."""
+        return any(before.call_lines == op.call_lines for before in self.history[-among_last:] if before.index < op.index)
+
     def has_routine(self, op: Collective) -> bool:
         """Return whether the history shows that what repeats before this op are steps, not layers or parameters.
 

@@ -7,15 +7,17 @@ import re
 from commlens.text import parse_ranks
 
 # Raised by gloo, NCCL and torch's store when the other side failed or a wait timed out (torch 2.6 to 2.15), or by Ctrl-C in a wait.
+_CLOSED_TEXT = r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)"
+_TIMEOUT_TEXT = r"timed? ?out|timeout"
 _PEER = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset|aborted)|socket (closed|timeout)|"
-    r"timed? ?out|timeout|remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
+    rf"{_CLOSED_TEXT}|{_TIMEOUT_TEXT}|connection (was )?aborted|socket closed|"
+    r"remote process exited|network error|ncclRemoteError|ncclSystemError|peer closed|"
     r"DistNetworkError|failed to (recv|send|connect)|no route to host|process group has been (shut ?down|destroyed|aborted)|"
     r"communicator was aborted|pair closure|KeyboardInterrupt|rank \d+ .* (left|failed)|SignalException",
     re.IGNORECASE,
 )
-_CLOSED = re.compile(r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)", re.IGNORECASE)
-_TIMEOUT = re.compile(r"timed? ?out|timeout", re.IGNORECASE)
+_CLOSED = re.compile(_CLOSED_TEXT, re.IGNORECASE)
+_TIMEOUT = re.compile(_TIMEOUT_TEXT, re.IGNORECASE)
 # Wider: may be about a peer.
 _PERHAPS_PEER = re.compile(r"by peer|reset|time[d ]*out|connect|remote|abort|shut ?down", re.IGNORECASE)
 # Raised by the backend when two ranks' tensors do not match; the records say which rank is at fault.

@@ -1,6 +1,6 @@
-"""Handles on a job's processes from the first moment on: a watcher imports for a quarter of a second, in which a rank may die.
+"""Open handles on a job's ranks while the watcher still imports its modules, so that a rank that dies meanwhile is not missed.
 
-This module imports little.
+The imports take a quarter of a second. This module therefore imports little itself.
 """
 
 from __future__ import annotations

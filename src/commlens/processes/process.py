@@ -222,14 +222,15 @@ class Handle:
     Without pidfds (Linux before 5.3, some sandboxes), ``fileno`` is None and the caller polls.
     """
 
+    fileno: int | None = None
+    exists: bool = True
+    ended_ns: int = 0  # Unix ns at which its end was noticed
+    ended_alone: bool = False  # torchrun and all its other ranks ran on when its end was noticed
+    _ending: Ending | None = None
+
     def __init__(self, pid: int, start_ticks: int = 0) -> None:
         self.pid = pid
         self.start_ticks = start_ticks
-        self.fileno: int | None = None
-        self.exists: bool = True
-        self.ended_ns = 0  # Unix ns at which its end was noticed
-        self.ended_alone = False  # by a signal, while torchrun and all its other ranks ran on
-        self._ending: Ending | None = None
         try:
             self.fileno = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -246,8 +247,7 @@ class Handle:
     def invisible(cls, pid: int) -> Handle:
         """Return a handle on a process that is not visible from here: on another host, or in another pid namespace."""
         handle = cls.__new__(cls)
-        handle.pid, handle.start_ticks, handle.fileno, handle.exists = pid, 0, None, True
-        handle.ended_ns, handle.ended_alone, handle._ending = 0, False, None
+        handle.pid, handle.start_ticks = pid, 0
         return handle
 
     def ending(self) -> Ending | None:

@@ -103,7 +103,7 @@ class Roster:
 
     folders: Sequence[Path]  # of the job's boxes; several if the ranks may have had to choose
     workers: Workers | None = None
-    early: EarlyHandles | None = None
+    early: EarlyHandles | None = None  # handles opened before this roster existed
     members: list[Member] = field(default_factory=list)
 
     def __post_init__(self) -> None:

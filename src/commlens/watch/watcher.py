@@ -269,9 +269,10 @@ class Watcher:
 
     def _is_alone(self, members: Sequence[Member]) -> bool:
         """Return whether no other rank is being ended, and torchrun, which would end all of them at once, is not busy doing so."""
-        others = [member for member in members if member.alive and member.here]
-        pids = [member.pid for member in others]
-        return not any(map(process.is_ending, pids)) if self._launched and pids else process.are_running_under_torchrun(pids)
+        pids = [member.pid for member in members if member.alive and member.here]
+        if self._launched and pids:
+            return not any(map(process.is_ending, pids))
+        return process.are_running_under_torchrun(pids)
 
     def _report_death(self) -> None:
         members = self._roster.current()

@@ -292,7 +292,7 @@ def _is_first_of_its_line(context: Context, edge: Edge) -> bool:
     view, op = context.job.views[edge.rank], edge.op
     if op.is_point_to_point or op.source is None or view.wrapped:
         return False
-    return not any(one.call_lines == op.call_lines for one in view.history[-_RECENT:] if one.index < op.index)
+    return not view.has_been_at(op, among_last=_RECENT)
 
 
 def _stack_evidence(view: RankView, absence: Absence) -> list[str]:
