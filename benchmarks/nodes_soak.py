@@ -21,7 +21,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-from _report import write_section
+from _report import machine, write_section
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests" / "integration"))
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--each", action="store_true", help="run every scenario once, and kill nothing")
     parser.add_argument("--only", type=int, help="run this number only, and keep its folder")
     parser.add_argument("--keep", type=Path, default=Path("nodes-soak"), help="folder of the runs that were not right")
-    parser.add_argument("--write", action="store_true", help="write the table into docs/nodes.md")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/nodes.md, as the sweep or the soak")
     asked = parser.parse_args()
     choices = scenarios_of(asked.nodes * asked.per_node)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
@@ -171,11 +171,11 @@ def main() -> None:
     total = sum(counts.values(), Counter())
     table = "\n".join([
         "| run | right | wrong | none |", "|---|---:|---:|---:|", *rows, f"| all | {total['right']} | {total['wrong']} | {total['none']} |",
-        "", f"{left} processes or black boxes were left.",
+        "", f"{left} processes or black boxes were left. {machine()}",
     ])  # fmt: skip
     print(table)
     if asked.write:
-        write_section(HERE.parent / "docs" / "nodes.md", "soak", table)
+        write_section(HERE.parent / "docs" / "nodes.md", "sweep" if asked.each else "soak", table)
 
 
 if __name__ == "__main__":

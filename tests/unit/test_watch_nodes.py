@@ -16,7 +16,7 @@ import pytest
 from test_remote_evidence import member
 
 from commlens.blackbox import layout
-from commlens.watch import nodes, other_nodes
+from commlens.watch import known_nodes, nodes, other_nodes
 from commlens.watch.lost_store import LostStoreReport
 from commlens.watch.meeting_places import Folder, Place, Store
 from commlens.watch.nodes import Nodes
@@ -74,7 +74,7 @@ def test_words_of_replaced_workers_are_not_heard(meet: Meet) -> None:
     kill(killed)
     late = meet(2)
     assert eventually(lambda: late.others), "the one that was killed may still live"
-    time.sleep(2 * nodes.PERIOD_S)
+    time.sleep(2 * known_nodes.PERIOD_S)
     assert late.take_news() == []
     assert late.dead_elsewhere == []
     assert late.gather(timeout_s=0.1)[0] == {}
@@ -84,7 +84,7 @@ def test_words_of_replaced_workers_are_not_heard(meet: Meet) -> None:
 
 
 def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "READ_ALL_NODES", 3)
+    monkeypatch.setattr(known_nodes, "READ_ALL_NODES", 3)
     members = [meet(rank) for rank in (7, 3, 9, 5, 0, 8, 6, 2)]
     first = members[4]
     assert eventually(
@@ -150,7 +150,7 @@ def test_the_next_node_reports_if_the_first_falls_silent(meet: Meet) -> None:
     kill(first)
     silent_since = time.monotonic()
     assert eventually(lambda: second.reporter is None)
-    assert time.monotonic() - silent_since < nodes.LOST_S + nodes.PERIOD_S
+    assert time.monotonic() - silent_since < known_nodes.LOST_S + known_nodes.PERIOD_S
     assert second.unknown == ["Node host0 (rank 0) no longer answers."]
     assert [(each.beat.host, each.by_itself) for each in second.lost()] == [("host0", True)]
 

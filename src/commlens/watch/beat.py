@@ -8,6 +8,8 @@ import msgspec
 
 from commlens.watch.channel_progress import Blocks
 
+_PREFIX: Final = "commlens/3"  # the number changes with the values' meaning
+
 
 class Request(NamedTuple):
     """A request for evidence by the node that reports."""
@@ -86,3 +88,8 @@ def decoded(value: bytes) -> Beat | None:
         return msgspec.msgpack.decode(value, type=Beat)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def key(*parts: object) -> str:
+    """Return a key in the store: ``"nodes"``, the number of nodes; ``"node", slot``, a node's value."""
+    return "/".join([_PREFIX, *map(str, parts)])

@@ -21,8 +21,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.text import ranks_phrase
-from commlens.watch.beat import LAST, Beat, News, Request, decoded
+from commlens.watch.beat import LAST, Beat, News, Request, decoded, key
 from commlens.watch.channel_progress import Blocks, differ
+from commlens.watch.known_nodes import LOST_S, PERIOD_S, KnownNodes
 from commlens.watch.looks import LOOK, Looks
 from commlens.watch.meeting_places import Client, Place, places
 from commlens.watch.roster import Member
@@ -31,21 +32,15 @@ from commlens.watch.stall import Wait, waits
 
 log = logging.getLogger("commlens")
 
-PERIOD_S: Final = 1.0
 BUSY_PERIOD_S: Final = 0.2  # while evidence is gathered, or a rank has died
-LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
 MOVE_ON_S: Final = 10.0  # after which the nodes meet elsewhere, if the store does not answer
 EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; doubled each time, because legal differences stay
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
-READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successor
-_LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next are all silent
 _BUSY_NODES: Final = 512  # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
-_SUCCESSORS: Final = 8
 _RETRY_MAX_S: Final = 2.0
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
-_PREFIX: Final = "commlens/3"  # the number changes with the values' meaning
 
 
 class Lost(NamedTuple):
@@ -63,12 +58,6 @@ class LostStore(NamedTuple):
     silent_s: float
     refuses: bool  # connections are refused: the process that served it has ended
     beats: list[Beat]  # of the nodes of which nothing is known without it
-
-
-class _Seen(NamedTuple):
-    beat: Beat
-    changed: float  # time.monotonic()
-    lives: bool  # it has changed: else its watcher may have been killed before this node came
 
 
 class Nodes:
@@ -97,7 +86,7 @@ class Nodes:
 
     def _reset(self) -> None:
         self._mine = Beat(-1, self._host, [], dump_dir=os.path.abspath(self._folder) if self._folder else "")  # noqa: PTH100
-        self._seen: dict[int, _Seen] = {}
+        self._known = KnownNodes()
         self._count = 0  # of nodes that ever drew a number
         self._looks = Looks(self._look, self._poke.set)
         self._given_up: list[Place] = []  # places that did not answer
@@ -108,13 +97,11 @@ class Nodes:
         self._refused = False  # by the place where the nodes meet
         self._lost_refused = False  # by the store that was lost
         self._asked: Request | None = None
-        self._read_news: dict[int, int] = {}  # slot: highest number
         self._evidence: bytes | None = None  # to be stored
         self._disagreements: dict[int, int] = {}  # by slot: how many were examined
         self._examine_at, self._examine_rest_s = 0.0, EXAMINE_REST_S
         self._gathering = False
         self._gathered: dict[int, bytes] = {}
-        self._left: dict[int, bytes] = {}  # the last evidence of nodes that have left
         self._waits: dict[tuple[int, int], int] = {}  # (slot, wait_id): CLOCK_MONOTONIC ns of its beginning, on this machine's clock
 
     # --- the watcher's side
@@ -172,10 +159,6 @@ class Nodes:
         if changed.keys() & {"dead", "finished", "ended"}:
             self._poke.set()
 
-    def _peers(self) -> list[_Seen]:
-        """Return the nodes of this node's incarnation of the job. The caller holds the lock."""
-        return [seen for seen in self._seen.values() if self._mine.meets(seen.beat)]
-
     @property
     def others(self) -> list[Beat]:
         """The other nodes that live, by slot; empty without a store."""
@@ -183,21 +166,19 @@ class Nodes:
         with self._lock:
             if self._refused or now - self._contact > LOST_S:
                 return []
-            return [seen.beat for seen in self._peers() if now - seen.changed <= LOST_S and not seen.beat.finished]
+            return self._known.live(self._mine, now)
 
     @property
     def ranks(self) -> set[int]:
         """The ranks of the other nodes that live or have left their evidence."""
         with self._lock:
-            left = [seen.beat for seen in self._peers() if seen.beat.slot in self._left]
-        return {rank for beat in [*self.others, *left] for rank in beat.ranks}
+            left = self._known.ranks_that_left_evidence(self._mine)
+        return left | {rank for beat in self.others for rank in beat.ranks}
 
     def host(self, slot: int) -> str:
         """Return a name for another node: its host, with the slot if several nodes share one host (a container each)."""
         with self._lock:
-            hosts = [self._host, *(seen.beat.host for seen in self._seen.values())]
-            own = self._seen[slot].beat.host if slot in self._seen else "node"
-        return own if hosts.count(own) == 1 else f"{own}-{slot}"
+            return self._known.host(slot, self._host)
 
     def lost(self, after_s: float = LOST_S) -> list[Lost]:
         """Return the nodes that have been silent for this long without having left; all of them if it is the store that is silent."""
@@ -205,9 +186,9 @@ class Nodes:
         with self._lock:
             without_store = self._refused or now - self._contact > after_s
             found = [
-                Lost(seen.beat, now - seen.changed, not without_store or seen.beat.serves_store)
-                for seen in self._peers()
-                if seen.lives and not seen.beat.finished
+                Lost(known.beat, now - known.changed, not without_store or known.beat.serves_store)
+                for known in self._known.peers(self._mine)
+                if known.lives and not known.beat.finished
             ]
         return [each for each in found if each.silent_s > after_s or self._refused]
 
@@ -232,7 +213,8 @@ class Nodes:
             return None
         now = time.monotonic()
         with self._lock:
-            beats = [seen.beat for seen in self._peers() if seen.lives and not (seen.beat.finished or seen.beat.ended)]
+            living = (known.beat for known in self._known.peers(self._mine) if known.lives)
+            beats = [beat for beat in living if not (beat.finished or beat.ended)]
             place = (self._given_up or self._places)[0]
             return LostStore(place, now - self._lost_since, self._lost_refused, beats) if beats else None
 
@@ -240,7 +222,7 @@ class Nodes:
     def dead_elsewhere(self) -> list[int]:
         """The ranks of other nodes that died."""
         with self._lock:
-            return sorted(rank for seen in self._peers() if seen.lives for rank in seen.beat.dead)
+            return sorted(rank for known in self._known.peers(self._mine) if known.lives for rank in known.beat.dead)
 
     @property
     def reporter(self) -> Beat | None:
@@ -277,13 +259,8 @@ class Nodes:
 
     def take_news(self) -> list[tuple[str, News]]:
         """Return the lines of other nodes that were not taken before, each with its node's host."""
-        new: list[tuple[str, News]] = []
         with self._lock:
-            for slot, seen in [(seen.beat.slot, seen) for seen in self._peers() if seen.lives]:
-                new += [(seen.beat.host, news) for news in seen.beat.news if news.number > self._read_news.get(slot, 0)]
-                if seen.beat.news:
-                    self._read_news[slot] = seen.beat.news[-1].number
-        return new
+            return self._known.take_news(self._mine)
 
     def take_disagreement(self, now: float) -> bool:
         """Return whether nodes seem to disagree, so that all records should be compared; not too often."""
@@ -331,23 +308,22 @@ class Nodes:
         asked = [beat for beat in self.others if not of or beat.slot in of]
         if not asked:
             with self._lock:
-                return self._left_by_peers(), []
+                return self._known.evidence_left(self._mine), []
         end = time.monotonic() + timeout_s
         with self._changed:
             self._gathering, self._gathered = True, {}
             self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1, asked_nodes=list(of), asked_records=records)
             self._poke.set()
-            while any(beat.slot not in {*self._gathered, *self._left} for beat in asked) and (left := end - time.monotonic()) > 0:
+            while not all(map(self._has_answered, asked)) and (left := end - time.monotonic()) > 0:
                 if self._refused:
                     break
                 self._changed.wait(left)
             self._gathering = False
-            gathered = {**self._left_by_peers(), **self._gathered}
+            gathered = {**self._known.evidence_left(self._mine), **self._gathered}
         return gathered, [beat for beat in asked if beat.slot not in gathered]
 
-    def _left_by_peers(self) -> dict[int, bytes]:
-        """Return the last evidence of the nodes that have left. The caller holds the lock."""
-        return {seen.beat.slot: self._left[seen.beat.slot] for seen in self._peers() if seen.beat.slot in self._left}
+    def _has_answered(self, beat: Beat) -> bool:
+        return beat.slot in self._gathered or self._known.has_left_evidence(beat.slot)
 
     # --- the thread
 
@@ -362,7 +338,7 @@ class Nodes:
             try:
                 client = place.open()
                 if slot < 0:
-                    slot = client.add(self._key("nodes"), 1) % LOOK - 1
+                    slot = client.add(key("nodes"), 1) % LOOK - 1
                     self.update(slot=slot, serves_store=place.ends_with_this_node())
                 while self._thread is me:
                     last = self._closing.is_set()
@@ -408,20 +384,14 @@ class Nodes:
         """Meet in the next place. The nodes draw new numbers there; those that do not come stay known as lost, by a number below 0."""
         with self._lock:
             self._given_up.append(self._places.pop(0))
-            former = [
-                seen._replace(beat=msgspec.structs.replace(seen.beat, slot=-2 - slot, ended_at=0)) for slot, seen in self._seen.items()
-            ]
-            self._seen = {seen.beat.slot: seen for seen in former if seen.beat.slot <= -2}
-            self._left, self._gathered, self._read_news, self._disagreements = {}, {}, {}, {}
+            self._known.renumber()
+            self._gathered, self._disagreements = {}, {}
             self._asked = None
             self._mine = msgspec.structs.replace(self._mine, slot=-1, ended_at=0, asks=0, answered=(-1, 0))
 
-    def _key(self, *parts: object) -> str:
-        return key(*parts)
-
     def _period_s(self) -> float:
         with self._lock:
-            waited = max((seen.beat.wait_s for seen in self._seen.values()), default=0.0)
+            waited = max((beat.wait_s for beat in self._known.beats), default=0.0)
             if self._gathering or self._mine.dead or self._mine.ended:
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
@@ -429,83 +399,48 @@ class Nodes:
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
-        counter = client.add(self._key("nodes"), 0)
+        counter = client.add(key("nodes"), 0)
         count = counter % LOOK
         self._looks.see(counter)
         if (look := self._looks.pop()) is not None:
-            client.set(self._key("look", slot), look)
+            client.set(key("look", slot), look)
         with self._lock:
             evidence, self._evidence = self._evidence, None
-            following = sorted(seen.beat.order for seen in self._peers() if not seen.beat.finished)[:_SUCCESSORS]
             self._mine = mine = msgspec.structs.replace(
-                self._mine, count=self._mine.count + 1, successors=[other for _, other in following],
+                self._mine, count=self._mine.count + 1, successors=self._known.successors(self._mine),
                 ended_at=(self._mine.ended_at or count) if self._mine.ended else 0,
             )  # fmt: skip
         if evidence is not None:
-            client.set(self._key("evidence", slot), evidence)
-        client.set(self._key("node", slot), msgspec.msgpack.encode(mine))
+            client.set(key("evidence", slot), evidence)
+        client.set(key("node", slot), msgspec.msgpack.encode(mine))
         self._count = count
-        values = client.get(self._to_read(client, slot, count))
-        beats = [beat for beat in map(decoded, values) if beat is not None and (beat.slot in self._seen or not beat.finished)]
+        values = client.get(self._to_read(client, count))
+        beats = [beat for beat in map(decoded, values) if beat is not None and (beat.slot in self._known or not beat.finished)]
         now = time.monotonic()
         with self._changed:
             self._contact, self._refused = now, False
             if not self._given_up:
                 self._lost_since, self._lost_refused = 0.0, False
+            self._known.note(beats, now)
             for beat in beats:
-                before = self._seen.get(beat.slot)
-                if before is None:
-                    self._forget_former(beat)
-                if before is None or before.beat.count != beat.count:
-                    self._seen[beat.slot] = _Seen(beat, now, before is not None)
                 request = beat.request_to(slot)
                 if request is not None and beat.order < mine.order and mine.meets(beat) and mine.answered != request[:2]:
                     self._asked = request
             wanted = [beat.slot for beat in beats if mine.asks and beat.answered == (slot, mine.asks) and beat.slot not in self._gathered]
-            left = [beat.slot for beat in beats if beat.answered == LAST[:2] and beat.slot not in self._left]
+            left = [beat.slot for beat in beats if beat.answered == LAST[:2] and not self._known.has_left_evidence(beat.slot)]
         if wanted or left:
-            values = client.get([self._key("evidence", other) for other in [*wanted, *left]])
+            values = client.get([key("evidence", other) for other in [*wanted, *left]])
             with self._changed:
                 self._gathered.update(zip(wanted, values, strict=False))
-                self._left.update(zip(left, values[len(wanted) :], strict=True))
+                self._known.keep_evidence(dict(zip(left, values[len(wanted) :], strict=True)))
                 self._changed.notify_all()
         if self._asked or any(beat.news or beat.dead for beat in beats):
             self._wake()
 
-    def _leading(self, slot: int) -> list[int]:
-        """Return the slots that matter to a node that does not report: of the reporter and, if it is silent, of those that would be next.
-
-        Empty if this node may have to report. With many nodes, none reads all values only because the store is slow.
-        """
-        with self._lock:
-            first = min((seen for seen in self._peers() if not seen.beat.finished), key=lambda seen: seen.beat.order, default=None)
-            mine = self._mine.order
-        if first is None or mine < first.beat.order:
-            return []
-        silent_s, beat = time.monotonic() - first.changed, first.beat
+    def _to_read(self, client: Client, count: int) -> list[str]:
+        """Return the keys of the nodes whose values to read."""
         reporter = self.reporter
-        if silent_s > (LOST_S if slot in beat.successors else _LEADERS_LOST_S) and reporter is None:
-            return []
-        # Its successor, too, because a node that has not seen all others may take itself for the reporter at first.
-        following = beat.successors[: None if silent_s > 2 * PERIOD_S else 1]
-        return list({beat.slot, *following, *([reporter.slot] if reporter is not None else [])} - {slot})
-
-    def _forget_former(self, beat: Beat) -> None:
-        for slot in [slot for slot, seen in self._seen.items() if slot < 0 and set(seen.beat.ranks) & set(beat.ranks)]:
-            del self._seen[slot]
-
-    def _to_read(self, client: Client, slot: int, count: int) -> list[str]:
         with self._lock:
-            known = [other for other in self._seen if other >= 0 and not self._seen[other].beat.finished]
-        new = [other for other in range(count) if other != slot and other not in self._seen]
-        if count > READ_ALL_NODES and (leading := self._leading(slot)):
-            known, new = leading, []
-        elif not self._seen:
-            new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
+            known, new = self._known.to_read(self._mine, count, time.monotonic(), reporter)
         # A node may have drawn its slot and not yet stored its value.
-        return [self._key("node", other) for other in known] + client.existing([self._key("node", other) for other in new])
-
-
-def key(*parts: object) -> str:
-    """Return a key: ``"nodes"``, the number of nodes; ``"node", slot``, a node's value."""
-    return "/".join([_PREFIX, *map(str, parts)])
+        return [key("node", other) for other in known] + client.existing([key("node", other) for other in new])

@@ -14,10 +14,9 @@ from commlens.dumps.clocks import correct_clocks
 from commlens.model.ranklog import RankLog
 from commlens.text import duration, ranks_and_verb, ranks_phrase
 from commlens.watch import remote_evidence
-from commlens.watch.beat import Beat, decoded
+from commlens.watch.beat import Beat, decoded, key
 from commlens.watch.looks import LOOK, Look
 from commlens.watch.meeting_places import Store, places
-from commlens.watch.nodes import key
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run
 from commlens.watch.store_client import StoreClient

@@ -1,0 +1,147 @@
+"""The last value that a node has read of each other node of its job, and what follows from them: who lives, who reports, whom to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from commlens.watch.beat import Beat, News
+
+PERIOD_S: Final = 1.0  # between two values of a node
+LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
+READ_ALL_NODES: Final = 32  # with more, a node that does not report reads only the values of the reporter and its successor
+_LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next are all silent
+_SUCCESSORS: Final = 8
+
+
+class Known(NamedTuple):
+    """A node's last value."""
+
+    beat: Beat
+    changed: float  # time.monotonic()
+    lives: bool  # it has changed: else its watcher may have been killed before this node came
+
+
+class KnownNodes:
+    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.Nodes` holds its lock around every call.
+
+    ``mine`` is always this node's own value: nodes of another incarnation of the job are left out. ``now`` is ``time.monotonic()``.
+    """
+
+    def __init__(self) -> None:
+        self._by_slot: dict[int, Known] = {}
+        self._evidence_left: dict[int, bytes] = {}  # by slot: the last evidence of nodes that have left
+        self._read_news: dict[int, int] = {}  # by slot: the highest number
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._by_slot
+
+    @property
+    def beats(self) -> list[Beat]:
+        """The last values of all nodes, of any incarnation."""
+        return [known.beat for known in self._by_slot.values()]
+
+    def peers(self, mine: Beat) -> list[Known]:
+        """Return the nodes of this node's incarnation of the job."""
+        return [known for known in self._by_slot.values() if mine.meets(known.beat)]
+
+    def live(self, mine: Beat, now: float) -> list[Beat]:
+        """Return the nodes that live, by slot."""
+        return [known.beat for known in self.peers(mine) if now - known.changed <= LOST_S and not known.beat.finished]
+
+    def host(self, slot: int, own_host: str) -> str:
+        """Return a name for a node: its host, with the slot if several nodes share one host (a container each)."""
+        hosts = [own_host, *(beat.host for beat in self.beats)]
+        host = self._by_slot[slot].beat.host if slot in self._by_slot else "node"
+        return host if hosts.count(host) == 1 else f"{host}-{slot}"
+
+    def note(self, beats: Sequence[Beat], now: float) -> None:
+        """Note the values that were just read."""
+        for beat in beats:
+            before = self._by_slot.get(beat.slot)
+            if before is None:
+                self._forget_former(beat)
+            if before is None or before.beat.count != beat.count:
+                self._by_slot[beat.slot] = Known(beat, now, before is not None)
+
+    def _forget_former(self, beat: Beat) -> None:
+        """Forget a node that was known as lost under a number below 0, and has now come to where the nodes meet."""
+        for slot in [slot for slot, known in self._by_slot.items() if slot < 0 and set(known.beat.ranks) & set(beat.ranks)]:
+            del self._by_slot[slot]
+
+    def renumber(self) -> None:
+        """Keep the nodes under numbers below 0, because all draw new ones in another meeting place. Those that do not come stay lost."""
+        former = [
+            known._replace(beat=msgspec.structs.replace(known.beat, slot=-2 - slot, ended_at=0)) for slot, known in self._by_slot.items()
+        ]
+        self._by_slot = {known.beat.slot: known for known in former if known.beat.slot <= -2}
+        self._evidence_left, self._read_news = {}, {}
+
+    # --- news and evidence
+
+    def take_news(self, mine: Beat) -> list[tuple[str, News]]:
+        """Return the lines of other nodes that were not taken before, each with its node's host."""
+        new: list[tuple[str, News]] = []
+        for beat in [known.beat for known in self.peers(mine) if known.lives]:
+            new += [(beat.host, news) for news in beat.news if news.number > self._read_news.get(beat.slot, 0)]
+            if beat.news:
+                self._read_news[beat.slot] = beat.news[-1].number
+        return new
+
+    def has_left_evidence(self, slot: int) -> bool:
+        """Return whether a node has left its last evidence."""
+        return slot in self._evidence_left
+
+    def keep_evidence(self, evidence: dict[int, bytes]) -> None:
+        """Keep the last evidence of nodes that have left, by slot."""
+        self._evidence_left.update(evidence)
+
+    def evidence_left(self, mine: Beat) -> dict[int, bytes]:
+        """Return the last evidence of the nodes that have left, by slot."""
+        slots = [known.beat.slot for known in self.peers(mine)]
+        return {slot: self._evidence_left[slot] for slot in slots if slot in self._evidence_left}
+
+    def ranks_that_left_evidence(self, mine: Beat) -> set[int]:
+        """Return the ranks of the nodes that have left their last evidence."""
+        return {rank for slot in self.evidence_left(mine) for rank in self._by_slot[slot].beat.ranks}
+
+    # --- whom to read
+
+    def successors(self, mine: Beat) -> list[int]:
+        """Return the slots of the nodes that would report after this one."""
+        following = sorted(known.beat.order for known in self.peers(mine) if not known.beat.finished)
+        return [slot for _, slot in following[:_SUCCESSORS]]
+
+    def to_read(self, mine: Beat, count: int, now: float, reporter: Beat | None) -> tuple[list[int], list[int]]:
+        """Return the slots of the known nodes, and of the nodes not yet known, whose values to read.
+
+        Args:
+            mine: this node's value.
+            count: how many nodes ever drew a number.
+            now: the time.
+            reporter: the node that reports; None if it is this one.
+        """
+        if count > READ_ALL_NODES and (leading := self._leading(mine, now, reporter)):
+            return leading, []
+        known = [slot for slot, one in self._by_slot.items() if slot >= 0 and not one.beat.finished]
+        new = [slot for slot in range(count) if slot != mine.slot and slot not in self._by_slot]
+        if not self._by_slot:
+            new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
+        return known, new
+
+    def _leading(self, mine: Beat, now: float, reporter: Beat | None) -> list[int]:
+        """Return the slots that matter to a node that does not report: of the reporter and, if it is silent, of those that would be next.
+
+        Empty if this node may have to report. With many nodes, none reads all values only because the store is slow.
+        """
+        first = min((known for known in self.peers(mine) if not known.beat.finished), key=lambda known: known.beat.order, default=None)
+        if first is None or mine.order < first.beat.order:
+            return []
+        silent_s, beat = now - first.changed, first.beat
+        if silent_s > (LOST_S if mine.slot in beat.successors else _LEADERS_LOST_S) and reporter is None:
+            return []
+        # Its successor, too, because a node that has not seen all others may take itself for the reporter at first.
+        following = beat.successors[: None if silent_s > 2 * PERIOD_S else 1]
+        return list({beat.slot, *following, *([reporter.slot] if reporter is not None else [])} - {mine.slot})
