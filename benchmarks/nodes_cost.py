@@ -3,6 +3,7 @@
 The nodes run the real code (``commlens.watch.nodes``) as threads of a few processes, and meet in a real TCPStore in a process of its own.
 Each has 8 ranks and 8 channels that reach other nodes. When it is asked for evidence, it packs real black boxes of 2,000 records, in which
 one rank of the job has not reached the last collective. The reporter has a process to itself, so that its CPU and memory can be measured.
+As root, all run in a network namespace without DNS: torch's store looks up the name of each client, which a slow DNS makes slow.
 
     python benchmarks/nodes_cost.py [NODES ...] [--write]     writes the table into docs/scale.md
 """
@@ -132,16 +133,8 @@ def digests() -> dict[str, Any]:
     return found
 
 
-class PatientClient(meeting_places.StoreClient):
-    """A client that waits longer than a watcher does: this machine may be busy with other work."""
-
-    def __init__(self, host: str, port: int, *, timeout_s: float = 1.0, answer_s: float | None = None) -> None:
-        super().__init__(host, port, timeout_s=20 * timeout_s)
-
-
 def start_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -> meeting.Nodes:
     """Let a node meet the others."""
-    meeting_places.StoreClient = PatientClient  # type: ignore[misc]
     node = meeting.Nodes(f"node{number}", lambda: None)
     node.update(ranks=list(range(number * RANKS, (number + 1) * RANKS)), digests=told)
     node._places = [address]
@@ -153,6 +146,7 @@ def start_node(number: int, address: meeting_places.Store, told: dict[str, Any])
 def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_size: int) -> None:
     """Run some nodes until the other side hangs up; answer with the number of exchanges so far."""
     threading.stack_size(1 << 20)
+    os.nice(10)  # in a job, these nodes do not take the CPUs of the store and the reporter
     told = digests()
     boxes = {records: [template(world_size, behind, records) for behind in (False, True)] for records in (0, HEAD_RECORDS)}
     chosen = world_size // 2 + 1
@@ -323,6 +317,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the table into docs/scale.md")
     parser.add_argument("--judge", action="store_true", help="only read and diagnose the evidence, without a store")
     asked = parser.parse_args()
+    if os.geteuid() == 0 and "NODES_COST_NETWORK" not in os.environ:
+        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up; exec "$@"', "sh", sys.executable, *sys.argv]
+        os.execvpe(command[0], command, os.environ | {"NODES_COST_NETWORK": "1"})
     if asked.judge:
         print("\n".join(map(judge, asked.nodes)), f"({machine()})")
         return

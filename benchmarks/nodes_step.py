@@ -23,6 +23,8 @@ from typing import Any
 
 from _report import machine, write_section
 
+from commlens import native
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "integration"))
 
 from emulated_nodes import PORT, Node, nodes, wait
@@ -107,14 +109,16 @@ def main() -> None:
     bare = statistics.median(step for each in rounds for step in each[1])
     low, high = interval(ratios)
     cpu = ", ".join(f"{each[2]:.3f}" for each in rounds)
+    engine = "Python" if native.load() is None else "native"
     text = (
-        f"A step of {1000 * bare:.0f} ms takes {statistics.median(ratios):.3f} times as long when recorded and watched "
+        f"With the {engine} engine, a step of {1000 * bare:.0f} ms takes {statistics.median(ratios):.3f} times as long "
+        "when recorded and watched "
         f"(95% interval {low:.3f} to {high:.3f}, {len(ratios)} pairs of one second in {len(rounds)} rounds). "
         f"The ranks' CPU time a step, by round: {cpu} times.\n{machine()}"
     )
     print(text)
     if asked.write:
-        write_section(Path(__file__).resolve().parents[1] / "docs" / "nodes.md", "step", text)
+        write_section(Path(__file__).resolve().parents[1] / "docs" / "nodes.md", f"step, {engine} engine", text)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from test_remote_evidence import member
 
 from commlens.blackbox import layout
-from commlens.watch import known_nodes, nodes, other_nodes
+from commlens.watch import known_nodes, meeting_places, nodes, other_nodes
 from commlens.watch.lost_store import LostStoreReport
 from commlens.watch.meeting_places import Folder, Place, Store
 from commlens.watch.nodes import Nodes
@@ -25,6 +26,12 @@ dist = pytest.importorskip("torch.distributed")
 
 
 Meet = Callable[..., Nodes]
+_SERVE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 
 @pytest.fixture
@@ -170,11 +177,38 @@ def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Pat
     assert not folder.exists(), "no file is left behind"
 
 
+def connections(port: int) -> int:
+    """Return how many connections to a port this machine has ever made and not closed, whether the server accepted them or not."""
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(remote == f"0100007F:{port:04X}" for _, _, remote, *_ in lines)
+
+
+def test_a_busy_store_gets_no_second_connection(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each connection, torch's server looks up the client's name in DNS, in its only thread: seconds, where DNS is slow."""
+    monkeypatch.setattr(meeting_places, "ANSWER_S", 0.2)
+    with subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        place = Store("127.0.0.1", int(server.stdout.readline()))
+        try:
+            first, second = meet(0, [place]), meet(1, [place])
+            assert eventually(lambda: first.others and second.lost(0))
+            server.send_signal(signal.SIGSTOP)
+            late = meet(2, [place])
+            assert eventually(lambda: first.lost_store and connections(place.port) == 3)
+            time.sleep(10 * meeting_places.ANSWER_S)
+            assert connections(place.port) == 3
+            server.send_signal(signal.SIGCONT)
+            assert eventually(lambda: len(late.others) == 2 and not first.lost_store), "all meet again"
+            assert connections(place.port) == 3
+            for node in (first, second, late):
+                node.leave()
+        finally:
+            server.kill()
+
+
 def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_path: Path) -> None:
     """The store ends with the process that serves it, here rank 0's: the kernel then refuses connections."""
-    serve = "dist.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
-    code = f"import sys, torch.distributed as dist; store = {serve}; print(store.port, flush=True); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+    with subprocess.Popen([sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         place = Store("127.0.0.1", int(server.stdout.readline()))
         first, second = meet(0, [place]), meet(1, [place])

@@ -14,11 +14,11 @@ from commlens.errors import FormatError
 from commlens.processes import process
 from commlens.watch.folder_client import FolderClient
 from commlens.watch.roster import Member
-from commlens.watch.store_client import StoreClient
+from commlens.watch.store_client import KeepWaiting, StoreClient
 from commlens.watch.strangers import meeting_of
 
 TIMEOUT_S: Final = 1.0
-ANSWER_S: Final = 3.0  # a store that is busy when all nodes come at once must not get more work from reconnecting nodes
+ANSWER_S: Final = 3.0
 
 Client = StoreClient | FolderClient
 """Values under keys. All methods raise OSError if the store or the folder cannot be reached."""
@@ -35,9 +35,9 @@ class Store:
     def __str__(self) -> str:
         return f"the job's store at {self.host}:{self.port}"
 
-    def open(self) -> Client:
-        """Connect to it."""
-        return StoreClient(self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S)
+    def open(self, keep_waiting: KeepWaiting) -> Client:
+        """Connect to it. ``keep_waiting`` is asked every few seconds without an answer."""
+        return StoreClient(self.host, self.port, timeout_s=TIMEOUT_S, answer_s=ANSWER_S, keep_waiting=keep_waiting)
 
     def ends_with_this_node(self) -> bool:
         """Return whether it ends only when all ranks of this node have ended: its address is one of this machine."""
@@ -61,7 +61,7 @@ class Folder:
     def __str__(self) -> str:
         return f"the folder {self.path.parent}"
 
-    def open(self) -> Client:
+    def open(self, _keep_waiting: KeepWaiting) -> Client:
         """Create it if it does not exist."""
         return FolderClient(self.path)
 

@@ -336,7 +336,7 @@ class Nodes:
             place = self._places[0]
             client: Client | None = None
             try:
-                client = place.open()
+                client = place.open(self._keep_waiting)
                 if slot < 0:
                     slot = client.add(key("nodes"), 1) % LOOK - 1
                     self.update(slot=slot, serves_store=place.ends_with_this_node())
@@ -365,6 +365,13 @@ class Nodes:
                 self._move_on()
             self._closing.wait(PERIOD_S if slot < 0 else retry_s * random.uniform(0.5, 1.0))  # not all at once
             retry_s = min(2 * retry_s, _RETRY_MAX_S)
+
+    def _keep_waiting(self, waited_s: float) -> bool:
+        """Return whether to wait on for a store that does not answer: it is busy, and another connection would make it busier."""
+        self._note_error(TimeoutError())
+        if self._thread is not threading.current_thread() or self._closing.is_set():
+            return False
+        return waited_s < MOVE_ON_S or len(self._places) == 1 or not self._joined
 
     def _note_error(self, error: OSError) -> None:
         with self._changed:

@@ -2,13 +2,16 @@
 
 Tried with both servers of torch 2.13 (``tests/unit/test_store_client.py``). With another protocol the calls fail, and each node speaks
 for itself. The connection is its own, so no client of the job ever waits for it. Every call has a timeout.
+
+For each new connection, torch's server looks up the client's name in DNS, in the only thread that answers all clients. Where DNS is slow,
+that takes seconds. So a client must not answer a slow store with a new connection.
 """
 
 from __future__ import annotations
 
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 _VALIDATE, _SET, _GET, _ADD, _CHECK = 0, 1, 3, 4, 5
@@ -16,28 +19,42 @@ _MAGIC: Final = 0x3C85F7CE
 _SIZE: Final = struct.Struct("=Q")
 _NUMBER: Final = struct.Struct("=q")
 _READY: Final = 0
+_OPTIONS: Final = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 1,  # seconds without data, after which this machine asks the other whether it is there
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_USER_TIMEOUT: 3000,  # milliseconds without an answer, after which the connection is closed
+}
 _BATCH: Final = 16  # requests under way at once: if we hang up, torch's server prints a warning for each answer that it cannot send
 VALUE_MAX: Final = 1 << 30
 """Longest value that is read, in bytes; a larger size means that the other side is no store."""
+KeepWaiting = Callable[[float], bool]
 
 
 class StoreClient:
     """A connection to a TCPStore.
 
-    All methods raise OSError if the store cannot be reached, closes the connection, or does not answer within ``timeout_s``; the
-    connection is then useless.
+    All methods raise OSError if the store cannot be reached, closes the connection, or does not answer in time; the connection is then
+    useless. A store whose machine no longer answers counts as closed within a few seconds.
 
     Args:
         host: name or address.
         port: TCP port.
         timeout_s: for connecting.
         answer_s: for each answer; ``timeout_s`` if it is None.
+        keep_waiting: returns whether to wait ``answer_s`` longer for an answer, of which it gets the seconds waited so far; None: never.
     """
 
-    def __init__(self, host: str, port: int, *, timeout_s: float = 1.0, answer_s: float | None = None) -> None:
+    def __init__(
+        self, host: str, port: int, *, timeout_s: float = 1.0, answer_s: float | None = None, keep_waiting: KeepWaiting | None = None
+    ) -> None:
         self._socket = socket.create_connection((host, port), timeout_s)
-        self._socket.settimeout(timeout_s if answer_s is None else answer_s)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._answer_s = timeout_s if answer_s is None else answer_s
+        self._keep_waiting = keep_waiting or (lambda waited_s: False)
+        self._socket.settimeout(self._answer_s)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _OPTIONS.items():
+            self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
         self._send(bytes([_VALIDATE]), struct.pack("=I", _MAGIC))
 
     def set(self, key: str, value: bytes) -> None:
@@ -85,8 +102,15 @@ class StoreClient:
     def _receive(self, size: int) -> bytes:
         content = bytearray(size)
         view = memoryview(content)
+        waited_s = 0.0
         while view:
-            read = self._socket.recv_into(view)
+            try:
+                read = self._socket.recv_into(view)
+            except TimeoutError:
+                waited_s += self._answer_s
+                if not self._keep_waiting(waited_s):
+                    raise
+                continue
             if not read:
                 raise ConnectionError("the store closed the connection")
             view = view[read:]
