@@ -70,7 +70,10 @@ def judge(scenario: Scenario, event: str, hit: Node | None, made: list[Node], pe
     survivors = [node for node in made if node is not hit]
     words = " ".join(" ".join(node.output.split()) for node in survivors)
     spoke = bool(told) or any(text in words for text in ("commlens: ", "VERDICT"))
-    ended = all(process.poll() == 0 for node in survivors for process in node.processes)
+    # A launcher may still wait for one that was killed when all ranks had ended.
+    ended = all(process.poll() == 0 for node in survivors for process in node.processes) or all(
+        node.output.count("ends with parameters") >= per_node for node in survivors
+    )
     return ("right", "") if spoke or ended else ("none", "the survivors said nothing")
 
 

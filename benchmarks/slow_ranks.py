@@ -1,9 +1,18 @@
-"""Counts how often slow ranks of running jobs are named, and healthy ones accused.
+"""Count how often slow ranks of running jobs are named, and healthy ones accused.
 
-    python benchmarks/slow_ranks.py [--healthy 20] [--at-once 4] [--steps 600]
+    python benchmarks/slow_ranks.py [--healthy 20] [--ranks 2 4] [--where data forward ...] [--at-once 4] [--steps 600] [--nvrx FOLDER]
 
-Each job is DDP training on gloo whose steps compute for 40 ms. One rank is made slow by a sleep in its data loader or by work in its
-forward pass, of 5, 20 and 100 ms a step; healthy jobs have none. Run it on a busy machine, too: that is where ranks are late by chance.
+Each job is DDP training on gloo whose steps compute for 40 ms. One rank is made slow; healthy jobs have none. The ways:
+
+* data: a sleep in its data loader, of 5, 20 and 100 ms a step; loader: the same in the worker process of a DataLoader
+* forward: work in its forward pass, of 5, 20 and 100 ms a step
+* gc: it makes garbage in cycles, and Python's collector takes 20 ms a step or more
+* throttle: a cgroup leaves it a tenth of a core (as root)
+* neighbour: four other programs run on the core that it is bound to
+
+Run it on a busy machine, too: that is where ranks are late by chance. With ``--nvrx``, NVIDIA's straggler detection (the folder of an
+unpacked ``nvidia-resiliency-ext``, with ``libcupti.so.12`` on LD_LIBRARY_PATH) watches the same jobs, in which the program marks its
+data loading and its forward pass as sections; it is asked for its relative scores every 100 steps, with its own threshold.
 """
 
 from __future__ import annotations
@@ -14,20 +23,49 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 TRAIN = """
-import random, sys, time
+import contextlib, gc, os, random, subprocess, sys, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 where, ms, steps = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
+detector = None
+if os.environ.get("NVRX"):
+    from nvidia_resiliency_ext.straggler import Detector as detector
 
-def load_batch(slow):
+def section(name):
+    return detector.detection_section(name, profile_cuda=False) if detector else contextlib.nullcontext()
+
+def report():
+    # Detector.generate_report() without torch.cuda.synchronize(), which needs a GPU
+    found = detector.reporter.generate_report(detector._get_section_summaries(), {})
+    detector._reset_sections_elapseds()
+    if dist.get_rank() == 0:
+        for name, stragglers in found.identify_stragglers()["straggler_sections_relative"].items():
+            print("NVRX", name, sorted(each.rank for each in stragglers), flush=True)
+
+class Batches(torch.utils.data.Dataset):
+    def __init__(self, slow):
+        self.slow = slow
+
+    def __len__(self):
+        return steps
+
+    def __getitem__(self, index):
+        if self.slow:
+            time.sleep(ms / 1000)
+        return torch.ones(8, 64)
+
+def load_batch(slow, batches):
+    if batches is not None:
+        return next(batches)[0]
     if slow and where == "data":
         time.sleep(ms / 1000)
     return torch.ones(8, 64)
@@ -37,83 +75,143 @@ def burn(seconds):
     while time.thread_time() < end:
         pass
 
+def make_garbage():
+    began = time.perf_counter()
+    while time.perf_counter() - began < ms / 1000:
+        for _ in range(2000):
+            a = []
+            a.append(a)
+        gc.collect()
+
 def forward(model, batch, slow):
     burn(0.004)
     time.sleep(random.uniform(0.03, 0.042))
     if slow and where == "forward":
         burn(ms / 1000)
+    if slow and where == "gc":
+        make_garbage()
+    if where in ("neighbour", "throttle"):
+        burn(0.01)
     return model(batch).square().mean()
+
+@contextlib.contextmanager
+def squeezed(slow):
+    neighbours = []
+    if slow and where == "throttle":
+        from commlens.scenarios import throttle
+        throttle.QUOTA_US = 10_000
+        throttle.LIFETIME_S = 600
+        throttle.squeeze()
+    if slow and where == "neighbour":
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+        neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        yield
+    finally:
+        for neighbour in neighbours:
+            neighbour.kill()
 
 def main():
     dist.init_process_group("gloo")
-    slow = dist.get_rank() == 1
+    slow = dist.get_rank() == 1 and where != "none"
+    if detector:
+        detector.initialize(gather_on_rank0=True)
     model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 8)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        loss = forward(model, load_batch(slow), slow)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    batches = iter(torch.utils.data.DataLoader(Batches(slow), num_workers=1)) if where == "loader" else None
+    with squeezed(slow):
+        for step in range(steps):
+            with section("data"):
+                batch = load_batch(slow, batches)
+            with section("forward"):
+                loss = forward(model, batch, slow)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if detector and step % 100 == 99:
+                report()
     dist.destroy_process_group()
 
 main()
 """
+FUNCTIONS = {
+    "data": "load_batch", "loader": "load_batch", "forward": "burn", "gc": "make_garbage", "throttle": "CPU limit", "neighbour": "no CPU",
+}  # fmt: skip
+"""What a notice is to say of each way."""
+AMOUNTS = {"data": (5, 20, 100), "forward": (5, 20, 100), "loader": (100,), "gc": (20, 100)}
+ALONE = ("throttle", "neighbour")  # they would make the other jobs slow
 
 
 class Case(NamedTuple):
     """One job."""
 
     ranks: int
-    where: str  # "none", "data" or "forward"
+    where: str  # "none", or the way in which rank 1 is slow
     ms: int
 
 
 class Outcome(NamedTuple):
-    """What the watcher said of it."""
+    """What was said of it."""
 
     named: list[str]  # ranks said to be slow, in order
-    line: bool  # the function is named
+    why: bool  # the function or the cause is named
     cost: str
+    nvrx: list[str]  # what NVIDIA's detector said at each report that named somebody
 
 
-def run(case: Case, steps: int) -> Outcome:
+def run(case: Case, steps: int, nvrx: Path | None) -> Outcome:
     """Run one job under the watcher."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if nvrx is not None:
+        environment |= {"NVRX": "1", "PYTHONPATH": f"{nvrx}:{os.environ.get('PYTHONPATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "train.py").write_text(TRAIN)
         command = [sys.executable, "-m", "commlens", "launch", f"--nproc-per-node={case.ranks}", "train.py"]
         done = subprocess.run(
-            [*command, case.where, str(case.ms), str(steps)], cwd=folder, capture_output=True, text=True, timeout=600, check=False,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [*command, case.where, str(case.ms), str(steps)], cwd=folder, capture_output=True, text=True, timeout=900, check=False,
+            env=environment,
         )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr)
     said = re.sub(r"\s+", " ", done.stderr)
     named = re.findall(r"Ranks? ([\d,-]+) makes? the job slow", said)
     cost = re.search(r"wait for (\d+%) of the time", said)
-    function = {"data": "load_batch", "forward": "burn"}.get(case.where, "")
-    return Outcome(named, bool(function) and function in said, cost[1] if cost else "")
+    return Outcome(named, FUNCTIONS.get(case.where, "-") in said, cost[1] if cost else "", re.findall(r"^NVRX (.*)$", done.stdout, re.M))
 
 
 def main() -> int:
     """Run all jobs and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--healthy", type=int, default=20, help="healthy jobs of each size")
+    parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--where", nargs="*", choices=list(FUNCTIONS), default=["data", "forward"])
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--steps", type=int, default=800)
-    arguments = parser.parse_args()
-    cases = [Case(ranks, "none", 0) for ranks in (2, 4) for _ in range(arguments.healthy)]
-    cases += [Case(ranks, where, ms) for ranks in (2, 4) for where in ("data", "forward") for ms in (5, 20, 100)]
-    with ThreadPoolExecutor(arguments.at_once) as pool:
-        outcomes = list(pool.map(lambda case: run(case, arguments.steps), cases))
-    healthy = [outcome for case, outcome in zip(cases, outcomes, strict=True) if case.where == "none"]
+    parser.add_argument("--nvrx", type=Path, help="folder with nvidia_resiliency_ext, to compare with")
+    asked = parser.parse_args()
+    cases = [Case(ranks, "none", 0) for ranks in asked.ranks for _ in range(asked.healthy)]
+    cases += [Case(ranks, where, ms) for ranks in asked.ranks for where in asked.where for ms in AMOUNTS.get(where, (0,))]
+    together = [case for case in cases if case.where not in ALONE]
+    with ThreadPoolExecutor(asked.at_once) as pool:
+        outcomes = dict(enumerate(pool.map(lambda case: run(case, asked.steps, asked.nvrx), together)))
+    load = os.getloadavg()[1]
+    cases = together + [case for case in cases if case.where in ALONE]
+    outcomes |= {number: run(case, asked.steps, asked.nvrx) for number, case in enumerate(cases) if case.where in ALONE}
+    healthy = [outcomes[number] for number, case in enumerate(cases) if case.where == "none"]
     accused = [outcome.named for outcome in healthy if outcome.named]
-    print(f"load average {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores")
-    print(f"{'ranks':>5}  {'slow in':8} {'by':>7}  named  cost  line")
-    for case, outcome in zip(cases, outcomes, strict=True):
+    print(f"load average {load:.1f} on {os.cpu_count()} cores, {asked.steps} steps")
+    print(f"{'ranks':>5}  {'slow by':9} {'':>6}  named  cost  why  {'NVRx' if asked.nvrx else ''}")
+    for number, case in enumerate(cases):
         if case.where != "none":
-            line = "yes" if outcome.line else "no"
-            print(f"{case.ranks:>5}  {case.where:8} {case.ms:>4} ms  {','.join(outcome.named) or '-':5}  {outcome.cost or '-':>4}  {line}")
+            outcome = outcomes[number]
+            amount = f"{case.ms} ms" if case.ms else ""
+            nvrx = "; ".join(f"{what} {count}x" for what, count in Counter(outcome.nvrx).items())
+            cells = f"{','.join(outcome.named) or '-':5}  {outcome.cost or '-':>4}  {'yes' if outcome.why else 'no':3}  {nvrx}"
+            print(f"{case.ranks:>5}  {case.where:9} {amount:>6}  {cells}")
     print(f"healthy jobs: {len(healthy)}, of which a rank was accused in: {len(accused)} {accused or ''}")
+    if asked.nvrx:
+        theirs = [outcome.nvrx for outcome in healthy if outcome.nvrx]
+        print(f"by NVRx in: {len(theirs)} {theirs or ''}")
     return 1 if accused else 0
 
 
