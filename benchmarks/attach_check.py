@@ -3,7 +3,7 @@
     python benchmarks/attach_check.py [--world 8] [--only NAME ...] [--write]
 
 Each of the demo's scenarios that hang by themselves runs once. A verdict is right if it names the scenario's ranks and one of its lines,
-wrong if it names another rank. The time is that of the whole command.
+wrong if it names another rank. A rank may stand at a later line than that of the fault: "right rank". The time is the whole command's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LONGEST_PROGRESS_S = 6.0  # the scenarios' steps are shorter
 class Answer(NamedTuple):
     """What attach said of one job."""
 
-    word: str  # right, wrong, none, ended
+    word: str  # right, right rank (at another line), wrong, none, ended
     kind: str
     confidence: str
     seconds: float
@@ -105,8 +105,8 @@ def judge(scenario: Scenario, world: int, asked: subprocess.CompletedProcess[str
     line = str(verdict["source"] or "").rpartition("/")[2]
     if set(verdict["culprits"]) - set(truth.culprits):
         word = "wrong"
-    elif verdict["culprits"] and line in truth.lines:
-        word = "right"
+    elif verdict["culprits"]:
+        word = "right" if line in truth.lines else "right rank"
     else:
         word = "none"
     return Answer(word, verdict["kind"], verdict["confidence"], seconds, f"{line} {verdict['summary']}")
@@ -139,7 +139,10 @@ def main() -> None:
         for name, world, answer in rows
     ]
     slowest = max((answer.seconds for _, _, answer in rows), default=0.0)
-    counts = f"{words.count('right')} of {len(words)} right, {words.count('wrong')} wrong, {words.count('none')} without a rank"
+    counts = (
+        f"Of {len(words)}: {words.count('right')} right, {words.count('right rank')} with the right rank at another line, "
+        f"{words.count('wrong')} wrong, {words.count('none')} without a rank"
+    )
     heading = "| job that hangs | ranks | | kind, confidence | answered in |\n|---|---:|---|---|---:|"
     text = f"{counts}; the slowest answer took {slowest:.1f} s. {machine()}\n\n{heading}\n" + "\n".join(lines)
     print(text)

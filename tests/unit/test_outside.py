@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -96,6 +97,19 @@ def test_a_stopped_rank_is_named_wherever_it_stands():
 def test_the_majority_decides_where_all_ranks_must_meet():
     found = verdict(*[call("all_reduce", 81)] * 3, call("all_gather", 85))
     assert (found.kind, found.culprits, found.source, found.confidence) == ("mismatch/op", [3], "train.py:85", "medium")
+
+
+def test_a_key_of_the_store(tmp_path: Path):
+    """The methods of stores are written in C++ and have no frame: the line shows them, and the local variable's type."""
+    file = tmp_path / "train.py"
+    file.write_text('rate = float(rates.get("rate"))\n')
+    waiting = [frame("share", 1, str(file), rates="<PrefixStore at 0x7f>")]
+    assert find_call([frame("share", 1, str(file), rates={"rate": 1})], os.getpid()) is None
+    found = verdict(*[waiting] * 3, call("all_reduce", 81))
+    assert (found.kind, found.culprits, found.source) == ("missing", [3], "train.py:81")
+    assert "ranks 0-2 wait in store.get at train.py:1" in found.summary
+    alone = verdict(*[call("all_reduce", 81)] * 3, waiting)
+    assert (alone.culprits, alone.confidence) == ([], "low"), "any rank may have been to set the key"
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ _SETUP: Final = frozenset(
 _REQUESTS: Final = frozenset({"wait_tensor", "trigger_wait", "wait"})
 _DISTRIBUTED: Final = re.compile(r"/torch/distributed/|/torch/nn/parallel/distributed\.py$")
 _WAIT_SOURCE: Final = re.compile(r"\.wait\(")
+_STORE_SOURCE: Final = re.compile(r"\b(\w+)\.(get|multi_get|wait)\(")
 _DEVICE_SOURCE: Final = re.compile(r"\.(item|cpu|tolist|numpy|synchronize|nonzero)\(|\.to\(")
 _DEVICE_FRAME: Final = re.compile(r"/torch/(cuda|xpu|npu|accelerator)/(__init__|streams)\.py$")
 _WAITS_FOR_DEVICE: Final = frozenset({"synchronize", "wait_stream", "wait_event", "query"})
@@ -72,7 +73,7 @@ def find_call(frames: Sequence[SeenFrame], pid: int) -> Call | None:
         inner.append(seen)
     if line is None:  # no user frame at all: a library's own loop; its outermost library frame stands for the line
         line = next((seen.frame for seen in frames if seen.frame.kind is FrameKind.LIBRARY), None)
-    return _in_distributed(inner, outer, line, pid) or _elsewhere(inner, line, pid)
+    return _in_distributed(inner, outer, line, pid) or _elsewhere(inner, line, outer[0].values if outer else {}, pid)
 
 
 def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line: Frame | None, pid: int) -> Call | None:
@@ -98,7 +99,8 @@ def _in_distributed(inner: Sequence[SeenFrame], outer: Sequence[SeenFrame], line
     return found
 
 
-def _elsewhere(inner: Sequence[SeenFrame], line: Frame | None, pid: int) -> Call | None:
+def _elsewhere(inner: Sequence[SeenFrame], line: Frame | None, values: Locals, pid: int) -> Call | None:
+    """Recognise calls outside of torch.distributed's Python code. ``values``: the local variables of the user's frame."""
     if any(seen.name == "_engine_run_backward" for seen in inner) and inner[0].frame.kind is FrameKind.TORCH:
         return Call("backward", "backward", line=line)
     if any(seen.name in _WAITS_FOR_DEVICE and _DEVICE_FRAME.search(seen.frame.file) for seen in inner):
@@ -109,6 +111,9 @@ def _elsewhere(inner: Sequence[SeenFrame], line: Frame | None, pid: int) -> Call
         return None
     # A method that is written in C++ has no frame of its own: only the source line shows it.
     source = source_line(line, pid)
+    match = _STORE_SOURCE.search(source) if not inner else None
+    if match and "Store at" in values.get(match[1], ""):
+        return Call("store", f"store.{match[2]}", line=line)
     if not inner and _WAIT_SOURCE.search(source):
         return Call("request", "wait", line=line)
     match = _DEVICE_SOURCE.search(source)

@@ -9,9 +9,9 @@ import msgspec
 from commlens.model.collective import Frame, Stack, user_frame, user_lines
 from commlens.model.ranklog import RankLog
 
-CallKind = Literal["collective", "message", "request", "backward", "device", "setup"]
+CallKind = Literal["collective", "message", "request", "backward", "device", "setup", "store"]
 """``request``: the result of an earlier operation is waited for. ``backward``: autograd, in which hooks issue collectives from C++.
-``device``: a GPU is waited for, and so are the collectives that were enqueued on it."""
+``device``: a GPU is waited for, and so are the collectives that were enqueued on it. ``store``: a key that another rank has to set."""
 
 
 class Call(msgspec.Struct, frozen=True, omit_defaults=True):

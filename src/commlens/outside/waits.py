@@ -104,7 +104,10 @@ def _odd_one_out(waits: Waits) -> Finding:
         return _all_inside(waits)
     odd, most = ordered[0], ordered[-1]
     calls = [call for call in (odd[0].call, most[0].call) if call is not None]
-    decided = len(ordered) == 2 and len(odd) < len(most) and any(map(needs_all, calls)) and not any(call.kind in _BLIND for call in calls)
+    # A rank that alone waits for a key waits for one other, which may be any of them.
+    waits_for_key = odd[0].call is not None and odd[0].call.kind == "store"
+    comparable = any(map(needs_all, calls)) and not any(call.kind in _BLIND for call in calls)
+    decided = len(ordered) == 2 and len(odd) < len(most) and comparable and not waits_for_key
     if decided:
         why = f"{capital(ranks_and_verb(ranks_of(odd), 'stands', 'stand'))} where no other rank stands: the majority decides."
     elif len(ordered) == 2 and len(odd) == len(most):
