@@ -64,7 +64,7 @@ def kill(node: Nodes) -> None:
 
 
 def eventually(condition: Callable[[], Any]) -> Any:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not (result := condition()) and time.monotonic() < end:
         time.sleep(0.05)
     return result
@@ -118,19 +118,25 @@ def test_status_reads_the_other_nodes_without_taking_part(meet: Meet, monkeypatc
     there.update(dead=[1])
     monkeypatch.setattr(other_nodes, "places", nodes.places)
     members: Any = [SimpleNamespace(rank=0, restart=0)]
-    lines = eventually(lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members)[0], [0]) if "died" in line])
+    lines = eventually(
+        lambda: [line for line in other_nodes.other_node_lines(other_nodes.read_beats(members).beats, [0]) if "died" in line]
+    )
     assert lines == ["rank 1 on host1: rank 1 has died."]
-    assert [beat.slot for beat in other_nodes.read_beats(members)[0]] == [0, 1], "no slot was drawn"
+    assert [beat.slot for beat in other_nodes.read_beats(members).beats] == [0, 1], "no slot was drawn"
     # Asked, it looks at its ranks; a node that is gone does not answer.
     there._looks._take = lambda: b"evidence"
     for _ in range(2):
-        beats, looks = other_nodes.read_beats(members, looks=True)
-        assert {slot: look.evidence for slot, look in looks.items()} == {1: b"evidence"} and len(beats) == 2
+        said = other_nodes.read_beats(members, looks=True)
+        assert {slot: look.evidence for slot, look in said.looks.items()} == {1: b"evidence"} and len(said.beats) == 2
     monkeypatch.setattr(other_nodes, "_ANSWERS_S", 0.5)
     kill(there)
-    assert other_nodes.read_beats(members, looks=True)[1] == {}
+    assert other_nodes.read_beats(members, looks=True).looks == {}
     late = meet(2)
     assert eventually(lambda: late.others) and late._count == 3, "looks are not nodes"
+    monkeypatch.setattr(other_nodes, "places", lambda *_: [Store("127.0.0.1", 1)])
+    assert other_nodes.read_beats(members).problem == (
+        "Not all is known of the other nodes: the job's store at 127.0.0.1:1 refuses connections."
+    )
 
 
 def test_two_incarnations_do_not_meet(meet: Meet) -> None:
@@ -178,7 +184,7 @@ def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Pat
 
 
 def connections(port: int) -> int:
-    """Return how many connections to a port this machine has ever made and not closed, whether the server accepted them or not."""
+    """Return how many connections to a port of this machine are open, whether the server has accepted them or not."""
     lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(remote == f"0100007F:{port:04X}" for _, _, remote, *_ in lines)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import msgspec
@@ -16,15 +17,15 @@ from commlens.text import duration, ranks_and_verb, ranks_phrase
 from commlens.watch import remote_evidence
 from commlens.watch.beat import Beat, decoded, key
 from commlens.watch.looks import LOOK, Look
-from commlens.watch.meeting_places import Store, places
+from commlens.watch.meeting_places import Client, Store, places
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run
-from commlens.watch.store_client import StoreClient
 
 _MOST: Final = 4096  # nodes
 _ANSWERS_S: Final = 3.0  # a watcher at rest asks the store once a second, and looks for less than one
 _POLL_S: Final = 0.1
 _WAITS_S: Final = 2.0  # a shorter wait is part of a step
+_PATIENCE_S: Final = 8.0  # with a store that is busy: it looks up each client's name in DNS
 
 
 class OtherNodes(NamedTuple):
@@ -40,13 +41,21 @@ class OtherNodes(NamedTuple):
         return joined
 
 
+class Said(NamedTuple):
+    """What the nodes' watchers have said in the store."""
+
+    beats: Sequence[Beat] = ()  # their last values, this node's included
+    looks: Mapping[int, Look] = MappingProxyType({})  # the answers of those that looked at their ranks, by slot
+    problem: str = ""  # a sentence: why the store could not be asked
+
+
 def has_other_nodes(logs: Sequence[RankLog]) -> bool:
     """Return whether the job has more ranks than these of this node."""
     return any(log.world_size > len(logs) for log in logs)
 
 
 def look_at_other_nodes(job_dir: Path) -> OtherNodes:
-    """Ask the other nodes' watchers what their ranks are doing. Takes about a second, three if a node does not answer.
+    """Ask the other nodes' watchers what their ranks are doing. Takes about a second, three if a node does not answer, at most twelve.
 
     Args:
         job_dir: the folder of the job's black boxes on this node.
@@ -56,33 +65,30 @@ def look_at_other_nodes(job_dir: Path) -> OtherNodes:
         roster.poll()
         members = roster.current()
         here = [member.rank for member in members]
-        beats, found = read_beats(members, looks=True)
-    answered = [remote_evidence.unpack(found[beat.slot].evidence, beat.host) for beat in beats if beat.slot in found]
-    lines = [problem for node in answered for problem in node.problems]
-    lines += other_node_lines([beat for beat in beats if beat.slot not in found], here)
+        said = read_beats(members, looks=True)
+    answered = [remote_evidence.unpack(said.looks[beat.slot].evidence, beat.host) for beat in said.beats if beat.slot in said.looks]
+    lines = [problem for node in answered for problem in node.problems] + ([said.problem] if said.problem else [])
+    lines += other_node_lines([beat for beat in said.beats if beat.slot not in said.looks], here)
     return OtherNodes([log for node in answered for log in node.logs if log.rank not in here], lines)
 
 
-def read_beats(members: Sequence[Member], *, timeout_s: float = 1.0, looks: bool = False) -> tuple[list[Beat], dict[int, Look]]:
-    """Return the last values of the nodes' watchers, this node's included; none if there is one node, or no watcher, or no store.
+def read_beats(members: Sequence[Member], *, looks: bool = False) -> Said:
+    """Return what the nodes' watchers have said; nothing if there is one node, or no watcher, or no store.
 
     Args:
         members: this node's ranks.
-        timeout_s: for each answer of the store.
         looks: ask the other nodes to look at their ranks.
-
-    Returns:
-        The values, and the answers of those that looked, by slot.
     """
     store = next((place for place in places(members, None) if isinstance(place, Store)), None)
     found: dict[int, Look] = {}
     beats: list[Beat] = []
     if store is None:
-        return beats, found
+        return Said()
+    problem = ""
     try:
-        with contextlib.closing(StoreClient(store.host, store.port, timeout_s=timeout_s)) as client:
+        with contextlib.closing(store.open(lambda waited_s: waited_s < _PATIENCE_S)) as client:
             if not client.existing([key("nodes")]):
-                return beats, found
+                return Said()
             counter = client.add(key("nodes"), LOOK if looks else 0)
             beats = _newest_beats(client, counter % LOOK)
             here = {member.rank for member in members}
@@ -91,12 +97,20 @@ def read_beats(members: Sequence[Member], *, timeout_s: float = 1.0, looks: bool
             while asked - found.keys() and time.monotonic() < end:
                 time.sleep(_POLL_S)
                 found |= _answers(client, asked - found.keys(), counter // LOOK)
-    except (OSError, EOFError, ValueError):
-        pass  # what was read so far
-    return beats, found
+    except OSError as error:  # what was read so far is returned
+        problem = f"Not all is known of the other nodes: {store} {_why(error)}."
+    return Said(beats, found, problem)
 
 
-def _newest_beats(client: StoreClient, count: int) -> list[Beat]:
+def _why(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"has not answered for {_PATIENCE_S:.0f} s"
+    if isinstance(error, ConnectionRefusedError):
+        return "refuses connections"
+    return f"cannot be asked: {error}"
+
+
+def _newest_beats(client: Client, count: int) -> list[Beat]:
     values = client.get(client.existing([key("node", slot) for slot in range(min(_MOST, count))]))
     beats: list[Beat] = []
     for beat in sorted(filter(None, map(decoded, values)), key=lambda one: one.slot):
@@ -105,7 +119,7 @@ def _newest_beats(client: StoreClient, count: int) -> list[Beat]:
     return beats
 
 
-def _answers(client: StoreClient, slots: Iterable[int], number: int) -> dict[int, Look]:
+def _answers(client: Client, slots: Iterable[int], number: int) -> dict[int, Look]:
     there = client.existing([key("look", slot) for slot in sorted(slots)])
     found: dict[int, Look] = {}
     for name, value in zip(there, client.get(there), strict=True):
