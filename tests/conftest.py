@@ -21,6 +21,9 @@ hypothesis.settings.register_profile("same", derandomize=True)
 hypothesis.settings.register_profile("explore", print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
+# torch's stores look up the name of each client in DNS before they answer anybody: 5 s where DNS drops the question.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src"
 MARK = "PYTEST_COMMLENS_SESSION"  # every process that a test starts inherits this variable
