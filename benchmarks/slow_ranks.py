@@ -157,6 +157,7 @@ class Outcome(NamedTuple):
     why: bool  # the function or the cause is named
     cost: str
     nvrx: list[str]  # what NVIDIA's detector said at each report that named somebody
+    words: str  # the notice
 
 
 def run(case: Case, steps: int, nvrx: Path | None) -> Outcome:
@@ -176,7 +177,9 @@ def run(case: Case, steps: int, nvrx: Path | None) -> Outcome:
     said = re.sub(r"\s+", " ", done.stderr)
     named = re.findall(r"Ranks? ([\d,-]+) makes? the job slow", said)
     cost = re.search(r"wait for (\d+%) of the time", said)
-    return Outcome(named, FUNCTIONS.get(case.where, "-") in said, cost[1] if cost else "", re.findall(r"^NVRX (.*)$", done.stdout, re.M))
+    theirs = re.findall(r"^NVRX (.*)$", done.stdout, re.M)
+    notice = re.search(r"Ranks? [\d,-]+ makes? the job slow.*", said)
+    return Outcome(named, FUNCTIONS.get(case.where, "-") in said, cost[1] if cost else "", theirs, notice[0] if notice else "")
 
 
 def main() -> int:
@@ -198,7 +201,7 @@ def main() -> int:
     cases = together + [case for case in cases if case.where in ALONE]
     outcomes |= {number: run(case, asked.steps, asked.nvrx) for number, case in enumerate(cases) if case.where in ALONE}
     healthy = [outcomes[number] for number, case in enumerate(cases) if case.where == "none"]
-    accused = [outcome.named for outcome in healthy if outcome.named]
+    accused = [outcome.words for outcome in healthy if outcome.named]
     print(f"load average {load:.1f} on {os.cpu_count()} cores, {asked.steps} steps")
     print(f"{'ranks':>5}  {'slow by':9} {'':>6}  named  cost  why  {'NVRx' if asked.nvrx else ''}")
     for number, case in enumerate(cases):
