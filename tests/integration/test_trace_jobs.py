@@ -51,14 +51,18 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
     return {name: RankTraces(map(commlens.Trace.load, sorted((out / name).glob("*.json")))) for name in traced_jobs.JOBS}
 
 
+# From torch 2.15 on, stages reduce what they learn of each other before the first microbatch.
+PIPELINE = "All 4 ranks issued the same collectives." if torch.__version__ >= (2, 15) else "All 4 ranks issued only sends and receives."
+
+
 @pytest.mark.parametrize(
     ("job", "answer"),
     [
         ("tensor_parallel", "All 4 ranks issued the same collectives."),
         ("sharded_tensor_parallel", "All 4 ranks issued the same collectives."),
-        ("gpipe", "All 4 ranks issued only sends and receives."),
-        ("1f1b", "All 4 ranks issued only sends and receives."),
-        ("interleaved", "All 4 ranks issued only sends and receives."),
+        ("gpipe", PIPELINE),
+        ("1f1b", PIPELINE),
+        ("interleaved", PIPELINE),
         ("three_dimensions", "All 4 ranks issued the same collectives as the others of their pipeline stage (0-1; 2-3)."),
     ],
 )
@@ -95,7 +99,7 @@ def test_what_stages_communicate_has_its_pass_and_microbatch(jobs):
         assert [event.phase.value for event in scattered] == ["backward"] * len(scattered), rank
         reduced = trace.filter(op="all_reduce", phase=["forward", "backward"], mesh_dim="tp")
         assert set(reduced.counts(by="microbatch")) == {0, 1, None}  # None: to learn the shapes
-        assert trace.filter(phase="outside").counts().keys() <= {"send", "recv", "scatter", "broadcast"}
+        assert trace.filter(phase="outside").counts().keys() <= {"send", "recv", "scatter", "broadcast", "all_reduce"}
 
 
 def _content(data: TraceData, event: TraceEvent) -> tuple[Any, ...]:

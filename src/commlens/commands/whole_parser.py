@@ -40,6 +40,10 @@ def _launch_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     except MissingDependency:
         torchruns = []
     parser = commands.add_parser("launch", help=summary, description=summary, parents=torchruns, conflict_handler="resolve")
+    for action in parser._actions:
+        if action.help:
+            # groff takes a line of the manual page that begins with ' for a macro.
+            action.help = action.help.replace("'", '"')
     if not torchruns:
         add_settings(parser)
     return parser

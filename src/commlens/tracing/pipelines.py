@@ -1,7 +1,7 @@
 """The pass and microbatch of a pipeline's messages.
 
 A schedule of ``torch.distributed.pipelining`` batches the messages of several microbatches and both passes. Only the method of the stage
-that makes a message knows them, so each ``P2POp`` that it creates is marked, while a tracer runs. Tried on torch 2.13.0.
+that makes a message knows them, so each ``P2POp`` that it creates is marked, while a tracer runs. Tried on torch 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations
