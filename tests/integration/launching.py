@@ -64,6 +64,13 @@ def says_whether_a_call_waits() -> bool:
     return any("async" in argument.name for argument in torch.ops.c10d.allreduce_.default._schema.arguments)
 
 
+def fsdp2_runs_on_cpu() -> bool:
+    """Not with torch 2.6, whose CPU streams record no events."""
+    import torch
+
+    return tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
+
+
 @dataclass
 class Program:
     """A program under way: its lines of both streams as they come, with the time of each."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import traced_jobs
+from launching import fsdp2_runs_on_cpu
 from oracle import truth
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -246,7 +247,7 @@ def main(out: Path) -> None:
     assert dist.get_world_size() == 2
     dist.destroy_process_group()
     report["three dimensions"] = {}
-    for size, ranks in ((8, range(8)), (64, (0, 21, 42, 63))):
+    for size, ranks in ((8, range(8)), (64, (0, 21, 42, 63))) if fsdp2_runs_on_cpu() else ():
         for rank in ranks:
             trace = commlens.preview(lambda: traced_jobs.run(traced_jobs.three_dimensions), world_size=size, rank=rank)
             groups = {label: list(group.ranks) for group in trace.data.groups if (label := group.mesh_dim)}

@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from launching import fsdp2_runs_on_cpu
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as functional
@@ -218,6 +219,7 @@ def _every_kind_of_collective(mesh: DeviceMesh) -> None:
     functional.all_to_all_single(tensor, None, None, dist.group.WORLD).sum()
 
 
+@pytest.mark.skipif(TORCH < (2, 9), reason="torch 2.6 cannot scatter fake tensors")
 @pytest.mark.parametrize("depth", ["collectives", "ops"])
 def test_collectives_on_fake_tensors_are_those_on_real_ones(fake: None, depth: str) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -830,7 +832,7 @@ def fsdp_events(trace: commlens.Trace) -> list[tuple[str, str, str]]:
     return [(event.op, tail(event.owner.name), tail(event.site)) for event in trace.events if event.owner is not None]
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_fsdp2_blocks(fake: None) -> None:
     """Forward gathers where it needs; backward prefetches the block before, inside the one that is running."""
     model = sharded_stack()
@@ -854,7 +856,7 @@ def test_fsdp2_blocks(fake: None) -> None:
     assert trace.coverage.unclassified == 0
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_fsdp2_prefetch_in_forward(fake: None) -> None:
     model = sharded_stack()
     model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
@@ -867,7 +869,7 @@ def test_fsdp2_prefetch_in_forward(fake: None) -> None:
     ]
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_fsdp2_whose_input_needs_no_gradient(fake: None) -> None:
     """The first block's gradients are reduced at the very end of backward, where no node of a module runs."""
     trace = run(sharded_stack())
@@ -880,7 +882,7 @@ def test_fsdp2_whose_input_needs_no_gradient(fake: None) -> None:
     assert trace.coverage.unclassified == 0
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_fsdp2_with_tensor_parallelism_and_checkpointing(fake: None) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
     model = Stack(3)
@@ -1033,6 +1035,7 @@ def frames_read_natively(native_cache: Path, monkeypatch: pytest.MonkeyPatch) ->
     stacks.use_native_engine.cache_clear()
 
 
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 @pytest.mark.launches
 def test_the_native_engine_reads_the_same_of_the_stacks(fake: None, frames_read_natively: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
@@ -1123,7 +1126,7 @@ def _async_saved(future: Any) -> None:
     getattr(future, "upload_completion", future).result()  # from torch 2.9 on, it may be a future for each part
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 @pytest.mark.parametrize("function", CHECKPOINTS)
 def test_collectives_of_a_checkpoint_say_what_called_them(gloo: None, tmp_path: Path, function: str) -> None:
     model = fully_shard(MLP(), mesh=init_device_mesh("cpu", (1,)))
@@ -1137,7 +1140,7 @@ def test_collectives_of_a_checkpoint_say_what_called_them(gloo: None, tmp_path: 
     assert {event.source.file for event in trace.events if event.source is not None} == {__file__}
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 def test_collectives_of_a_gathered_state_dict_say_what_called_them(fake: None) -> None:
     model = fully_shard(MLP(), mesh=init_device_mesh("cpu", (8,)))
     with commlens.trace() as trace:
@@ -1554,7 +1557,7 @@ def test_results_are_ordinary_tensors(fake: None) -> None:
     assert not isinstance(out, DTensor)
 
 
-@pytest.mark.skipif(TORCH < (2, 9), reason="FSDP2 does not run on CPU")
+@pytest.mark.skipif(not fsdp2_runs_on_cpu(), reason="FSDP2 does not run on CPU")
 @pytest.mark.usefixtures("fake")
 @pytest.mark.parametrize("outlives", [True, False], ids=["the model outlives the trace", "the model is gone before its end"])
 def test_parameters_are_those_between_two_steps(outlives: bool) -> None:

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import verify_cases
 import verify_forked
-from launching import says_whether_a_call_waits
+from launching import fsdp2_runs_on_cpu, says_whether_a_call_waits
 from verify_cases import CASES, DETECTED, ENDED, PASSES, PREVENTED, STRENGTH
 from verify_forked import CAUGHT, REPEATED_FAULTS, ROUNDS
 
@@ -83,6 +83,8 @@ def how_it_ended(ranks: dict[int, dict[str, Any]], involved: list[int]) -> str:
 
 @pytest.mark.parametrize(("name", "size"), JOBS, ids=[f"{name}-{size}" for name, size in JOBS])
 def test_fault(launched: tuple[Path, str], engine_environment: dict[str, str], name: str, size: int) -> None:
+    if name.startswith("fsdp_") and not fsdp2_runs_on_cpu():
+        pytest.skip("FSDP2 does not run on CPU")
     ranks = judge(*launched, name, size)
     assert {record["engine"] for record in ranks.values()} == {engine_environment["COMMLENS_ENGINE"]}
 

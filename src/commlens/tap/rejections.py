@@ -1,6 +1,6 @@
 """Collectives that the backend refuses on one rank because of their arguments: they are never issued, and no peer's can match them.
 
-Tried on gloo, torch 2.6.0 and 2.13.0.
+Tried on gloo, torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

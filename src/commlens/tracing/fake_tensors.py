@@ -1,7 +1,7 @@
 """Collectives on fake tensors, in programs that run under torch's FakeTensorMode. They reach no backend, so the tap does not see them.
 
 ``FakeTensorMode.dispatch`` is wrapped while a tracer runs. A compiler's own work on fake tensors is not the program's, and is left out.
-Tried on torch 2.6.0 and 2.13.0.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

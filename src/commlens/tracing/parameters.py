@@ -3,7 +3,7 @@
 FSDP2 gathers a block's parameters while it runs, so they are read when a step has ended. For a model that only runs forward, or is freed
 before the trace stops, they are read when its root's first call returns.
 
-Tried on torch 2.6.0 and 2.13.0.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The nodes inside which torch's activation checkpointing recomputes a forward, without and with ``use_reentrant``.
 
-Tried on torch 2.6.0 and 2.13.0.
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
 """
 
 from __future__ import annotations

@@ -51,6 +51,9 @@ def process_group(world: families.World, store: Any, name: str) -> Any:
     try:
         yield
     finally:
+        if torch.__version__.startswith("2.6."):
+            # Its gloo waits for its threads with the GIL held, which one of them may need to drop a tensor's last reference.
+            time.sleep(0.05)
         dist.destroy_process_group()
 
 
