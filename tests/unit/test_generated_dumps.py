@@ -106,9 +106,30 @@ def test_faults_are_found_without_history_stacks_and_common_clocks(tmp_path: Pat
 
 
 @pytest.mark.parametrize("mesh", [MEGATRON_MESHES[16], FLAT_MESHES[16]], ids=["megatron", "flat"])
-@pytest.mark.parametrize("fault", ["stuck-before-tp", "two-stuck", "mismatch-shape", "stuck-inside-tp", "straggler"])
+@pytest.mark.parametrize("fault", ["stuck-before-tp", "two-stuck", "mismatch-shape", "stuck-inside-tp", "straggler", "healthy-running"])
 def test_faults_are_found_in_other_jobs(tmp_path: Path, mesh: Mesh, fault: str) -> None:
     assert_right(mesh, fault, tmp_path, Conditions(timing=True, batched_p2p=True, history=4))
+
+
+@pytest.mark.parametrize("mesh", [MESHES[16], MEGATRON_MESHES[16]], ids=["plain", "megatron"])
+def test_a_running_job_shows_in_dumps_of_what_is_in_flight(tmp_path: Path, mesh: Mesh) -> None:
+    assert_right(mesh, "healthy-running", tmp_path, Conditions(version="2.9", stacks=False, in_flight_only=True))
+
+
+_TIMEOUT = (
+    "[rank1]:[E1122 07:21:08 ProcessGroupNCCL.cpp:632] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, "
+    "OpType=ALLREDUCE, NumelIn=100, NumelOut=100, Timeout(ms)=600000) ran for 600009 milliseconds before timing out.\n"
+)
+
+
+@pytest.mark.parametrize("mesh", [MESHES[8], FLAT_MESHES[8], FLAT_MESHES[16]], ids=["8", "flat-8", "flat-16"])
+def test_groups_in_one_collective_may_be_running_unless_a_log_tells_of_a_timeout(tmp_path: Path, mesh: Mesh) -> None:
+    Job(mesh, by_name("healthy-running"), SHORT).write(tmp_path)
+    verdict = diagnose(tmp_path)
+    assert (verdict.is_fault, verdict.culprits, verdict.confidence) == (False, [], "low")
+    assert verdict.summary.endswith("groups mesh_fsdp; these dumps do not tell whether it is stuck or was under way")
+    (tmp_path / "train.log").write_text(_TIMEOUT)
+    assert diagnose(tmp_path).kind == "stuck-inside"
 
 
 def test_two_faults_of_64_ranks_are_two_root_causes(tmp_path: Path) -> None:

@@ -103,12 +103,22 @@ def _is_moving(job: JobIndex) -> bool:
     If so, most ranks have collectives in flight that others have completed. In a hung job, only a rank whose own device makes no
     progress does.
     """
-    completed = {key: max(job.views[rank].tracks[key].completed for rank in users) for key, users in job.users.items()}
+    completed = {key: max(_completed(job.views[rank], key) for rank in users) for key, users in job.users.items()}
     late = 0
     for view in job.views.values():
         running = [(key, track) for key, track in view.tracks.items() if track.open and track.ops[track.open[0]].op not in ROOTED]
         late += any(track.open[0] <= completed[key] for key, track in running)
     return late > 1 and late * 2 > len(job.views)
+
+
+def _completed(view: RankView, key: ChannelKey) -> int:
+    """Return the number of the rank's newest collective known to have completed.
+
+    A dump of what is in flight does not list it: it is the one before the oldest in flight.
+    """
+    track = view.tracks[key]
+    lists_completed = view.columns is None or not view.columns.dump.only_active or view.head_lost
+    return track.completed if lists_completed or not track.open else max(track.completed, track.open[0] - 1)
 
 
 def _may_be_buffer_size(records: int) -> bool:

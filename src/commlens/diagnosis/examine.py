@@ -92,7 +92,12 @@ def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), st
     missing = [*problems, *notes]
     if not chosen and not timeouts:
         return _nothing_to_diagnose([*missing, "No rank's dump could be read."])
-    examined = _examine(index_dumps(chosen, stalled_after_s), missing) if chosen else _nothing_to_diagnose(missing)
+    if chosen:
+        job = index_dumps(chosen, stalled_after_s)
+        job.timed_out = bool(timeouts)
+        examined = _examine(job, missing)
+    else:
+        examined = _nothing_to_diagnose(missing)
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
     if timeouts and not verdict.is_fault:
         verdict = Verdict.from_findings([_timed_out(timeouts, waiting)], missing_evidence=missing, looked_at=verdict.looked_at)

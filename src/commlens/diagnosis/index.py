@@ -150,6 +150,7 @@ class JobIndex:
     unlisted: frozenset[ChannelKey] = frozenset()  # groups whose ranks no file lists: those that use it are known
     strangers: Mapping[int, RankLog] = field(default_factory=dict)  # of no_record: ranks whose process runs without being recorded
     moving: bool = False  # collectives still completed while the job was dumped
+    timed_out: bool = False  # a line of torch's logs tells that a collective took too long
 
     @cached_property
     def unrecorded(self) -> frozenset[int]:

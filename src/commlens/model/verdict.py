@@ -80,7 +80,7 @@ class CollectiveRef(msgspec.Struct, frozen=True, omit_defaults=True):
 class Finding(msgspec.Struct, kw_only=True):
     """One fault, wait or anomaly."""
 
-    kind: Kind  # the fault; "waiting" claims none: the ranks wait for a rank that visibly works
+    kind: Kind  # the fault; "waiting" claims none: the ranks wait for one that works, or may not be stuck
     why: Why  # the class of the cause
     root_cause: bool  # false: a consequence of another finding, or nothing is wrong
     culprits: list[Rank]  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
@@ -102,7 +102,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     """The complete diagnosis. The top level repeats the first finding; ``findings`` holds all, root causes first."""
 
     schema: str = SCHEMA
-    kind: Kind = "healthy"  # the fault; "waiting" claims none: the ranks wait for a rank that visibly works
+    kind: Kind = "healthy"  # the fault; "waiting" claims none: the ranks wait for one that works, or may not be stuck
     why: Why = "unknown"  # the class of the cause
     root_cause: bool = False  # false: a consequence of another finding, or nothing is wrong
     culprits: list[Rank] = []  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named

@@ -9,7 +9,7 @@ from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
 from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_setup_mismatch
-from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside
+from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside, find_undecided, may_be_running
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.index import JobIndex
 from commlens.diagnosis.wait_graph import Graph
@@ -34,8 +34,11 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     stuck = [node for node in sinks if node.kind == "stuck" and not graph.is_alone(node)]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
         stuck = [node for node in stuck if not all(job.views[edge.rank].head_lost for edge in graph.edges_into(node))]
-    for node in find_left_behind(context, stuck) if job.knows.completion_times else stuck:
-        find_stuck_inside(context, node)
+    if not may_be_running(context, stuck):
+        for node in find_left_behind(context, stuck) if job.knows.completion_times else stuck:
+            find_stuck_inside(context, node)
+    else:
+        find_undecided(context, stuck)
     find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
     find_fewer(context)
     for case in context.cases[:groups]:  # the groups are not what the program takes them for

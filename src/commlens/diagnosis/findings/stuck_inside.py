@@ -38,6 +38,46 @@ class Meeting(NamedTuple):
         return op_phrase(self.op) if at.sender < 0 else f"message #{at.number} from rank {at.sender} to rank {at.receiver}"
 
 
+def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
+    """Return whether all that is known is that groups of one name are in the same collective, as in a running job.
+
+    The time of the dump, an error, a timeout or any other finding would tell more. If it completed on some ranks of each group, the
+    others are stuck: see :func:`find_left_behind`.
+    """
+    if context.cases or len(nodes) < 2 or context.job.knows.capture_time or context.job.timed_out:
+        return False
+    instances = [context.graph.instances[node.detail] for node in nodes]
+    if any(instance.sender >= 0 for instance in instances):
+        return False
+    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    if len({(edge.op.op, edge.op.sequence_number, edge.op.channel.group.label) for edge in edges}) > 1:
+        return False
+    waiting = {edge.rank for edge in edges}
+    if _failed(context, sorted(waiting)) or any(context.job.views[rank].log.captured_ns for rank in waiting):
+        return False
+    return any(all(not _has_ended(context.job.views[rank], at) for rank in at.key[2] if rank in context.job.views) for at in instances)
+
+
+def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
+    """Report one collective of several groups, of which one dump does not tell whether it is stuck."""
+    edges = [edge for node in nodes for edge in context.graph.edges_into(node)]
+    waiting, blocked = sorted({edge.rank for edge in edges}), context.blocked_by(nodes)
+    finding = Finding(
+        kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=blocked, confidence="low",
+        summary=f"{ranks_and_verb(waiting, 'is', 'are')} inside {collective_phrase([edge.op for edge in edges])}; "
+        "these dumps do not tell whether it is stuck or was under way",
+        explanation=prose(
+            context.waiting(edges), context.waiting_behind(waiting, blocked),
+            "All ranks of these groups have reached it. Several groups in one collective are what a running job looks like, "
+            "and a job whose network failed.",
+        ),
+        next_step="dump the job again and compare (commlens compare BEFORE AFTER); if the same collective is still in flight, "
+        + stuck_step(edges[0].op, [context.job.views[rank] for rank in waiting]),
+        would_raise_confidence="A second dump would show whether the job moves.",
+    )  # fmt: skip
+    context.add(finding, edges[0].op, edges[0].op.source, blocked=len(blocked))
+
+
 def find_stuck_inside(context: Context, node: Node) -> None:
     """Blame a rank that is stopped or starved inside; else report that data still moves, or suspect the network."""
     instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
