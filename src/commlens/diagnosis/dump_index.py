@@ -100,15 +100,15 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
 def _is_moving(job: JobIndex) -> bool:
     """Return whether the job was still running while it was dumped.
 
-    If so, most ranks have collectives in flight that others have completed. In a hung job, only a rank whose own device makes no
-    progress does.
+    If so, half of the ranks or more have collectives in flight that others have completed. In a hung job, only a rank whose own device
+    makes no progress does.
     """
     completed = {key: max(_completed(job.views[rank], key) for rank in users) for key, users in job.users.items()}
     late = 0
     for view in job.views.values():
         running = [(key, track) for key, track in view.tracks.items() if track.open and track.ops[track.open[0]].op not in ROOTED]
         late += any(track.open[0] <= completed[key] for key, track in running)
-    return late > 1 and late * 2 > len(job.views)
+    return late > 1 and late * 2 >= len(job.views)
 
 
 def _completed(view: RankView, key: ChannelKey) -> int:
