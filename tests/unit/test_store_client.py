@@ -51,6 +51,17 @@ def test_values_pass_between_torch_and_the_client(store, client: StoreClient):
     assert client.get(["commlens/b", "commlens/a"]) == [b"two", b"\0one\xff"]
 
 
+def test_a_value_is_stored_at_the_latest_when_the_connection_is_closed(store):
+    with_a_request, at_the_end = StoreClient("127.0.0.1", store.port), StoreClient("127.0.0.1", store.port)
+    with_a_request.set("commlens/a", b"one")
+    assert with_a_request.get([]) == []
+    assert store.get("commlens/a") == b"one"
+    at_the_end.set("commlens/b", b"two")
+    at_the_end.close()
+    assert store.get("commlens/b") == b"two"
+    with_a_request.close()
+
+
 def test_counters(store, client: StoreClient):
     assert client.add("commlens/n", 1) == 1
     assert store.add("commlens/n", 1) == 2

@@ -9,6 +9,7 @@ that takes seconds. So a client must not answer a slow store with a new connecti
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ _OPTIONS: Final = {
     socket.TCP_KEEPINTVL: 1,
     socket.TCP_USER_TIMEOUT: 3000,  # milliseconds without an answer, after which the connection is closed
 }
+_RECEIVE: Final = 1 << 16  # bytes to receive at once: a call for each of a thousand values costs the reporter much
 _BATCH: Final = 16  # requests under way at once: if we hang up, torch's server prints a warning for each answer that it cannot send
 VALUE_MAX: Final = 1 << 30
 """Longest value that is read, in bytes; a larger size means that the other side is no store."""
@@ -51,6 +53,8 @@ class StoreClient:
         self._socket = socket.create_connection((host, port), timeout_s)
         self._answer_s = timeout_s if answer_s is None else answer_s
         self._keep_waiting = keep_waiting or (lambda waited_s: False)
+        self._unsent: list[bytes] = []  # a value to store, which is sent with the next request: a second packet costs the store as much
+        self._received = bytearray()  # and not read yet
         self._socket.settimeout(self._answer_s)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _OPTIONS.items():
@@ -58,8 +62,8 @@ class StoreClient:
         self._send(bytes([_VALIDATE]), struct.pack("=I", _MAGIC))
 
     def set(self, key: str, value: bytes) -> None:
-        """Store a value. The store does not answer, so an error shows at a later call."""
-        self._send(bytes([_SET]), _text(key), _SIZE.pack(len(value)), value)
+        """Store a value: with the next call that gets an answer, or when the connection is closed. An error shows only then."""
+        self._unsent += [bytes([_SET]), _text(key), _SIZE.pack(len(value)), value]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter, which starts at 0. Returns the sum."""
@@ -77,6 +81,8 @@ class StoreClient:
 
     def get(self, keys: Sequence[str]) -> list[bytes]:
         """Return the values of keys that exist. A key that does not exist may break the connection: see :meth:`existing`."""
+        if not keys:
+            self._send()
         values: list[bytes] = []
         for some in _batches(keys):
             self._send(*(bytes([_GET]) + _text(key) for key in some))
@@ -87,8 +93,9 @@ class StoreClient:
         """Do nothing: the values end with the job's store."""
 
     def close(self) -> None:
-        """Close the connection."""
-        self._socket.close()
+        """Send what is left to store, and close the connection."""
+        with self._socket, contextlib.suppress(OSError):
+            self._send()
 
     def _value(self) -> bytes:
         (size,) = _SIZE.unpack(self._receive(_SIZE.size))
@@ -97,24 +104,26 @@ class StoreClient:
         return self._receive(size)
 
     def _send(self, *parts: bytes) -> None:
-        self._socket.sendall(b"".join(parts))
+        unsent, self._unsent = self._unsent, []
+        if unsent or parts:
+            self._socket.sendall(b"".join([*unsent, *parts]))
 
     def _receive(self, size: int) -> bytes:
-        content = bytearray(size)
-        view = memoryview(content)
         waited_s = 0.0
-        while view:
+        while (left := size - len(self._received)) > 0:
             try:
-                read = self._socket.recv_into(view)
+                received = self._socket.recv(max(left, _RECEIVE))
             except TimeoutError:
                 waited_s += self._answer_s
                 if not self._keep_waiting(waited_s):
                     raise
                 continue
-            if not read:
+            if not received:
                 raise ConnectionError("the store closed the connection")
-            view = view[read:]
-        return bytes(content)
+            self._received += received
+        content = bytes(self._received[:size])
+        del self._received[:size]
+        return content
 
 
 def _text(key: str) -> bytes:
