@@ -8,7 +8,7 @@ import msgspec
 
 from commlens.watch.channel_progress import Blocks
 
-_PREFIX: Final = "commlens/3"  # the number changes with the values' meaning
+_PREFIX: Final = "commlens/4"  # the number changes with the values' meaning
 
 
 class Request(NamedTuple):

@@ -18,8 +18,11 @@ Issue = tuple[SignatureId, int, int]
 MAX_PENDING: Final = 4096  # sequence numbers per channel that may wait for the slowest rank
 
 
-Blocks = dict[int, tuple[int, int]]
-"""By block of sequence numbers: how many were added, and the exclusive or of their digests."""
+Blocks = dict[int, int]
+"""By block of sequence numbers: how many were added and, in the lower 32 bits, the exclusive or of their digests.
+
+One integer, because the reporter of a large job keeps thousands of blocks, which Python's garbage collector would look through.
+"""
 
 
 class ChannelDigest:
@@ -50,15 +53,15 @@ class ChannelDigest:
 
     def blocks(self) -> list[Blocks]:
         """Return the newest blocks of each length."""
-        return [{number: (count, value) for number, (count, value) in blocks.items()} for blocks in self._blocks]
+        return [{number: count << 32 | value for number, (count, value) in blocks.items()} for blocks in self._blocks]
 
 
 def differ(ours: list[Blocks], theirs: list[Blocks]) -> bool:
     """Return whether two nodes issued different collectives on a channel, as far as their blocks overlap."""
     return any(
-        number in other and other[number][0] == block[0] and other[number][1] != block[1]
+        0 < mine[number] ^ other[number] < 1 << 32  # the counts are equal
         for mine, other in zip(ours, theirs, strict=False)
-        for number, block in mine.items()
+        for number in mine.keys() & other.keys()
     )
 
 
