@@ -1,6 +1,7 @@
 """What the meeting of the nodes costs at 64, 256 and 1,250 nodes of 8 ranks, and how soon a stall of 10,000 ranks has its verdict.
 
-The nodes run the real code (``commlens.watch.nodes``) as threads of a few processes, and meet in a real TCPStore in a process of its own.
+The nodes run the real code (``commlens.watch.nodes``) in a few processes, each with its own connection, and meet in a real TCPStore in
+a process of its own.
 Each has 8 ranks and 8 channels that reach other nodes. When it is asked for evidence, it packs real black boxes of 2,000 records, in which
 one rank of the job has not reached the last collective. The reporter has a process to itself, so that its CPU and memory can be measured.
 As root, all run in a network namespace without DNS: torch's store looks up the name of each client, which a slow DNS makes slow.
@@ -15,12 +16,14 @@ import gc
 import multiprocessing
 import os
 import resource
+import signal
 import struct
 import sys
 import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +34,15 @@ from _report import machine, write_section
 from commlens.blackbox import layout
 from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.watch import meeting_places, remote_evidence
 from commlens.watch import nodes as meeting
+from commlens.watch.beat import key
 from commlens.watch.channel_progress import ChannelDigest
-from commlens.watch.reporting import HEAD_RECORDS, MANY_NODES
+from commlens.watch.looks import LOOK
+from commlens.watch.remote_evidence import NodeEvidence, first_records_of_each, more_records_of_each
+from commlens.watch.reporting import WAITERS_ASKED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))
 RANKS = 8
@@ -43,8 +50,11 @@ CHANNELS = 8
 REST_S = 20.0
 SETTLE_S = 60.0
 PER_PROCESS = 320
+THREADS = 4  # of each process that runs nodes
 RECORDS = 2000
 HEAD = 12  # bytes of a packed box before its compressed content
+ASKED_AGAIN = 1 + WAITERS_ASKED  # nodes: the culprit's, and those of some that wait for it
+MORE = more_records_of_each(ASKED_AGAIN * RANKS)
 
 
 class Row(NamedTuple):
@@ -57,13 +67,12 @@ class Row(NamedTuple):
     store_mb_s: float  # received and sent, at rest
     reporter_share: float  # of a core, at rest
     value_bytes: int
-    stall_share: float  # of a core, of the store while ranks wait
-    evidence_mb: float
-    gather_s: float
-    unpack_s: float
-    diagnose_s: float
-    reporter_mb: float
-    verdict: str
+    stall_share: float = 0.0  # of a core, of the store while ranks wait
+    evidence_mb: float = 0.0
+    gather_s: float = 0.0  # and read
+    diagnose_s: float = 0.0  # twice
+    reporter_mb: float = 0.0
+    verdict: str = ""
 
 
 def cpu_s() -> float:
@@ -82,7 +91,7 @@ def serve(pipe: Any) -> None:
         pipe.send(cpu_s())
 
 
-def template(world_size: int, behind: bool, records: int = 0) -> bytes:
+def template(world_size: int, behind: bool, records: int) -> bytes:
     """Return what is packed of a black box of 2,000 records, in the last of which its rank waits; a culprit's has one record less."""
     from boxes import MONO, WAIT_BEGAN, Box
 
@@ -105,7 +114,7 @@ def template(world_size: int, behind: bool, records: int = 0) -> bytes:
         file.write(box.bytes())
         file.flush()
         with OpenBox(Path(file.name)) as opened:
-            packed = opened.packed(newest=records or remote_evidence._newest(opened.status(), world_size))
+            packed = opened.packed(newest=remote_evidence._newest(opened.status(), records))
     return packed[:HEAD] + zlib.decompress(packed[HEAD:])
 
 
@@ -133,22 +142,47 @@ def digests() -> dict[str, Any]:
     return found
 
 
-def start_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -> meeting.Nodes:
-    """Let a node meet the others."""
+def new_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -> meeting.Nodes:
+    """Return a node that is to meet the others."""
     node = meeting.Nodes(f"node{number}", lambda: None)
     node.update(ranks=list(range(number * RANKS, (number + 1) * RANKS)), digests=told)
     node._places = [address]
+    return node
+
+
+def start_node(number: int, address: meeting_places.Store, told: dict[str, Any]) -> meeting.Nodes:
+    """Let a node meet the others, in a thread of its own."""
+    node = new_node(number, address, told)
     node._thread = threading.Thread(target=node._run, daemon=True)
     node._thread.start()
     return node
 
 
+def run_nodes(nodes: list[meeting.Nodes]) -> None:
+    """Do for many nodes, each with its own connection, what the thread of each does: hundreds of threads would fight for one GIL."""
+    clients = {}
+    due = dict.fromkeys(range(len(nodes)), 0.0)
+    while True:
+        for at, node in enumerate(nodes):
+            if time.monotonic() < due[at] and not node._poke.is_set():
+                continue
+            if at not in clients:
+                clients[at] = node._places[0].open(lambda waited_s: True)
+                node.update(slot=clients[at].add(key("nodes"), 1) % LOOK - 1)
+            node._poke.clear()
+            node._exchange(clients[at], node._mine.slot)
+            due[at] = time.monotonic() + node._period_s()
+        time.sleep(0.01)
+
+
 def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_size: int) -> None:
     """Run some nodes until the other side hangs up; answer with the number of exchanges so far."""
-    threading.stack_size(1 << 20)
     os.nice(10)  # in a job, these nodes do not take the CPUs of the store and the reporter
     told = digests()
-    boxes = {records: [template(world_size, behind, records) for behind in (False, True)] for records in (0, HEAD_RECORDS)}
+    boxes = {
+        records: [template(world_size, behind, records) for behind in (False, True)]
+        for records in (first_records_of_each(world_size), MORE)
+    }
     chosen = world_size // 2 + 1
     evidence = {
         (number, records): msgspec.msgpack.encode([
@@ -156,9 +190,11 @@ def simulate(pipe: Any, address: meeting_places.Store, numbers: range, world_siz
             for rank in range(number * RANKS, (number + 1) * RANKS)
         ])
         for number in numbers
-        for records in (0, HEAD_RECORDS)
+        for records in boxes
     }  # fmt: skip
-    nodes = {number: start_node(number, address, told) for number in numbers}
+    nodes = {number: new_node(number, address, told) for number in numbers}
+    for first in range(THREADS):
+        threading.Thread(target=run_nodes, args=(list(nodes.values())[first::THREADS],), daemon=True).start()
 
     def answer() -> None:
         while True:
@@ -220,6 +256,18 @@ def measure(count: int) -> Row:
     spent = time.monotonic() - began
     share, own_share = (used() - at) / spent, (cpu_s() - own) / spent
     exchanges, mb_s = (tell(pipes, "count") - done) / spent, (loopback_bytes() - received) / spent / 1e6
+    rest = Row(count, start_cpu, exchanges, share, mb_s, own_share, len(msgspec.msgpack.encode(first._mine)))
+    row = measure_stall(rest, first, pipes, processes, used)
+    for process in processes:
+        process.kill()
+    first._closing.set()
+    first._poke.set()
+    return row
+
+
+def measure_stall(row: Row, first: meeting.Nodes, pipes: list[Any], processes: list[Any], used: Callable[[], float]) -> Row:
+    """Let all nodes' ranks wait for one, and measure what the verdict takes."""
+    world_size = row.nodes * RANKS
     tell(pipes, "stall")
     time.sleep(3)
     at, began = used(), time.monotonic()
@@ -227,38 +275,41 @@ def measure(count: int) -> Row:
     stall_share = (used() - at) / (time.monotonic() - began)
 
     gc.collect()
-    began = time.monotonic()
-    if count > MANY_NODES + 1:
-        gathered, silent = first.gather(records=HEAD_RECORDS, timeout_s=60)
-        culprits = next(beat.slot for beat in first.others if world_size // 2 + 1 in beat.ranks)
-        gathered |= first.gather(of=[culprits], timeout_s=60)[0]
-    else:
-        gathered, silent = first.gather(timeout_s=60)
-    gather_s = time.monotonic() - began
-    for process in processes:
-        process.kill()
-    first._closing.set()
-    first._poke.set()
-    logs = [log for number in range(RANKS) for log in remote_evidence.unpack(own_evidence(number, world_size), "node0").logs]
-    began = time.monotonic()
-    kept = []
     gc.freeze()
-    for slot, content in sorted(gathered.items()):
-        kept.append(remote_evidence.unpack(content, f"node{slot}"))
-        logs += kept[-1].logs
-    unpack_s, began = time.monotonic() - began, time.monotonic()
-    verdict = diagnose_logs(logs, problems=[f"Node {beat.host} did not answer." for beat in silent], stalled_after_s=1.0)
-    diagnose_s = time.monotonic() - began
-    return Row(
-        count, start_cpu, exchanges, share, mb_s, own_share, len(msgspec.msgpack.encode(first._mine)), stall_share,
-        sum(map(len, gathered.values())) / 1e6, gather_s, unpack_s, diagnose_s,
-        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, f"{verdict.kind} {verdict.culprits} {verdict.missing_evidence[:2]}",
+    contents: dict[int, int] = {}  # bytes of evidence by node
+
+    def read(slot: int, content: bytes) -> NodeEvidence:
+        contents[slot] = contents.get(slot, 0) + len(content)
+        return remote_evidence.unpack(content, f"node{slot}")
+
+    own = [log for number in range(RANKS) for log in read(0, own_evidence(number, world_size)).logs]
+    culprits = next(beat.slot for beat in first.others if world_size // 2 + 1 in beat.ranks)
+    again = [culprits, *(beat.slot for beat in first.others if beat.slot != culprits)][:ASKED_AGAIN]
+    gather_s = diagnose_s = 0.0
+    found: dict[int, NodeEvidence] = {}
+    for of, records in ((), first_records_of_each(world_size)), (again, MORE):
+        began = time.monotonic()
+        gathered, silent = first.gather(read, of=of, records=records, timeout_s=60)
+        found |= gathered
+        gather_s += time.monotonic() - began
+        for process in processes[1:]:  # in a job, they run elsewhere
+            os.kill(process.pid or 0, signal.SIGSTOP)
+        began = time.monotonic()
+        logs = [*own, *(log for node in found.values() for log in node.logs)]
+        verdict = diagnose_logs(logs, problems=[f"Node {beat.host} did not answer." for beat in silent], stalled_after_s=1.0)
+        diagnose_s += time.monotonic() - began
+        for process in processes[1:]:
+            os.kill(process.pid or 0, signal.SIGCONT)
+    return row._replace(
+        stall_share=stall_share, evidence_mb=sum(contents.values()) / 1e6, gather_s=gather_s, diagnose_s=diagnose_s,
+        reporter_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        verdict=f"{verdict.kind} {verdict.culprits} {verdict.missing_evidence[:2]}",
     )  # fmt: skip
 
 
 def own_evidence(rank: int, world_size: int) -> bytes:
     """Return the evidence of one rank of the reporter's node."""
-    return msgspec.msgpack.encode([pack_rank(template(world_size, False), rank, world_size)])
+    return msgspec.msgpack.encode([pack_rank(template(world_size, False, first_records_of_each(world_size)), rank, world_size)])
 
 
 def loopback_bytes() -> int:
@@ -275,7 +326,7 @@ def in_process(count: int, pipe: Any) -> None:
     pipe.send(measure(count))
 
 
-COLUMNS = ("nodes", "ranks", "store, at rest", "traffic", "store, in a stall", "reporter, at rest", "evidence", "gathered in", "read in",
+COLUMNS = ("nodes", "ranks", "store, at rest", "traffic", "reporter, at rest", "store, in a stall", "evidence", "gathered and read in",
            "diagnosed in", "reporter's memory")  # fmt: skip
 
 
@@ -283,31 +334,40 @@ def cells(row: Row) -> list[str]:
     """Return a row of the table."""
     return [
         f"{row.nodes:,}", f"{row.nodes * RANKS:,}", f"{100 * row.store_share:.1f}%",
-        f"{row.exchanges:.0f} exchanges/s, {row.store_mb_s:.1f} MB/s", f"{100 * row.stall_share:.0f}%",
-        f"{100 * row.reporter_share:.1f}%",
-        f"{row.evidence_mb:.1f} MB", f"{row.gather_s:.1f} s", f"{row.unpack_s:.1f} s",
-        f"{row.diagnose_s:.1f} s", f"{row.reporter_mb:.0f} MB",
+        f"{row.exchanges:.0f} exchanges/s, {row.store_mb_s:.1f} MB/s", f"{100 * row.reporter_share:.1f}%",
+        f"{100 * row.stall_share:.0f}%", f"{row.evidence_mb:.1f} MB", f"{row.gather_s:.1f} s", f"{row.diagnose_s:.1f} s",
+        f"{row.reporter_mb:.0f} MB",
     ]  # fmt: skip
 
 
 def judge(count: int) -> str:
-    """Read and diagnose the evidence of all nodes in this process, without a store, and return what it costs."""
+    """Read and diagnose the evidence of all nodes in this process as the reporter does, without a store, and return what it costs."""
     world_size = count * RANKS
-    usual, behind = template(world_size, False), template(world_size, True)
     culprit = world_size - 3
-    evidence = [
-        msgspec.msgpack.encode([pack_rank(behind if rank == culprit else usual, rank, world_size) for rank in range(first, first + RANKS)])
-        for first in range(0, world_size, RANKS)
-    ]
-    began = cpu_s()
-    logs = [log for number, content in enumerate(evidence) for log in remote_evidence.unpack(content, f"node{number}").logs]
-    read_s = cpu_s() - began
-    verdict = diagnose_logs(logs)
-    assert verdict.culprits == [culprit], verdict
+
+    def packed(records: int, nodes: range) -> list[bytes]:
+        usual, behind = (template(world_size, late, records) for late in (False, True))
+        ranks = (range(node * RANKS, (node + 1) * RANKS) for node in nodes)
+        return [
+            msgspec.msgpack.encode([pack_rank(behind if rank == culprit else usual, rank, world_size) for rank in each]) for each in ranks
+        ]
+
+    looks = [packed(first_records_of_each(world_size), range(count)), packed(MORE, range(count - ASKED_AGAIN, count))]
+    size_mb = sum(len(content) for look in looks for content in look) / 1e6
+    found: dict[int, NodeEvidence] = {}
+    read_s = diagnose_s = 0.0
+    with collector_paused():
+        for look in looks:
+            began = cpu_s()
+            found |= {count - len(look) + at: remote_evidence.unpack(content, f"node{at}") for at, content in enumerate(look)}
+            read_s += cpu_s() - began
+            began = cpu_s()
+            verdict = diagnose_logs([log for node in found.values() for log in node.logs], stalled_after_s=1.0)
+            diagnose_s += cpu_s() - began
+            assert verdict.culprits == [culprit], verdict
     memory_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return (
-        f"{world_size} ranks: read in {read_s:.1f} s, diagnosed in {cpu_s() - began - read_s:.1f} s of CPU time, {memory_mb:.0f} MB in all"
-    )
+    spent = f"read in {read_s:.1f} s of CPU time, diagnosed twice in {diagnose_s:.1f} s, {memory_mb:.0f} MB of memory"
+    return f"{world_size:,} ranks: {size_mb:.1f} MB {spent}"
 
 
 def main() -> None:

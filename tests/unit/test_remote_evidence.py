@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from pathlib import Path
 
 import msgspec
@@ -18,12 +19,12 @@ from commlens.watch.roster import Member, Worker
 from commlens.watch.snapshot import read_logs
 
 
-def member(folder: Path, rank: int, *, box: bool = True) -> Member:
+def member(folder: Path, rank: int, *, box: bool = True, **options: int) -> Member:
     pid = os.getpid() if rank == 2 else 4000 + rank
     found = Member.of(Worker(rank, pid, 0, world_size=4), process.Handle.invisible(pid))
     if box:
         path = folder / job_dirs.box_name(rank, pid)
-        content = busy_box(rank, pid=pid)
+        content = busy_box(rank, pid=pid, **options)
         content.word(layout.PHASE, layout.PHASE_INITIALISED)
         path.write_bytes(content.bytes())
         found.box = OpenBox(path)
@@ -54,3 +55,20 @@ def test_the_logs_of_another_node_are_its_own(tmp_path: Path, monkeypatch: pytes
 def test_damaged_evidence_is_a_sentence(tmp_path: Path):
     packed = remote_evidence.pack([member(tmp_path, 0)], {})
     assert "could not be read" in remote_evidence.unpack(packed[: len(packed) // 2], "n03").problems[0]
+
+
+@pytest.mark.parametrize(("oldest_in_flight", "sent"), [(1000, 16), (980, 21), (200, 8 * 16)])
+def test_a_rank_sends_its_oldest_record_in_flight_within_bounds(tmp_path: Path, oldest_in_flight: int, sent: int):
+    one = member(tmp_path, 0, records=1000, capacity=1024)
+    assert one.box is not None
+    content = bytearray(one.box.path.read_bytes())
+    struct.pack_into("<Q", content, layout.OLDEST_INDEX, oldest_in_flight)
+    one.box.path.write_bytes(content)
+    (log,) = remote_evidence.unpack(remote_evidence.pack([one], {}, records=16), "n03").logs
+    assert [one.index for one in log.collectives] == list(range(1001 - sent, 1001))
+
+
+def test_the_ranks_of_a_large_job_send_fewer_records():
+    assert [remote_evidence.records_of_each(ranks) for ranks in (8, 2048, 10_000, 100_000)] == [16_384, 64, 16, 16]
+    assert [remote_evidence.first_records_of_each(ranks) for ranks in (8, 2048, 10_000, 100_000)] == [64, 16, 8, 8]
+    assert [remote_evidence.more_records_of_each(ranks) for ranks in (16, 72, 10_000)] == [1024, 227, 64]

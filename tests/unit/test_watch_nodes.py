@@ -18,9 +18,11 @@ from test_remote_evidence import member
 
 from commlens.blackbox import layout
 from commlens.watch import known_nodes, meeting_places, nodes, other_nodes
+from commlens.watch.beat import Beat, key
 from commlens.watch.lost_store import LostStoreReport
 from commlens.watch.meeting_places import Folder, Place, Store
 from commlens.watch.nodes import Nodes
+from commlens.watch.store_client import StoreClient
 
 dist = pytest.importorskip("torch.distributed")
 
@@ -63,6 +65,10 @@ def kill(node: Nodes) -> None:
     thread.join(20)
 
 
+def as_it_is(slot: int, content: bytes) -> bytes:
+    return content
+
+
 def eventually(condition: Callable[[], Any]) -> Any:
     end = time.monotonic() + 60
     while not (result := condition()) and time.monotonic() < end:
@@ -84,7 +90,7 @@ def test_words_of_replaced_workers_are_not_heard(meet: Meet) -> None:
     time.sleep(2 * known_nodes.PERIOD_S)
     assert late.take_news() == []
     assert late.dead_elsewhere == []
-    assert late.gather(timeout_s=0.1)[0] == {}
+    assert late.gather(as_it_is, timeout_s=0.1)[0] == {}
     other = meet(3)
     other.announce("a stall")
     assert eventually(late.take_news)
@@ -105,11 +111,79 @@ def test_with_many_nodes_all_find_the_reporter_and_read_little(meet: Meet, monke
             if (request := node.take_request()) is not None:
                 node.answer(request, evidence[node._mine.slot])
 
-    ask = threading.Thread(target=lambda: found.append(first.gather(timeout_s=15)))
+    ask = threading.Thread(target=lambda: found.append(first.gather(as_it_is, timeout_s=15)))
     found: list[Any] = []
     ask.start()
     assert eventually(lambda: answer() or found)
     assert found == [(evidence, [])]
+
+
+def test_a_slow_store_makes_no_node_read_all_values() -> None:
+    node = Nodes("host50", lambda: None)
+    node.update(slot=50, ranks=[50])
+    first, *others = (Beat(slot, f"host{slot}", [slot], successors=list(range(1, 9))) for slot in range(40))
+    client: Any = SimpleNamespace(existing=list)
+
+    def read(values: Sequence[Beat], age_s: float) -> list[str]:
+        node._contact = time.monotonic() - age_s
+        node._known.note(values, node._contact)
+        return sorted(node._to_read(client, 100))
+
+    first_and_next = [key("node", slot) for slot in (0, 1)]
+    assert read([first, *others], 60) == first_and_next, "the store took a minute"
+    assert read([msgspec.structs.replace(each, count=1) for each in others], 30) == [key("node", slot) for slot in range(9)]
+    assert len(read([], 0)) == 99, "all that might report have been silent for half a minute"
+
+
+def test_an_answer_is_read_while_others_are_on_their_way(meet: Meet) -> None:
+    first, quick, slow = meet(0), meet(1), meet(2)
+    assert eventually(lambda: len(first.others) == 2 and quick.others and slow.others)
+    read: list[bytes] = []
+    ask = threading.Thread(target=lambda: found.append(first.gather(lambda slot, content: read.append(content) or content.decode())))
+    found: list[Any] = []
+    ask.start()
+    quick.answer(eventually(quick.take_request), b"quick")
+    assert eventually(lambda: read == [b"quick"]) and not found
+    slow.answer(eventually(slow.take_request), b"slow")
+    assert eventually(lambda: found) == [({quick._mine.slot: "quick", slow._mine.slot: "slow"}, [])]
+    assert read == [b"quick", b"slow"], "each once"
+
+
+@pytest.mark.parametrize("at", ["values", "evidence"])
+def test_an_answer_to_an_earlier_request_is_none_to_the_next(meet: Meet, monkeypatch: pytest.MonkeyPatch, at: str) -> None:
+    first, other = meet(0), meet(1)
+    assert eventually(lambda: first.others and other.reporter)
+    found: list[dict[int, bytes]] = []
+
+    def gather() -> threading.Thread:
+        thread = threading.Thread(target=lambda: found.append(first.gather(as_it_is, timeout_s=20)[0]))
+        thread.start()
+        return thread
+
+    threads = [gather()]
+    request = eventually(other.take_request)
+    get = StoreClient.get
+
+    def ask_again_meanwhile(client: StoreClient, keys: Sequence[str]) -> list[bytes]:
+        values = get(client, keys)
+        answers = any("evidence" in key for key in keys) if at == "evidence" else any(b"old" in value for value in get(client, own))
+        if threading.current_thread() is first._thread and answers and len(threads) == 1:
+            threads.append(gather())
+            assert eventually(lambda: first._mine.asks == 2)
+        return values
+
+    own = [key("node", other._mine.slot)]
+    monkeypatch.setattr(StoreClient, "get", ask_again_meanwhile)
+    if at == "values":
+        other.update(dump="old")
+    other.answer(request, b"old")
+    again = eventually(lambda: (taken := other.take_request()) and taken.number == 2 and taken)
+    time.sleep(2 * nodes.BUSY_PERIOD_S)
+    assert {other._mine.slot: b"old"} not in found[1:]
+    other.answer(again, b"new")
+    for thread in threads:
+        thread.join(20)
+    assert found[-1] == {other._mine.slot: b"new"}
 
 
 def test_status_reads_the_other_nodes_without_taking_part(meet: Meet, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +248,7 @@ def test_nodes_without_a_store_meet_in_a_shared_folder(meet: Meet, tmp_path: Pat
     first, second = (meet(rank, [Store("127.0.0.1", 1), Folder(folder)]) for rank in (0, 1))
     assert eventually(lambda: first.others and second.reporter is not None)
     second.answer(nodes.LAST, b"evidence")
-    assert eventually(lambda: list(first.gather(timeout_s=0.1)[0].values()) == [b"evidence"])
+    assert eventually(lambda: list(first.gather(as_it_is, timeout_s=0.1)[0].values()) == [b"evidence"])
     first.announce("a stall")
     assert eventually(second.take_news)
     second.leave()
@@ -226,7 +300,7 @@ def test_a_store_that_ends_is_told_apart_from_one_that_is_slow(meet: Meet, tmp_p
         assert report.take_line(second, [rank]) == ""
         server.kill()
     ended = time.monotonic()
-    asked = threading.Thread(target=lambda: first.gather(timeout_s=15))
+    asked = threading.Thread(target=lambda: first.gather(as_it_is, timeout_s=15))
     asked.start()
     lost = eventually(lambda: second.lost_store)
     assert eventually(lambda: not second.others) and lost.place == place

@@ -21,7 +21,8 @@ from commlens.dumps.save import SavedRank, add_node, save_dump
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.watch.beat import Beat
-from commlens.watch.reporting import HEAD_RECORDS, Reporter, nodes_to_ask
+from commlens.watch.remote_evidence import first_records_of_each
+from commlens.watch.reporting import Reporter, nodes_to_ask
 
 RANKS, PER_NODE, STEPS = 16, 4, 100
 KILLED = Die(Observation(End.KILLED, None, "SIGKILL"))
@@ -51,6 +52,7 @@ def told(verdict: Verdict) -> Verdict:
     return msgspec.structs.replace(verdict, looked_at="")
 
 
+@pytest.mark.parametrize("world_size", [100, 10_000])
 @pytest.mark.parametrize(
     "fault",
     [
@@ -61,9 +63,10 @@ def told(verdict: Verdict) -> Verdict:
     ],
     ids=["data-loader", "killed", "extra", "another-group"],
 )
-def test_the_verdict_is_that_of_all_records(fault: Callable[[Job, int], list[object]]) -> None:
+def test_the_verdict_is_that_of_all_records(fault: Callable[[Job, int], list[object]], world_size: int) -> None:
     logs = simulate(fault)
-    heads = [msgspec.structs.replace(log, collectives=log.collectives[-HEAD_RECORDS:]) for log in logs]
+    first = first_records_of_each(world_size)
+    heads = [msgspec.structs.replace(log, collectives=log.collectives[-first:]) for log in logs]
     everything = diagnose_logs(logs)
     assert everything.culprits == [13]
     asked = nodes_to_ask(diagnose_logs(heads), NODES[1:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import sys
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from commlens.dumps.detect import TEXT, Kind
 from commlens.dumps.discover import DumpFiles
+from commlens.dumps.garbage import collector_paused
 from commlens.dumps.read import read_own_files
 from commlens.dumps.sources import FileName, Source
 from commlens.dumps.sources.rank_from_name import rank_of_dump
@@ -140,13 +140,8 @@ def _batches(files: DumpFiles, ranks: Collection[int] | None) -> Iterator[Batch]
 def _read_batch(batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None, unnamed: bool) -> Reduced[T]:
     """Read and reduce a batch, in this process or a worker."""
     problems: list[str] = []
-    collecting = gc.isenabled()
-    gc.disable()  # millions of short-lived objects, none in a reference cycle
-    try:
+    with collector_paused():
         return reduce(_read_files(batch, problems, ranks, unnamed)), problems, len(batch)
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def _read_files(batch: Batch, problems: list[str], ranks: Collection[int] | None, unnamed: bool = False) -> Iterator[RankColumns]:

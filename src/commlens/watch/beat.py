@@ -16,7 +16,7 @@ class Request(NamedTuple):
 
     slot: int  # of the node that asks
     number: int
-    records: int = 0  # newest records of each rank; 0: all
+    records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
 
 
 LAST: Final = Request(-1, 1)
@@ -50,7 +50,7 @@ class Beat(msgspec.Struct, frozen=True):
     ended_at: int = 0  # how many slots had been drawn when its ranks had ended; 0: they have not, or that is not known yet
     asks: int = 0  # the number of its last request for evidence
     asked_nodes: list[int] = []  # the slots of those that it asks; empty: all
-    asked_records: int = 0  # newest records of each rank; 0: all
+    asked_records: int = 0  # newest records of each rank; 0: as many as the size of the job allows
     answered: tuple[int, int] = (-1, 0)  # slot and number of the request that its evidence answers
     news: list[News] = []
     serves_store: bool = False  # the job's store ends only with all ranks of this node

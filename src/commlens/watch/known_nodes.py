@@ -16,12 +16,26 @@ _LEADERS_LOST_S: Final = 4 * LOST_S  # the reporter and those that would be next
 _SUCCESSORS: Final = 8
 
 
+def reporter_of(others: Sequence[Beat], mine: Beat) -> Beat | None:
+    """Return the node that reports, of this node and these others; None if it is this one."""
+    first = min(others, key=lambda beat: beat.order, default=None)
+    return first if first is not None and first.order < mine.order else None
+
+
 class Known(NamedTuple):
     """A node's last value."""
 
     beat: Beat
     changed: float  # time.monotonic()
     lives: bool  # it has changed: else its watcher may have been killed before this node came
+
+
+class Lost(NamedTuple):
+    """A node that has fallen silent."""
+
+    beat: Beat
+    silent_s: float
+    by_itself: bool  # the others are not silent, or they are because it served the store
 
 
 class KnownNodes:
@@ -50,6 +64,11 @@ class KnownNodes:
     def live(self, mine: Beat, now: float) -> list[Beat]:
         """Return the nodes that live, by slot."""
         return [known.beat for known in self.peers(mine) if now - known.changed <= LOST_S and not known.beat.finished]
+
+    def lost(self, mine: Beat, now: float, *, after_s: float, without_store: bool) -> list[Lost]:
+        """Return the nodes that have been silent for this long without having left."""
+        silent = [(known.beat, now - known.changed) for known in self.peers(mine) if known.lives and not known.beat.finished]
+        return [Lost(beat, for_s, not without_store or beat.serves_store) for beat, for_s in silent if for_s > after_s]
 
     def host(self, slot: int, own_host: str) -> str:
         """Return a name for a node: its host, with the slot if several nodes share one host (a container each)."""
@@ -114,16 +133,15 @@ class KnownNodes:
         following = sorted(known.beat.order for known in self.peers(mine) if not known.beat.finished)
         return [slot for _, slot in following[:_SUCCESSORS]]
 
-    def to_read(self, mine: Beat, count: int, now: float, reporter: Beat | None) -> tuple[list[int], list[int]]:
+    def to_read(self, mine: Beat, count: int, now: float) -> tuple[list[int], list[int]]:
         """Return the slots of the known nodes, and of the nodes not yet known, whose values to read.
 
         Args:
             mine: this node's value.
             count: how many nodes ever drew a number.
-            now: the time.
-            reporter: the node that reports; None if it is this one.
+            now: when the last values were read.
         """
-        if count > READ_ALL_NODES and (leading := self._leading(mine, now, reporter)):
+        if count > READ_ALL_NODES and (leading := self._leading(mine, now)):
             return leading, []
         known = [slot for slot, one in self._by_slot.items() if slot >= 0 and not one.beat.finished]
         new = [slot for slot in range(count) if slot != mine.slot and slot not in self._by_slot]
@@ -131,7 +149,7 @@ class KnownNodes:
             new = new[:READ_ALL_NODES]  # one of them reports, or names the node that does, unless it is this one
         return known, new
 
-    def _leading(self, mine: Beat, now: float, reporter: Beat | None) -> list[int]:
+    def _leading(self, mine: Beat, now: float) -> list[int]:
         """Return the slots that matter to a node that does not report: of the reporter and, if it is silent, of those that would be next.
 
         Empty if this node may have to report. With many nodes, none reads all values only because the store is slow.
@@ -140,6 +158,7 @@ class KnownNodes:
         if first is None or mine.order < first.beat.order:
             return []
         silent_s, beat = now - first.changed, first.beat
+        reporter = reporter_of(self.live(mine, now), mine)
         if silent_s > (LOST_S if mine.slot in beat.successors else _LEADERS_LOST_S) and reporter is None:
             return []
         # Its successor, too, because a node that has not seen all others may take itself for the reporter at first.

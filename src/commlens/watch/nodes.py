@@ -16,14 +16,14 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
 from commlens.text import ranks_phrase
 from commlens.watch.beat import LAST, Beat, News, Request, decoded, key
 from commlens.watch.channel_progress import Blocks, differ
-from commlens.watch.known_nodes import LOST_S, PERIOD_S, KnownNodes
+from commlens.watch.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
 from commlens.watch.looks import LOOK, Looks
 from commlens.watch.meeting_places import Client, Place, places
 from commlens.watch.roster import Member
@@ -38,17 +38,13 @@ EXAMINE_REST_S: Final = 1.0  # between comparisons of all nodes' records; double
 _EXAMINE_REST_MAX_S: Final = 64.0
 GATHER_S: Final = 3.0
 _BUSY_NODES: Final = 512  # with more, BUSY_PERIOD_S grows with their number, which bounds the load of the store
+_REST_NODES: Final = 625  # with more, so does the period at rest
+_REST_MAX_S: Final = 2.0
 _RETRY_MAX_S: Final = 2.0
 LINGER_S: Final = 3 * BUSY_PERIOD_S
 _NEWS_KEPT: Final = 4
 
-
-class Lost(NamedTuple):
-    """A node that has fallen silent."""
-
-    beat: Beat
-    silent_s: float
-    by_itself: bool  # the others are not silent, or they are because it served the store
+Answer = TypeVar("Answer")
 
 
 class LostStore(NamedTuple):
@@ -185,12 +181,7 @@ class Nodes:
         now = time.monotonic()
         with self._lock:
             without_store = self._refused or now - self._contact > after_s
-            found = [
-                Lost(known.beat, now - known.changed, not without_store or known.beat.serves_store)
-                for known in self._known.peers(self._mine)
-                if known.lives and not known.beat.finished
-            ]
-        return [each for each in found if each.silent_s > after_s or self._refused]
+            return self._known.lost(self._mine, now, after_s=0.0 if self._refused else after_s, without_store=without_store)
 
     @property
     def unknown(self) -> list[str]:
@@ -227,8 +218,7 @@ class Nodes:
     @property
     def reporter(self) -> Beat | None:
         """The node that reports; None if it is this one."""
-        first = min(self.others, key=lambda beat: beat.order, default=None)
-        return first if first is not None and first.order < self._mine.order else None
+        return reporter_of(self.others, self._mine)
 
     def waits(self, now_ns: int) -> list[Wait]:
         """Return each other node's oldest wait; if another node reports for the job, its value holds the oldest of all."""
@@ -294,33 +284,47 @@ class Nodes:
             self._mine = msgspec.structs.replace(self._mine, answered=(request.slot, request.number))
         self._poke.set()
 
-    def gather(self, *, of: Sequence[int] = (), records: int = 0, timeout_s: float = GATHER_S) -> tuple[dict[int, bytes], list[Beat]]:
-        """Ask the other nodes for their evidence.
+    def gather(
+        self, read: Callable[[int, bytes], Answer], *, of: Sequence[int] = (), records: int = 0, timeout_s: float = GATHER_S
+    ) -> tuple[dict[int, Answer], list[Beat]]:
+        """Ask the other nodes for their evidence, and read each answer while others are on their way.
 
         Args:
+            read: reads the evidence of the node with this slot; called without a lock.
             of: the slots of those to ask; empty: all.
-            records: how many of each rank's newest records to ask for; 0: all.
+            records: how many of each rank's newest records to ask for; 0: as many as the size of the job allows.
             timeout_s: how long to wait for the answers.
 
         Returns:
-            The evidence by slot, and the nodes that did not answer in time.
+            What was read by slot, in the order of the slots, and the nodes that did not answer in time.
         """
         asked = [beat for beat in self.others if not of or beat.slot in of]
-        if not asked:
-            with self._lock:
-                return self._known.evidence_left(self._mine), []
         end = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             self._gathering, self._gathered = True, {}
-            self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1, asked_nodes=list(of), asked_records=records)
-            self._poke.set()
-            while not all(map(self._has_answered, asked)) and (left := end - time.monotonic()) > 0:
-                if self._refused:
-                    break
+            if asked:
+                self._mine = msgspec.structs.replace(self._mine, asks=self._mine.asks + 1, asked_nodes=list(of), asked_records=records)
+                self._poke.set()
+        found: dict[int, tuple[bytes, Answer]] = {}
+        while True:
+            contents, is_last = self._wait_for_answers(asked, more_than=len(found), end=end)
+            for slot, content in contents.items():
+                if slot not in found or found[slot][0] is not content:
+                    found[slot] = (content, read(slot, content))
+            if is_last:
+                return {slot: found[slot][1] for slot in sorted(contents)}, [beat for beat in asked if beat.slot not in contents]
+
+    def _wait_for_answers(self, asked: Sequence[Beat], *, more_than: int, end: float) -> tuple[dict[int, bytes], bool]:
+        """Wait for more answers than so many; return the evidence so far, and whether there is nothing more to wait for."""
+        with self._changed:
+            while True:
+                left = end - time.monotonic()
+                if left <= 0 or self._refused or all(map(self._has_answered, asked)):
+                    self._gathering = False
+                    return {**self._known.evidence_left(self._mine), **self._gathered}, True
+                if len(self._gathered) > more_than:
+                    return dict(self._gathered), False
                 self._changed.wait(left)
-            self._gathering = False
-            gathered = {**self._known.evidence_left(self._mine), **self._gathered}
-        return gathered, [beat for beat in asked if beat.slot not in gathered]
 
     def _has_answered(self, beat: Beat) -> bool:
         return beat.slot in self._gathered or self._known.has_left_evidence(beat.slot)
@@ -402,7 +406,8 @@ class Nodes:
             if self._gathering or self._mine.dead or self._mine.ended:
                 return BUSY_PERIOD_S
             busy = max(waited, self._mine.wait_s) > 2 * PERIOD_S
-        return min(PERIOD_S, BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)) if busy else PERIOD_S
+        rest_s = min(_REST_MAX_S, PERIOD_S * max(1.0, self._count / _REST_NODES))
+        return min(rest_s, BUSY_PERIOD_S * max(1.0, self._count / _BUSY_NODES)) if busy else rest_s
 
     def _exchange(self, client: Client, slot: int) -> None:
         """Publish this node's value and read the others'."""
@@ -433,12 +438,14 @@ class Nodes:
                 request = beat.request_to(slot)
                 if request is not None and beat.order < mine.order and mine.meets(beat) and mine.answered != request[:2]:
                     self._asked = request
-            wanted = [beat.slot for beat in beats if mine.asks and beat.answered == (slot, mine.asks) and beat.slot not in self._gathered]
+            asks = self._mine.asks  # gather() may have asked again since this node's value was stored
+            wanted = [beat.slot for beat in beats if asks and beat.answered == (slot, asks) and beat.slot not in self._gathered]
             left = [beat.slot for beat in beats if beat.answered == LAST[:2] and not self._known.has_left_evidence(beat.slot)]
         if wanted or left:
             values = client.get([key("evidence", other) for other in [*wanted, *left]])
             with self._changed:
-                self._gathered.update(zip(wanted, values, strict=False))
+                if asks == self._mine.asks:
+                    self._gathered.update(zip(wanted, values, strict=False))
                 self._known.keep_evidence(dict(zip(left, values[len(wanted) :], strict=True)))
                 self._changed.notify_all()
         if self._asked or any(beat.news or beat.dead for beat in beats):
@@ -446,8 +453,8 @@ class Nodes:
 
     def _to_read(self, client: Client, count: int) -> list[str]:
         """Return the keys of the nodes whose values to read."""
-        reporter = self.reporter
         with self._lock:
-            known, new = self._known.to_read(self._mine, count, time.monotonic(), reporter)
+            # As of the last values: if the store took long, that is no sign that the others fell silent.
+            known, new = self._known.to_read(self._mine, count, self._contact)
         # A node may have drawn its slot and not yet stored its value.
         return [key("node", other) for other in known] + client.existing([key("node", other) for other in new])

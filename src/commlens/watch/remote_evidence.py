@@ -17,9 +17,11 @@ from commlens.processes.observer import Observer
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import have_joined, log_without_records, observe
 
-RECORDS: Final = 1 << 17  # of all ranks together: 10 us each to read and diagnose; in a larger job, each rank sends fewer
+RECORDS: Final = 1 << 17  # of all ranks together: 20 us each to read and diagnose; in a larger job, each rank sends fewer
+HEAD_RECORDS: Final = 64  # of each rank, for a look of ``commlens status``
+_MORE_RECORDS: Final = RECORDS // 8  # of the culprits' nodes, and of some that wait for them
 _RECORDS_MIN: Final = 16
-LOOK_RECORDS: Final = 64
+_FIRST_RECORDS_MIN: Final = 8
 _LOOK_S: Final = 0.4
 _IN_FLIGHT_MAX: Final = 8  # shares that one rank may send, if its oldest record in flight is older
 
@@ -44,7 +46,7 @@ def pack(members: Sequence[Member], observations: dict[int, Observation], record
     Args:
         members: of this node.
         observations: by pid.
-        records: how many of each rank's newest records to pack; 0: all, or as many as a job of this size allows.
+        records: how many of each rank's newest records to pack, more if an older one is in flight; 0: as many as a job of this size allows.
     """
     joined = have_joined(members)
     ranks: list[_Rank] = []
@@ -52,7 +54,7 @@ def pack(members: Sequence[Member], observations: dict[int, Observation], record
         box = b""
         if member.box is not None:
             try:
-                box = member.box.packed(newest=records or _newest(member.box.status(), member.world_size))
+                box = member.box.packed(newest=_newest(member.box.status(), records or records_of_each(member.world_size)))
             except FormatError:
                 box = b""
         log = log_without_records(member, joined=joined)
@@ -65,12 +67,26 @@ def pack_snapshot(folders: Sequence[Path]) -> bytes:
     """Look at this node's ranks now, and pack their newest records for ``commlens status`` on another node."""
     with contextlib.closing(Roster(folders)) as roster:
         observations = observe(roster, Observer(), window_s=_LOOK_S)
-        return pack(roster.current(), observations, LOOK_RECORDS)
+        return pack(roster.current(), observations, HEAD_RECORDS)
 
 
-def _newest(status: BoxStatus, world_size: int) -> int | None:
+def records_of_each(ranks: int) -> int:
+    """Return how many of its newest records each of all ranks may send."""
+    return max(_RECORDS_MIN, RECORDS // max(ranks, 1))
+
+
+def first_records_of_each(ranks: int) -> int:
+    """Return how many of its newest records each of all ranks may send for a first look, after which some are asked for more."""
+    return max(_FIRST_RECORDS_MIN, min(HEAD_RECORDS, RECORDS // 4 // max(ranks, 1)))
+
+
+def more_records_of_each(ranks: int) -> int:
+    """Return how many of its newest records each of some ranks may send, when all others have sent theirs."""
+    return max(HEAD_RECORDS, _MORE_RECORDS // max(ranks, 1))
+
+
+def _newest(status: BoxStatus, share: int) -> int | None:
     """Return how many of a rank's newest records to send, the oldest one in flight among them; None: all."""
-    share = max(_RECORDS_MIN, RECORDS // max(world_size, 1))
     if share >= min(status.capacity, status.issued):
         return None
     in_flight = status.issued - status.oldest_index + 1 if status.oldest_index else 0

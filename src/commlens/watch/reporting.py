@@ -14,6 +14,7 @@ from commlens.blackbox import job_dirs
 from commlens.config import Settings
 from commlens.dumps import save
 from commlens.dumps.clocks import correct_clocks
+from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Verdict
@@ -24,8 +25,10 @@ from commlens.watch import remote_evidence
 from commlens.watch.alerts import Alerts
 from commlens.watch.beat import Beat
 from commlens.watch.death import STOP_SIGNALS
+from commlens.watch.known_nodes import Lost
 from commlens.watch.lost_nodes import SILENT_S, logs_of_vanished, name_lost_nodes, vanished
-from commlens.watch.nodes import Lost, Nodes
+from commlens.watch.nodes import Nodes
+from commlens.watch.remote_evidence import first_records_of_each, more_records_of_each, records_of_each
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run, read_logs
 
@@ -38,7 +41,6 @@ NOTICE_INDENT = " " * len("commlens: ")
 """Begins the further lines of a notice."""
 
 MANY_NODES = 16  # from more than these, only the newest records of each rank are asked for at first
-HEAD_RECORDS = 64
 WAITERS_ASKED = 8
 _PY_SPY_WAIT_S = 0.8
 ALERTS_END_S = 8.0
@@ -105,7 +107,7 @@ class Evidence:
         are asked for.
 
         Args:
-            about: the verdict that was made of these. The nodes that it is about are asked for all records, or all nodes are, if
+            about: the verdict that was made of these. The nodes that it is about are asked for more records, or all nodes are, if
                 it names nobody.
         """
         remote, more = self.remote_logs(about)
@@ -131,8 +133,12 @@ class Evidence:
         others = self.nodes.others
         self.lacks_records = about is None and len(others) > MANY_NODES
         concerned = set(nodes_to_ask(about, others)) if about is not None else set()
-        remote, silent = self.nodes.gather(of=sorted(concerned), records=HEAD_RECORDS if self.lacks_records else 0)
-        found = {slot: remote_evidence.unpack(content, self.nodes.host(slot)) for slot, content in sorted(remote.items())}
+        share = more_records_of_each if concerned else first_records_of_each if self.lacks_records else records_of_each
+        found, silent = self.nodes.gather(
+            lambda slot, content: remote_evidence.unpack(content, self.nodes.host(slot)),
+            of=sorted(concerned),
+            records=share(sum(len(beat.ranks) for beat in others if not concerned or beat.slot in concerned)),
+        )
         if about is None or not concerned:
             self._newest = {}
         self._newest |= found
@@ -222,6 +228,10 @@ class Reporter:
     def diagnose(self) -> Verdict:
         """Read all evidence and diagnose it."""
         self.preload()
+        with collector_paused():  # with records of many nodes, it would take as long as the diagnosis
+            return self._diagnose_again()
+
+    def _diagnose_again(self) -> Verdict:
         assert self._diagnose is not None
         self.logs, problems = self.evidence.logs()
         verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
