@@ -17,7 +17,7 @@ import families
 import pytest
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 220  # takes about 60 s on two idle cores
+TIMEOUT_S = 400  # takes about 60 s on two idle cores
 JOBS = sorted({(backend, size) for family in families.load() for backend, sizes in family.world_sizes.items() for size in sizes})
 CASES = [(backend, size, family.name) for backend, size in JOBS for family in families.traced_cases(backend, size)]
 

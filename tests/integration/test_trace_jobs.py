@@ -30,7 +30,7 @@ from commlens.model.trace import TraceData, TraceEvent  # noqa: E402
 from commlens.traces.ranks import RankTraces  # noqa: E402
 
 HERE = Path(__file__).parent
-pytestmark = [pytest.mark.timeout(180), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(360), pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RankTraces]:
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as done:
         try:
-            printed, _ = done.communicate(timeout=150)
+            printed, _ = done.communicate(timeout=340)
         except subprocess.TimeoutExpired:
             os.killpg(done.pid, 9)
             printed = f"not done in time\n{done.communicate()[0]}"
