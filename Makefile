@@ -24,8 +24,9 @@ demo: $(VENV)/.ready ## Watch a real 4-process training job hang and get its dia
 	@$(VENV)/bin/python -m commlens demo $(DEMO)
 
 # One file's tests stay in one process, where they share what they launch. Many tests wait for a stall: one worker more than there are
-# cores keeps these busy. WORKERS= runs all of them one after the other.
-WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile
+# cores keeps these busy, and files with few but long tests come first (pytest-xdist would run them last). WORKERS= runs all of them one
+# after the other.
+WORKERS := -n $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : 4))) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.ready $(VENV)/.browser ## Run all tests (ARGS="-k name" to select)
 	COMMLENS_TEST_NATIVE=$(VENV)/native-cache $(VENV)/bin/python -m pytest $(WORKERS) $(if $(ARGS),$(ARGS),--junitxml=$(VENV)/tests.xml)
