@@ -226,13 +226,18 @@ def group_phrase(group: ProcessGroup) -> str:
     return f"{name} [{format_ranks(group.ranks)}]"
 
 
+def numbered(name: str, number: int) -> str:
+    """``"message #3"``; ``"message"`` where the number is unknown."""
+    return f"{name} #{number}" if number else name
+
+
 def op_phrase(op: Collective, *, group: bool = True) -> str:
     """``"all_reduce #41 of group dp [0-3]"``, ``"recv #3 from rank 1"``, ``"new_group #2 of ranks 0-1"``."""
     if op.is_store_wait:
         return f"{op.op} of {key_phrase(op)}"
     if op.is_setup:
         return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
-    name = f"{op.op} #{op.sequence_number}"
+    name = numbered(op.op, op.sequence_number)
     if op.is_point_to_point:
         peer = f"rank {op.peer}" if op.peer is not None else "any rank"
         return f"{name} {'to' if op.op == 'send' else 'from'} {peer}"

@@ -92,8 +92,10 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()] if Path(f"/proc/{pid}").exists() else []
 
 
-def commlens(*arguments: object, path: str | None = None, prefix: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **({"PATH": path} if path else {})}
+def commlens(
+    *arguments: object, path: str | None = None, prefix: tuple[str, ...] = (), environ: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), **({"PATH": path} if path else {}), **(environ or {})}
     command = [*prefix, sys.executable, "-m", "commlens", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
 
@@ -132,10 +134,30 @@ def test_a_job_that_never_had_commlens(job: tuple[subprocess.Popen[bytes], Path]
     assert verdict["culprits"] == [1] and "lost could not be asked: lost: no route to host." in " ".join(verdict["missing_evidence"])
 
     (folder / "stall").unlink()
+    if shutil.which("gdb") is not None:
+        records_from_now_on(folder, line)
     (folder / "finish").touch()
     assert process.wait(30) == 0, (folder / "output").read_text()
     results = {(folder / f"result{rank}").read_text() for rank in range(WORLD)}
     assert results == {expected(int(results.copy().pop().split()[0]))}
+
+
+def records_from_now_on(folder: Path, line: int) -> None:
+    """Switch recording on in the job that runs, and let the same rank stall: the job's own output names it."""
+    boxes = folder / "boxes"
+    boxes.mkdir()
+    begun = commlens("attach", SCRIPT, "--inject", environ={"COMMLENS_STALL_TIMEOUT": "2", "COMMLENS_BOX_DIR": str(boxes)})
+    assert (begun.returncode, begun.stderr) == (0, ""), begun.stdout
+    assert f"Ranks 0-2 of {SCRIPT}" in begun.stdout and "are recorded from now on." in begun.stdout
+    again = commlens("attach", SCRIPT, "--inject", environ={"COMMLENS_BOX_DIR": str(boxes)})
+    assert (again.returncode, again.stdout) == (0, "Ranks 0-2 are recorded already.\n")
+    (folder / "stall").touch()
+    end = time.monotonic() + 60
+    while "VERDICT" not in (said := (folder / "output").read_text()) or "NEXT" not in said:
+        assert time.monotonic() < end, said
+        time.sleep(0.1)
+    assert "VERDICT  rank 1 never reached all_reduce #" in said and f"{SCRIPT}:{line} load_batch" in " ".join(said.split())
+    (folder / "stall").unlink()
 
 
 def expected(last_step: int) -> str:

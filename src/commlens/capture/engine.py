@@ -41,7 +41,7 @@ def choose(wanted: str) -> Engine:
             # A traced process has kernels in Python, which is no fault unless the native ones were asked for.
             level = logging.DEBUG if why == _TRACED and wanted != "native" else logging.WARNING
             log.log(level, "commlens records in Python: %s", why or native.NOT_BUILT)
-    return Engine("python", BoxWriter, lambda writer, **options: Recorder(writer, Groups(), **options))
+    return Engine("python", BoxWriter, lambda writer, *, joined=False, **options: Recorder(writer, Groups(joined=joined), **options))
 
 
 def _native_module() -> tuple[Any, str]:

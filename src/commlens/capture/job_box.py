@@ -53,7 +53,9 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
     return settings.job or job_dirs.job_identity(os.environ, place.meeting)
 
 
-def make_box(settings: config.Settings, folder: str, place: Place, box_writer: Callable[..., Any]) -> tuple[Path, Any] | None:
+def make_box(
+    settings: config.Settings, folder: str, place: Place, box_writer: Callable[..., Any], *, joined: bool = False
+) -> tuple[Path, Any] | None:
     """Make the black box of a rank in the first folder that has room.
 
     Args:
@@ -61,6 +63,7 @@ def make_box(settings: config.Settings, folder: str, place: Place, box_writer: C
         folder: from :func:`folder_of`.
         place: of the process in its job.
         box_writer: makes the box, given its path and the fields of its header.
+        joined: recording was switched on while the job ran.
 
     Returns:
         The job's folder and the box; None, with one line in the log, if no folder has room.
@@ -80,7 +83,7 @@ def make_box(settings: config.Settings, folder: str, place: Place, box_writer: C
                     world_size=place.world_size,
                     local_rank=rank_environment.local_rank(),
                     start_ticks=job_dirs.start_ticks(os.getpid()),
-                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_timeout},
+                    about=_about(job_dir.name) | {"stall_timeout": settings.stall_timeout, "joined": joined},
                 )
         except OSError as error:
             problems.append(f"{root}: {error.strerror or error}")

@@ -30,9 +30,15 @@ class Session:
     """Recording in this process, and the listener of the hooks in ``torch.distributed``."""
 
     def __init__(
-        self, settings: config.Settings, make_verifier: Callable[..., Any], dump: Callable[[str, Path, config.Settings], Path]
+        self,
+        settings: config.Settings,
+        make_verifier: Callable[..., Any],
+        dump: Callable[[str, Path, config.Settings], Path],
+        *,
+        joins: bool = False,
     ) -> None:
         self.settings = settings
+        self.joins = joins  # a running job, on each rank at another moment
         self.make_verifier = make_verifier
         self.dump = dump
         self.pid = os.getpid()
@@ -92,12 +98,14 @@ class Session:
             from commlens.capture.watchdog import Watchdog
 
             made = engine.choose(settings.engine)
-            box = job_box.make_box(settings, folder, place, made.box_writer)
+            box = job_box.make_box(settings, folder, place, made.box_writer, joined=self.joins)
             if box is None:
                 return
             self.job_dir, self.writer = box
             self.watcher = job_box.WatcherReplacement(settings, self.job_dir) if not settings.watched else None
-            self.recorder = made.recorder(self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing)
+            self.recorder = made.recorder(
+                self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing, **({"joined": True} if self.joins else {})
+            )
             self.setups = Setups(self.recorder, place.world_size)
             pipe = Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe") if settings.dump_pipe else None
             self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=self.dump_now, on_tick=self._on_tick)

@@ -32,7 +32,13 @@ def is_started() -> bool:
     return _session is not None and _session.pid == os.getpid()
 
 
-def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump: Callable[[str, Path, config.Settings], Path]) -> None:
+def start(
+    settings: config.Settings,
+    *,
+    make_verifier: Callable[..., Any],
+    dump: Callable[[str, Path, config.Settings], Path],
+    joins: bool = False,
+) -> None:
     """Open the box of a launcher's rank, and record from the first ``init_process_group`` on; at once if it has already run.
 
     A second call may change the settings of a session that has not begun to record, and may switch verification on in one that has.
@@ -41,6 +47,7 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
         settings: the settings.
         make_verifier: makes a :class:`commlens.verification.verifier.Verifier` from the same arguments.
         dump: dumps into a directory the job whose boxes are in a folder, with these settings, and returns the dump's folder.
+        joins: each rank does this at another moment of a running job. Needs the Python engine, and verifies nothing.
     """
     global _session
     if _session is not None and _session.pid == os.getpid():
@@ -54,7 +61,9 @@ def start(settings: config.Settings, *, make_verifier: Callable[..., Any], dump:
 
     if settings.box_entries == 0 or not dist.is_available():
         return
-    _session = Session(settings, make_verifier, dump)
+    if joins:
+        settings = dataclasses.replace(settings, engine="python", debug=False)
+    _session = Session(settings, make_verifier, dump, joins=joins)
     hook_init(session)
     if dist.is_initialized():
         _session.begin_late()

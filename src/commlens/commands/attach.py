@@ -34,17 +34,16 @@ class AttachCommand:
         )
         parser.add_argument("--json", action="store_true", help="print the verdict as JSON (schema commlens.verdict/1)")
         parser.add_argument("--samples", action="store_true", help=argparse.SUPPRESS)  # for --hosts, which asks each machine for them
-        parser.add_argument("--inject", action="store_true", help="start recording in the running job (refused, with the reason)")
+        parser.add_argument(
+            "--inject", action="store_true",
+            help="do not look, but switch recording on in the running job, through gdb, which stops each rank for about a second",
+        )  # fmt: skip
 
     def run(self, arguments: argparse.Namespace) -> int:
         if not 0.2 <= arguments.window <= 3600:
             raise CommandError(f"--window takes 0.2 to 3600 seconds, not {arguments.window:g}.")
         if arguments.inject:
-            from commlens.outside.find_ranks import find_job
-            from commlens.outside.inject import inject
-
-            print(inject(find_job(arguments.job, arguments.job_name)))
-            return 0
+            return _inject(arguments)
         if arguments.samples:
             import msgspec
 
@@ -62,6 +61,22 @@ class AttachCommand:
                 verdict = judge_with_dumps(hosts)
         _show(arguments, hosts, verdict)
         return exit_status(verdict)
+
+
+def _inject(arguments: argparse.Namespace) -> int:
+    from commlens.commands.progress import working
+    from commlens.config import DEFAULT, load_settings
+    from commlens.outside.inject import ALREADY, described, inject
+
+    if arguments.hosts or arguments.hostfile:
+        raise CommandError("--inject works on this machine: run it on each node of the job.")
+    resolved = load_settings()
+    settings = {name: getattr(resolved.settings, name) for name, origin in resolved.origins.items() if origin != DEFAULT}
+    job = _find(arguments)
+    with working("Switching recording on"):
+        recorded, failed = inject(job, settings)
+    print(described(job, recorded, failed))
+    return 0 if failed.keys() <= {ALREADY} else 3
 
 
 def _look(arguments: argparse.Namespace) -> list[HostSamples]:

@@ -40,7 +40,7 @@ def _stuck_messages(job: JobIndex) -> Iterator[tuple[RankView, Collective]]:
                 yield from (
                     (view, op)
                     for op in block.parts
-                    if op.is_point_to_point and op.in_flight and op.peer != view.rank and op.peer in job.views
+                    if op.is_point_to_point and op.sequence_number and op.in_flight and op.peer != view.rank and op.peer in job.views
                 )
 
 

@@ -9,6 +9,7 @@ from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import JobIndex, index_logs
+from commlens.diagnosis.joined_numbers import without_contradicted_numbers
 from commlens.diagnosis.pace import find_slow_in_records, straggler_verdict
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.step_times import StepTimes, step_times
@@ -64,6 +65,8 @@ def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stall
     chosen, notes = select_job(logs)
     if not chosen:
         return _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
+    chosen, more = without_contradicted_numbers(chosen)
+    notes += more
     examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes])
     found = find_slow_in_records(chosen) if slow and examined.verdict.kind == "healthy" else None
     if found is not None:
@@ -183,7 +186,7 @@ def _unexplained(job: JobIndex, graph: Graph, waits: Sequence[Node]) -> Finding:
         stuck = [rank for rank, view in job.views.items() if not view.died and any(block.stuck for block in view.blocks.values())]
     summary = f"{ranks_and_verb(stuck, 'waits', 'wait')} in too many different collectives to find the cause"
     if not graph.incomplete:
-        names = [op_phrase(graph.blocks[node].op) for node in waits]
+        names = list(dict.fromkeys(op_phrase(graph.blocks[node].op) for node in waits))
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         they_wait = f"{ranks_and_verb(stuck, 'waits', 'wait')} in {', '.join(names[:3])}{more}"
         summary = f"{they_wait}; the ranks that {verb(stuck, 'it waits', 'they wait')} for are unknown"
@@ -208,6 +211,8 @@ def _missing_evidence(job: JobIndex) -> list[str]:
     if lost := [rank for rank in job.no_record if rank not in job.strangers]:
         notes.append(f"{capital(ranks_phrase(lost))} of {job.size} left no record.")
     notes += [f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}." for rank, log in sorted(job.strangers.items())]
+    if any(view.log.joined and view.pairs for view in job.views.values()):
+        notes.append("Recording was switched on while the job ran: which send belongs to which receive is not known.")
     if job.elsewhere:
         hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
         of = f" of {', '.join(hosts[:4])}" if hosts else ""

@@ -237,7 +237,7 @@ def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
     now = log.captured_ns or last_moment(log)
     main = log.main_stack
     view = RankView(log.rank, log, end, now, main_thread=(main.thread if main is not None else 0) or log.pid, history=log.collectives)
-    view.wrapped = log.issued > len(log.collectives) or bool(log.problems)
+    view.wrapped = log.issued > len(log.collectives) or bool(log.problems) or log.joined
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
     for op in log.collectives:

@@ -18,7 +18,7 @@ from commlens.diagnosis.process_words import notable_state, process_words
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Verdict
-from commlens.text import count, duration, format_ranks, group_phrase, op_phrase
+from commlens.text import count, duration, format_ranks, op_phrase
 
 _STEPS_TIMED: Final = 20
 Order = Literal["rank", "for", "state"]
@@ -184,9 +184,7 @@ def _collective(log: RankLog, current: Collective | None) -> tuple[str, int]:
     if current is None:
         text = "none yet" if log.initialised or not log.setups else "in init_process_group"
     else:
-        text = f"{current.op} #{current.sequence_number} of {group_phrase(current.channel.group)}"
-        if current.is_point_to_point and current.peer is not None:
-            text = f"{current.op} {'to' if current.op == 'send' else 'from'} {current.peer} #{current.sequence_number}"
+        text = op_phrase(current)
         if current.in_flight:
             text, age_ns = f"in {text}", log.captured_ns - current.announced_ns
         else:

@@ -286,6 +286,8 @@ class _Builder:
     def _find_match(self, view: RankView, other: RankView, key: ChannelKey, op: Collective) -> Collective | None:
         mine = view.pairs.get((key, other.rank, op.op), [])
         theirs = other.pairs.get((key, view.rank, "recv" if op.op == "send" else "send"), [])
+        if not op.sequence_number:
+            return theirs[-1] if theirs and theirs[-1].index in other.open_pairs else None
         complete = not (view.wrapped or other.wrapped)
         if op.op == "send":
             pairs = pair_messages(mine, theirs, complete=complete)

@@ -117,11 +117,11 @@ def start_from_environment() -> None:
     start(resolved.settings)
 
 
-def start(settings: config.Settings) -> None:
+def start(settings: config.Settings, *, joins: bool = False) -> None:
     """Record with these settings; :func:`commlens.capture.session.start` has the details."""
     if not session.is_started() and (alone := lone_worker(os.environ)) is not None and _is_child_of(b"accelerate"):
         log.warning("commlens: %s", alone)
-    session.start(settings, make_verifier=_make_verifier, dump=_dump)
+    session.start(settings, make_verifier=_make_verifier, dump=_dump, joins=joins)
 
 
 def lone_worker(environ: Mapping[str, str]) -> str | None:

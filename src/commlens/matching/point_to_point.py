@@ -24,6 +24,8 @@ def pair_messages(sends: Sequence[Collective], receives: Sequence[Collective], *
     Returns:
         All pairs, including those with only one side; none if the pairing cannot be determined.
     """
+    if not any(op.sequence_number for op in (*sends, *receives)):
+        return []  # recording was switched on while the job ran
     tags = {op.tag for op in (*sends, *receives)}
     if len(tags) < 2 or not matches_by_tag((*sends, *receives)[0].channel.group.backend):
         by_number = {op.sequence_number: op for op in receives}

@@ -32,11 +32,32 @@ def numbers() -> Callable[[], int]:
 
 def give_back(numbers: Callable[[], int], number: int) -> bool:
     """Give an unused ``number`` back, so that the counter returns it again. False if another thread has drawn since."""
-    drawn: Any = numbers.__self__  # type: ignore[attr-defined]
+    drawn: Any = getattr(numbers, "__self__", None)
+    if drawn is None:
+        return True  # the backend has not counted it
     if drawn.__reduce__()[2] != number:  # how many were drawn
         return False
     drawn.__setstate__(number - 1)
     return True
+
+
+def _numbers_of_backend(group: Group, device: str) -> Callable[[], int]:
+    """Return a function that reads the next collective's number from the backend; 0 from a backend that does not count.
+
+    gloo and NCCL count a group's collectives in C++, on all ranks alike. gloo counts messages, too, which not all ranks send.
+    """
+    import torch
+
+    of_type = torch.device(device)
+
+    def next_number() -> int:
+        process_group = group.ref()
+        try:
+            return int(process_group._get_backend(of_type)._get_sequence_number_for_group()) + 1  # type: ignore[union-attr]
+        except Exception:
+            return 0
+
+    return next_number
 
 
 class Channel:
@@ -51,7 +72,7 @@ class Channel:
         self.device = device
         self.blob = 0  # position of its description in the side table
         self.busy = 0  # native id of the thread that is issuing on it right now
-        self.next_number = numbers()
+        self.next_number = _numbers_of_backend(group, device) if group.joined else numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
         # A CPU's backend, gloo, differs from an accelerator's in these ways.
         on_cpu = device == "cpu"
@@ -65,7 +86,7 @@ class Channel:
         counter = self.pairs.get((peer, op))
         if counter is None:
             # setdefault: two threads that come here at once must get the same counter
-            counter = self.pairs.setdefault((peer, op), numbers())
+            counter = self.pairs.setdefault((peer, op), numbers() if not self.group.joined else lambda: 0)
         return counter
 
     def describe(self) -> dict[str, Any]:
@@ -86,9 +107,10 @@ class Channel:
 class Group:
     """A process group of this process."""
 
-    __slots__ = ("channels", "description", "incarnation", "mesh_dim", "name", "ranks", "ref")
+    __slots__ = ("channels", "description", "incarnation", "joined", "mesh_dim", "name", "ranks", "ref")
 
-    def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str]) -> None:
+    def __init__(self, process_group: Any, incarnation: int, mesh_dims: dict[str, str], joined: bool) -> None:
+        self.joined = joined  # see Groups
         # A weak reference: a group must die when the user destroys it, and its id may be reused.
         self.ref = weakref.ref(process_group)
         self.name = str(process_group.group_name)
@@ -136,9 +158,15 @@ def _global_ranks(process_group: Any) -> tuple[int, ...]:
 
 
 class Groups:
-    """The groups seen so far."""
+    """The groups seen so far.
 
-    def __init__(self) -> None:
+    Args:
+        joined: recording was switched on while the job ran, on each rank at another moment: collectives have the backend's numbers, and
+            messages none.
+    """
+
+    def __init__(self, *, joined: bool = False) -> None:
+        self.joined = joined
         self.by_name: dict[str, Group] = {}
         self._by_id: dict[int, Group] = {}
         self._lock = threading.Lock()
@@ -154,7 +182,7 @@ class Groups:
         with self._lock:
             group = self._by_id.get(id(process_group))
             if group is None or group.ref() is not process_group:
-                group = Group(process_group, max(self.incarnation, 0), self.mesh_dims)
+                group = Group(process_group, max(self.incarnation, 0), self.mesh_dims, self.joined)
                 self.by_name[group.name] = self._by_id[id(process_group)] = group
         return group
 

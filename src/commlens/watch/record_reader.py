@@ -168,7 +168,7 @@ class RecordReader:
         if peer < 0:
             comparison.receive_from_any_source(channel.channel, self.rank)
             return
-        if op not in POINT_TO_POINT or peer not in comparison.local_ranks:
+        if op not in POINT_TO_POINT or peer not in comparison.local_ranks or not number:
             return
         end = channel.ends.get((peer, op))
         if end is None or (number == 1 and end.newest):

@@ -18,7 +18,19 @@ from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal, is_timeout
 from commlens.model.collective import Collective, State, user_lines
 from commlens.model.verdict import Confidence, Finding
-from commlens.text import capital, count, duration, frame_phrase, joined, key_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import (
+    capital,
+    count,
+    duration,
+    frame_phrase,
+    joined,
+    key_phrase,
+    numbered,
+    op_phrase,
+    ranks_and_verb,
+    ranks_phrase,
+    verb,
+)
 
 _RECENT = 512  # records in which a line is looked for
 _SURE = frozenset({"finished", "stopped", "holding-gil", "throttled", "uninterruptible-io"})
@@ -200,7 +212,8 @@ def _summary(context: Context, absence: Absence, alone: bool) -> str:
         did = "finished without writing" if absence.doing.why == "finished" else f"{verb(ranks, 'has', 'have')} not written"
         return f"{ranks_phrase(ranks)} {did} the {key_phrase(op)}; {ranks_and_verb(waiting, 'waits', 'wait')} for it in {op.op}"
     if op.is_point_to_point:
-        did = f"sent message #{op.sequence_number} to" if op.op == "recv" else f"received message #{op.sequence_number} from"
+        message = numbered("message" if op.sequence_number else "the message", op.sequence_number)
+        did = f"sent {message} to" if op.op == "recv" else f"received {message} from"
         return f"{ranks_phrase(ranks)} never {did} rank {absence.edge.rank}, which waits for it"
     if absence.doing.why != "finished" and all(op_at(context.job.views[rank], absence.edge.instance) is not None for rank in ranks):
         return f"{ranks_phrase(ranks)} reached {name} after {ranks_phrase(waiting)} had given up waiting for {them}"

@@ -15,7 +15,7 @@ from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
-from commlens.text import duration, op_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import duration, numbered, op_phrase, ranks_and_verb, ranks_phrase
 
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
 """Activities that keep a rank from taking part in a collective that it has entered."""
@@ -35,7 +35,7 @@ class Meeting(NamedTuple):
     def name(self) -> str:
         """``"all_reduce #41 of group dp [0-3]"``, ``"message #3 from rank 0 to rank 1"``."""
         at = self.instance
-        return op_phrase(self.op) if at.sender < 0 else f"message #{at.number} from rank {at.sender} to rank {at.receiver}"
+        return op_phrase(self.op) if at.sender < 0 else f"{numbered('message', at.number)} from rank {at.sender} to rank {at.receiver}"
 
 
 def may_be_running(context: Context, nodes: Sequence[Node]) -> bool:
