@@ -42,12 +42,16 @@ def table(figures: dict[str, Any]) -> str:
             f"right for {right['commlens']}",
         ),
         (f"read the dumps of {largest['ranks']} ranks", f"torchfrtrace: {read['torchfrtrace']}", read["commlens"]),
-        ("record an `all_reduce`", f"Flight Recorder: {recorder}", f"{added['native engine']} ({added['Python engine']} in Python)"),
+        (
+            "record an `all_reduce`",
+            f"Flight Recorder: {recorder}",
+            f"{added['native engine']} with the [native engine](docs/native.md), {added['Python engine']} without it",
+        ),
         ("record and watch a training step", "", f"{watched} times as long, which is within the noise"),
         (
             "refuse a bad `all_reduce` in time",
             f"`TORCH_DISTRIBUTED_DEBUG=DETAIL`: {detail}",
-            verified["verified, native engine"],
+            f"{verified['verified, native engine']}, with the native engine",
         ),
         ("see what a step communicates", f"CommDebugMode: {theirs} times as long", f"{traced} times as long"),
     ]
