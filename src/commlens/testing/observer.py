@@ -25,10 +25,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from commlens import config
 from commlens.blackbox import job_dirs
-from commlens.errors import FormatError
+from commlens.errors import CommlensError, FormatError
 from commlens.text import count
 
 if TYPE_CHECKING:
+    from commlens.diagnosis.examine import ExaminedJob
     from commlens.model.verdict import Verdict
     from commlens.watch.watcher import Watcher
 
@@ -66,6 +67,16 @@ class Job:
     issued_before: int = 0  # the same when the test began
     ended: float = float("inf")  # monotonic
     is_shown: bool = False
+    own_dump: Path | None = None  # that the observer saved, whose watcher had not said anything
+
+    def dump(self) -> Path | None:
+        """Return the dump of the job with its page, which the watcher may be writing; None if there is none."""
+        until = time.monotonic() + _FINISH_S
+        reporter = self.watcher.reporter
+        is_awaited = self.own_dump is None and bool(self.said)
+        while is_awaited and self.thread.is_alive() and (reporter.dump is None or reporter.is_saving) and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.own_dump or reporter.dump
 
     def verdicts(self, since: float) -> list[Verdict]:
         """Return the verdicts since then, each once; the leading one first.
@@ -171,14 +182,29 @@ class Observer:
 
     def _look(self, job: Job) -> None:
         """Diagnose a job whose watcher has not yet said anything."""
-        from commlens.diagnosis.examine import diagnose_logs
+        from commlens.diagnosis.examine import examine_logs
         from commlens.watch.snapshot import snapshot
 
         if job.verdicts(self._test.began) or not is_running(job.folder):
             return
-        verdict = diagnose_logs(snapshot(job.folder))
-        if verdict.is_fault:
-            job.said.append((time.monotonic(), verdict))
+        examined = examine_logs(snapshot(job.folder))
+        if not examined.verdict.is_fault or job.verdicts(self._test.began):
+            return
+        with contextlib.suppress(CommlensError):
+            job.own_dump = self._save(job.folder, examined)
+        job.said.append((time.monotonic(), examined.verdict))
+
+    def _save(self, folder: Path, examined: ExaminedJob) -> Path:
+        """Save a dump with its verdict and page. Returns its folder."""
+        from commlens.dumps import save
+        from commlens.reports.verdict_page import verdict_html
+        from commlens.watch import snapshot
+
+        settings = self._resolved.settings
+        mode = int(settings.dump_mode, 8)
+        dump = snapshot.dump(self._dumps, folder, window_s=0.0, keep=settings.keep_dumps, mode=mode)
+        save.save_reports(dump, host=os.uname().nodename, page=verdict_html(examined), verdict=examined.verdict.to_json(), mode=mode)
+        return dump
 
     def _end_ranks(self, parent: int) -> None:
         """End the ranks that hang and outlive the tests: Python waits for child processes before it exits, so pytest would hang."""
@@ -245,7 +271,7 @@ class Observer:
 
     def _keep_dump(self, job: Job) -> list[str]:
         """Move the dump of a failed test to where dumps are kept."""
-        dump = job.watcher.reporter.dump
+        dump = job.dump()
         if dump is None or not dump.exists():
             return []
         kept = Path(self._resolved.settings.dump_dir) / dump.name

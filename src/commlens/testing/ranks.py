@@ -181,9 +181,10 @@ def _first_failure(ranks: Sequence[Rank], verdict: Verdict) -> RanksFailed:
     if others:
         words += f"; after it {ranks_phrase(others)} failed, too"
     text = f"{words}.\n\n{results[first]['error']}".rstrip()
-    if verdict.kind.startswith("mismatch"):
-        text += f"\n\n{verdict}"
-    return RanksFailed(text, rank=first)
+    if not verdict.is_fault or verdict.confidence == "low" or (first in verdict.culprits and not verdict.kind.startswith("mismatch")):
+        return RanksFailed(text, rank=first)
+    rank = verdict.culprits[0] if verdict.culprits else None if first in verdict.victims else first
+    return RanksFailed(f"{text}\n\n{verdict}", rank=rank)  # it only failed because of another one
 
 
 def _verdict(job: Path) -> Verdict:

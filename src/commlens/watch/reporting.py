@@ -199,6 +199,7 @@ class Reporter:
         self.evidence = evidence
         self.verdict: Verdict | None = None  # the last one printed
         self.dump: Path | None = None  # the last one saved
+        self.is_saving = False  # its page may be missing
         self.logs: list[RankLog] = []  # of the last diagnosis
         self._diagnosed: Verdict | None = None  # the last diagnosis
         self._folders = folders
@@ -283,7 +284,11 @@ class Reporter:
         Args:
             reason: why the dump is saved, if no verdict says so.
         """
-        self._save_dump(reason)
+        self.is_saving = True
+        try:
+            self._save_dump(reason)
+        finally:
+            self.is_saving = False
         self.send_alert()
         if self.dump is not None:
             self.evidence.nodes.update(dump=str(self.dump))
