@@ -13,6 +13,7 @@ import mmap
 import os
 import struct
 import threading
+import time
 import zlib
 from pathlib import Path
 from typing import Any, Final
@@ -73,6 +74,7 @@ class RefusalLog:
     def post(self, key: int, number: int, content: dict[str, Any]) -> dict[str, Any]:
         """Post a refusal of collective ``number`` of channel ``key``, and return the first one posted about it.
 
+        It is stamped with the time in ``CLOCK_MONOTONIC`` ns (``posted_ns``), also where another node has posted it before.
         If the file is full, the other ranks do not learn of it and wait until their own timeout.
         """
         with self.locked():
@@ -81,7 +83,7 @@ class RefusalLog:
                 earlier = self.read(index)
                 if (earlier.get("key"), earlier.get("number")) == (key, number):
                     return earlier
-            content = {**content, "text": str(content["text"])[:_LONGEST], "key": key, "number": number}
+            content = {**content, "text": str(content["text"])[:_LONGEST], "key": key, "number": number, "posted_ns": time.monotonic_ns()}
             payload = json.dumps(content, separators=(",", ":")).encode()
             end = self._words[_END]
             at = _HEADER_SIZE + end

@@ -9,6 +9,7 @@ from typing import Any, Final
 from commlens.blackbox import board as B
 from commlens.verification.messages import CycleStep
 from commlens.verification.peers import Peers
+from commlens.verification.refusals import Refusals
 
 CYCLE_AFTER_NS: Final = 300_000_000  # a rank that has waited for less may be about to continue
 Step = tuple[int, int, int]  # a rank, and the key of the channel and the number of the collective that it waits in
@@ -17,8 +18,9 @@ Step = tuple[int, int, int]  # a rank, and the key of the channel and the number
 class Cycles:
     """Finds the cycle that this rank waits in, and the ranks at the end of a chain of waits."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, refusals: Refusals) -> None:
         self._peers = peers
+        self._refusals = refusals
 
     def find(self) -> list[Step] | None:
         """Return the ranks that wait for each other, or None unless that is proven.
@@ -89,13 +91,16 @@ class Cycles:
         return steps[first:] + steps[:first]
 
     def waits_in(self, rank: int, longer_than_ns: int = CYCLE_AFTER_NS) -> tuple[int, int] | None:
-        """Return the channel's key and the number of the collective that a rank has waited in for longer than this."""
+        """Return the channel's key and the number of the collective that a rank has waited in for longer than this.
+
+        A rank whose wait a posted refusal is about to end does not wait: this rank may have raised it, and gone on, before.
+        """
         board = self._peers.known(rank)
         if board is None or board.word(B.THREADS) != 1:
             return None
         key, number, since = board.word(B.WAITING), board.word(B.WAITING_NUMBER), board.word(B.WAITING_SINCE)
         waits = key and since and time.monotonic_ns() - since > longer_than_ns and self.absent_from(key, number)
-        return (key, number) if waits else None
+        return (key, number) if waits and since > self._refusals.posted_ns(rank) else None
 
     def announced(self, key: int, number: int) -> dict[int, dict[str, Any]]:
         """Return the arguments of a collective by rank, of those that have announced it."""

@@ -67,6 +67,11 @@ class Refusals:
         ranks = self._posted.read(index).get("ranks", ())
         return ranks if isinstance(ranks, list) else ()
 
+    def posted_ns(self, rank: int) -> int:
+        """Return when the newest refusal that concerns a rank was posted on this node (``CLOCK_MONOTONIC``); 0 if there is none."""
+        posted = (self._posted.read(at) for at in range(self._posted.count()))
+        return max((int(each.get("posted_ns", 0)) for each in posted if _concerns(each, rank)), default=0)
+
     def raise_if_posted(self, pending: Pending) -> None:
         """Raise a refusal of this very collective.
 
@@ -120,8 +125,12 @@ class Refusals:
             time.sleep(_NAP_S)
 
     def _concerns_this_rank(self, posted: dict[str, Any]) -> bool:
-        ranks = posted.get("ranks")
-        return isinstance(ranks, list) and self._rank in ranks
+        return _concerns(posted, self._rank)
+
+
+def _concerns(posted: dict[str, Any], rank: int) -> bool:
+    ranks = posted.get("ranks")
+    return isinstance(ranks, list) and rank in ranks
 
 
 def _exception(posted: dict[str, Any]) -> DistributedOperationException:

@@ -86,7 +86,7 @@ class Waiting:
         self._peers = peers
         self._comparison = comparison
         self._refusals = refusals
-        self._cycles = Cycles(peers)
+        self._cycles = Cycles(peers, refusals)
         self._timeout_s = timeout_s
 
     def before_issue(self, pending: Pending, args: InternedArgs, plans_changed: Callable[[], None]) -> None:
