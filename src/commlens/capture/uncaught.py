@@ -19,18 +19,40 @@ from commlens.errors import DistributedOperationException
 
 _RAY_THREAD_RUNNER = "ray.train.v2._internal.execution.worker_group.thread_runner"
 _RAY_CATCHES = "construct_user_exception_with_traceback"
+_ORIGINAL = "Original Traceback (most recent call last):\n"
+_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 _OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")  # the scenarios are user programs
 
 
 def record_exception(writer: Any, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Write an uncaught exception into the black box, and a refusal also into torchelastic's error file."""
     refusal = _refusal_in(error)
-    told = " ".join(str(error).split()) if refusal is error else next(iter(str(error).strip().splitlines()), "")
     frames = [[f.filename, f.lineno or 0, f.name] for f in reversed(traceback.extract_tb(trace))]
-    text = f"{kind.__name__}: {told[:500]}" if told else kind.__name__
+    first = _of_worker(str(error))
+    if first is not None:
+        text, frames = first[0], [*first[1], *frames]
+    else:
+        told = " ".join(str(error).split()) if refusal is error else next(iter(str(error).strip().splitlines()), "")
+        text = f"{kind.__name__}: {told[:500]}" if told else kind.__name__
     writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     if refusal is not None:
         error_file.write(os.environ, str(refusal))
+
+
+def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:
+    """Return the exception of a data loader's worker process, which torch raises again with the worker's traceback as its text.
+
+    Returns:
+        The exception in one line, and its frames, innermost first; None if the text is another one.
+    """
+    head, found, trace = text.partition(_ORIGINAL)
+    frames = list(_FRAME.finditer(trace))
+    if not found or not frames:
+        return None
+    after = trace[frames[-1].end() :].splitlines()  # source lines are indented
+    error = next((line for line in after if line.strip() and not line.startswith(" ")), "an exception without a text")
+    where = head.partition(" in ")[2].strip().rstrip(".")
+    return f"{error[:500]} (in {where})", [[frame[1], int(frame[2]), frame[3]] for frame in reversed(frames)]
 
 
 def hook(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:
