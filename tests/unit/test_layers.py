@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "scenarios": {"errors", "model"},
-    "testing": {"blackbox", "config", "diagnosis", "errors", "launch", "model", "reports", "text", "traces", "tracing", "watch"},
+    "testing": {"blackbox", "config", "diagnosis", "dumps", "errors", "launch", "model", "reports", "text", "traces", "tracing", "watch"},
     "commands": {
         "atomic_write",
         "config",
