@@ -17,7 +17,7 @@ from emulated_nodes import Node, nodes, wait
 
 HERE = Path(__file__).parent
 PYTHON = sys.executable
-LATE_S = "3.5"
+LATE_S = "6"
 PROGRAM = [str(HERE / "cluster_program.py"), LATE_S]
 Start = Callable[[list[Node], dict[str, str]], None]
 

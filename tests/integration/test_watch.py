@@ -105,7 +105,7 @@ def test_another_rank_starts_the_watcher_if_the_one_that_should_is_killed_before
     bench.script.write_text(bench.script.read_text().replace("import torch, torch.distributed as dist", end))
     environ = {"COMMLENS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "COMMLENS_STALL_TIMEOUT": "2"}
     first, second = (bench.start("train.py", "well", **environ, RANK=rank, LOCAL_RANK=rank) for rank in ("0", "1"))
-    second.until("VERDICT", stream="err", timeout_s=40)
+    second.until("VERDICT", stream="err", timeout_s=90)
     assert "rank 0" in next(line for line in second.err if "VERDICT" in line), second.report()
     assert len(watchers(bench)) == 1
     second.process.terminate()

@@ -18,6 +18,12 @@ class Path(NamedTuple):
     line: Frame | None  # the user's innermost line that the other rank does not have: helpers are on both sides
     phrase: str  # "train.py:35 train -> train.py:22 evaluate -> comm.py:5 reduce"
     place: str  # "train.py:22 evaluate"; if they part inside of a library, with the library's line
+    caller: str = ""  # "train.py:35 train", where the ranks part, if that is not the place itself
+
+    @property
+    def with_caller(self) -> str:
+        """``"train.py:22 evaluate, called at train.py:35 train"``: the branch is in the caller."""
+        return f"{self.place}, called at {self.caller}" if self.caller and self.caller != self.place else self.place
 
 
 def part(job: JobIndex, rank: int, own: Collective, rank_met: int, other: Collective) -> tuple[Path, Path]:
@@ -88,7 +94,7 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
         if len(parts) > _SHOWN:
             parts[_SHOWN - 2 : -2] = ["..."]
         line = next((frame for frame in reversed(lines) if frame not in others), lines[0])
-        return Path(line, " -> ".join(parts), frame_phrase(line))
+        return Path(line, " -> ".join(parts), frame_phrase(line), frame_phrase(lines[0]))
     inner = _library_line(frames) if alone else None
     phrase = " -> ".join(filter(None, [frame_phrase(last), _in_package(inner) if inner is not None else ""]))
     return Path(last, phrase, phrase)

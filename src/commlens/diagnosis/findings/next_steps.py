@@ -79,7 +79,7 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
 def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | None, paths: tuple[Path, Path]) -> str:
     """Recommend a step for ranks that disagree. ``paths`` are those on which the first culprit and the others part."""
     culprits, shift = ranks_phrase(mismatch.culprits), mismatch.shift
-    mine, theirs = (f" at {path.place}" if path.place else "" for path in paths)
+    mine, theirs = (f" at {path.with_caller}" if path.place else "" for path in paths)
     skipped = shift.skipped if shift is not None and shift.by > 0 else usual
     if mismatch.departure and skipped is not None:
         extra = f"issued an extra {first.op}{mine}"
@@ -89,11 +89,11 @@ def mismatch_step(mismatch: Mismatch, first: Collective, usual: Collective | Non
         return _astray_step(mismatch, *mismatch.pair)
     if usual is None:
         return f"compare the collectives that {culprits} issue{mine}"
-    if mine == theirs and usual.source is not None:
+    if paths[0].place == paths[1].place and usual.source is not None:
         op_differs = mismatch.answer is None or mismatch.answer.aspect == "op"
         differs = "issues a different collective" if op_differs else "passes different arguments"
         return f"find out why {paths[1].place} {differs} on {culprits} than on the others"
-    here, there = paths[0].place or first.op, paths[1].place or usual.op
+    here, there = paths[0].with_caller or first.op, paths[1].with_caller or usual.op
     if mismatch.pair is not None:
         return f"compare {here} on {culprits} with {there} on the others"
     return f"find the branch that takes {culprits} to {here} where the others come to {there}"
