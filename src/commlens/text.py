@@ -284,14 +284,19 @@ def tensors_phrase(specs: Sequence[TensorSpec]) -> str:
     return f"{first} and {len(specs) - 1} more"
 
 
-def args_phrase(op: Collective) -> str:
-    """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without tensors."""
+def args_phrase(op: Collective, reduce_op: str | None = None) -> str:
+    """``"float32[1048576] SUM"``, with the root where there is one; empty for an op without tensors.
+
+    Args:
+        op: the collective.
+        reduce_op: its reduce op if ``op`` does not have it.
+    """
     specs = op.args.payload
     if not specs or op.op in BARRIERS:
         return ""
     text = tensors_phrase(specs)
-    if op.args.reduce_op:
-        text += f" {op.args.reduce_op}"
+    if reduce_op := op.args.reduce_op or reduce_op:
+        text += f" {reduce_op}"
     if op.args.root is not None:
         text += f", root {op.args.root}"
     return text

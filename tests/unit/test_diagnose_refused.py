@@ -41,6 +41,7 @@ def test_a_mismatch() -> None:
 
     verdict = diagnose_logs(refuse(Job(4).run(program).logs()))
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
+    assert "held up" not in verdict.explanation, "they raised, too"
     assert refused(verdict) == [
         "Strict verification refused all_reduce #4 before it was issued: ranks 0-3 raised DistributedOperationException."
     ]

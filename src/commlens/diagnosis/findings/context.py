@@ -81,8 +81,11 @@ class Context:
     def waiting(self, edges: Sequence[Edge]) -> str:
         """``"Ranks 0-1,3 have been waiting for 31 s at train.py:81 step, float32[1048576] SUM."``; lines that differ are listed."""
         by_line: dict[tuple[str, str, bool], list[int]] = defaultdict(list)
+        reduce_ops = {(edge.op.op, edge.op.args.reduce_op) for edge in edges if edge.op.args.reduce_op}
+        known = dict(reduce_ops) if len(reduce_ops) == 1 else {}  # a rank decodes its reduce ops some time after it issues them
         for edge in edges:
-            by_line[frame_phrase(edge.op.source), args_phrase(edge.op), edge.op.state is State.FAILED].append(edge.rank)
+            args = args_phrase(edge.op, known.get(edge.op.op))
+            by_line[frame_phrase(edge.op.source), args, edge.op.state is State.FAILED].append(edge.rank)
         same_args = len({args for _, args, _ in by_line}) == 1
         parts = []
         for (line, args, failed), ranks in sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]:
@@ -91,7 +94,7 @@ class Context:
             about = (f" at {line}" if line else "") + (f", {args}" if args and not same_args else "")
             did = "waited" if failed else f"{verb(ranks, 'has', 'have')} been waiting"
             parts.append(f"{ranks_phrase(ranks)} {did}{length}{about}{', until it failed' * failed}")
-        args = args_phrase(edges[0].op)
+        args = next(args for _, args, _ in by_line)
         return capital("; ".join(parts)) + (f", {args}." if args and same_args else ".")
 
     def waiting_behind(self, ranks: Sequence[int], blocked: Iterable[int]) -> str:
@@ -122,9 +125,9 @@ class Context:
         """Return the longest time that one of these ranks has been waiting, in ns."""
         return max((block.age_ns for block in self._blocks(ranks)), default=0)
 
-    def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG, at_least_ns: int = 0) -> bool:
+    def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG) -> bool:
         """Return whether one of these ranks has waited for so many stall timeouts that work is no excuse."""
-        return self.longest_wait(ranks) >= max(timeouts * self.job.stall_timeout_ns, at_least_ns)
+        return self.longest_wait(ranks) >= timeouts * self.job.stall_timeout_ns
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""

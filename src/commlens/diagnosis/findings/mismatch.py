@@ -133,8 +133,8 @@ def _finding(
     consequence = ""
     if mismatch.silent:
         consequence = "Nothing hung, but the result is wrong."
-    elif held:
-        consequence = f"{capital(ranks_and_verb(held, 'is', 'are'))} held up by it."
+    elif stuck := [rank for rank in held if rank not in views or not views[rank].exit.refused]:
+        consequence = f"{capital(ranks_and_verb(stuck, 'is', 'are'))} held up by it."
     kind: Kind = f"mismatch/{mismatch.answer.aspect}" if mismatch.answer is not None else "missing"  # type: ignore[assignment]
     confidence, more = _confidence(mismatch)
     return Finding(

@@ -93,19 +93,25 @@ def _is_too_late(doing: Activity, op: Collective) -> bool:
 
 
 def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
-    """Return whether a rank has worked for so long while others wait that it may never arrive: it may be in an endless loop.
-
-    Visible compilation, a checkpoint that is being written and a block marked as slow may take any time, but not longer than the
-    process group's timeout.
-    """
-    if any(is_timeout(edge.op.error) for edge in context.graph.edges_into(node)):
+    """Return whether a rank has worked for so long while others wait that it may never arrive: it may be in an endless loop."""
+    edges = context.graph.edges_into(node)
+    if any(is_timeout(edge.op.error) for edge in edges):
         return True
-    log = context.job.views[node.rank].log
+    limit = _patience_ns(context, node.rank, doing)
+    return limit is not None and context.longest_wait(edge.rank for edge in edges) >= limit
+
+
+def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
+    """Return for how long others may wait for a rank that works until it counts as stuck.
+
+    None: visible compilation, a checkpoint that is being written and a block marked as slow may take any time, but not longer than
+    the process group's timeout.
+    """
+    log = context.job.views[rank].log
     if log.expecting is not None or (doing.why in ("compilation", "checkpoint-io") and not doing.unclear):
-        return False
-    waiting = [edge.rank for edge in context.graph.edges_into(node)]
+        return None
     timeouts = 2 * TOO_LONG if doing.unclear else TOO_LONG
-    return context.waits_too_long(waiting, timeouts=timeouts, at_least_ns=LONGER_THAN_BEFORE * longest_gap_ns(log))
+    return max(timeouts * context.job.stall_timeout_ns, LONGER_THAN_BEFORE * longest_gap_ns(log))
 
 
 def _missing(context: Context, absence: Absence) -> None:
@@ -234,6 +240,8 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
         where = _NO_WORK.get(doing.why, "sending data that nobody takes")
         work = f"{where} and {verb(ranks, 'shows', 'show')} no work"
     waited = context.longest_wait(waiting)
+    patience = _patience_ns(context, ranks[0], doing)
+    limit = f"{capital(ranks_and_verb(ranks, 'counts', 'count'))} as stuck if that lasts {duration(patience)}." if patience else ""
     finding = Finding(
         kind="waiting", why=doing.why, root_cause=False, culprits=[], victims=held,
         confidence="low" if doing.unclear else "high" if doing.observed else "medium",
@@ -243,6 +251,7 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
         explanation=prose(
             f"{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
             *_waits(context, absence),
+            limit,
         ),
         next_step=f"wait; if {subject} should not take this long, look at {frame_phrase(doing.frame)}" if doing.frame else "wait",
         evidence=_signs(absence),
