@@ -36,7 +36,7 @@ class DemoCommand:
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("scenario", nargs="?", default=DEFAULT, help=f"the scenario to run (default: {DEFAULT})")
+        parser.add_argument("scenario", nargs="?", help=f"the scenario to run (default: {DEFAULT})")
         parser.add_argument("--list", action="store_true", help="list the scenarios and exit")
         parser.add_argument("--nproc-per-node", type=int, default=4, metavar="N", help="start N processes: 2, 4 or 8 (default: 4)")
         parser.add_argument(
@@ -48,7 +48,7 @@ class DemoCommand:
         if arguments.list:
             print_list()
             return 0
-        scenario = find(arguments.scenario)
+        scenario = find(arguments.scenario or DEFAULT)
         world_size = arguments.nproc_per_node
         if world_size not in scenario.worlds:
             worlds = ", ".join(map(str, scenario.worlds))
@@ -57,11 +57,19 @@ class DemoCommand:
             raise MissingDependency.torch("commlens demo")
         reason = scenario.impossible()
         if reason is not None:
-            raise CommandError(f"The scenario {scenario.name} cannot run here. {reason}")
+            if arguments.scenario is not None:
+                raise CommandError(f"The scenario {scenario.name} cannot run here. {reason}")
+            print(f"The scenario {scenario.name} cannot run here. {reason} Another one runs in its place.")
+            scenario = first_possible(world_size)
         dump_dir = arguments.dump_dir or Path(tempfile.mkdtemp(prefix="commlens-demo-"))
         introduce(scenario, world_size, arguments.stall_timeout)
         run_job(scenario, world_size, arguments.stall_timeout, dump_dir)
         return conclude(scenario, world_size, dump_dir, given=arguments.dump_dir is not None)
+
+
+def first_possible(world_size: int) -> Scenario:
+    """Return the first scenario with a fault that can run here."""
+    return next(each for each in SCENARIOS if each.fault and world_size in each.worlds and each.impossible() is None)
 
 
 def print_list() -> None:
