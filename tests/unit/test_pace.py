@@ -180,6 +180,13 @@ def test_the_verdict_with_records_alone() -> None:
     assert verdict.next_step.startswith("profile rank 2 before train.py:10 train (`py-spy record --duration 10 --pid 102`)")
 
 
+def test_the_verdict_on_the_ranks_of_one_node_says_so() -> None:
+    logs = job(4, 200, late)
+    for log in logs:
+        log.host, log.world_size = "n03", 8
+    assert straggler_verdict(found(logs), logs).summary == "rank 2 makes the job slow: all others on n03 wait for 33% of the time"
+
+
 def test_the_verdict_with_profiles() -> None:
     main, load, read = Frame(SCRIPT, 30, "main"), Frame(SCRIPT, 7, "load_batch"), Frame("/lib/python3/io.py", 3, "read", FrameKind.LIBRARY)
     profiles = {2: Counter({(read, load, main): 40, (main,): 60}), 0: Counter({(read, load, main): 2, (main,): 98})}

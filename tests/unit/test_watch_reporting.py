@@ -103,3 +103,20 @@ def test_a_node_saves_what_the_dump_of_the_node_that_reports_lacks(tmp_path: Pat
     assert [len(log.collectives) for log in read_evidence(dump).logs] == [10, 10]
     assert save_own(None) == f"the dump of all nodes is in {dump}"
     assert said == []
+
+
+def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
+    """Its own node's watcher finds it, whichever node reports for the job."""
+    said: list[str | Verdict] = []
+    announced: list[str] = []
+    reports = Beat(0, "n00", [0, 1])
+    evidence = SimpleNamespace(nodes=SimpleNamespace(reporter=reports, announce=announced.append))
+    reporter = Reporter([tmp_path], Settings(), evidence, say=said.append)  # type: ignore[arg-type]
+    verdict = Verdict(kind="straggler", why="user-code", confidence="medium", summary="rank 3 makes the job slow", explanation="It sleeps.")
+    reporter.report_slow(verdict)
+    reporter.tell_all_nodes("rank 3 no longer makes the job slow.")
+    assert said[0] == "Rank 3 makes the job slow. It sleeps."
+    assert announced == [
+        f"Rank 3 makes the job slow. (the whole notice was printed on {os.uname().nodename})",
+        "rank 3 no longer makes the job slow.",
+    ]

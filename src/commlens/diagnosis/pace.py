@@ -365,7 +365,7 @@ def straggler_verdict(slow: Slow, logs: Sequence[RankLog], profiles: Mapping[int
     ours = [log for log in logs if log.rank in slow.ranks]
     why, cause, next_step = _cause(slow, ours)
     evidence = [
-        f"In each step of {duration(slow.step_s / _NS)}, {ranks_phrase(others)} wait {duration(lost_s / _NS)} longer than {who} "
+        f"In each step of {duration(slow.step_s / _NS)}, {ranks_and_verb(others, 'waits', 'wait')} {duration(lost_s / _NS)} longer than {who} "
         f"({count(slow.steps, 'step')} seen)"
     ]
     source = None
@@ -386,9 +386,11 @@ def straggler_verdict(slow: Slow, logs: Sequence[RankLog], profiles: Mapping[int
     if not next_step:
         place = f" before {frame_phrase(source)}" if source is not None else ""
         next_step = f"profile {who}{place} (`py-spy record --duration 10 --pid {ours[0].pid}`), and compare it with rank {others[0]}"
+    some = logs[0].host if len({log.host for log in logs}) == 1 and logs[0].world_size > len(logs) else ""  # other nodes have ranks, too
     finding = Finding(
         kind="straggler", why=why, root_cause=True, culprits=slow.ranks, victims=others, confidence="medium",
-        summary=f"{ranks_and_verb(slow.ranks, 'makes', 'make')} the job slow: all others wait for {slow.cost:.0%} of the time",
+        summary=f"{ranks_and_verb(slow.ranks, 'makes', 'make')} the job slow: all others{f' on {some}' if some else ''} wait for "
+        f"{slow.cost:.0%} of the time",
         explanation=" ".join(f"{capital(each)}." for each in evidence), next_step=next_step,
         source=source.where if source is not None else None,
         source_file=f"{source.file}:{source.line}" if source is not None else None,

@@ -259,8 +259,9 @@ class Reporter:
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
 
     def report_slow(self, verdict: Verdict) -> None:
-        """Print, as a notice, a verdict on ranks that make the job slow, and pass it on."""
+        """Print, as a notice, a verdict on ranks of this node that make the job slow, its first sentence on the others, and pass it on."""
         self.say(_as_notice(verdict))
+        self.evidence.nodes.announce(f"{capital(verdict.summary)}. (the whole notice was printed on {self._host})")
         self.counts[verdict.kind] += 1
         self._pass_on(verdict, None)
 
@@ -273,6 +274,11 @@ class Reporter:
         """Print a line here, and on the other nodes if this one reports for the job."""
         self.say(line)
         self._announce(line, abort=abort)
+
+    def tell_all_nodes(self, line: str) -> None:
+        """Print a line here and on the other nodes, whether or not this one reports for the job."""
+        self.say(line)
+        self.evidence.nodes.announce(line)
 
     def _announce(self, line: str, *, kind: str = "", abort: bool = False) -> None:
         if self.evidence.nodes.reporter is None:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from commlens.diagnosis.pace import MIN_COST, Pace, find_slow_ranks, measure, recent, straggler_verdict
 from commlens.model.collective import FrameKind
@@ -33,6 +33,13 @@ _SLOWER: Final = 1.3
 _BASE: Final = 24  # samples that say how long a step took at first
 _SKIPPED: Final = 2  # the first steps compile
 _RECENT: Final = 12
+
+
+class Line(NamedTuple):
+    """A line to print."""
+
+    text: str
+    of_this_node: bool  # the other nodes do not find it by themselves
 
 
 class Slowness:
@@ -64,12 +71,12 @@ class Slowness:
         """The newest sample."""
         return self._paces[-1] if self._paces else None
 
-    def poll(self, members: Sequence[Member], now: float) -> list[Verdict | str]:
+    def poll(self, members: Sequence[Member], now: float) -> list[Verdict | Line]:
         """Take a sample if it is time. Returns what is new: a verdict, or a line."""
         if now < self._due or self._failed:
             return []
         began = time.thread_time()
-        news: list[Verdict | str] = []
+        news: list[Verdict | Line] = []
         try:
             news = self._sample(members)
         except Exception as error:  # stalls and deaths are still reported
@@ -79,7 +86,7 @@ class Slowness:
         self._due = now + max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
         return news
 
-    def _sample(self, members: Sequence[Member]) -> list[Verdict | str]:
+    def _sample(self, members: Sequence[Member]) -> list[Verdict | Line]:
         ranks = [member for member in members if member.alive and member.here and member.box is not None and member.rank >= 0]
         if len(ranks) < 2 or len(ranks) < sum(member.here for member in members):
             return []
@@ -116,7 +123,7 @@ class Slowness:
                     found[member.rank] = total - before
         return found
 
-    def _judge_ranks(self, ranks: Sequence[Member], logs: list[RankLog]) -> list[Verdict | str]:
+    def _judge_ranks(self, ranks: Sequence[Member], logs: list[RankLog]) -> list[Verdict | Line]:
         newest = recent(self._paces)
         slow = find_slow_ranks(newest)
         before = self.verdict
@@ -124,7 +131,7 @@ class Slowness:
             self._profiling = self._observer = None
             if before is not None and find_slow_ranks(newest, MIN_COST / 2) is None:
                 self.verdict = None
-                return [f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')} the job slow."]
+                return [Line(f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')} the job slow.", of_this_node=True)]
             return []
         if before is not None and before.culprits == slow.ranks:
             return []
@@ -148,7 +155,7 @@ class Slowness:
         self.verdict = straggler_verdict(slow, logs, profiles)
         return [self.verdict]
 
-    def _judge_steps(self, pace: Pace) -> list[str]:
+    def _judge_steps(self, pace: Pace) -> list[Line]:
         self._step_times.append(pace.step_s)
         first, last = self._step_times[_SKIPPED:_BASE], self._step_times[-_RECENT:]
         del self._step_times[_BASE + _RECENT : -_RECENT]
@@ -159,4 +166,4 @@ class Slowness:
             return []
         self._is_slower = True
         times = f"{duration(now * 1e9)} against {duration(usual * 1e9)}"
-        return [f"a step takes {now / usual:.1f} times as long as in the job's first minutes: {times}."]
+        return [Line(f"a step takes {now / usual:.1f} times as long as in the job's first minutes: {times}.", of_this_node=False)]

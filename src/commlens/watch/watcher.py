@@ -375,8 +375,10 @@ class Watcher:
         for news in self._slowness.poll(members, time.monotonic()):
             if isinstance(news, Verdict):
                 self.reporter.report_slow(news)
+            elif news.of_this_node:
+                self.reporter.tell_all_nodes(news.text)
             else:
-                self.reporter.say(news)
+                self.reporter.say(news.text)
 
     def _is_one_ending(self) -> bool:
         return any(member.alive and member.here and process.is_ending(member.pid) for member in self._roster.current())
