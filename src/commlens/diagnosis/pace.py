@@ -364,10 +364,8 @@ def straggler_verdict(slow: Slow, logs: Sequence[RankLog], profiles: Mapping[int
     hotspot = find_hotspot(profiles, slow.ranks)
     ours = [log for log in logs if log.rank in slow.ranks]
     why, cause, next_step = _cause(slow, ours)
-    evidence = [
-        f"In each step of {duration(slow.step_s / _NS)}, {ranks_and_verb(others, 'waits', 'wait')} {duration(lost_s / _NS)} longer than {who} "
-        f"({count(slow.steps, 'step')} seen)"
-    ]
+    they_wait = f"{ranks_and_verb(others, 'waits', 'wait')} {duration(lost_s / _NS)} longer than {who}"
+    evidence = [f"In each step of {duration(slow.step_s / _NS)}, {they_wait} ({count(slow.steps, 'step')} seen)"]
     source = None
     if hotspot is not None and hotspot.share - hotspot.share_other > slow.cost / 3:
         source = hotspot.frame
