@@ -12,7 +12,8 @@ from builders import DISPATCHER, MS, SCRIPT, START
 
 from commlens.diagnosis import pace
 from commlens.diagnosis.examine import examine_logs
-from commlens.diagnosis.pace import Pace, find_slow_in_records, find_slow_ranks, find_stretch, measure, recent, straggler_verdict
+from commlens.diagnosis.pace import Pace, condensed, find_slow_in_records, find_slow_ranks, measure, recent
+from commlens.diagnosis.straggler import find_stretch, straggler_verdict
 from commlens.model.collective import (
     Channel,
     Collective,
@@ -25,6 +26,7 @@ from commlens.model.collective import (
 )
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes import profile
+from commlens.watch.job_pace import judge, packed
 
 Compute = Callable[[int, int], float]
 """(rank, step) to milliseconds of own work before the step's first collective."""
@@ -66,11 +68,11 @@ def job(ranks: int, steps: int, compute: Compute, *, how: str = "wait", device: 
     return logs
 
 
-def samples(logs: list[RankLog], number: int = 6) -> list[Pace]:
+def samples(logs: list[RankLog], number: int = 6, least: int = 2) -> list[Pace]:
     """What ``number`` samples of the job's time show."""
     begin, end = START, logs[0].captured_ns
     edges = [begin + (end - begin) * part // number for part in range(number + 1)]
-    return [pace for first, last in pairwise(edges) if (pace := measure(logs, first, last)) is not None]
+    return [pace for first, last in pairwise(edges) if (pace := measure(logs, first, last, least=least)) is not None]
 
 
 def late(rank: int, step: int) -> float:
@@ -159,6 +161,38 @@ def test_clocks_of_several_hosts_are_not_compared() -> None:
     for log in late_there[2:]:
         log.host = "other"
     assert find_slow_in_records(late_there) is None, "only rank 2 is known to wait for it"
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_the_ranks_of_several_nodes_are_compared(per_node: int) -> None:
+    """Each node measures its own ranks' waits on its own clock; the second node's is an hour behind."""
+    before = None
+    for compute, slow in ((late, [2]), (lambda rank, step: 108.0 if rank == 2 else 100.0, [2]), (lambda rank, step: 100.0, None)):
+        logs = job(4, 400, compute)
+        nodes = [logs[first : first + per_node] for first in range(0, 4, per_node)]
+        paces = [condensed(samples(node, least=1)) for node in nodes]
+        before = judge([packed(each) for each in paces], before)
+        assert before is not None and before.ranks == [0, 1, 2, 3]
+        assert (before.slow.ranks if before.slow is not None else None) == slow, "half the cost suffices to remain slow"
+
+
+def test_nodes_that_wait_for_each_other_unseen_are_not_compared() -> None:
+    """DDP waits in C++: how long for ranks of another node, their clocks alone would tell."""
+    logs = job(4, 400, late, how="cpp")
+    assert condensed(samples(logs)), "of one node"
+    assert condensed(samples(logs[:2])) == []
+    assert judge([packed(condensed(samples(logs[:2]))), packed(condensed(samples(logs[2:])))], None) is None
+
+
+def test_a_slow_rank_that_is_alone_on_its_node() -> None:
+    load = Frame(SCRIPT, 7, "load_batch")
+    slow = find_slow_ranks(samples(job(4, 200, late)))
+    assert slow is not None
+    log = job(4, 200, late)[2]
+    verdict = straggler_verdict(slow, [log], {2: Counter({(load,): 40, (): 60})}, compared=range(4))
+    assert verdict.summary == "rank 2 makes the job slow: all others wait for 33% of the time"
+    assert (verdict.source, verdict.victims) == (None, [0, 1, 3]), "no other rank's profile shows what is usual"
+    assert "Rank 2 spends 40% of the time in train.py:7 load_batch." in verdict.explanation
 
 
 def found(logs: list[RankLog]) -> pace.Slow:

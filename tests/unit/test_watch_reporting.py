@@ -117,6 +117,6 @@ def test_a_slow_rank_is_told_on_all_nodes(tmp_path: Path) -> None:
     reporter.tell_all_nodes("rank 3 no longer makes the job slow.")
     assert said[0] == "Rank 3 makes the job slow. It sleeps."
     assert announced == [
-        f"Rank 3 makes the job slow. (the whole notice was printed on {os.uname().nodename})",
+        f"Rank 3 makes the job slow. It sleeps. (found on {os.uname().nodename})",
         "rank 3 no longer makes the job slow.",
     ]

@@ -10,9 +10,10 @@ from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.joined_numbers import without_contradicted_numbers
-from commlens.diagnosis.pace import find_slow_in_records, straggler_verdict
+from commlens.diagnosis.pace import find_slow_in_records
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.step_times import StepTimes, step_times
+from commlens.diagnosis.straggler import straggler_verdict
 from commlens.diagnosis.wait_graph import Graph, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.matching.answer import Disagree

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from commlens.watch.channel_progress import Blocks
+from commlens.watch.job_pace import Judgement, Sample
 
 _PREFIX: Final = "commlens/4"  # the number changes with the values' meaning
 
@@ -45,6 +46,8 @@ class Beat(msgspec.Struct, frozen=True):
     dead: list[int] = []
     disagreements: int = 0  # that its ranks have among themselves, so far
     digests: dict[str, list[Blocks]] = {}  # of the channels that reach other nodes
+    pace: list[Sample] = []  # of its ranks; empty while it is not known
+    judgement: Judgement | None = None  # of the reporter: which ranks of the job are slow; None: each node judges its own
     finished: bool = False  # it has left in order
     ended: bool = False  # all its ranks have ended
     ended_at: int = 0  # how many slots had been drawn when its ranks had ended; 0: they have not, or that is not known yet

@@ -259,9 +259,9 @@ class Reporter:
             self._announce(f"{capital(verdict.summary).rstrip('.')}.", kind=verdict.kind)
 
     def report_slow(self, verdict: Verdict) -> None:
-        """Print, as a notice, a verdict on ranks of this node that make the job slow, its first sentence on the others, and pass it on."""
+        """Print, as a notice, a verdict on ranks of this node that make the job slow, also on the other nodes, and pass it on."""
         self.say(_as_notice(verdict))
-        self.evidence.nodes.announce(f"{capital(verdict.summary)}. (the whole notice was printed on {self._host})")
+        self.evidence.nodes.announce(f"{_as_notice(verdict)} (found on {self._host})")
         self.counts[verdict.kind] += 1
         self._pass_on(verdict, None)
 

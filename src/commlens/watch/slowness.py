@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
-from commlens.diagnosis.pace import MIN_COST, Pace, find_slow_ranks, measure, recent, straggler_verdict
+from commlens.diagnosis.pace import MIN_COST, Pace, Slow, condensed, find_slow_ranks, measure, recent, with_cpu
+from commlens.diagnosis.straggler import straggler_verdict
 from commlens.model.collective import FrameKind
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
@@ -20,6 +21,8 @@ from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.profile import Profiling
 from commlens.text import duration, ranks_and_verb
+from commlens.watch.job_pace import Judgement, judge, packed
+from commlens.watch.nodes import Nodes
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import read_logs, sample
 
@@ -28,7 +31,9 @@ log = logging.getLogger("commlens")
 INTERVAL_S: Final = 5.0
 CPU_SHARE: Final = 0.005
 NEWEST: Final = 300  # records per rank
+RANKS_MAX: Final = 1024  # of a job whose nodes are compared
 _KEPT: Final = 120  # samples
+_AWAITED: Final = 12  # samples after which this node judges its own ranks, because not every node tells enough
 _SLOWER: Final = 1.3
 _BASE: Final = 24  # samples that say how long a step took at first
 _SKIPPED: Final = 2  # the first steps compile
@@ -62,6 +67,11 @@ class Slowness:
         # Both only while ranks seem to be slow. The watcher's own observer must not see the job before it stalls: it looks for work.
         self._profiling: Profiling | None = None
         self._observer: Observer | None = None
+        self._meet_at = 0.0
+        self._has_other_nodes = False
+        self._condensed: list[Pace] = []
+        self._judgement: Judgement | None = None  # on the ranks of all nodes; None: this node judges its own
+        self._awaited = 0  # samples since this node told the others enough and nobody has judged
         self.verdict: Verdict | None = None  # on the ranks that make the job slow now
         self.logs: list[RankLog] = []  # of the newest sample
         self._is_slower = False  # than at first
@@ -71,24 +81,42 @@ class Slowness:
         """The newest sample."""
         return self._paces[-1] if self._paces else None
 
-    def poll(self, members: Sequence[Member], now: float) -> list[Verdict | Line]:
-        """Take a sample if it is time. Returns what is new: a verdict, or a line."""
-        if now < self._due or self._failed:
-            return []
-        began = time.thread_time()
+    def poll(self, members: Sequence[Member], nodes: Nodes, now: float) -> list[Verdict | Line]:
+        """Take a sample if it is time, and compare it with the other nodes'. Returns what is new: a verdict, or a line."""
         news: list[Verdict | Line] = []
         try:
-            news = self._sample(members)
+            if now >= self._meet_at and not self._failed:
+                self._meet_at = now + self._rest_s(self._meet, nodes)
+            if now >= self._due and not self._failed:
+                self._due = now + self._rest_s(lambda: news.extend(self._sample(members)))
         except Exception as error:  # stalls and deaths are still reported
             self._failed = True
             log.warning("commlens: slow ranks are no longer looked for: %s: %s", type(error).__name__, error)
             log.debug("the error", exc_info=True)
-        self._due = now + max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
         return news
+
+    def _rest_s(self, work: Callable[..., None], *arguments: object) -> float:
+        """Do some work, and return for how long to rest."""
+        began = time.thread_time()
+        work(*arguments)
+        return max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
+
+    def _meet(self, nodes: Nodes) -> None:
+        """Tell the other nodes the newest samples, and take the judgement of the node that reports, or judge as that one."""
+        others = nodes.others
+        self._has_other_nodes = bool(others)
+        if not others or max(beat.world_size for beat in others) > RANKS_MAX:
+            self._judgement = None
+            return
+        reporter, own = nodes.reporter, packed(self._condensed)
+        here = judge([own, *(beat.pace for beat in others)], self._judgement) if reporter is None else None
+        nodes.update(pace=own, judgement=here)
+        self._judgement = here if reporter is None else reporter.judgement
 
     def _sample(self, members: Sequence[Member]) -> list[Verdict | Line]:
         ranks = [member for member in members if member.alive and member.here and member.box is not None and member.rank >= 0]
-        if len(ranks) < 2 or len(ranks) < sum(member.here for member in members):
+        least = 1 if self._has_other_nodes else 2
+        if len(ranks) < least or len(ranks) < sum(member.here for member in members):
             return []
         if self._observer is not None:
             sample(ranks, self._observer)
@@ -97,7 +125,7 @@ class Slowness:
             self._steps, self._sampled_ns = steps, time.monotonic_ns() if not self._steps else self._sampled_ns
             return []
         logs, problems = read_logs(ranks, {}, newest=NEWEST)
-        pace = measure(logs, self._until_ns) if not problems else None
+        pace = measure(logs, self._until_ns, least=least) if not problems else None
         no_cpu, elapsed_ns = self._without_cpu(ranks), time.monotonic_ns() - self._sampled_ns
         done, self._steps, self._sampled_ns = steps - self._steps, steps, time.monotonic_ns()
         self._until_ns = min(each.captured_ns for each in logs)
@@ -108,6 +136,7 @@ class Slowness:
         if self._paces and self._paces[-1].waited_s.keys() != pace.waited_s.keys():
             self._paces.clear()
         self._paces = [*self._paces[1 - _KEPT :], pace]
+        self._condensed = condensed(self._paces)
         self.logs = logs
         return [*self._judge_ranks(ranks, logs), *self._judge_steps(pace)]
 
@@ -124,23 +153,22 @@ class Slowness:
         return found
 
     def _judge_ranks(self, ranks: Sequence[Member], logs: list[RankLog]) -> list[Verdict | Line]:
-        newest = recent(self._paces)
-        slow = find_slow_ranks(newest)
+        slow, is_over = self._slow_ranks({member.rank for member in ranks})
         before = self.verdict
         if slow is None:
             self._profiling = self._observer = None
-            if before is not None and find_slow_ranks(newest, MIN_COST / 2) is None:
+            if before is not None and is_over:
                 self.verdict = None
                 return [Line(f"{ranks_and_verb(before.culprits, 'no longer makes', 'no longer make')} the job slow.", of_this_node=True)]
             return []
         if before is not None and before.culprits == slow.ranks:
             return []
         pids = {member.rank: member.pid for member in ranks}
-        other = next(rank for rank in pids if rank not in slow.ranks)
         if self._profiling is None:
             box = ranks[0].box
             classify = box.classifier() if box is not None else lambda _: FrameKind.USER
-            self._profiling = Profiling({rank: pids[rank] for rank in (slow.ranks[0], other)}, classify)
+            others = [rank for rank in pids if rank not in slow.ranks]
+            self._profiling = Profiling({rank: pids[rank] for rank in (slow.ranks[0], *others[:1])}, classify)
             self._observer = Observer(use_py_spy=False)
             for member in ranks:
                 self._observer.add(member.pid, member.start_ticks)
@@ -152,8 +180,22 @@ class Slowness:
             each.observation = self._observer.observe(pids[each.rank])
         profiles = self._profiling.profiles
         self._profiling = self._observer = None
-        self.verdict = straggler_verdict(slow, logs, profiles)
+        self.verdict = straggler_verdict(slow, logs, profiles, compared=self._judgement.ranks if self._judgement is not None else ())
         return [self.verdict]
+
+    def _slow_ranks(self, here: Collection[int]) -> tuple[Slow | None, bool]:
+        """Return the slow ranks if the first of them is one of ``here``, and otherwise whether those that were slow no longer are."""
+        newest = recent(self._paces)
+        if self._judgement is None:
+            self._awaited += bool(self._condensed) and self._has_other_nodes
+            if 0 < self._awaited <= _AWAITED:
+                return None, False
+            slow = find_slow_ranks(newest)
+            return slow, slow is None and find_slow_ranks(newest, MIN_COST / 2) is None
+        self._awaited = 0
+        slow = self._judgement.slow
+        is_here = slow is not None and slow.ranks[0] in here
+        return (with_cpu(slow, newest) if slow is not None and is_here else None), not is_here
 
     def _judge_steps(self, pace: Pace) -> list[Line]:
         self._step_times.append(pace.step_s)

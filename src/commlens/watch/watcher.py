@@ -372,7 +372,7 @@ class Watcher:
             reporter.save_dump(f"the process group's timeout of {check.timeout_s:.0f} s is about to expire")
 
     def _look_for_slow_ranks(self, members: Sequence[Member]) -> None:
-        for news in self._slowness.poll(members, time.monotonic()):
+        for news in self._slowness.poll(members, self._nodes, time.monotonic()):
             if isinstance(news, Verdict):
                 self.reporter.report_slow(news)
             elif news.of_this_node:
