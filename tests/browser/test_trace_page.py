@@ -275,3 +275,15 @@ def test_ranks_that_differ_are_chosen_from_and_times_can_be_estimated(open_page,
     page.get_by_label("Shown:").select_option(label="rank 2")
     assert "rank 2 of 8" in page.inner_text("h1") and "trace-2.json" in page.inner_text("main")
     assert row(page, "layers.0-2").count() == 1
+
+
+def test_an_estimate_is_that_of_a_step_and_the_setup_is_told_apart(open_page, tmp_path):
+    def estimated(**options) -> str:
+        path = tmp_path / "estimated.html"
+        commlens.Trace(training(**options)).write_html(path, network="h100-ib")
+        return open_page(path, ready="h1").inner_text("h1")
+
+    once, twice = estimated(steps=1), estimated(steps=2, setup=3)
+    per_step = re.search(r", (\S+ us per step) if none are hidden", once)[1]
+    assert "over 2 optimizer steps and the setup before them (3 and 900 kB)" in twice
+    assert re.search(rf", {per_step} and \S+ us in the setup if none are hidden", twice)

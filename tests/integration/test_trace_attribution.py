@@ -1248,6 +1248,65 @@ def test_steps_are_optimizer_steps(fake: None) -> None:
     assert trace.data.steps == 3
 
 
+def test_setup_ends_with_the_first_forward(fake: None) -> None:
+    mesh = init_device_mesh("cpu", (8,), mesh_dim_names=("tp",))
+    with commlens.trace(whole_steps=0) as trace:
+        model = parallelize_module(MLP(), mesh, {"net1": ColwiseParallel(), "net2": RowwiseParallel()})
+        dist.barrier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(batch()).sum().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    setup, steps = [[event for event in trace.events if trace.data.is_setup(event) is wanted] for wanted in (True, False)]
+    assert {event.op for event in setup} == {"scatter", "broadcast", "barrier"} and {event.step for event in setup} == {0}
+    assert {event.phase for event in setup} == {Phase.OUTSIDE} < {event.phase for event in steps}
+    assert "scatter" not in {event.op for event in steps}
+    answer = trace.to_summary().answer
+    assert f" and the setup before them ({sum(event.count for event in setup)} and " in answer
+
+
+def test_a_step_without_modules_ends_the_setup_too(fake: None) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = AveragingSGD([weight], lr=0.1)
+    with commlens.trace() as trace:
+        dist.broadcast(weight.data, 0)
+        for _ in range(2):
+            weight.sum().backward()
+            optimizer.step()
+    assert [trace.data.is_setup(event) for event in trace.events] == [True, False, False]
+
+
+def test_what_every_step_issues_before_its_forward_is_no_setup(fake: None) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with commlens.trace(whole_steps=1) as trace:
+        dist.broadcast(torch.ones(8), 0)
+        for _ in range(3):
+            dist.broadcast(torch.ones(4), 0)  # the batch, to the ranks of a tensor-parallel group
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+    assert [(event.count, trace.data.is_setup(event)) for event in trace.events] == [(1, True), (1, False), (2, False)]
+
+
+def test_steps_without_any_pass_are_no_setup(fake: None) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with commlens.trace() as trace:
+        for _ in range(2):
+            weight.grad = torch.ones(4)
+            dist.all_reduce(weight.grad)
+            optimizer.step()
+        torch.nn.Linear(4, 4)(torch.ones(4))
+    assert trace.data.setup_until is None
+
+
+def test_without_a_forward_nothing_is_taken_for_setup(fake: None) -> None:
+    with commlens.trace() as trace:
+        dist.all_reduce(torch.ones(4))
+    assert trace.data.setup_until is None and not trace.data.is_setup(trace.events[0])
+
+
 def test_only_the_wanted_steps(fake: None) -> None:
     model = Talker()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

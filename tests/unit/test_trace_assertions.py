@@ -162,6 +162,14 @@ def test_a_golden_file_holds_nothing_that_changes_by_itself(tmp_path):
     assert (tmp_path / "b.json").read_text() == text
 
 
+def test_a_golden_file_tells_the_setup_from_the_steps(tmp_path):
+    golden = tmp_path / "g.json"
+    assert_matches_golden(training(steps=2, setup=3), golden, update=True)
+    assert_matches_golden(training(steps=4, setup=3), golden)
+    with pytest.raises(AssertionError, match="5 instead of 3"):
+        assert_matches_golden(training(steps=4, setup=5), golden)
+
+
 def test_a_damaged_golden_file_is_no_difference(tmp_path):
     (tmp_path / "g.json").write_text("{")
     with pytest.raises(commlens.FormatError):

@@ -146,6 +146,20 @@ def test_other_numbers_of_steps_are_compared_by_the_step():
     assert change.sentence == "0.25 more all_gather on dp in forward of MLP.layers.0 (1.25 instead of 1), 4.0 kB on the wire"
 
 
+def test_the_setup_is_compared_on_its_own_where_figures_are_per_step():
+    comparison = commlens.Trace(training(steps=2, setup=3)).compare(commlens.Trace(training(steps=4, setup=3)))
+    assert not comparison and comparison.per_step
+    assert comparison.answer == "Nothing changed: 16 collectives per step, 170 kB on the wire."
+    assert comparison.notes == [
+        "The first trace covers 2 steps, the second 4; figures are per step; the setup before the first forward is compared on its own."
+    ]
+    (change,) = commlens.Trace(training(steps=2, setup=3)).compare(commlens.Trace(training(steps=4, setup=5))).changes
+    assert change.sentence == "2 more scatter on tp outside all modules (5 instead of 3), 600 kB on the wire, in the setup"
+    # An older trace does not tell the setup apart.
+    unknown = msgspec.structs.replace(training(steps=4, setup=3), setup_until=None)
+    assert commlens.Trace(training(steps=2, setup=3)).compare(commlens.Trace(unknown))
+
+
 def test_another_name_of_the_model_is_noted_once():
     def renamed(event: TraceEvent) -> TraceEvent:
         site = None if event.site is None else event.site.replace("MLP", "FSDPMLP", 1)

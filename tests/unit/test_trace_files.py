@@ -43,7 +43,7 @@ parameters = st.builds(TracedParameter, names, names, st.none() | st.just((4, 8)
 traces = st.builds(
     TraceData,
     rank=st.integers(0, 9), world_size=st.integers(1, 10), script=names, depth=st.sampled_from(Depth), steps=small,
-    whole_steps=st.none() | small, preview=st.booleans(),
+    whole_steps=st.none() | small, setup_until=st.none() | small, preview=st.booleans(),
     groups=st.just([ProcessGroup("1", (0, 1), "dp", "gloo", "dp"), ProcessGroup("2", (0,), "x")]),
     modules=st.lists(st.builds(TracedModule, names, names, small, parameters=st.just(()) | st.tuples(parameters)), max_size=2),
     events=st.lists(events, max_size=4),
@@ -156,7 +156,7 @@ BAD = {
     "binary": (bytes(range(256)), "it holds no JSON"),
     "black box": (b"COMMLENS" + bytes(100), "it is a black box; commlens diagnose reads those"),
     "cut": (GOOD[:3000], "its JSON is cut off"),
-    "garbled": (GOOD[:300] + b"}}]" + GOOD[303:], "its JSON is damaged"),
+    "garbled": (GOOD.replace(b'"events"', b'}}]"events"', 1), "its JSON is damaged"),
     "list": (b"[1, 2]", "it is JSON, but not one object"),
     "number": (b"17", "it is JSON, but not one object"),
     "no schema": (b'{"a": 1}', "JSON without a schema, where 'commlens.trace/1' is expected"),

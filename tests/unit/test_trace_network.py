@@ -112,6 +112,21 @@ def test_without_a_steps_time_there_is_no_share_and_without_steps_the_whole_is_o
     assert found.seconds_per_step == found.seconds
 
 
+def test_the_setup_before_the_first_forward_is_no_part_of_a_step():
+    data = _trace()
+    data.events.append(TraceEvent(sequence=3, op="all_reduce", api="", phase=Phase.BACKWARD, group=1, wire_bytes=100 * MB))
+    data.setup_until = 1
+    found = estimate(data, NET, step_time=0.1)
+    assert [(part.name, part.calls) for part in found.parts] == [("tp", 21)]
+    assert found.seconds_per_step == pytest.approx(21 * 0.001 / 2)
+    assert (found.setup.calls, found.setup.wire_bytes, found.setup.seconds) == (1, 1000 * MB, pytest.approx(0.1))
+    out = io.StringIO()
+    print_estimate(found, out, width=100)
+    text = " ".join(out.getvalue().split())
+    assert "All collectives of an average step (of 2), one after another: 10 ms, 10% of a 100 ms step." in text
+    assert "Setup before the first forward, once: 1 collective, 1.0 GB, 100 ms." in text
+
+
 def test_what_is_printed_calls_itself_an_estimate():
     out = io.StringIO()
     print_estimate(estimate(_trace(), NET, step_time=0.05), out, width=100)

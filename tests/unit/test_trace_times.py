@@ -82,6 +82,11 @@ def test_steps_are_timed_between_their_first_collectives():
     assert {waited for _, waited in steps} == {16 * 60 * US}
 
 
+def test_the_setup_before_the_first_forward_is_no_part_of_the_first_step():
+    ((step, waited),) = step_times(training(setup=5))
+    assert (step, waited) == (16 * 100 * US, 16 * 60 * US)
+
+
 @pytest.mark.parametrize(
     ("op", "size", "factor"),
     [("all_reduce", 4000, 6 / 4), ("all_gather", 4000, 3 / 4), ("reduce_scatter", 4000, 3 / 4), ("broadcast", 4000, 1)],

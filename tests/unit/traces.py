@@ -55,7 +55,13 @@ def block(path: str) -> Owner:
 
 
 def training(
-    rank: int = 0, *, layers: int = 4, steps: int = 2, dtype: str = "float32", change: Callable[[Recorder, int], None] | None = None
+    rank: int = 0,
+    *,
+    layers: int = 4,
+    steps: int = 2,
+    dtype: str = "float32",
+    setup: int | None = None,
+    change: Callable[[Recorder, int], None] | None = None,
 ) -> TraceData:
     """A few steps of an FSDP2 + tensor-parallel MLP.
 
@@ -64,6 +70,7 @@ def training(
         layers: number of blocks.
         steps: optimizer steps.
         dtype: of what FSDP2 sends.
+        setup: number of scatters before the first forward; None: unknown, and there are none.
         change: called with the recorder at the end of each step, with its number.
     """
     rec = Recorder(rank)
@@ -77,6 +84,9 @@ def training(
         rec.data.modules.append(TracedModule(path, "train.Block", steps, 0))
         parent = len(rec.data.modules) - 1
         rec.data.modules += [TracedModule(f"{path}.{name}", "torch.nn.modules.linear.Linear", steps, parent) for name in ("net1", "net2")]
+    rec.data.setup_until = setup
+    for _ in range(setup or 0):
+        rec.issue("scatter", "tp", Phase.OUTSIDE, None, 400_000, 12, through="parallelize_module")
     for step in range(steps):
         for layer in range(layers):
             path = f"{root}.layers.{layer}"

@@ -32,13 +32,22 @@ class Part(msgspec.Struct):
     seconds: float = 0.0
 
 
+class Setup(msgspec.Struct):
+    """The estimate for the collectives before the first forward, which no step repeats."""
+
+    calls: int = 0
+    wire_bytes: int = 0
+    seconds: float = 0.0
+
+
 class Estimate(msgspec.Struct, kw_only=True):
     """The estimated time of a rank's collectives if none overlaps with computation."""
 
     network: Network
-    parts: list[Part]  # the longest first
+    parts: list[Part]  # of the steps, the longest first
     steps: int  # of the trace, at least 1
-    seconds: float  # of all collectives
+    seconds: float  # of all collectives of the steps
+    setup: Setup
     step_time: float | None = None  # seconds, as given
 
     @property

@@ -147,6 +147,7 @@ class TraceData(msgspec.Struct, kw_only=True):
     started_unix_ns: int = 0
     steps: int = 0  # optimizer steps that completed while traced
     whole_steps: int | None = None  # events of later steps are summarised; None: no events are
+    setup_until: int | None = None  # sequence number of the last collective before the first forward; 0: there was none; None: unknown
     groups: list[ProcessGroup] = msgspec.field(default_factory=list)
     modules: list[TracedModule] = msgspec.field(default_factory=list)
     events: list[TraceEvent] = msgspec.field(default_factory=list)
@@ -156,3 +157,7 @@ class TraceData(msgspec.Struct, kw_only=True):
     def group_of(self, event: TraceEvent) -> ProcessGroup:
         """Return the process group of an event."""
         return self.groups[event.group]
+
+    def is_setup(self, event: TraceEvent) -> bool:
+        """Tell whether an event belongs to the setup before the first forward, which no step repeats."""
+        return self.setup_until is not None and event.sequence <= self.setup_until

@@ -60,6 +60,8 @@ class Summary(msgspec.Struct, kw_only=True):
     calls: int = 0
     wire_bytes: int = 0
     bytes_known: bool = True
+    setup_calls: int = 0  # of the calls, those before the first forward, which no step repeats
+    setup_bytes: int = 0  # of the bytes on the wire, those of the setup
     by_mesh_dim: list[Total] = msgspec.field(default_factory=list)
     by_phase: list[Total] = msgspec.field(default_factory=list)
     by_op: list[Total] = msgspec.field(default_factory=list)

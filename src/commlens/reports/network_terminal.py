@@ -8,7 +8,7 @@ from rich.text import Text
 
 from commlens.reports.console import console
 from commlens.reports.trace_terminal import data_table
-from commlens.text import number, short_duration, size
+from commlens.text import count, number, short_duration, size
 
 if TYPE_CHECKING:
     from commlens.model.network import Estimate
@@ -33,7 +33,8 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
             short_duration(1e9 * part.seconds / estimate.steps),
             share,
         )
-    out.print(table)
+    if estimate.parts:
+        out.print(table)
     scope = "the step" if estimate.steps == 1 else f"an average step (of {estimate.steps})"
     answer = f"All collectives of {scope}, one after another: {short_duration(1e9 * estimate.seconds_per_step)}"
     if estimate.share is not None and estimate.step_time is not None:
@@ -41,6 +42,10 @@ def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: in
         if estimate.share > 1:
             answer += ": computation cannot hide all of them"
     out.print(Text(answer + ".", style="bold"))
+    setup = estimate.setup
+    if setup.calls:
+        amount = f"{count(setup.calls, 'collective')}, {size(setup.wire_bytes)}, {short_duration(1e9 * setup.seconds)}"
+        out.print(Text(f"Setup before the first forward, once: {amount}."))
     out.print(
         Text(
             f"Line rates: {_rate(net.intra_bandwidth)} inside a node of {net.ranks_per_node}, {_rate(net.inter_bandwidth)} per rank "

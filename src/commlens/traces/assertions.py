@@ -152,6 +152,8 @@ def condense(data: TraceData) -> TraceData:
     """Return the trace without what varies between runs, with equal collectives counted together and in a stable order."""
     groups: dict[tuple[str, tuple[int, ...]], int] = {}
     kept: dict[tuple[Any, ...], TraceEvent] = {}
+    setup: list[TraceEvent] = []
+    later: list[TraceEvent] = []
     condensed = TraceData(rank=data.rank, world_size=data.world_size, steps=data.steps, depth=Depth.COLLECTIVES)
     for event in data.events:
         group = data.group_of(event)
@@ -166,13 +168,16 @@ def condense(data: TraceData) -> TraceData:
             cause=None if event.cause is None else msgspec.structs.replace(event.cause, mesh=""),  # its text varies with torch
             **{name: getattr(event, name) for name in _STABLE_FIELDS},
         )
-        key = tuple(getattr(plain, name) for name in plain.__struct_fields__)
+        key = (data.is_setup(event), *(getattr(plain, name) for name in plain.__struct_fields__))
         if key in kept:
             kept[key].count += event.count
         else:
             plain.count = event.count
             kept[key] = plain
-    order = sorted(kept.values(), key=lambda event: (wording.natural(event.site or ""), str(event.phase), event.op, repr(event)))
+            (setup if data.is_setup(event) else later).append(plain)
+    order = [*sorted(setup, key=_stable_order), *sorted(later, key=_stable_order)]
+    if data.setup_until is not None:
+        condensed.setup_until = len(setup)
     for sequence, event in enumerate(order, start=1):
         event.sequence = sequence
     condensed.events = order
@@ -181,6 +186,10 @@ def condense(data: TraceData) -> TraceData:
         dispatched=total, recorded=total, unclassified=sum(event.count for event in order if not event.classified)
     )
     return condensed
+
+
+def _stable_order(event: TraceEvent) -> tuple[Any, ...]:
+    return wording.natural(event.site or ""), str(event.phase), event.op, repr(event)
 
 
 def _check_names(

@@ -62,12 +62,18 @@ Amounts = dict[Kind, Fraction]
 
 
 def compare(before: TraceData, after: TraceData) -> Comparison:
-    """Compare two traces. If they cover different numbers of optimizer steps, compare the averages per step."""
+    """Compare two traces.
+
+    If they cover different numbers of optimizer steps, compare the averages per step, and the setup before the first forward on its own.
+    """
     notes = _notes(before, after)
     steps_before, steps_after = before.steps, after.steps
     per_step = steps_before != steps_after and steps_before > 0 and steps_after > 0
+    with_setup = per_step and before.setup_until is not None and after.setup_until is not None
     if per_step:
-        notes.insert(0, f"The first trace covers {count(steps_before, 'step')}, the second {steps_after}; figures are per step.")
+        has_setup = with_setup and (before.setup_until or after.setup_until)
+        apart = "; the setup before the first forward is compared on its own" if has_setup else ""
+        notes.insert(0, f"The first trace covers {count(steps_before, 'step')}, the second {steps_after}; figures are per step{apart}.")
     elif steps_before != steps_after:
         notes.insert(0, f"The first trace covers {count(steps_before, 'optimizer step')}, the second {steps_after}.")
     root_before, root_after = _root(before), _root(after)
@@ -76,9 +82,14 @@ def compare(before: TraceData, after: TraceData) -> Comparison:
         notes.append(
             f"The model's class is {root_before} in the first trace and {root_after} in the second: modules are compared without it."
         )
-    old = _amounts(before, steps_before if per_step else 1, root_before if renamed else None)
-    new = _amounts(after, steps_after if per_step else 1, root_after if renamed else None)
+    roots = root_before if renamed else None, root_after if renamed else None
+    old = _amounts(before, steps_before if per_step else 1, roots[0], setup=False if with_setup else None)
+    new = _amounts(after, steps_after if per_step else 1, roots[1], setup=False if with_setup else None)
     changes = _changes(old, new)
+    if with_setup:
+        for change in _changes(_amounts(before, 1, roots[0], setup=True), _amounts(after, 1, roots[1], setup=True)):
+            change.sentence += ", in the setup"
+            changes.append(change)
     if before.world_size != after.world_size:
         sentence = f"the world size is {after.world_size} instead of {before.world_size}"
         changes.insert(0, Change(kind="world-size", sentence=sentence))
@@ -132,10 +143,12 @@ def _root(data: TraceData) -> str | None:
     return next(iter(roots)) if len(roots) == 1 else None
 
 
-def _amounts(data: TraceData, steps: int, root: str | None) -> Amounts:
+def _amounts(data: TraceData, steps: int, root: str | None, *, setup: bool | None) -> Amounts:
+    """Return the numbers of collectives; with ``setup`` only of those that are, or are not, before the first forward."""
     amounts: Amounts = defaultdict(Fraction)
     for event in data.events:
-        amounts[_kind(data, event, root)] += Fraction(event.count, steps)
+        if setup is None or data.is_setup(event) is setup:
+            amounts[_kind(data, event, root)] += Fraction(event.count, steps)
     return amounts
 
 

@@ -20,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from commlens.errors import CommandError
-from commlens.model.network import US, Estimate, Network, Part
+from commlens.model.network import US, Estimate, Network, Part, Setup
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
 from commlens.model.trace import TraceData
 from commlens.traces.wording import label
@@ -73,19 +73,19 @@ def estimate(data: TraceData, network: Network | str, *, step_time: float | None
     """Estimate the time of every collective of a trace on a network, or on a preset. ``step_time`` is in seconds."""
     net = preset(network) if isinstance(network, str) else network
     parts: dict[tuple[str, int, int], Part] = {}
+    setup = Setup()
     for event in data.events:
         group = data.group_of(event)
         nodes = nodes_of(group.ranks, net)
         key = (label(group), len(group.ranks), nodes)
-        part = parts.setdefault(key, Part(*key))
+        part = setup if data.is_setup(event) else parts.setdefault(key, Part(*key))
         seconds = collective_seconds(event.op, group.ranks, event.wire_bytes, net, rank=data.rank, peer=event.peer)
         part.calls += event.count
         part.wire_bytes += event.wire_bytes * event.count
         part.seconds += seconds * event.count
     ordered = sorted(parts.values(), key=lambda part: -part.seconds)
-    return Estimate(
-        network=net, parts=ordered, steps=max(1, data.steps), seconds=sum(part.seconds for part in ordered), step_time=step_time
-    )
+    seconds = sum(part.seconds for part in ordered)
+    return Estimate(network=net, parts=ordered, steps=max(1, data.steps), seconds=seconds, setup=setup, step_time=step_time)
 
 
 def collective_seconds(

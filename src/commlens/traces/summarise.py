@@ -24,6 +24,7 @@ def summarise(data: TraceData, *, unfiltered: int | None = None, network: Networ
     ``unfiltered`` is the number of collectives before filtering, if the trace was filtered; ``network`` one to estimate times for.
     """
     calls, total, known = _amount(data)
+    setup_calls, setup_bytes = _setup(data)
     coverage, complete = _coverage(data)
     return Summary(
         answer=answer(data, unfiltered),
@@ -33,6 +34,8 @@ def summarise(data: TraceData, *, unfiltered: int | None = None, network: Networ
         calls=calls,
         wire_bytes=total,
         bytes_known=known,
+        setup_calls=setup_calls,
+        setup_bytes=setup_bytes,
         by_mesh_dim=_by(data, lambda group, event: wording.label(group), sizes=True) if _groups_known(data) else [],
         by_phase=sorted(_by(data, lambda group, event: wording.phase_name(event.phase)), key=lambda row: _ORDER.index(row.name)),
         by_op=_by(data, lambda group, event: event.op),
@@ -72,21 +75,34 @@ def _groups_known(data: TraceData) -> bool:
 
 
 def _over(data: TraceData) -> str:
-    """Return the number of steps, and what each issued if all issued the same amount."""
+    """Return the number of steps, the amount that each issued if all issued the same, and the amount of the setup before them."""
     if not data.steps:
         return ""
-    text = f", over {count(data.steps, 'optimizer step')}"
+    calls, carried = _setup(data)
+    setup = f" and the setup before them ({number(calls)} and {size(carried)})" if calls else ""
+    return f", over {count(data.steps, 'optimizer step')}{_each(data)}{setup}"
+
+
+def _each(data: TraceData) -> str:
     each: dict[int, list[int]] = {}
     for event in data.events:
         if event.last_step is not None and event.last_step != event.step:
-            return text
+            return ""
+        if data.is_setup(event):
+            continue
         calls_bytes = each.setdefault(event.step, [0, 0])
         calls_bytes[0] += event.count
         calls_bytes[1] += event.wire_bytes * event.count
     if data.steps < 2 or len(each) != data.steps or any(amount != each[min(each)] for amount in each.values()):
-        return text
+        return ""
     calls, carried = each[min(each)]
-    return f"{text} ({number(calls)} and {size(carried)} each)"
+    return f" ({number(calls)} and {size(carried)} each)"
+
+
+def _setup(data: TraceData) -> tuple[int, int]:
+    """Return the number of collectives before the first forward, and their bytes on the wire."""
+    setup = [event for event in data.events if data.is_setup(event)]
+    return sum(event.count for event in setup), sum(event.wire_bytes * event.count for event in setup)
 
 
 def _by(data: TraceData, key: Callable[[ProcessGroup, TraceEvent], str], *, sizes: bool = False) -> list[Total]:

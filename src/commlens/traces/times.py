@@ -125,14 +125,15 @@ def times(data: TraceData, network: Network | None = None) -> Times | None:
 def step_times(data: TraceData) -> list[tuple[int, int]]:
     """Return the time of each whole step and the part that the rank waited in collectives, in ns.
 
-    A step lasts from its first collective to the next step's first one. The first step is left out where there are others: it sets up.
+    A step lasts from its first collective to the next step's first one. The setup before the first forward is left out, and so is the
+    first step where there are others: it sets up too.
     """
     first = _first_moments(data)
     measured: dict[int, int] = {}
     blocked: dict[int, list[Span]] = {}  # of all threads: those that wait at the same time count once
     for event in data.events:
         time = time_of(data, event)
-        if time is None or time.waited is None:
+        if time is None or time.waited is None or data.is_setup(event):
             continue
         if event.duration_ns:
             measured[event.step] = measured.get(event.step, 0) + time.waited
@@ -153,7 +154,7 @@ def _first_moments(data: TraceData) -> dict[int, int]:
     first: dict[int, int] = {}
     if not data.preview:
         for event in data.events:
-            if event.started_ns and event.count == 1:
+            if event.started_ns and event.count == 1 and not data.is_setup(event):
                 first[event.step] = min(first.get(event.step, event.started_ns), event.started_ns)
     return first
 

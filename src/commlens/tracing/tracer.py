@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule
+from commlens.model.trace import Coverage, Depth, Phase, TraceData, TracedModule, TraceEvent
 from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
 from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers
@@ -99,6 +99,8 @@ class Tracer:
         self.parameters = Parameters(self.modules.rows)
         self._backward_waits = BackwardWaits()
         self.modules.on_leave.append(self.parameters.left)
+        self.modules.on_enter.append(self._setup_ended)
+        self._setup_until: int | None = None  # number of the last collective before the first forward; None until then
         self._sequence = itertools.count(1).__next__
         self._threads: dict[int, int] = {}
         self._synchronous: dict[int, RawEvent] = {}
@@ -202,6 +204,8 @@ class Tracer:
         event.thread = self._threads.get(thread, -1)
         if event.thread < 0:
             event.thread = self._threads.setdefault(thread, len(self._threads))
+        if self._setup_until is None and event.phase is not Phase.OUTSIDE:
+            self._setup_ended()
         event.sequence = self._sequence()
         event.step = self.steps
         event.started_ns = event.returned_ns = event.wait_began_ns = event.wait_ended_ns = 0
@@ -333,6 +337,21 @@ class Tracer:
         first, last = self.wanted_steps or (0, None)
         return first <= self.steps and (last is None or self.steps < last)
 
+    def _setup_ended(self, *_: Any) -> None:
+        """Note that the first forward begins, or another pass of a program without modules: what is issued from now on belongs to steps."""
+        # A new list: the old one is being iterated over.
+        self.modules.on_enter = [listener for listener in self.modules.on_enter if listener != self._setup_ended]
+        if not self.steps:  # else whole steps were issued without a pass: where they begin is unknown
+            self._setup_until = self.events[-1].sequence if self.events else 0
+
+    def _end_of_setup(self, events: list[TraceEvent]) -> int | None:
+        """Return the number of the setup's last collective. What a later step issues again, as a batch's broadcast, is part of its step."""
+        if not self._setup_until:
+            return self._setup_until
+        repeated = {_call_site(event) for event in events if (event.last_step or event.step) > 0}
+        setup = [event.sequence for event in events if event.sequence <= self._setup_until and _call_site(event) not in repeated]
+        return max(setup, default=0)
+
     def traced_steps(self) -> int:
         """Return how many of the requested steps have completed."""
         first, last = self.wanted_steps or (0, None)
@@ -384,7 +403,7 @@ class Tracer:
     def _fold(self, event: RawEvent) -> None:
         event.reduce_op = reduce_op_text(event.reduce_op)
         key = (id(event.args), event.reduce_op, event.path, event.phase, event.info.index, event.owner, event.cause, event.functional,
-               event.microbatch)  # fmt: skip
+               event.microbatch, event.sequence <= (self._setup_until or 0))  # fmt: skip
         summary = self._summaries.get(key)
         if summary is None:
             summary = self._summaries[key] = _Summary(event, event.step)
@@ -426,6 +445,7 @@ class Tracer:
             started_unix_ns=self._started_unix_ns,
             steps=self.traced_steps(),
             whole_steps=self.whole_steps if self._summaries else None,
+            setup_until=self._end_of_setup(events),
             groups=converter.groups,
             modules=[self._traced_module(row) for row in self.modules.rows],
             events=events,
@@ -447,3 +467,7 @@ class Tracer:
         if not self._logged:
             self._logged = True
             log.warning("commlens could not trace a collective and continues without it: %s: %s", type(error).__name__, error)
+
+
+def _call_site(event: TraceEvent) -> tuple[Any, ...]:
+    return event.op, event.group, event.source, event.through

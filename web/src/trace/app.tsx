@@ -10,7 +10,7 @@ import { type Chosen, Details } from "./details";
 import { Empty } from "./drop";
 import { Facets } from "./facets";
 import { EVERYTHING, type Filter, type View, fromAddress, isActive, matching, opKindsShown, toAddress } from "./filter";
-import { PHASES, type Trace } from "./model";
+import { type Collective, PHASES, type Trace } from "./model";
 import { Modules, hasTime } from "./modules";
 import { Parameters } from "./parameters";
 import type { Loaded, Progress } from "./read";
@@ -229,9 +229,20 @@ function answer(trace: Trace): string {
   const some = count(trace.calls, "collective");
   if (!trace.groupsKnown) return `${some}, by CommDebugMode's count.`;
   const who = `rank ${trace.rank} of ${number(trace.worldSize)}${trace.preview ? ", a preview" : ""}`;
-  const over = trace.steps ? `, over ${count(trace.steps, "optimizer step")}` : "";
-  const time = hasTime(trace) && trace.estimate ? `, ${seconds(trace.events.reduce((total, event) => total + trace.timeOf(event), 0) / 1e9)} if none are hidden` : "";
-  return `${some}${trace.bytesKnown ? `, ${size(trace.wireBytes)} on the wire` : ""}${over}, ${who}${time}.`;
+  const setup = trace.events.filter((event) => trace.isSetup(event));
+  const [calls, bytes] = [setup.reduce((total, event) => total + event.count, 0), setup.reduce((total, event) => total + event.wireBytes * event.count, 0)];
+  const before = calls ? ` and the setup before them (${number(calls)} and ${size(bytes)})` : "";
+  const over = trace.steps ? `, over ${count(trace.steps, "optimizer step")}${before}` : "";
+  return `${some}${trace.bytesKnown ? `, ${size(trace.wireBytes)} on the wire` : ""}${over}, ${who}${estimatedTime(trace, setup)}.`;
+}
+
+/** The estimated time of a step, and that of the setup before the first one; empty without an estimate. */
+function estimatedTime(trace: Trace, setup: readonly Collective[]): string {
+  if (!hasTime(trace) || !trace.estimate) return "";
+  const took = (events: readonly Collective[]) => events.reduce((total, event) => total + trace.timeOf(event), 0) / 1e9;
+  const [inSetup, inAll] = [took(setup), took(trace.events)];
+  const ofStep = trace.steps ? `${seconds((inAll - inSetup) / trace.steps)} per step` : seconds(inAll - inSetup);
+  return `, ${ofStep}${setup.length ? ` and ${seconds(inSetup)} in the setup` : ""} if none are hidden`;
 }
 
 function selfCheck(trace: Trace): string {

@@ -95,7 +95,7 @@ export function Compare({ loaded, narrow }: { loaded: Loaded; narrow: boolean })
       <Section
         id="modules"
         title="Side by side"
-        about={`Each module with its children, in both traces${perStep ? "; figures are per step" : ""}.`}
+        about={`Each module with its children, in both traces${perStep ? `; figures are per step${comparedApart(one, other) ? ", without the setup before the first forward" : ""}` : ""}.`}
       >
         <div class="controls">
           <Search value={query} onInput={setQuery} label="Search modules and ops" />
@@ -173,6 +173,11 @@ function rootOf(trace: Trace): string | null {
   return roots.size === 1 ? [...roots][0]! : null;
 }
 
+/** Whether the setup before the first forward, which no step repeats, is left out of figures per step. */
+function comparedApart(one: Trace, other: Trace): boolean {
+  return one.setupUntil !== null && other.setupUntil !== null && one.setupUntil + other.setupUntil > 0;
+}
+
 function sideBySide(one: Trace, other: Trace, perStep: boolean): Side[] {
   const names = [rootOf(one), rootOf(other)];
   const renamed = names[0] !== names[1] && names.every((name) => name !== null);
@@ -194,6 +199,7 @@ function sideBySide(one: Trace, other: Trace, perStep: boolean): Side[] {
     return side;
   };
   for (const trace of [one, other]) for (const module of trace.modules) get(plain(module.path));
+  const apart = perStep && comparedApart(one, other);
   const add = (trace: Trace, which: "before" | "after") => {
     for (const event of trace.events) {
       const group = trace.groupOf(event).label;
@@ -201,6 +207,7 @@ function sideBySide(one: Trace, other: Trace, perStep: boolean): Side[] {
       const key = `${event.phase}\n${event.op}\n${group}`;
       let own = side.own.get(key);
       if (!own) side.own.set(key, (own = { before: new Tally(), after: new Tally(), phase: event.phase, op: event.op, group }));
+      if (apart && trace.isSetup(event)) continue;
       const share = perStep ? 1 / trace.steps : 1;
       const [calls, bytes, ns] = [event.count * share, event.wireBytes * event.count * share, trace.timeOf(event) * share];
       own[which].add(calls, bytes, ns);

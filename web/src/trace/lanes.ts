@@ -37,7 +37,7 @@ export function lanesByOrder(trace: Trace): Lane[] {
     return found;
   };
   const lanes = [runs("Pass", events, (event) => PHASES[event.phase]!), runs("Module", events, partOf)];
-  if (trace.steps > 1) lanes.unshift(runs("Step", events, (event) => `step ${event.step}`));
+  if (trace.steps > 1) lanes.unshift(runs("Step", events, (event) => (trace.isSetup(event) ? "setup" : `step ${event.step}`)));
   for (const [label, indices] of byGroup(trace)) {
     lanes.push(laned(label, indices.map((index) => ({ start: index, end: index + 1, row: 0, event: index, name: events[index]!.op, colour: label }))));
   }

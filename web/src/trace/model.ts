@@ -120,6 +120,8 @@ export class Trace {
   preview = false;
   steps = 0;
   startedUnixNs = 0;
+  /** Sequence number of the last collective before the first forward; 0: there was none; null: unknown. */
+  setupUntil: number | null = null;
   groups: Group[] = [];
   modules: Module[] = [];
   events: Collective[] = [];
@@ -135,6 +137,11 @@ export class Trace {
   durationsKnown = false;
   bytesKnown = false;
   groupsKnown = false;
+
+  /** Whether it belongs to the setup before the first forward, which no step repeats. */
+  isSetup(event: Collective): boolean {
+    return this.setupUntil !== null && event.sequence <= this.setupUntil;
+  }
 
   groupOf(event: Collective): Group {
     return this.groups[event.group]!;
@@ -193,6 +200,7 @@ export class Builder {
     else if (key === "world_size") trace.worldSize = int(value, 1);
     else if (key === "preview") trace.preview = value === true;
     else if (key === "steps") trace.steps = int(value);
+    else if (key === "setup_until") trace.setupUntil = optional(value);
     else if (key === "started_unix_ns") trace.startedUnixNs = int(value);
     else if (key === "coverage") {
       const found = record(value);
