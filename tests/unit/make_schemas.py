@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 import commlens.reports
-from commlens.model import movement, trace, trace_changes, trace_summary, verdict
+from commlens.model import movement, network, trace, trace_changes, trace_summary, verdict
 from commlens.model.collective import Frame, ProcessGroup
 
 FOLDER = Path(commlens.reports.__file__).parent / "schemas"
@@ -33,7 +33,7 @@ ALL_REQUIRED = {kind for kind, _ in ABOUT.values()} | {verdict.Finding, movement
 """Types whose JSON always has every property. In the others, properties with a default may be absent."""
 TYPES = {
     kind.__name__: kind
-    for module in (movement, trace, trace_changes, trace_summary, verdict)
+    for module in (movement, network, trace, trace_changes, trace_summary, verdict)
     for kind in vars(module).values()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
 } | {"Frame": Frame, "ProcessGroup": ProcessGroup}

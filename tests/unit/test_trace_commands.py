@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from traces import one_event, training
 
@@ -41,6 +42,18 @@ def test_the_summary(x, capsys):
     status, out, err = run(capsys, "view", x)
     assert status == 0 and err == ""
     assert out.startswith("32 collectives, 340 kB on the wire, over 2 optimizer steps (16 and 170 kB each),")
+
+
+def test_a_trace_without_measured_times_gets_the_estimate_on_a_network(x, tmp_path, capsys):
+    path = tmp_path / "preview.json"
+    commlens.Trace(msgspec.structs.replace(training(setup=3), preview=True)).save(path)
+    status, out, err = run(capsys, "view", path, "--network", "h100-ib")
+    assert status == 0 and err == "" and "Estimated time per step on h100-ib, not a measurement" in out
+    assert "All collectives of an average step (of 2), one after another: " in out and "\nSetup before the first forward, once: 3 " in out
+    summary = json.loads(run(capsys, "view", path, "--network", "h100-ib", "--json")[1])
+    assert summary["estimate"]["steps"] == 2 and summary["estimate"]["setup"]["calls"] == 3
+    assert "Estimated" not in run(capsys, "view", path)[1]
+    assert "Estimated" not in run(capsys, "view", x, "--network", "h100-ib")[1]  # the estimates are beside the measured times
 
 
 @pytest.mark.parametrize(

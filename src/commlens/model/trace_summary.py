@@ -6,6 +6,7 @@ from typing import Final
 
 import msgspec
 
+from commlens.model.network import Estimate
 from commlens.model.trace_times import Times
 
 SUMMARY_SCHEMA: Final = "commlens.trace-summary/1"
@@ -67,6 +68,7 @@ class Summary(msgspec.Struct, kw_only=True):
     by_op: list[Total] = msgspec.field(default_factory=list)
     by_module: list[ModuleTotal] = msgspec.field(default_factory=list)  # in the order of the model, parents before children
     why: list[Why] = msgspec.field(default_factory=list)
+    estimate: Estimate | None = None  # of the time on the network that was named; None without one
     times: Times | None = None  # None in a preview, and if there are no collectives
     coverage: str = ""  # the self-check in words
     complete: bool = True  # every dispatched collective is recorded and classified

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from commlens.model.network import Estimate
 
 
-def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: int | None = None) -> None:
+def print_estimate(estimate: Estimate, file: IO[str] | None = None, *, width: int | None = None, colour: bool | None = None) -> None:
     """Print an estimate as a table by mesh dimension."""
     net = estimate.network
-    out = console(file, width)
+    out = console(file, width, colour)
     out.print()
     out.print(Text(f"Estimated time per step on {net.name}, not a measurement", style="bold"))
     table = data_table("mesh dimension", "ranks", "nodes", "calls", "bytes", "time", "share", numbers=6)

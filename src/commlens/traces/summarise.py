@@ -11,6 +11,7 @@ from commlens.model.trace import Phase, TraceData, TraceEvent
 from commlens.model.trace_summary import ModuleTotal, Summary, Total, Why
 from commlens.text import count, joined, number, ranks_phrase, size
 from commlens.traces import wording
+from commlens.traces.network import estimate
 from commlens.traces.times import Time, time_of, times
 
 MAX_REASONS = 10
@@ -41,6 +42,7 @@ def summarise(data: TraceData, *, unfiltered: int | None = None, network: Networ
         by_op=_by(data, lambda group, event: event.op),
         by_module=modules(data),
         why=reasons(data)[:MAX_REASONS],
+        estimate=None if network is None or not _groups_known(data) else estimate(data, network),
         times=times(data, network),
         coverage=coverage,
         complete=complete,

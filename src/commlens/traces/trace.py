@@ -158,11 +158,15 @@ class Trace:
             file: standard output by default.
             width: columns; the terminal's by default.
             colour: use colour; by default only on a terminal that supports it.
-            network: a network, or a preset's name, to estimate times for.
+            network: a network, or a preset's name, to estimate times for: beside the measured ones, or as a table if there are none.
         """
+        from commlens.reports.network_terminal import print_estimate
         from commlens.reports.trace_terminal import print_summary
 
-        print_summary(self.to_summary(network=network), file, width=width, colour=colour)
+        summary = self.to_summary(network=network)
+        print_summary(summary, file, width=width, colour=colour)
+        if summary.estimate is not None and not (summary.times and summary.times.timed):
+            print_estimate(summary.estimate, file, width=width, colour=colour)
 
     def _repr_html_(self) -> str:
         from commlens.reports.trace_notebook import summary_html
