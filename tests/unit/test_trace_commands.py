@@ -8,10 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from traces import one_event, training
+from traces import Recorder, one_event, training
 
 import commlens
 from commlens import commands
+from commlens.model.trace import TracedModule
 from commlens.reports.trace_perfetto import to_perfetto
 from commlens.traces.rows import COLUMNS
 from conftest import RunCommlens
@@ -75,10 +76,35 @@ def test_filters(x, capsys, filters, answer):
 
 
 def test_nothing_matches(x, capsys):
-    assert run(capsys, "view", x, "--mesh-dim", "ep") == (0, "", "commlens: No collective has mesh_dim ep. Existing values: dp, tp.\n")
+    assert run(capsys, "view", x, "--dtype", "int8") == (0, "", "commlens: No collective has dtype int8. Existing values: float32.\n")
     assert "No collective matches all filters." in run(capsys, "view", x, "--phase", "forward", "--op", "reduce_scatter")[2]
     status, _, err = run(capsys, "view", x, "--phase", "backwards")
     assert status == 2 and err == "commlens: There is no phase 'backwards'. Did you mean 'backward'?\n"
+
+
+@pytest.mark.parametrize(
+    ("filters", "message"),
+    [
+        (["--module", "layer.0"], "The trace has no module 'layer.0'. Did you mean 'layers.0'?"),
+        (["--module", "layers.0,blok"], "The trace has no module 'blok'. There are MLP, MLP.layers, "),
+        (["--mesh-dim", "ep"], "The trace has no mesh dimension 'ep'. There are dp, tp."),
+        (["--group", "pipeline"], "The trace has no group 'pipeline'. There are dp, 4, mesh_dp, "),
+        (["--op", "allreduce"], "The trace has no op 'allreduce'. Did you mean 'all_reduce'?"),
+    ],
+)
+def test_a_filter_for_what_does_not_exist_is_wrong_usage(x, capsys, filters, message):
+    status, out, err = run(capsys, "view", x, *filters)
+    assert (status, out) == (2, "") and err.startswith(f"commlens: {message}") and "...." not in err
+
+
+def test_a_filter_may_fit_some_of_the_ranks_only(folder, capsys):
+    def add(rec: Recorder, step: int) -> None:
+        rec.data.modules.append(TracedModule("MLP.head", "Head", 1))
+
+    commlens.Trace(training(3, change=add)).save(folder / "trace-rank3.json.gz")
+    assert run(capsys, "view", folder, "--module", "head")[0] == 0
+    status, _, err = run(capsys, "view", folder, "--module", "heads")
+    assert status == 2 and err == "commlens: The traces have no module 'heads'. Did you mean 'head'?\n"
 
 
 def test_events(x, capsys):

@@ -33,7 +33,8 @@ class ViewCommand:
 
     Given several ranks' files, or a folder of them, first report whether all ranks issued the same collectives and where they differ,
     then show one rank of the largest class. CommDebugMode's JSON works too. With -o, write one HTML page that works offline. Without
-    any file, write an empty page that shows a trace dropped on it. Exit status: 0, or 2 if a file is not a trace.
+    any file, write an empty page that shows a trace dropped on it. Exit status: 0, or 2 if a file is not a trace or
+    a module, group, op or phase to filter by does not exist.
     """
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -67,6 +68,7 @@ class ViewCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.commands.progress import working
+        from commlens.traces.fields import check_exists
         from commlens.traces.files import read_ranks
 
         if not arguments.paths:
@@ -84,6 +86,8 @@ class ViewCommand:
             ranks = RankTraces([ranks[arguments.rank]])
         if arguments.profile:
             ranks = _with_profiles(ranks, arguments.profile)
+        for name, values in wanted.items():
+            check_exists([trace.data for trace in ranks], name, values)
         whole, ranks = ranks, ranks.filter(**wanted) if wanted else ranks
         nothing = bool(wanted) and not any(trace.ops if arguments.ops else trace.events for trace in ranks)
         if nothing:
@@ -225,11 +229,12 @@ def _print_note(text: str) -> None:
 
 def _why_nothing_matches(ranks: RankTraces, wanted: dict[str, Any]) -> str:
     """Name the filter that matches nothing, and the values that exist."""
+    from commlens.traces.wording import some_of
+
     for name, values in wanted.items():
         if not any(trace.filter(**{name: values}).events for trace in ranks):
             existing = sorted({str(value) for trace in ranks for value in trace.counts(by=name) if value is not None})
-            listed = ", ".join(existing[:8]) + (", ..." if len(existing) > 8 else "")
             return f"No collective has {name} {' or '.join(values)}. " + (
-                f"Existing values: {listed}." if existing else f"None has any {name}."
+                f"Existing values: {some_of(existing, 8)}" if existing else f"None has any {name}."
             )
     return "No collective matches all filters."

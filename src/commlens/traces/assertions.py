@@ -198,15 +198,15 @@ def _check_names(
     """Check that everything named exists. A name of nothing has no collectives, whatever the program does."""
     for name, value in only.items():
         fields.field(name)
-        fields.check_exists(data, name, value)
+        fields.check_exists([data], name, value)
     for group in unwanted:
-        fields.check_exists(data, "group", group)
+        fields.check_exists([data], "group", group)
     if isinstance(counts, Mapping):
         names = (by,) if isinstance(by, str) else tuple(by)
         for key, expected in counts.items():
             if not expected:  # others are found missing
                 for name, value in zip(names, (key,) if isinstance(by, str) else key, strict=False):
-                    fields.check_exists(data, name, value)
+                    fields.check_exists([data], name, value)
 
 
 def _wrong_counts(part: Trace, counts: Mapping[Any, int], by: str | Sequence[str]) -> list[str]:

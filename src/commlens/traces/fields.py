@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -174,8 +174,8 @@ def _steps(value: Any) -> Any:
         raise SelectionError(f"{value!r} is not a step or a range of steps such as 2:4.") from None
 
 
-def check_exists(data: TraceData, name: str, wanted: Any) -> None:
-    """Check that a wanted module, group, op or phase exists in the traced program, whether or not it communicated.
+def check_exists(traces: Sequence[TraceData], name: str, wanted: Any) -> None:
+    """Check that a wanted module, group, op or phase exists in the program of one of the traces, whether or not it communicated.
 
     Raises:
         SelectionError: it does not; the message names similar ones.
@@ -183,15 +183,14 @@ def check_exists(data: TraceData, name: str, wanted: Any) -> None:
     if name not in _EXISTING:
         return
     what, known_of, matches = _EXISTING[name]
-    known = known_of(data)
+    known = list(dict.fromkeys(item for data in traces for item in known_of(data)))
     for value in wanted_values(name, wanted):
         if not isinstance(value, str) or isinstance(value, Phase) or any(matches(item, value) for item in known):
             continue
         plain = list(dict.fromkeys([*known, *(path.partition(".")[2] for path in known if name == "module" and "." in path)]))
         close = difflib.get_close_matches(value, plain, n=1)
-        listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
-        hint = f"Did you mean {close[0]!r}?" if close else f"There are {listed}." if known else "There is none at all."
-        raise SelectionError(f"The trace has no {what} {value!r}. {hint}")
+        hint = f"Did you mean {close[0]!r}?" if close else f"There are {wording.some_of(known, 12)}" if known else "There is none at all."
+        raise SelectionError(f"{'The trace has' if len(traces) == 1 else 'The traces have'} no {what} {value!r}. {hint}")
 
 
 def _known_modules(data: TraceData) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from commlens.model.collective import Frame, ProcessGroup
 from commlens.model.trace import Cause, Phase, TraceEvent
@@ -113,3 +113,8 @@ def fold(paths: Iterable[str]) -> str:
 def natural(text: str) -> tuple[tuple[int, int | str], ...]:
     """Return a sort key that puts ``layers.2`` before ``layers.10``."""
     return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", text) if part)
+
+
+def some_of(values: Sequence[str], most: int) -> str:
+    """Return the end of a sentence: all of the values with a full stop, or the first ones with an ellipsis."""
+    return f"{', '.join(values)}." if len(values) <= most else f"{', '.join(values[:most])}, ..."
