@@ -86,6 +86,10 @@ def csv_cell(text: str) -> str:
     return f"'{text}" if text.startswith(_FORMULA) else text
 
 
+INLINE_CODE: Final = "python -c '...'"
+"""Stands for a program that is given on the command line, in place of a script's name."""
+
+
 def printable(name: str) -> str:
     """Escape whatever a terminal or an encoding cannot print: foreign file names can hold any bytes."""
     if name.isprintable():

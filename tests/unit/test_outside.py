@@ -18,7 +18,7 @@ from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
 from commlens.model.stack_classes import merge_stacks
 from commlens.outside import inject
 from commlens.outside.calls import SeenFrame, counters, find_call
-from commlens.outside.find_ranks import FoundJob, RankProcess
+from commlens.outside.find_ranks import FoundJob, RankProcess, script_of, short_command_of
 from commlens.outside.hosts import named_hosts
 from commlens.outside.look import why_refused
 from commlens.outside.sample import HostSamples, RankSample
@@ -290,3 +290,27 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
     assert judge([host]).culprits == []
     broken = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps={"torch_dump_rank_0": b"nothing"})
     assert "could not be read" in " ".join(judge_with_dumps([broken]).missing_evidence)
+
+
+@pytest.mark.parametrize(
+    ("command", "script"),
+    [
+        ("/usr/bin/python -u /home/me/train.py --lr 0.1", "train.py --lr 0.1"),
+        ("python -m train.main --lr 0.1", "train.main --lr 0.1"),
+        ("python -c import torch\\nprint(-m) --lr 0.1", "python -c '...'"),
+        ("python -u -Bc import torch", "python -c '...'"),
+        ("python train.py -c config.yaml", "train.py -c config.yaml"),
+    ],
+)
+def test_the_script_of_a_command_line(command, script):
+    assert script_of(command) == script
+
+
+def test_code_on_a_command_line_is_not_repeated_in_messages():
+    code = "import sys\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-u", "-c", code], stdin=subprocess.PIPE) as child:
+        assert short_command_of(child.pid) == f"{sys.executable} -u -c '...'"
+        child.communicate()
+    with subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE) as child:
+        assert short_command_of(child.pid) == f"{sys.executable} -"
+        child.communicate()

@@ -21,6 +21,7 @@ from commlens import config
 from commlens.blackbox import job_dirs
 from commlens.capture import rank_environment
 from commlens.capture.rank_environment import Place
+from commlens.text import INLINE_CODE
 
 log = logging.getLogger("commlens")
 _SCARCE = 64 << 20  # bytes; /dev/shm of a container has no more unless it is asked for
@@ -177,7 +178,7 @@ def _about(job: str) -> dict[str, Any]:
         "host": platform.node(),
         **job_dirs.this_machine()._asdict(),
         "restart": max(rank_environment.number("TORCHELASTIC_RESTART_COUNT"), 0),
-        "script": " ".join(sys.argv)[:300],
+        "script": " ".join([INLINE_CODE, *sys.argv[1:]] if sys.argv[:1] == ["-c"] else sys.argv)[:300],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commlens": __version__,

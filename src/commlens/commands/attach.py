@@ -137,12 +137,16 @@ def _of_black_boxes(job: FoundJob) -> Verdict | None:
 def _name_elsewhere(job: FoundJob | None, wanted: str) -> str:
     """Return by what to find the job on another machine, where its pids are others."""
     from commlens.outside.find_ranks import script_of
+    from commlens.text import INLINE_CODE
 
     if not wanted.isdecimal():
         return wanted
     if job is None:
         raise CommandError(f"The process {wanted} is no rank of this machine: name the job by its script or --job.")
-    return script_of(job.ranks[0].command).partition(" ")[0]
+    script = script_of(job.ranks[0].command)
+    if script == INLINE_CODE:
+        raise CommandError(f"The process {wanted} runs code that has no name on other machines: name the job by --job.")
+    return script.partition(" ")[0]
 
 
 def _find(arguments: argparse.Namespace) -> FoundJob:

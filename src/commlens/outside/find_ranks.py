@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
-from commlens.text import printable, ranks_phrase
+from commlens.text import INLINE_CODE, printable, ranks_phrase
 from commlens.watch.strangers import has_torch
 
 _RANK: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
@@ -27,6 +27,7 @@ NO_CAPABILITY: Final = (
     "the capability SYS_PTRACE is missing: start the container with `--cap-add SYS_PTRACE`, or look from the host as root"
 )
 _COMMAND_MAX: Final = 80
+_CODE_FOLLOWS: Final = re.compile("-[A-Za-z]*c")
 
 
 class RankProcess(NamedTuple):
@@ -130,7 +131,9 @@ def _spawned(pid: int, below: set[int]) -> FoundJob:
     if not with_torch and has_torch(pid):
         with_torch = [pid]
     if not with_torch:
-        raise EvidenceError(f"Neither the process {pid} ({command_of(pid)}) nor its children are ranks: none of them has loaded torch.")
+        raise EvidenceError(
+            f"Neither the process {pid} ({short_command_of(pid)}) nor its children are ranks: none of them has loaded torch."
+        )
     ranks = [RankProcess(-1, 0, None, one, job_dirs.start_ticks(one), command_of(pid), (), len(with_torch)) for one in with_torch]
     return FoundJob(ranks, [])
 
@@ -153,7 +156,7 @@ def refuse_foreign(pid: int) -> None:
             why = f"cannot be read: {NO_CAPABILITY}"
         else:
             why = f"has more privileges than you: only root can look at it (`sudo commlens attach {pid}`)"
-        raise EvidenceError(f"The process {pid} ({command_of(pid)}) {why}.") from None
+        raise EvidenceError(f"The process {pid} ({short_command_of(pid)}) {why}.") from None
     except OSError:
         return
 
@@ -247,10 +250,24 @@ def command_of(pid: int) -> str:
     return printable(words if len(words) <= 400 else words[:400] + "...")
 
 
-def script_of(command: str) -> str:
-    """Return the program in a Python command line, without the interpreter and its options."""
+def short_command_of(pid: int) -> str:
+    """Return the command line of a process without code that it holds: ``"python -c '...'"``."""
+    command = command_of(pid)
     words = command.split(" ")
     for position, word in enumerate(words[1:], 1):
+        if _CODE_FOLLOWS.fullmatch(word):
+            return " ".join([*words[: position + 1], "'...'"])
+        if not word.startswith("-"):
+            break
+    return command
+
+
+def script_of(command: str) -> str:
+    """Return the program in a Python command line, without the interpreter and its options; ``"python -c '...'"`` for code."""
+    words = command.split(" ")
+    for position, word in enumerate(words[1:], 1):
+        if _CODE_FOLLOWS.fullmatch(word):
+            return INLINE_CODE
         if word == "-m":
             return " ".join(words[position + 1 :])[:_COMMAND_MAX]
         if not word.startswith("-"):
