@@ -56,7 +56,10 @@ def sample(
         end=End.RUNNING, window_s=2.5, cpu_s=cpu_s, proc_state=state, stopped_fraction=float(state == "T"), running_fraction=0.0,
         stack_moved=moved, stacks=[ThreadStack(1, "MainThread", tuple(one.frame for one in frames), 1, True)],
     )  # fmt: skip
-    log = RankLog(rank=rank, world_size=world, host="n1", pid=100 + rank, initialised=True, source="pid", captured_ns=1, observation=seen)
+    log = RankLog(
+        rank=rank, world_size=world, host="n1", pid=100 + rank, initialised=True, script="train.py", source="pid", captured_ns=1,
+        observation=seen,
+    )  # fmt: skip
     return RankSample(log, find_call(frames, os.getpid()), moved, counters(frames))
 
 
@@ -75,6 +78,7 @@ def test_a_rank_that_is_in_no_call():
         "train.py:57",
     )
     assert found.confidence == "high"
+    assert found.looked_at == "4 ranks of 4 of train.py (pids 100, 101, 102 and 103 on n1) from outside, for 2.5 s"
     assert found.summary == "rank 2 is in train.py:57 load_batch; ranks 0-1,3 wait in all_reduce of the default group at train.py:81 step"
 
 
@@ -290,6 +294,11 @@ def test_sequence_numbers_in_torch_dumps_decide_what_stacks_cannot():
     assert judge([host]).culprits == []
     broken = HostSamples("n1", samples, 4, [0, 1, 2, 3], dumps={"torch_dump_rank_0": b"nothing"})
     assert "could not be read" in " ".join(judge_with_dumps([broken]).missing_evidence)
+
+
+def test_of_many_ranks_some_pids_tell_the_job_from_others():
+    found = verdict(*[call("all_reduce", 81)] * 9)
+    assert found.looked_at.startswith("9 ranks of 9 of train.py (pids 100, 101, 102, 103, 104, 105, 106 and 107 on n1, ...) from outside")
 
 
 @pytest.mark.parametrize(

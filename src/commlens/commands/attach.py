@@ -130,7 +130,7 @@ def _of_black_boxes(job: FoundJob) -> Verdict | None:
     if {log.pid for log in logs} < {one.pid for one in job.ranks}:
         return None
     verdict = diagnose_logs(logs)
-    verdict.looked_at += "; this job is recorded, so the verdict is from its black boxes"
+    verdict.looked_at = f"{job.label}: {verdict.looked_at}; this job is recorded, so the verdict is from its black boxes"
     return verdict
 
 

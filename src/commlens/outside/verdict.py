@@ -18,6 +18,7 @@ from commlens.outside.sample import HostSamples, RankSample
 from commlens.outside.waits import Waits, compare_waits, needs_all, places, ranks_of, unmoved
 from commlens.text import capital, count, frame_phrase, joined, ranks_and_verb, ranks_phrase, sentence
 
+_MOST_PIDS: Final = 8
 _PLURAL: Final = {"is": "are", "has": "have", "holds": "hold", "was": "were", "waits": "wait"}
 
 
@@ -74,7 +75,7 @@ class _Case:
     def verdict(self, missing: list[str]) -> Verdict:
         """Make the findings, the most important first."""
         findings = self._findings()
-        looked = f"{count(len(self.samples), 'rank')} of {self.world} from outside, for {self.window_s:.1f} s"
+        looked = f"{self._job_words()} from outside, for {self.window_s:.1f} s"
         if self.absent and len(self.absent) == len(self.samples):
             return Verdict(summary="the job has ended while it was looked at", confidence="low", missing_evidence=missing, looked_at=looked)
         if not findings:
@@ -192,6 +193,17 @@ class _Case:
         )  # fmt: skip
 
     # --- words
+
+    def _job_words(self) -> str:
+        """Return ``"4 ranks of 4 of train.py (pids 411, 412, 413 and 414 on n03)"``, so that the user sees which job it is."""
+        script = next((one.log.script for one in self.samples if one.log.script), "")
+        by_host: dict[str, list[str]] = defaultdict(list)
+        for one in self.samples[:_MOST_PIDS]:
+            by_host[one.log.host].append(str(one.log.pid))
+        pids = [f"{joined(pids)} on {host}" for host, pids in by_host.items()]
+        more = ", ..." if len(self.samples) > _MOST_PIDS else ""
+        where = f" ({'pid' if len(self.samples) == 1 else 'pids'} {'; '.join(pids)}{more})" if pids else ""
+        return f"{count(len(self.samples), 'rank')} of {self.world}{f' of {script}' if script else ''}{where}"
 
     def _waiting_words(self, before: str) -> str:
         """Return where the waiting ranks wait: the call in which most of them are, and how many other calls there are."""
