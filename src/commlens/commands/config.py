@@ -26,8 +26,12 @@ class ConfigCommand:
         parser.add_argument("--config-file", metavar="FILE", help="use this YAML file instead of the usual one")
         parser.add_argument("-y", "--yes", action="store_true", help="ask nothing: keep the file's values, and default the rest")
         parser.add_argument("-f", "--force", action="store_true", help="overwrite the file without asking")
-        actions = parser.add_subparsers(dest="action", metavar="show")
-        show = actions.add_parser("show", help="print every setting with its value and where it was set", allow_abbrev=False)
+        parser.usage = "commlens config [-h] [--config-file FILE] [-y] [-f]\n       commlens config show [-h] [--config-file FILE]"
+        purpose = "print every setting with its value and where it was set"
+        actions = parser.add_subparsers(
+            dest="action", title="instead of writing the file", metavar="show", help=purpose, prog="commlens config"
+        )
+        show = actions.add_parser("show", description=f"P{purpose[1:]}.", allow_abbrev=False)
         show.add_argument("--config-file", metavar="FILE", default=argparse.SUPPRESS, help="read this YAML file instead of the usual one")
 
     def run(self, arguments: argparse.Namespace) -> int:

@@ -70,20 +70,37 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
     """Return argparse's complaint as an error of ours: a sentence, with a suggestion for a misspelt option or choice."""
     see = f" `{parser.prog} --help` shows how to call it."
     kind, _, given = message.partition(": ")
+    options = [option for action in parser._actions for option in action.option_strings]
     if kind == "unrecognized arguments":
         name = given.strip().partition(" ")[0].partition("=")[0]
-        options = [option for action in parser._actions for option in action.option_strings]
         if name.startswith("-"):
             return CommandError(f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see))
         return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
     if kind == "the following arguments are required":
-        return CommandError(f"{parser.prog} needs {given}.{see}")
-    kind = max(kind.removeprefix("argument ").split("/"), key=lambda option: option.startswith("--"))  # "-o/--output"
+        one_of = {action.dest: f"one of {', '.join(action.choices)}" for action in parser._actions if action.choices}
+        missing = [one_of.get(name, name) for name in given.split(", ")]
+        return CommandError(f"{parser.prog} needs {', '.join(missing)}.{see}")
+    kind = _plain_name(kind.removeprefix("argument "))
     if choice := re.match(r"invalid choice: '?(.*?)'? \(choose from (.*)\)", given):
         choices = choice[2].replace("'", "")
         hint = did_you_mean(choice[1], choices.split(", "))
         if not kind.startswith("-"):
             return CommandError(f"{parser.prog} takes {choices}, not {choice[1]!r}.{hint}")
         return CommandError(f"{kind} does not accept {choice[1]!r}.{hint} It takes {choices}.")
+    if value := re.match(r"ignored explicit argument '?(.*?)'?$", given):
+        values = [option.partition("=")[2] for option in options if option.startswith(f"{kind}=")]  # see add_settings
+        if not values:
+            return CommandError(f"{kind} takes no value, but was given {value[1]!r}.{see}")
+        hint = did_you_mean(value[1], values)
+        return CommandError(f"{kind} does not accept {value[1]!r}.{hint} It takes {', '.join(values)}, or no value.")
+    if other := re.match(r"not allowed with argument (.*)", given):
+        return CommandError(f"{kind} and {_plain_name(other[1])} cannot be used together.{see}")
+    if given == "expected one argument":
+        return CommandError(f"{kind} needs a value.{see}")
     given = re.sub(r"invalid (int|float) value: (.*)", r"\2 is not a number", given)
     return CommandError(f"{kind}: {given}.{see}")
+
+
+def _plain_name(names: str) -> str:
+    """Return the long one of an option's names: ``"--output"`` for ``"-o/--output"``."""
+    return max(names.split("/"), key=lambda option: option.startswith("--"))

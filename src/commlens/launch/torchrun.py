@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from commlens import error_file
 from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
-from commlens.errors import MissingDependency
+from commlens.errors import CommandError, MissingDependency
 from commlens.launch import autoload, trace_summary
 from commlens.launch.options import add_settings, settings_from, usage_error
 from commlens.watch.roster import children_workers
@@ -47,6 +47,8 @@ def torchrun_parser() -> argparse.ArgumentParser:
     parser.prog = "commlens launch"
 
     def refuse(message: str) -> NoReturn:
+        if "required: training_script" in message:
+            raise CommandError("Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1")
         raise usage_error(parser, message)
 
     parser.error = refuse  # type: ignore[method-assign]
