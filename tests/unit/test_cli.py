@@ -110,6 +110,8 @@ def test_an_unknown_option_is_named(capsys):
         (["view", "--json", "--rows"], "--rows and --json cannot be used together. `commlens view --help` shows how to call it."),
         (["launch", "--debug=smaple", "t.py"], "--debug does not accept 'smaple'. Did you mean sample? It takes sample, or no value."),
         (["launch", "--nproc-per-node", "2"], "Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1"),
+        (["launch", "--debug", "nope.py", "--lr", "1"], "The program nope.py cannot be read: there is no such file."),
+        (["launch", "--no-python", "nope"], "The command nope cannot be run: there is no such executable file."),
         (["compare"], "commlens compare needs BEFORE, AFTER. `commlens compare --help` shows how to call it."),
         (["view", "--rank", "x", "y"], "--rank: 'x' is not a number. `commlens view --help` shows how to call it."),
         (["demo", "stoped"], "There is no scenario 'stoped'. Did you mean stopped? `commlens demo --list` lists them."),

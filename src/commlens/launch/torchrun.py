@@ -25,6 +25,7 @@ from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import CommandError, MissingDependency
 from commlens.launch import autoload, trace_summary
 from commlens.launch.options import add_settings, settings_from, usage_error
+from commlens.launch.worker import check_program
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
 
@@ -71,6 +72,7 @@ def launch(argv: Sequence[str]) -> int:
     """
     arguments = torchrun_parser().parse_args(_join_trace(argv))
     arguments.training_script_args = _split_trace(arguments.training_script_args)
+    check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
     resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
     for warning in resolved.warnings:
         print(f"commlens: {warning}", file=sys.stderr)

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import types
@@ -62,13 +63,20 @@ def run(program: Sequence[str], *, module: bool, environment: Mapping[str, str])
     run_here(program, module=module)
 
 
-def check_program(program: Sequence[str], *, module: bool) -> None:
-    """Refuse a script that cannot be read, before anything starts.
+def check_program(program: Sequence[str], *, module: bool, command: bool = False) -> None:
+    """Refuse a script or a command that does not exist, before anything starts.
+
+    Args:
+        program: the script's path and its arguments.
+        module: it is a module's name; that is not checked.
+        command: it is a command, which may be found in ``PATH``.
 
     Raises:
-        CommandError: the script does not exist.
+        CommandError: it does not exist.
     """
-    if not module and not Path(program[0]).exists():
+    if command and shutil.which(program[0]) is None:
+        raise CommandError(f"The command {program[0]} cannot be run: there is no such executable file.")
+    if not module and not command and not Path(program[0]).exists():
         raise CommandError(f"The program {program[0]} cannot be read: there is no such file.")
 
 
