@@ -36,10 +36,13 @@ SAMPLE: Final = "sample"
 _ACCELERATE_ON: Final = frozenset({"1", "y", "yes", "t", "true", "on"})  # values that Accelerate 1.15 accepts
 
 CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
+WARNED_VARIABLE: Final = "COMMLENS_WARNED"
+"""Marks the warnings that a parent process has printed."""
 PREFIX: Final = "COMMLENS_"
 NOT_SETTINGS: Final = frozenset(
     {
         CONFIG_FILE_VARIABLE,
+        WARNED_VARIABLE,
         "COMMLENS_TEST_DATA",
         "COMMLENS_UPDATE_GOLDEN",
         "COMMLENS_TEST_NATIVE",

@@ -43,7 +43,7 @@ def examine(config_file: str | None = None) -> Report:
     resolved = config.load_settings(config_file=config_file, strict=False)
     if config_file is not None:
         config.load_settings(config_file=config_file)
-    report.problems += [f"A setting is ignored: {warning}" for warning in resolved.warnings]
+    report.problems += resolved.warnings
     checks: list[tuple[str, Callable[[Report], str]]] = [
         ("commlens", lambda _: f"{__version__} in {Path(__file__).parents[1]}"),
         ("Python", lambda _: f"{platform.python_version()} ({platform.python_implementation()}) at {sys.executable}"),

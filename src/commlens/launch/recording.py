@@ -17,6 +17,7 @@ from commlens import config
 from commlens.capture import session
 from commlens.capture.session import expect_slow
 from commlens.errors import CommandError, ConfigError, MissingDependency
+from commlens.launch.new_warnings import new_warnings
 
 if TYPE_CHECKING:
     from commlens.verification.verifier import Verifier
@@ -112,7 +113,7 @@ def dump(
 def start_from_environment() -> None:
     """Record with the settings in force here, as the autoload entry point does. Bad settings are logged and replaced by defaults."""
     resolved = config.load_settings(strict=False)
-    for warning in resolved.warnings:
+    for warning in new_warnings(resolved.warnings):
         log.warning("commlens: %s", warning)
     start(resolved.settings)
 

@@ -24,6 +24,7 @@ from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import CommandError, MissingDependency
 from commlens.launch import autoload, trace_summary
+from commlens.launch.new_warnings import new_warnings
 from commlens.launch.options import add_settings, settings_from, usage_error
 from commlens.launch.worker import check_program
 from commlens.watch.roster import children_workers
@@ -74,7 +75,7 @@ def launch(argv: Sequence[str]) -> int:
     arguments.training_script_args = _split_trace(arguments.training_script_args)
     check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
     resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
-    for warning in resolved.warnings:
+    for warning in new_warnings(resolved.warnings):
         print(f"commlens: {warning}", file=sys.stderr)
     settings = dataclasses.replace(resolved.settings, job=resolved.settings.job or job_name(arguments), watched=True)
     for name in [name for name in vars(arguments) if name.startswith("commlens_")]:
