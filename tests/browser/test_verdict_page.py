@@ -116,6 +116,22 @@ def test_a_mismatchs_graph_fills_its_box(open_page: OpenPage, tmp_path: Path, wi
     assert "3 victims" in page.inner_text(".legend")
 
 
+@pytest.mark.parametrize(("ranks", "program"), [(8, mesh), (4, swapped)])
+def test_a_graph_with_several_arrows_fits_a_phone(
+    open_page: OpenPage, tmp_path: Path, ranks: int, program: Callable[..., Iterator[object]]
+):
+    page = open_page(write(tmp_path, Job(ranks).run(program).logs()), width=390)
+    page.wait_for_selector("path.edge", state="attached")
+    cut = "elements => elements.filter(each => each.scrollWidth > each.clientWidth).map(each => each.textContent)"
+    assert page.locator(".graph-scroll, .edge-label, .node").evaluate_all(cut) == []
+    frame = page.locator(".graph-scroll").bounding_box()
+    for part in page.locator(".edge-label, .node").all():
+        box = part.bounding_box()
+        assert frame["x"] <= box["x"] and box["x"] + box["width"] <= frame["x"] + frame["width"]
+    # Long names break where one of their words ends.
+    assert page.locator(".node wbr").count() > 0
+
+
 def test_a_rank_can_be_looked_up_and_linked_to(open_page: OpenPage, stuck: Path):
     page = open_page(stuck, anchor="rank-5")
     panel = page.get_by_role("complementary", name="Rank 5")

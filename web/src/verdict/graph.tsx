@@ -1,10 +1,12 @@
 import { Graph, layout } from "@dagrejs/dagre";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { Breakable } from "../shared/breakable";
 import { Section } from "../shared/page";
 import type { VerdictPage } from "./data";
 import { RankSet, RoleChip, isOne, ranksPhrase } from "./parts";
 
 const AROUND = 34; // the border, padding and margin of the graph, in pixels
+const LAYOUTS: readonly ["LR" | "TB", "" | "compact" | "tight"][] = [["LR", ""], ["LR", "compact"], ["TB", ""], ["TB", "compact"], ["TB", "tight"]];
 
 interface Placed {
   width: number;
@@ -31,15 +33,15 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
     const element = box.current;
     if (!element || nodes.length === 0 || room === 0) return;
     const sizes = (selector: string) => [...element.querySelectorAll<HTMLElement>(selector)].map((each) => ({ width: each.offsetWidth, height: each.offsetHeight }));
-    const placeAs = (direction: "LR" | "TB") => place(page, { nodes: sizes(".node"), labels: sizes(".edge-label") }, direction);
-    // From left to right if there is room, perhaps with narrower boxes; else from top to bottom.
-    for (const compact of [false, true]) {
-      element.classList.toggle("compact", compact);
-      const across = placeAs("LR");
-      if (across.width <= room - AROUND) return setPlaced(across);
+    // From left to right if there is room, perhaps with narrower boxes; else from top to bottom, with boxes as wide as fit.
+    let placed: Placed | null = null;
+    for (const [direction, width] of LAYOUTS) {
+      element.classList.remove("compact", "tight");
+      if (width) element.classList.add(width);
+      placed = place(page, { nodes: sizes(".node"), labels: sizes(".edge-label") }, direction);
+      if (placed.width <= room - AROUND) break;
     }
-    element.classList.remove("compact");
-    setPlaced(placeAs("TB"));
+    setPlaced(placed);
   }, [page, room]);
   const about = nodes.length > 0
     ? "An arrow points from waiting ranks to the ranks that they wait for. Ranks that do the same share a box."
@@ -61,14 +63,14 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
               </svg>
             )}
             {edges.map((edge, index) => (
-              <div key={`edge${index}`} class="edge-label" title={waits(edge)} style={at(placed?.edges[index])}>{edge.label}</div>
+              <div key={`edge${index}`} class="edge-label" title={waits(edge)} style={at(placed?.edges[index])}><Breakable text={edge.label} /></div>
             ))}
             {nodes.map((node, index) => (
               <div key={`node${index}`} class={`node ${node.root ? "root" : ""} ${node.cls >= 0 ? `node-${page.classes[node.cls]!.role}` : "node-end"}`} style={at(placed?.nodes[index])}>
                 {node.cls >= 0 ? <ClassText page={page} cls={node.cls} /> : (
                   <>
                     <strong>{node.title}</strong>
-                    {node.lines.map((line, number) => <div key={number}>{line}</div>)}
+                    {node.lines.map((line, number) => <div key={number}><Breakable text={line} /></div>)}
                   </>
                 )}
               </div>
@@ -93,8 +95,8 @@ export function ClassText({ page, cls }: { page: VerdictPage; cls: number }) {
   return (
     <>
       <div class="node-head"><strong><RankSet ranks={known.ranks} /></strong><RoleChip role={known.role} /></div>
-      <div>{known.doing}</div>
-      {known.place && <div class="mono node-place">{known.place}</div>}
+      <div><Breakable text={known.doing} /></div>
+      {known.place && <div class="mono node-place"><Breakable text={known.place} /></div>}
       {known.detail && <div class="dim">{known.detail}</div>}
     </>
   );
