@@ -68,6 +68,8 @@ def test_the_modules_open_down_to_ops_and_the_level_of_detail_says_which(usual):
     assert row(page, "layers.0-3").count() == 0 and "fold=no" in page.url
 
 
+CUT = """nodes => nodes.filter(node => node.scrollWidth > node.clientWidth + 1 || node.scrollHeight > node.clientHeight + 2)
+                       .map(node => node.textContent)"""
 CLIPPED = "nodes => nodes.filter(node => node.offsetWidth && node.scrollWidth > node.clientWidth).map(node => node.textContent)"
 
 
@@ -83,6 +85,23 @@ def test_names_of_columns_are_not_cut(open_page, tmp_path, width):
     assert heads.evaluate_all(CLIPPED) == []
     modules = page.locator('.grid[aria-label="Modules"]')
     assert modules.evaluate("grid => grid.scrollWidth - grid.clientWidth") <= 0, "all columns of figures are visible"
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_the_tables_cut_no_text(usual, width):
+    page = usual(width=width)
+    texts = page.locator(".grid .clip, .grid .cut-line")
+    assert texts.count() > 30
+    assert [text for text in texts.evaluate_all(CUT) if "(implicit)" not in text] == [], "only the longest reasons may be cut"
+    assert page.locator(".grid").evaluate_all("grids => grids.filter(grid => grid.scrollWidth > grid.clientWidth).length") == 0
+
+
+def test_the_level_of_detail_says_what_it_shows(usual):
+    page = usual()
+    slider = page.get_by_label("Level of detail")
+    assert "1 of 3: shows counts, single collectives, parameters and DTensor ops" in page.inner_text("#modules")
+    slider.fill("3")
+    assert "3 of 3: shows everything, even trivial ops such as views and detach" in page.inner_text("#modules")
 
 
 def test_lines_of_code_are_not_cut(usual):

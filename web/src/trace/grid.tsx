@@ -26,20 +26,23 @@ interface GridProps<Row> {
   /** Of the visible part, at most, in rows. */
   most?: number;
   empty?: string;
+  /** On a narrow screen: the first cell is above the others, with so many lines of text. */
+  stacked?: number;
 }
 
-const ROW = 30;
+const LINE = 21;
 const OVERSCAN = 10;
 
 /** A table or tree whose visible rows alone are in the document. Arrow keys move, Enter selects. */
 export function Grid<Row>(props: GridProps<Row>) {
-  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18 } = props;
+  const { columns, rows, keyOf, level, onOpen, onChoose, chosen, rowClass, wide, most = 18, stacked = 0 } = props;
+  const ROW = 30 + LINE * stacked;
   const box = useRef<HTMLDivElement>(null);
   const [top, setTop] = useState(0);
   const [active, setActive] = useState(0);
   const [printing, setPrinting] = useState(false);
   const [id] = useState(() => `grid-${++made}`);
-  const height = Math.min(most, rows.length) * ROW;
+  const height = Math.min(Math.ceil((most * 30) / ROW), rows.length) * ROW;
   useEffect(() => {
     const [before, after] = [() => setPrinting(true), () => setPrinting(false)];
     addEventListener("beforeprint", before);
@@ -88,12 +91,13 @@ export function Grid<Row>(props: GridProps<Row>) {
   }
   const first = printing ? 0 : Math.max(0, Math.floor(top / ROW) - OVERSCAN);
   const last = printing ? Math.min(rows.length, 200) : Math.min(rows.length, Math.ceil((top + height) / ROW) + OVERSCAN);
-  const style = { gridTemplateColumns: columns.map(width).join(" "), minWidth: `${least(columns)}rem` };
+  const beside = stacked ? columns.slice(1) : columns;
+  const style = { gridTemplateColumns: beside.map(width).join(" "), minWidth: `${least(beside)}rem`, ...(stacked ? { height: `${ROW}px`, "--lines": stacked } : {}) };
   const visible = [];
   for (let index = first; index < last; index++) {
     const row = rows[index]!;
     const where = level?.(row);
-    const span = wide?.(row) ?? 1;
+    const span = stacked ? 1 : wide?.(row) ?? 1;
     visible.push(
       <div
         key={keyOf(row)}
@@ -144,7 +148,7 @@ export function Grid<Row>(props: GridProps<Row>) {
   if (!rows.length) return <p class="dim">{props.empty ?? "Nothing to show."}</p>;
   return (
     <div
-      class="grid"
+      class={stacked ? "grid stacked" : "grid"}
       role={level ? "treegrid" : "grid"}
       aria-label={props.label}
       aria-rowcount={rows.length + 1}
@@ -152,11 +156,11 @@ export function Grid<Row>(props: GridProps<Row>) {
       aria-activedescendant={here >= first && here < last ? `${id}-${here}` : undefined}
       ref={box}
       tabIndex={0}
-      style={{ height: printing ? "auto" : `${height + ROW + 2}px` }}
+      style={{ height: printing ? "auto" : `${height + (stacked ? 2 * LINE + 10 : ROW) + 2}px` }}
       onScroll={(event) => setTop(event.currentTarget.scrollTop)}
       onKeyDown={move}
     >
-      <div class="grid-head grid-row" role="row" aria-rowindex={1} style={style}>
+      <div class="grid-head grid-row" role="row" aria-rowindex={1} style={stacked ? { ...style, height: `${2 * LINE + 10}px`, "--lines": 1 } : style}>
         {columns.map((column) => <div key={column.id} role="columnheader" class={column.numeric ? "numeric" : ""}>{column.name}</div>)}
       </div>
       <div role="presentation" style={{ height: `${first * ROW}px` }} />
@@ -168,7 +172,7 @@ export function Grid<Row>(props: GridProps<Row>) {
 
 /** A column's width, at least as wide as its name. */
 function width<Row>(column: Column<Row>): string {
-  return column.width.replace(/[\d.]+(?=rem)/, (least) => String(Math.max(Number(least), column.name.length * 0.58 + 0.3)));
+  return column.width.replace(/[\d.]+(?=rem)/, (least) => String(Math.max(Number(least), column.name.length * 0.61 + 0.3)));
 }
 
 /** The minimum width of the columns with gaps and padding, in rem, so that all rows are equally wide. */

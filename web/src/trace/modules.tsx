@@ -25,10 +25,10 @@ interface ModulesProps {
 }
 
 const NOISE = [
-  "counts",
-  "also single collectives, parameters and DTensor ops",
-  "also other tensor ops",
-  "also trivial ops such as views and detach",
+  "shows counts",
+  "shows counts, single collectives, parameters and DTensor ops",
+  "shows other tensor ops, too",
+  "shows everything, even trivial ops such as views and detach",
 ];
 
 export function Modules(props: ModulesProps) {
@@ -41,9 +41,9 @@ export function Modules(props: ModulesProps) {
       id: PHASES[phase]!, name: PHASES[phase]!, width: PHASES[phase]!.length > 10 ? "minmax(8.6rem, 1fr)" : "minmax(6.4rem, 1fr)", numeric: true,
       cell: (row) => (row.kind === "module" ? <Amount tally={row.row.all.byPhase[phase]!} trace={trace} /> : null),
     }))),
-    { id: "calls", name: "Calls", width: narrow ? "3rem" : "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
-    ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: narrow ? "4.8rem" : "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
-    ...(hasTime(trace) ? [{ id: "time", name: trace.estimate ? "Estimated" : "Time", width: "minmax(4.8rem, 0.6fr)", numeric: true, cell: (row: TreeRow) => time(row, trace) }] : []),
+    { id: "calls", name: "Calls", width: narrow ? "minmax(3rem, 1fr)" : "minmax(3.6rem, 0.5fr)", numeric: true, cell: (row) => calls(row) },
+    ...(trace.bytesKnown ? [{ id: "bytes", name: narrow ? "Bytes" : "On the wire", width: narrow ? "minmax(4.8rem, 1fr)" : "minmax(5.2rem, 0.7fr)", numeric: true, cell: (row: TreeRow) => bytes(row) }] : []),
+    ...(hasTime(trace) ? [{ id: "time", name: trace.estimate ? "Estimated" : "Time", width: narrow ? "minmax(4.8rem, 1fr)" : "minmax(4.8rem, 0.6fr)", numeric: true, cell: (row: TreeRow) => time(row, trace) }] : []),
     ...(narrow || !trace.groupsKnown ? [] : [{ id: "on", name: "On", width: "minmax(8rem, 1fr)", cell: (row: TreeRow) => <On row={row} trace={trace} colours={colours} /> }]),
   ];
   function toggle(row: TreeRow, isOpen: boolean) {
@@ -60,13 +60,13 @@ export function Modules(props: ModulesProps) {
     >
       <div class="controls">
         <span class="noise">
-          <label for="detail">Detail</label>
+          <label for="detail">Level of detail</label>
           <input
             id="detail" type="range" min={0} max={3} step={1} value={noise}
-            aria-valuetext={`${noise}: ${NOISE[noise]}`}
+            aria-valuetext={`${noise} of 3: ${NOISE[noise]}`}
             onInput={(event) => onNoise(Number(event.currentTarget.value))}
           />
-          <output for="detail"><b>{noise}</b> {NOISE[noise]}</output>
+          <output for="detail"><b>{noise}</b> of 3: {NOISE[noise]}</output>
         </span>
         <span class="buttons">
           <button type="button" class="button" aria-pressed={folded} onClick={() => onFold(!folded)}>Fold similar modules</button>
@@ -86,6 +86,7 @@ export function Modules(props: ModulesProps) {
         rowClass={(row) => `row-${row.kind}`}
         wide={(row) => (row.kind === "module" || narrow ? 1 : 1 + phases.length)}
         most={22}
+        stacked={narrow ? 1 : 0}
         empty="No module matches the filters."
       />
     </Section>

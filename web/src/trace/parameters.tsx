@@ -1,4 +1,5 @@
 import { useMemo } from "preact/hooks";
+import { Breakable } from "../shared/breakable";
 import { Section } from "../shared/page";
 import { matches } from "../shared/search";
 import { count, size } from "../shared/words";
@@ -32,15 +33,20 @@ export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree
   const whole = rows.some(({ parameter }) => parameter.localBytes !== null);
   const columns: Column<Row>[] = [
     {
-      id: "name", name: "Parameter", width: "minmax(14rem, 2fr)",
-      cell: ({ path, parameter, times }) => <span class="clip mono" title={`${path}.${parameter.name}`}>{path}.{parameter.name}{times > 1 ? <span class="dim"> × {times}</span> : ""}</span>,
+      id: "name", name: narrow ? "Parameter and sharding" : "Parameter", width: "minmax(14rem, 2fr)",
+      cell: ({ path, parameter, times }) => (
+        <span class="clip mono" title={`${path}.${parameter.name}`}>
+          <Breakable text={`${path}.${parameter.name}`} />{times > 1 ? <span class="dim"> × {times}</span> : ""}{" "}
+          {narrow && <span class="placement">{words.placements(parameter.placements) || "not a DTensor"}</span>}
+        </span>
+      ),
     },
-    { id: "placements", name: "Sharding", width: "minmax(9rem, 1.4fr)", cell: ({ parameter }) => <span class="clip mono">{words.placements(parameter.placements) || <span class="dim">not a DTensor</span>}</span> },
+    ...(narrow ? [] : [{ id: "placements", name: "Sharding", width: "minmax(9rem, 1.4fr)", cell: ({ parameter }: Row) => <span class="clip mono">{words.placements(parameter.placements) || <span class="dim">not a DTensor</span>}</span> }]),
     ...(whole ? [
       { id: "shape", name: "Shape", width: "minmax(8rem, 1fr)", cell: ({ parameter }: Row) => <span class="clip mono">{parameterShape(parameter)}</span> },
       { id: "held", name: "Held here", width: "minmax(5rem, 0.6fr)", numeric: true, cell: ({ parameter }: Row) => (parameter.localBytes === null ? "" : size(parameter.localBytes)) },
     ] : []),
-    ...(narrow ? [] : [{ id: "mesh", name: "Mesh", width: "minmax(9rem, 1.2fr)", cell: ({ parameter }: Row) => <span class="clip dim" title={parameter.mesh}>{parameter.mesh}</span> }]),
+    ...(narrow ? [] : [{ id: "mesh", name: "Mesh", width: "minmax(9rem, 1.5fr)", cell: ({ parameter }: Row) => <span class="clip dim" title={parameter.mesh}>{parameter.mesh}</span> }]),
   ];
   return (
     <Section
@@ -52,6 +58,7 @@ export function Parameters({ trace, tree, filter, narrow }: { trace: Trace; tree
         label="Parameters"
         columns={columns}
         rows={rows}
+        stacked={narrow ? 2 : 0}
         keyOf={({ path, parameter }) => `${path}.${parameter.name} ${JSON.stringify(parameter)}`}
         empty={trace.modules.some((module) => module.parameters.length) ? "No parameter matches the filters." : "The trace has no parameters."}
       />

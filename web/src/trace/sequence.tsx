@@ -1,4 +1,5 @@
 import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { Breakable } from "../shared/breakable";
 import { Section } from "../shared/page";
 import { colour, onThemeChange } from "../shared/theme";
 import { count, number, seconds, size } from "../shared/words";
@@ -25,22 +26,21 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
   const timed = byTime && trace.timesKnown;
   const rows = useMemo(() => events.map((index) => trace.events[index]!), [trace, events]);
   const sizes: Column<Collective>[] = trace.bytesKnown ? [
-    { id: "bytes", name: narrow ? "Bytes" : "On the wire", width: "minmax(5.4rem, 0.6fr)", numeric: true, cell: (event) => size(event.wireBytes * event.count) },
+    { id: "bytes", name: narrow ? "Bytes" : "On the wire", width: narrow ? "minmax(5.4rem, 1fr)" : "5.4rem", numeric: true, cell: (event) => size(event.wireBytes * event.count) },
   ] : [];
   const columns: Column<Collective>[] = [
-    { id: "number", name: "#", width: narrow ? "2.8rem" : "minmax(3.2rem, 0.4fr)", cell: (event) => number(event.sequence) },
+    ...(narrow ? [] : [{ id: "number", name: "#", width: "3.6rem", cell: (event: Collective) => number(event.sequence) }]),
     ...(trace.steps > 1 && !narrow ? [{ id: "step", name: "Step", width: "3.5rem", numeric: true, cell: (event: Collective) => (event.lastStep === event.step ? event.step : `${event.step}-${event.lastStep}`) }] : []),
     {
-      id: "op", name: "Collective", width: "minmax(10.5rem, 1fr)",
-      cell: (event) => <span class="clip"><span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} {trace.groupsKnown && <span class="dim">{trace.groupOf(event).label}</span>}</span>,
+      id: "op", name: narrow ? "Collective and where" : "Collective", width: "minmax(10.5rem, 0.8fr)",
+      cell: (event) => <span class="clip">{narrow && `#${number(event.sequence)} `}<span class="swatch" style={{ background: `var(${colours.get(trace.groupOf(event).label) ?? "--idle"})` }} /><span class="mono">{event.op}</span> {event.count > 1 && <span class="dim">× {number(event.count)}</span>} {trace.groupsKnown && <span class="dim">{trace.groupOf(event).label}</span>}{narrow && <>, {where(event)}</>}</span>,
     },
-    ...(narrow ? sizes : []),
-    { id: "where", name: "Where", width: "minmax(12rem, 2fr)", cell: (event) => <span class="clip" title={event.site ?? undefined}>{PHASES[event.phase]} <span class="mono dim">{event.site ?? ""}</span></span> },
-    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2fr)", cell: (event: Collective) => <Clipped text={words.why(event)} line={[words.why(event) && ", ", words.sourceWords(event)].join("")} dim /> }]),
-    ...(narrow ? [] : sizes),
-    ...(trace.timesKnown && !narrow ? [
-      { id: "call", name: "In call", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.returned ? seconds((event.returned - event.started) / 1e9) : "") },
-      { id: "wait", name: "Waited", width: "minmax(4.8rem, 0.5fr)", numeric: true, cell: (event: Collective) => (event.waitEnded ? seconds((event.waitEnded - event.waitBegan) / 1e9) : "") },
+    ...(narrow ? [] : [{ id: "where", name: "Where", width: "minmax(12rem, 1.3fr)", cell: (event: Collective) => <span class="clip" title={event.site ?? undefined}>{where(event)}</span> }]),
+    ...(narrow ? [] : [{ id: "why", name: "Why", width: "minmax(12rem, 2.8fr)", cell: (event: Collective) => <Clipped text={words.why(event)} line={[words.why(event) && ", ", words.sourceWords(event)].join("")} dim /> }]),
+    ...sizes,
+    ...(trace.timesKnown ? [
+      { id: "call", name: "In call", width: narrow ? "minmax(4.8rem, 1fr)" : "4.8rem", numeric: true, cell: (event: Collective) => (event.returned ? seconds((event.returned - event.started) / 1e9) : "") },
+      { id: "wait", name: "Waited", width: narrow ? "minmax(4.8rem, 1fr)" : "4.8rem", numeric: true, cell: (event: Collective) => (event.waitEnded ? seconds((event.waitEnded - event.waitBegan) / 1e9) : "") },
     ] : []),
   ];
   return (
@@ -70,10 +70,15 @@ export function Sequence({ trace, events, colours, narrow, chosen, onChoose }: S
         onChoose={onChoose}
         chosen={chosen === null ? null : String(chosen)}
         most={14}
+        stacked={narrow ? 2 : 0}
         empty="No collective matches the filters."
       />
     </Section>
   );
+}
+
+function where(event: Collective) {
+  return <>{PHASES[event.phase]} <span class="mono dim"><Breakable text={event.site ?? ""} /></span></>;
 }
 
 interface DrawingProps {
@@ -107,7 +112,7 @@ function Drawing({ trace, events, colours, chosen, onChoose, timed }: DrawingPro
     setWidth(element.clientWidth);
     return () => observer.disconnect();
   }, []);
-  const gutter = width < 600 ? 64 : 132;
+  const gutter = width < 600 ? 88 : 132;
   const rows = lanes.reduce((sum, lane) => sum + lane.rows, 0);
   const height = rows * LANE + AXIS;
   // Scroll to a collective selected elsewhere.
