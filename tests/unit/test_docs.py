@@ -73,3 +73,8 @@ def test_the_readme_shows_the_figures_that_make_bench_wrote():
 def test_every_page_can_be_reached_from_the_index():
     linked = set(re.findall(r"\]\(([\w-]+\.md)", (DOCS / "index.md").read_text()))
     assert {page.name for page in DOCS.glob("*.md")} - {"index.md"} == linked
+
+
+def test_the_first_code_that_a_visitor_sees_fits_a_phone():
+    block = (DOCS / "index.md").read_text().split("```")[1]
+    assert max(map(len, block.splitlines())) <= 48
