@@ -58,6 +58,38 @@ def test_real_dumps(shared_data: Path, folder: str, kind: str, culprits: list[in
     assert verdict.collective.sequence_number == number
 
 
+@pytest.mark.parametrize(
+    ("folder", "rank", "size", "culprits"),
+    [
+        ("gpu_error_1st", 13, 300, [14]), ("gpu_error_1st", 13, 0, [14]), ("gpu_error_1st", 12, 2000, [14]),
+        ("lock_gil_1st", 8, 100, [9, 14]), ("lock_gil_1st", 8, 1500, [9, 14]), ("lock_gil_1st", 8, 5, [9, 14]),
+        ("lock_gil_1st", 9, 300, [14]),
+    ],
+)  # fmt: skip
+def test_a_real_dump_that_is_cut_off_gets_no_innocent_rank_named(
+    shared_data: Path, tmp_path: Path, folder: str, rank: int, size: int, culprits: list[int]
+) -> None:
+    for path in (shared_data / "megatron_moe_16ranks" / folder).glob("_dump_*"):
+        content = path.read_bytes()
+        (tmp_path / path.name).write_bytes(content[:size] if path.name == f"_dump_{rank}" else content)
+    verdict = diagnose(tmp_path)
+    assert (verdict.culprits, list(blamed(verdict))) == (culprits, culprits)
+    assert any(f"ank {rank}:" in line or f"_dump_{rank} " in line for line in verdict.missing_evidence)
+
+
+@pytest.mark.parametrize("share", [0, 0.05, 0.5, 0.95])
+@pytest.mark.parametrize(("rank", "culprits"), [(10, {11}), (11, set())])
+def test_the_rank_of_a_dump_that_is_cut_off_is_not_named(stuck: Path, tmp_path: Path, rank: int, culprits: set[int], share: float) -> None:
+    for path in stuck.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (own,) = [path for path in tmp_path.iterdir() if path.name.endswith(f"_{rank}")]
+    own.write_bytes(own.read_bytes()[: int(own.stat().st_size * share)])
+    verdict = diagnose(tmp_path)
+    sure = [finding for finding in verdict.findings if finding.confidence != "low"]
+    assert {rank for finding in sure for rank in finding.culprits} == culprits
+    assert any(own.name in line or f"Rank {rank}:" in line for line in verdict.missing_evidence)
+
+
 @pytest.fixture(scope="module")
 def stuck(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dumps") / "job"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 from commlens.diagnosis.examine import ExaminedJob, examine_dumps, examine_logs
 from commlens.dumps.discover import DumpFiles, discover
@@ -12,6 +13,9 @@ from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
+
+if TYPE_CHECKING:
+    from commlens.diagnosis.columns import RankDump
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
 
@@ -87,7 +91,9 @@ def _examine_foreign_files(
     from commlens.dumps.parallel import reduce_foreign
 
     interner = Interner()
-    dumps = [interner.intern(dump) for dump in reduce_foreign(files, reduce_all, problems, executor=executor, progress=seen, unnamed=True)]
+    unread = list(files.unread)
+    found = reduce_foreign(files, reduce_all, problems, executor=executor, progress=seen, unnamed=True, unread=unread)
+    dumps = [interner.intern(dump) for dump in found]
     boxed = {log.rank for log in evidence.logs}
     others = {dump.rank for dump in dumps} - boxed
     if boxed and len(others) < len(boxed):
@@ -96,11 +102,28 @@ def _examine_foreign_files(
         return None
     if not dumps:
         return None
+    dumps += _unread_dumps(files, unread, dumps, boxed)
     if boxed:
         from commlens.formats.rank_log_columns import columns_from_log
 
         dumps += reduce_all(columns_from_log(log) for log in evidence.logs)
     return examine_dumps(dumps, problems=problems, stalled_after_s=stalled_after_s)
+
+
+def _unread_dumps(files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]) -> list[RankDump]:
+    """Return an empty dump for each rank whose dump cannot be read: unlike a rank without one, it did write a dump."""
+    from commlens.diagnosis.columns import RankDump
+
+    known = {dump.rank for dump in dumps} | set(boxed)
+    size = max((dump.world_size for dump in dumps), default=0)
+    if any(files.by_name(dump.source).rank not in (-1, dump.rank) for dump in dumps):
+        return []  # the numbers in the files' names are no ranks
+    ranks = {name.rank: (source, name.host) for source in unread if (name := files.by_name(source)).rank >= 0}
+    return [
+        RankDump(rank=rank, source=source, host=host, job=dumps[0].job, problems=["its dump could not be read"], lost_entries=True)
+        for rank, (source, host) in sorted(ranks.items())
+        if rank not in known and (rank < size or not size)
+    ]
 
 
 def _nothing_readable(problems: Sequence[str]) -> str:

@@ -63,7 +63,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     unified = _unify_channels(dumps)
     latest = max((_newest_ns(dump) for dump in dumps), default=0)
     limit = int(stalled_after_s * 1e9)
-    fullest = max((dump.unbroken for dump in dumps), default=0)
+    fullest = max((dump.unbroken for dump in dumps if not dump.lost_entries), default=0)
     recent = max(_RECENT_MIN, min(_RECENT_MAX, _RECENT_TOTAL // len(dumps)))
     views: dict[int, RankView] = {}
     channels: dict[ChannelKey, Channel] = {}
@@ -76,7 +76,8 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
         view.first_ns = 0 if dump.only_active or not len(dump) else int(dump.created_ns[0])
-        view.head_lost = dump.only_active and dump.unbroken == fullest and _may_be_buffer_size(fullest)
+        full = dump.unbroken == fullest or dump.lost_entries  # it may have been
+        view.head_lost = dump.only_active and full and _may_be_buffer_size(fullest)
         for key, channel in _index(view, columns, limit).items():
             channels.setdefault(key, channel)
             if key in view.tracks:

@@ -366,9 +366,12 @@ def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
 
 
 def lost_newest(view: RankView) -> bool:
-    """Return whether the newest records of a running process are unreadable, so that it may have issued anything."""
-    newest = view.log.collectives[-1].index if view.log.collectives else 0
-    return view.columns is None and not view.died and view.log.issued > newest
+    """Return whether the newest records of a running process are unreadable, so that it may have issued anything.
+
+    Of another tool's dump, any entries: these are written oldest first, and the newest are the first that a cut takes.
+    """
+    lost = view.log.lost_newest if view.columns is None else view.columns.dump.lost_entries
+    return lost and not view.died
 
 
 def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> bool | None:
@@ -379,8 +382,10 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     track = view.tracks.get(key)
     if key[3] == SETUP:
         return None if view.log.initialised and not view.log.setups else False
+    if lost_newest(view):
+        return None  # of another tool's dump, not even the status tells: whether it counts messages, too, shows in the entries
     if view.columns is None:
-        return None if lost_newest(view) or (track is None and view.wrapped and view.log.collectives) else False
+        return None if track is None and view.wrapped and view.log.collectives else False
     status = view.columns.dump.status.get(key[1])
     counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
     if status is not None and not counts_messages and number <= status[0]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from commlens.diagnosis.index import JobIndex, Track
+from commlens.diagnosis.index import JobIndex, Track, lost_newest
 from commlens.diagnosis.routine import leaves_routine, position_in, token
 from commlens.model.collective import ChannelKey, Collective
 
@@ -58,7 +58,7 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     shifts = []
     for rank in sorted(suspects):
         usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
-        shift = _find_shift(rank, tracks[rank], usual)
+        shift = _find_shift(rank, tracks[rank], usual, cut=lost_newest(job.views[rank]))
         if shift is not None and _agree(tracks, shift.number, usual[shift.number]) * 2 > len(tracks):
             shifts.append(shift)
     # Half of the ranks or more cannot be out of step with the majority.
@@ -199,8 +199,11 @@ class _Matcher:
         return self.same_args(mine, theirs) and (line == other or self._lines.get(line) in (None, other))
 
 
-def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective]) -> Shift | None:
-    """Return the smallest shift after which the rank's collectives fit those of the others; None if there is none."""
+def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective], *, cut: bool) -> Shift | None:
+    """Return the smallest shift after which the rank's collectives fit those of the others; None if there is none.
+
+    ``cut``: the rank issued more than its records show.
+    """
     numbers = sorted(set(track.ops) & set(usual))
     if not numbers:
         return None
@@ -221,7 +224,7 @@ def _find_shift(rank: int, track: Track, usual: Mapping[int, Collective]) -> Shi
             else:
                 # One match may be chance, unless no more collectives are recorded, and the lines differ.
                 last = min(last_mine, last_theirs - by) <= first + 1 and line_of(track.ops[start]) != line_of(usual[start])
-                enough = matches >= 2 or (distance == 1 and matches == 1 and last)
+                enough = matches >= 2 or (distance == 1 and matches == 1 and last and not cut)
             if enough:
                 own = track.ops[first]
                 found.append(Shift(rank, first, by, usual[first] if by > 0 else own, own, matches, "skipped" if by > 0 else "extra"))
@@ -283,7 +286,8 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
     """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to the other."""
     first, second = sorted(tracks)
     pairs = ((first, second), (second, first))
-    shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops)) is not None]
+    cut = any(lost_newest(job.views[rank]) for rank in tracks)
+    shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None]
     odd = [shift for shift in shifts if keeps_routine(job, shift.rank, shift.own) is False]
     odd = odd if len(odd) == 1 else [shift for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]
     if len(odd) == 1:

@@ -143,6 +143,7 @@ def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
         issued=sum(dump.issued for dump in dumps),
         timed=all(dump.timed for dump in dumps),
         only_active=all(dump.only_active for dump in dumps),
+        lost_entries=any(dump.lost_entries for dump in dumps),
         unbroken=0,  # the ids of several ring buffers are not consecutive
     )
 

@@ -34,7 +34,7 @@ class _Arrivals:
     absent: list[int] = field(default_factory=list)  # have not issued it, or failed in it
     behind: list[int] = field(default_factory=list)  # have enqueued it behind the op in which they are stuck
     dead: list[int] = field(default_factory=list)  # died in it
-    no_record: list[int] = field(default_factory=list)
+    no_record: list[int] = field(default_factory=list)  # or not of what they did last
     refused: list[tuple[int, int]] = field(default_factory=list)  # by strict verification: (announced_ns, rank), ascending
     first_refusal_ns: int = 0
     node: Node | None = None  # once a thread waits at it
@@ -103,6 +103,8 @@ class _Builder:
                     self._follow_op(view, node, op)
             self._follow_all()
         closed = {node for cycle in cycles for node in cycle} if not self.graph.incomplete else set()
+        # Among the entries of a rank that could not be read, one may break the cycle.
+        closed -= {node for node in closed if node.kind == "wait" and lost_newest(self.job.views[node.rank])}
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
     def _follow(self, view: RankView, block: Block) -> None:
@@ -212,7 +214,9 @@ class _Builder:
                 if has_issued(other, key, number, since_ns) is False:
                     arrivals.absent.append(member)
                 elif lost_newest(other):
-                    arrivals.no_record.append(member)
+                    # What blocks the rank of another tool's dump is among its oldest entries in flight, which were read.
+                    blocked = other.columns is not None and any(block.stuck for block in other.blocks.values())
+                    (arrivals.behind if blocked else arrivals.no_record).append(member)
                 continue  # else the rank has issued it, or its record may be overwritten
             met = theirs.ops.get(number)
             if met is not None and met.state is State.FAILED:
@@ -318,7 +322,7 @@ class _Builder:
         """Add an edge to the thread that should issue the op; to the rank if that thread is not blocked."""
         block = self._block_of(other, key)
         if block is None:
-            self.graph.add(node, Node("absent", other.rank), edge)
+            self.graph.add(node, self._unrecorded_node(other.rank) if lost_newest(other) else Node("absent", other.rank), edge)
             return
         self.graph.add(node, Node("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from commlens.dumps.sources import FileName, Paths, Source, name_paths, open_sou
 from commlens.dumps.sources.source import Held
 from commlens.errors import CommlensError
 
+_NUMBER = re.compile(r"\d+")
 _NAMED_MAX = 10  # unknown files per folder that are named in a problem; the rest is counted
 
 
@@ -25,6 +27,7 @@ class DumpFiles:
     size: int = 0  # stored bytes of all other tools' files, as far as known
     problems: list[str] = field(default_factory=list)  # sentences about files that cannot be used
     prefix: str = ""  # of file names, as asked for
+    unread: list[str] = field(default_factory=list)  # names of files that hold nothing readable and are named like another tool's dumps
     _names: dict[str, FileName] = field(default_factory=dict)
     _foreign: list[tuple[Source, Kind]] | None = field(default_factory=list)  # None if a source holds its bytes: walk again
 
@@ -32,11 +35,15 @@ class DumpFiles:
         """Yield other tools' files. Release each before taking the next, since some hold their bytes."""
         if self._foreign is not None:
             return iter(self._foreign)
-        return ((source, kind) for source, kind in _classify(self.paths, self.prefix, []) if kind.read is not None)
+        return ((source, kind) for source, kind in _classify(self.paths, self.prefix, [], []) if kind.read is not None)
 
     def file_name(self, source: Source) -> FileName:
         """Return rank and host from a file's name, inferred together with all other names."""
-        return self._names.get(source.name, FileName())
+        return self.by_name(source.name)
+
+    def by_name(self, name: str) -> FileName:
+        """Return the same by the name of a source."""
+        return self._names.get(name, FileName())
 
 
 def discover(
@@ -53,7 +60,8 @@ def discover(
     """
     found = DumpFiles(paths if isinstance(paths, Paths) else name_paths(paths), prefix=prefix)
     names: list[str] = []
-    for source, kind in _classify(found.paths, prefix, found.problems, own_only=own_only):
+    left_out: list[str] = []
+    for source, kind in _classify(found.paths, prefix, found.problems, left_out, own_only=own_only):
         if kind.read is None:
             found.own.append((source, kind))
             continue
@@ -64,19 +72,30 @@ def discover(
             found._foreign.append((source, kind))
         found.kinds[kind.name] += 1
         found.size += max(source.size, 0)
+    forms = {_form(name) for name in names}
+    found.unread = [name for name in left_out if _form(name) in forms]
+    names += found.unread
     found._names = dict(zip(names, parse_names(names, prefix), strict=True))
     found.problems += dict.fromkeys(name.note for name in found._names.values() if name.note)
     return found
 
 
-def _classify(paths: Paths, prefix: str, problems: list[str], *, own_only: bool = False) -> Iterator[tuple[Source, Kind]]:
-    """Yield every dump file with its kind, and add a problem for files that are not dumps."""
+def _form(name: str) -> str:
+    """Return a file's name without its numbers, in which the names of a job's dumps differ."""
+    return _NUMBER.sub("#", name)
+
+
+def _classify(
+    paths: Paths, prefix: str, problems: list[str], left_out: list[str], *, own_only: bool = False
+) -> Iterator[tuple[Source, Kind]]:  # fmt: skip
+    """Yield every dump file with its kind; add a problem for each file that is no dump or unreadable, and its name to ``left_out``."""
     unknown: Counter[str] = Counter()
-    for source in open_sources(paths, problems, prefix=prefix):
+    for source in open_sources(paths, problems, prefix=prefix, empty=left_out):
         try:
             kind = detect_kind(source.head(HEAD_BYTES))
         except CommlensError as error:
             problems.append(str(error))
+            left_out.append(source.name)
             continue
         source.beginning = b""
         folder, _, name = source.name.replace("!", "/").rpartition("/")
@@ -86,6 +105,7 @@ def _classify(paths: Paths, prefix: str, problems: list[str], *, own_only: bool 
             continue
         if kind is None or (own_only and kind.read is not None):
             unknown[folder] += 1
+            left_out.append(source.name)
             if unknown[folder] <= _NAMED_MAX:
                 problems.append(f"{source.name} is not a dump that commlens can read, and is left out.")
             continue

@@ -35,7 +35,7 @@ _PARALLEL_BYTES: Final = 128 << 20  # stored bytes that justify worker processes
 _AHEAD: Final = 4  # queued batches per process; few, since members of archives hold their bytes
 _NUMPY_THREADS: Final = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
-Reduced = tuple[list[T], list[str], int]  # results, problems, number of files
+Reduced = tuple[list[T], list[str], list[str], int]  # results, problems, names of unreadable files, number of files
 Batch = list[tuple[Source, Kind, FileName]]
 
 
@@ -67,6 +67,7 @@ def reduce_foreign(
     progress: Callable[[int, int], None] | None = None,
     ranks: Collection[int] | None = None,
     unnamed: bool = False,
+    unread: list[str] | None = None,
 ) -> Iterator[T]:
     """Read every other tool's dump and keep only what ``reduce`` returns, so that memory does not grow with the files.
 
@@ -80,6 +81,7 @@ def reduce_foreign(
         progress: called with the number of files read so far and in total.
         ranks: read only these ranks.
         unnamed: include dumps of unknown rank; otherwise each one is a problem.
+        unread: is extended by the names of the dumps that cannot be read.
 
     Yields:
         The results, in the order of the files.
@@ -87,8 +89,10 @@ def reduce_foreign(
     total = sum(files.kinds.values())
     done = 0
     read = partial(_read_batch, reduce=reduce, ranks=ranks, unnamed=unnamed)
-    for found, unreadable, count in _in_order(_batches(files, ranks), read, executor, files.size):
-        problems += unreadable
+    for found, new_problems, failed, count in _in_order(_batches(files, ranks), read, executor, files.size):
+        problems += new_problems
+        if unread is not None:
+            unread += failed
         done += count
         if progress is not None:
             progress(done, total)
@@ -140,11 +144,14 @@ def _batches(files: DumpFiles, ranks: Collection[int] | None) -> Iterator[Batch]
 def _read_batch(batch: Batch, reduce: Reduce[T], ranks: Collection[int] | None, unnamed: bool) -> Reduced[T]:
     """Read and reduce a batch, in this process or a worker."""
     problems: list[str] = []
+    unread: list[str] = []
     with collector_paused():
-        return reduce(_read_files(batch, problems, ranks, unnamed)), problems, len(batch)
+        return reduce(_read_files(batch, problems, unread, ranks, unnamed)), problems, unread, len(batch)
 
 
-def _read_files(batch: Batch, problems: list[str], ranks: Collection[int] | None, unnamed: bool = False) -> Iterator[RankColumns]:
+def _read_files(
+    batch: Batch, problems: list[str], unread: list[str], ranks: Collection[int] | None, unnamed: bool = False
+) -> Iterator[RankColumns]:
     """Yield the columns of each rank in each file, with rank and host completed from the file's name."""
     for source, kind, name in batch:
         if kind.read is None:
@@ -153,11 +160,14 @@ def _read_files(batch: Batch, problems: list[str], ranks: Collection[int] | None
             several = kind.read(source)
         except CommlensError as error:
             problems.append(str(error))
+            if kind is not TEXT:
+                unread.append(source.name)
             continue
         for columns in several:
             columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)
             columns.host = columns.host or name.host
             columns.problems += [*source.problems, *([note] if note else [])]
+            columns.lost_entries = columns.lost_entries or bool(source.problems)
             if columns.rank < 0 and not unnamed:
                 problems.append(f"{source.name} is left out: neither its name nor its content reveals its rank.")
             elif ranks is None or columns.rank in ranks:
@@ -183,7 +193,7 @@ def read_ranks(files: DumpFiles, problems: list[str], *, ranks: Collection[int] 
         name = files.file_name(source)
         if (kind is TEXT and not only_logs) or (ranks is not None and 0 <= name.rank not in ranks):
             continue
-        for columns in _read_files([(source, kind, name)], problems, ranks):
+        for columns in _read_files([(source, kind, name)], problems, [], ranks):
             if columns.rank in taken:
                 problems.append(
                     f"{columns.source} is a second dump of {ranks_phrase([columns.rank])}, besides {taken[columns.rank]}, and is left out. "

@@ -117,6 +117,7 @@ class RankColumns:
     version: str = ""  # of the file format
     captured_ns: int = 0  # Unix ns; 0 if unknown
     problems: list[str] = field(default_factory=list)  # sentences about unreadable parts
+    lost_entries: bool = False  # some could not be read, perhaps the newest: nothing tells what the rank did not issue
     issued: int = 0  # operations ever recorded, as far as the file shows; a ring buffer drops the oldest
     possible_ranks: tuple[int, ...] = ()  # ranks in every group of the file, one of which wrote it; empty if unknown
     channels: list[Channel] = field(default_factory=list)

@@ -37,6 +37,7 @@ def columns_from_log(log: RankLog) -> RankColumns:
         version=log.versions.get("commlens", ""),
         captured_ns=log.captured_ns,
         problems=list(log.problems),
+        lost_entries=log.lost_newest,
     )
     lists: dict[str, list[int]] = {name: [] for name in DTYPES}
     point_to_point = {op.coalescing_id for op in log.collectives if op.coalescing_id and op.is_point_to_point}

@@ -104,6 +104,11 @@ class RankLog(msgspec.Struct):
     versions: dict[str, str] = {}
 
     @property
+    def lost_newest(self) -> bool:
+        """Whether the newest records are unreadable, so that the rank may have issued anything since."""
+        return self.issued > (self.collectives[-1].index if self.collectives else 0)
+
+    @property
     def current_collective(self) -> Collective | None:
         """The oldest collective in flight, otherwise the last one."""
         return next((each for each in self.collectives if each.in_flight), self.collectives[-1] if self.collectives else None)

@@ -340,6 +340,8 @@ def _failure_evidence(view: RankView) -> list[str]:
 def find_unrecorded(context: Context, nodes: list[Node]) -> None:
     """Presume ranks without a record on this node dead; those of another node, or with damaged records, may be anywhere."""
     others = any(case.finding.root_cause for case in context.cases)
+    # Where a dump could not be read, its rank may as well be the one that holds up the others as one without a dump.
+    unknown = not context.job.knows.every_process and any(node.rank in context.job.views for node in nodes)
     groups: dict[tuple[Instance, str, str], list[Node]] = defaultdict(list)
     instances: dict[frozenset[Node], Instance] = {}  # by the collectives whose ranks wait for a node: for many nodes the same
     for node in nodes:
@@ -353,7 +355,7 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
     for (_, kind, why), members in sorted(groups.items()):
         edges = context.graph.edges_into(members[0])
         ranks, waiting = [node.rank for node in members], sorted({edge.rank for edge in edges})
-        dead = kind == "no-record" and not why
+        dead = kind == "no-record" and not why and not unknown
         _unrecorded(context, ranks, waiting, edges, context.blocked_by(members), dead=dead, others=others)
 
 
@@ -369,8 +371,11 @@ def _unrecorded(
         summary = f"{subject} ({pids}) {runs} not recorded; {they_wait} for {verb(ranks, 'it', 'them')}"
         step = f"take a stack of {verb(ranks, 'it', 'them')} (py-spy dump --pid {strangers[0].pid}); {strangers[0].unrecorded}"
     elif ranks[0] in context.job.views:
+        pid = context.job.views[ranks[0]].log.pid
         summary = f"{they_wait}; the newest records of {subject} are unreadable"
-        step = f"take a stack of {subject} (py-spy dump --pid {context.job.views[ranks[0]].log.pid})"
+        step = f"take a stack of {subject} (py-spy dump{f' --pid {pid}' if pid else ''})"
+        if not context.job.knows.stacks:
+            step = f"look for {verb(ranks, 'a whole copy of the dump', 'whole copies of the dumps')} of {subject}, or {step}"
     elif dead:
         summary = f"{subject} left no record; {they_wait} for {verb(ranks, 'it', 'them')}"
         ended = "it ended before it could record anything, or its black box is lost"

@@ -43,22 +43,27 @@ def name_paths(paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]])
 
 
 def open_sources(
-    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, problems: list[str], *, prefix: str = ""
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    problems: list[str],
+    *,
+    prefix: str = "",
+    empty: list[str] | None = None,
 ) -> Iterator[Source]:
     """Yield each file at the paths once, in an order that does not depend on the order of the paths.
 
     Release each source before taking the next: a member of a compressed archive holds its bytes. Empty files and dot files are
-    skipped. A file is opened only to check whether it is an archive.
+    skipped; ``empty`` is extended by the names of the former. A file is opened only to check whether it is an archive.
     """
     named = paths if isinstance(paths, Paths) else name_paths(paths)
     Excess.count = 0
-    yield from _Walk(problems, prefix).sources(named.given, named.listed)
+    yield from _Walk(problems, prefix, [] if empty is None else empty).sources(named.given, named.listed)
 
 
 class _Walk:
-    def __init__(self, problems: list[str], prefix: str) -> None:
+    def __init__(self, problems: list[str], prefix: str, empty: list[str]) -> None:
         self.problems = problems
         self.prefix = prefix
+        self.empty = empty
         self.seen: set[tuple[int, int]] = set()  # (device, inode): a file may be given twice, by a link or with its folder
         self.count = 0
 
@@ -126,6 +131,7 @@ class _Walk:
             return
         if not status.st_size:
             self.problems.append(f"{printable(path)} is empty.")
+            self.empty.append(printable(path))
             return
         yield from self._unpack(Source(printable(path), FilePart(path), status.st_size, status.st_mtime_ns))
 

@@ -23,6 +23,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
     columns = RankColumns(source=source, version=_text(table.about.get("version")))
     columns.problems += [*_problems(table, columns.version), *_clean_texts(table)]
+    columns.lost_entries = table.truncated or table.malformed > 0
     config = _config(table.about.get("pg_config"))
     names = [read_name(name) for name in table.names]
     length = len(table)
