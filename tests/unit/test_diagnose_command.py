@@ -77,6 +77,18 @@ def test_nothing_readable_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "rank0.1.box" in error
 
 
+def test_an_unreadable_black_box_of_a_rank_without_another_is_status_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in range(4):
+        box = busy_box(rank)
+        box.complete(10)
+        box.write(tmp_path)
+    assert commands.main(["diagnose", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("rank3.*")
+    path.write_bytes(path.read_bytes()[:100])
+    assert commands.main(["diagnose", str(tmp_path)]) == 3
+    assert "no fault shows in what ranks 0-2 recorded, but 1 file could not be read" in " ".join(capsys.readouterr().out.split())
+
+
 @pytest.mark.parametrize("arguments", [["/no/such/folder"], ["--stalled-after", "-1", "."], ["--stalled-after", "soon", "."]])
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     try:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from dumpgen import MESHES, Conditions, Job
 from dumpgen.faults import by_name
 from flight_recorder_dumps import dump, entry
 
+from commlens.commands import main
 from commlens.diagnosis.api import diagnose
 from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
@@ -88,6 +91,36 @@ def test_the_rank_of_a_dump_that_is_cut_off_is_not_named(stuck: Path, tmp_path: 
     sure = [finding for finding in verdict.findings if finding.confidence != "low"]
     assert {rank for finding in sure for rank in finding.culprits} == culprits
     assert any(own.name in line or f"Rank {rank}:" in line for line in verdict.missing_evidence)
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy") / "job"
+    generated(folder, "healthy-done")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "status", "summary"),
+    [
+        ([], None, 0, "nothing is wrong: all collectives agree"),
+        ([3], None, 0, "nothing is wrong in what ranks 0-2,4-15 recorded"),  # deleted
+        ([3], 3000, 3, "no fault shows, but the newest records of rank 3 are unreadable"),
+        ([3, 7], 0, 3, "no fault shows, but the newest records of ranks 3,7 are unreadable"),
+        (range(16), 300, 3, "nothing can be said: no record of ranks 0-15 is readable"),
+    ],
+)
+def test_nothing_is_called_healthy_that_could_not_be_read(
+    healthy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], ranks: Sequence[int], size: int | None, status: int, summary: str
+) -> None:
+    for path in healthy.iterdir():
+        cut = path.name in [f"rank_{rank}" for rank in ranks]
+        if not cut or size is not None:
+            (tmp_path / path.name).write_bytes(path.read_bytes()[: size if cut else None])
+    assert main(["diagnose", "--json", str(tmp_path)]) == status
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["summary"].startswith(summary)
+    assert verdict["kind"] == ("undetermined" if status else "healthy")
 
 
 @pytest.fixture(scope="module")

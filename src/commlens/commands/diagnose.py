@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_NOTHING_WRONG = 0
 EXIT_FAULT = 1
+EXIT_UNDETERMINED = 3
 
 
 class DiagnoseCommand:
@@ -82,7 +83,9 @@ class DiagnoseCommand:
 
 
 def exit_status(verdict: Verdict) -> int:
-    """Return 1 for a fault, otherwise 0."""
+    """Return 1 for a fault, 3 if none was found but part of the evidence is unreadable, otherwise 0."""
+    if verdict.kind == "undetermined":
+        return EXIT_UNDETERMINED
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
 
 

@@ -68,7 +68,7 @@ def examine_paths(
             return examined
     if not evidence.logs:
         raise EvidenceError(_nothing_readable(problems))
-    return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s, slow=True)
+    return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s, slow=True, unread=evidence.unread)
 
 
 def _examine_foreign_files(
@@ -107,7 +107,7 @@ def _examine_foreign_files(
         from commlens.formats.rank_log_columns import columns_from_log
 
         dumps += reduce_all(columns_from_log(log) for log in evidence.logs)
-    return examine_dumps(dumps, problems=problems, stalled_after_s=stalled_after_s)
+    return examine_dumps(dumps, problems=problems, stalled_after_s=stalled_after_s, unread=len(unread) + evidence.unread)
 
 
 def _unread_dumps(files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]) -> list[RankDump]:

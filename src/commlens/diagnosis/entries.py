@@ -21,7 +21,7 @@ from commlens.dumps.sources import Paths
 from commlens.model.collective import Channel, CollectiveArgs, Stack, user_frame
 from commlens.model.entries import Cell, Column, EntryTable
 from commlens.model.ops import BARRIERS, POINT_TO_POINT
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.text import frame_phrase, group_phrase, tensors_phrase
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ def _has_open(entries: RankEntries) -> bool:
 
 def _column(kind: Sequence[RankEntries], numbers: Sequence[int], selection: EntrySelection, fault: int) -> Column:
     first = kind[0]
-    if first.rank in selection.culprits and selection.kind != "healthy":
+    if first.rank in selection.culprits and selection.kind not in NOTHING_FOUND:
         role = "culprit"
     else:
         cell = first.cells.get(fault) if fault else None

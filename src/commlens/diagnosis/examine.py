@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.index import JobIndex, index_logs
+from commlens.diagnosis.index import JobIndex, index_logs, lost_newest
 from commlens.diagnosis.joined_numbers import without_contradicted_numbers
 from commlens.diagnosis.pace import find_slow_in_records
 from commlens.diagnosis.select_job import select_job
@@ -20,7 +20,7 @@ from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
-from commlens.model.verdict import Finding, Verdict
+from commlens.model.verdict import NOTHING_FOUND, Finding, Kind, Verdict
 from commlens.text import capital, count, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def diagnose_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stal
     return examine_logs(logs, problems=problems, stalled_after_s=stalled_after_s).verdict
 
 
-def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, slow: bool = False) -> ExaminedJob:
+def examine_logs(
+    logs: Sequence[RankLog], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, slow: bool = False, unread: int = 0
+) -> ExaminedJob:
     """Diagnose a job from its black boxes, and keep the evidence.
 
     A pure function; the order of the logs does not matter.
@@ -62,14 +64,15 @@ def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stall
         problems: sentences about unreadable evidence; they become part of the verdict's missing evidence.
         stalled_after_s: a collective that has been in flight for less than this in a running process is not stuck.
         slow: if nothing is wrong, look for ranks that made the job slow.
+        unread: number of files that could not be read, and may belong to ranks without a log.
     """
     chosen, notes = select_job(logs)
     if not chosen:
         return _nothing_to_diagnose([*problems, *notes, "No rank's log could be read."])
     chosen, more = without_contradicted_numbers(chosen)
     notes += more
-    examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes])
-    found = find_slow_in_records(chosen) if slow and examined.verdict.kind == "healthy" else None
+    examined = _examine(index_logs(chosen, stalled_after_s), [*problems, *notes], unread)
+    found = find_slow_in_records(chosen) if slow and examined.verdict.kind in NOTHING_FOUND else None
     if found is not None:
         missing, looked_at = examined.verdict.missing_evidence, examined.verdict.looked_at
         verdict = straggler_verdict(found, chosen)
@@ -78,13 +81,16 @@ def examine_logs(logs: Sequence[RankLog], *, problems: Sequence[str] = (), stall
     return examined
 
 
-def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0) -> ExaminedJob:
+def examine_dumps(
+    dumps: Sequence[RankDump], *, problems: Sequence[str] = (), stalled_after_s: float = 1.0, unread: int = 0
+) -> ExaminedJob:  # fmt: skip
     """Diagnose a job from other tools' dumps, and keep the evidence.
 
     Args:
         dumps: one for each file.
         problems: sentences about unreadable evidence.
         stalled_after_s: a collective that has been in flight for less than this in a running job is not stuck.
+        unread: number of files that could not be read, and may belong to ranks without a dump.
     """
     # These need numpy, which the diagnosis of black boxes does without.
     from commlens.diagnosis.dump_index import index_dumps
@@ -99,7 +105,7 @@ def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), st
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
         job.timed_out = bool(timeouts)
-        examined = _examine(job, missing)
+        examined = _examine(job, missing, unread)
     else:
         examined = _nothing_to_diagnose(missing)
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
@@ -110,12 +116,13 @@ def examine_dumps(dumps: Sequence[RankDump], *, problems: Sequence[str] = (), st
     return examined._replace(verdict=verdict)
 
 
-def _examine(job: JobIndex, missing: list[str]) -> ExaminedJob:
+def _examine(job: JobIndex, missing: list[str], unread: int) -> ExaminedJob:
     """Find the mismatches, build the wait-for graph and make the findings.
 
     Args:
         job: the indexed ranks of one job.
         missing: sentences about the missing evidence found so far; more are added.
+        unread: number of files that could not be read.
     """
     mismatches = [*align_records(job), *find_astray(job)]
     graph = build_wait_graph(job, mismatches)
@@ -130,30 +137,38 @@ def _examine(job: JobIndex, missing: list[str]) -> ExaminedJob:
     elif graph.incomplete or unexplained:
         verdict = Verdict.from_findings([_unexplained(job, graph, unexplained)], missing_evidence=missing, looked_at=looked_at)
     else:
-        verdict = _healthy(job, missing, looked_at)
+        verdict = _no_fault(job, missing, looked_at, unread)
     return ExaminedJob(verdict, job, mismatches, graph)
 
 
 def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
     """Return the verdict on a job of which no rank's records are readable."""
-    verdict = Verdict(summary="there is nothing to diagnose", confidence="low", missing_evidence=missing)
+    verdict = Verdict(kind="undetermined", summary="there is nothing to diagnose", confidence="low", missing_evidence=missing)
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
 
 
-def _healthy(job: JobIndex, missing: list[str], looked_at: str) -> Verdict:
+def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) -> Verdict:
+    """Return the verdict that nothing is wrong, or that the unreadable part of the evidence may show a fault."""
     complete = len(job.views) == job.size
     known = "all collectives agree and no rank waits" if any(v.history for v in job.views.values()) else "no collective was recorded"
     summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
     unreadable = not any(view.history for view in job.views.values()) and all(view.log.problems for view in job.views.values())
+    cut = [rank for rank, view in job.views.items() if view.log.problems and lost_newest(view)]
+    kind: Kind = "undetermined" if unreadable or cut or (unread and not complete) else "healthy"
     if unreadable:
         summary = f"nothing can be said: no record of {ranks_phrase(job.views)} is readable"
-    if job.moving:
+    elif job.moving:
+        kind = "healthy"
         summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
+    elif cut:
+        summary = f"no fault shows, but the newest records of {ranks_phrase(cut)} are unreadable"
+    elif kind == "undetermined":
+        summary = f"no fault shows in what {ranks_phrase(job.views)} recorded, but {count(unread, 'file')} could not be read"
     ended = [rank for rank, view in job.views.items() if view.exit.kind == "clean"] if job.knows.process_exit else []
     explanation = f"{capital(ranks_phrase(ended))} finished." if ended else ""
     finding = Finding(
-        kind="healthy", why="unknown", root_cause=False, culprits=[], victims=[],
-        confidence="low" if unreadable else "high" if complete else "medium", summary=summary,
+        kind=kind, why="unknown", root_cause=False, culprits=[], victims=[],
+        confidence="low" if kind == "undetermined" else "high" if complete else "medium", summary=summary,
         explanation=explanation,
     )  # fmt: skip
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)

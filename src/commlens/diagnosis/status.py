@@ -17,7 +17,7 @@ from commlens.diagnosis.process_exit import process_exit_of
 from commlens.diagnosis.process_words import notable_state, process_words
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, RankLog
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.text import count, duration, format_ranks, op_phrase
 
 _STEPS_TIMED: Final = 20
@@ -58,7 +58,7 @@ class JobStatus(msgspec.Struct):
     @property
     def needs_attention(self) -> bool:
         """Whether something is wrong, or a rank waits or does not run."""
-        return self.verdict.kind != "healthy" or any(notable_state(log) not in ("", "finished") for log in self.logs)
+        return self.verdict.kind not in NOTHING_FOUND or any(notable_state(log) not in ("", "finished") for log in self.logs)
 
     @property
     def answer(self) -> str:

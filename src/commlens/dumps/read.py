@@ -37,6 +37,7 @@ class Evidence:
     problems: list[str] = field(default_factory=list)  # sentences about unreadable files
     job: str = ""
     other_jobs: list[str] = field(default_factory=list)  # jobs whose boxes were found too and are left out
+    unread: int = 0  # black boxes that could not be read
 
 
 @dataclass
@@ -89,6 +90,7 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
     """
     boxes: list[_Box] = []
     observed: list[_Observed] = []
+    unread = 0
     for source, kind in files:
         try:
             if kind is OBSERVED:
@@ -97,6 +99,7 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
                 boxes.append(_read_box(source))
         except FormatError as error:
             problems.append(str(error))
+            unread += kind is not OBSERVED
     _name_as_dumped(boxes, observed)
     by_job: dict[str, list[_Box]] = defaultdict(list)
     for box in boxes:
@@ -116,7 +119,7 @@ def read_own_files(files: Iterable[tuple[Source, Kind]], problems: list[str], *,
     logs = [box.log for box in chosen_boxes] + _logs_without_box(chosen_boxes, chosen_observed, chosen, problems)
     logs.sort(key=lambda log: log.rank)
     problems += correct_clocks(logs)
-    return Evidence(logs, problems, chosen, others)
+    return Evidence(logs, problems, chosen, others, unread)
 
 
 def _name_as_dumped(boxes: list[_Box], observed: list[_Observed]) -> None:

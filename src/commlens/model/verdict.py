@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -28,8 +28,11 @@ Kind = Literal[
     "straggler",
     "waiting",
     "healthy",
+    "undetermined",
 ]
-"""The fault. ``waiting`` claims no fault: the ranks wait for a rank that visibly works."""
+"""The fault. Claim none: ``waiting`` (the ranks wait for one that visibly works) and ``undetermined`` (evidence is unreadable)."""
+
+NOTHING_FOUND: Final[tuple[Kind, ...]] = ("healthy", "undetermined")
 
 Why = Literal[
     "data-loading",
@@ -121,7 +124,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     @property
     def is_fault(self) -> bool:
         """Whether something is wrong. Waiting for a rank that visibly works is not a fault."""
-        return self.kind not in ("healthy", "waiting")
+        return self.kind not in (*NOTHING_FOUND, "waiting")
 
     def to_json(self) -> bytes:
         """Return the verdict as indented JSON that follows ``commlens.verdict/1``."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from commlens.model.wrapping import fill
 
-_COLOURS = {"healthy": "#1a7f37", "waiting": "#9a6700"}
+_COLOURS = {"healthy": "#1a7f37", "waiting": "#9a6700", "undetermined": "#9a6700"}
 _MOST = 8  # sentences of each list
 
 

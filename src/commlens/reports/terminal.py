@@ -18,7 +18,7 @@ from commlens.text import ranks_phrase, sentence
 _MOST_FINDINGS = 5
 _MOST_EVIDENCE = 6
 _MOST_UNKNOWN = 8
-_STYLES = {"healthy": "bold green", "waiting": "bold yellow"}
+_STYLES = {"healthy": "bold green", "waiting": "bold yellow", "undetermined": "bold yellow"}
 
 
 def print_verdict(verdict: Verdict, file: IO[str] | None = None, width: int | None = None, colour: bool | None = None) -> None:

@@ -16,7 +16,7 @@ _ORDERS: Final[tuple[Order, ...]] = ("rank", "for", "state")
 _ANSWER_LINES: Final = 3
 _NODES_MAX: Final = 3  # nodes that did not answer
 _STACK_SHARE: Final = 0.5  # of the screen
-_STYLES: Final = {"healthy": "green", "waiting": "yellow"}
+_STYLES: Final = {"healthy": "green", "waiting": "yellow", "undetermined": "yellow"}
 KEYS: Final = "up/down  enter stack  f fold  s sort  n job  q quit"
 NARROW: Final = 110
 """Columns below which rows are shortened."""

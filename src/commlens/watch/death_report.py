@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.text import ranks_phrase
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Member
@@ -56,7 +56,7 @@ def report_death(
         reporter.tell(f"{ranks} ended while the job hung; the verdict above stands.")
     elif has_reported(verdict):
         reporter.report(verdict, f"{ranks} ended because of the mismatch; the verdict above stands.")
-    elif verdict.kind != "healthy":
+    elif verdict.kind not in NOTHING_FOUND:
         reporter.report(verdict)
         if earlier is not None and verdict.kind == "dead" and explains(verdict, earlier):
             late = ranks_phrase(earlier.culprits or earlier.victims)

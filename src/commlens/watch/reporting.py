@@ -17,7 +17,7 @@ from commlens.dumps.clocks import correct_clocks
 from commlens.dumps.garbage import collector_paused
 from commlens.errors import CommlensError
 from commlens.model.ranklog import Observation, RankLog
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
 from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
@@ -236,7 +236,7 @@ class Reporter:
         assert self._diagnose is not None
         self.logs, problems = self.evidence.logs()
         verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
-        if self.evidence.lacks_records and verdict.kind != "healthy":
+        if self.evidence.lacks_records and verdict.kind not in NOTHING_FOUND:
             self.logs, problems = self.evidence.logs(about=verdict)
             verdict = self._diagnose(self.logs, problems=problems, stalled_after_s=self._stalled_after_s)
         if self.evidence.vanished and not verdict.culprits:

@@ -10,7 +10,7 @@ from typing import Final, Literal, NamedTuple
 from commlens.config import Settings
 from commlens.model.collective import State
 from commlens.model.ranklog import RankLog
-from commlens.model.verdict import Verdict
+from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.processes.observer import WINDOW_S
 from commlens.text import ranks_phrase
 from commlens.watch.roster import Member
@@ -254,7 +254,7 @@ class StallDetector:
         assert stall is not None
         key = _key(verdict)
         is_wait = verdict.kind == "waiting" and (check.is_early or self._is_known_wait(check, verdict))
-        if verdict.kind == "healthy" or key in stall.reported or is_wait:
+        if verdict.kind in NOTHING_FOUND or key in stall.reported or is_wait:
             if not check.rank_finished and key == stall.pending:
                 stall.pending = None
             stall.next_check = check.now + stall.interval_s

@@ -2,13 +2,16 @@ import { CopyButton } from "../shared/copy";
 import { count, unbroken } from "../shared/words";
 import type { Finding, SourceLines, VerdictPage } from "./data";
 
-const HEADLINES: Record<string, string> = { healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler" };
+const HEADLINES: Record<string, string> = {
+  healthy: "Nothing is wrong", waiting: "Waiting, not stuck", straggler: "Straggler", undetermined: "Not enough evidence",
+};
+const TONES: Record<string, string> = { healthy: "good", waiting: "waiting", undetermined: "waiting" };
 
 /** The answer, before everything else. */
 export function Summary({ page }: { page: VerdictPage }) {
   const { verdict } = page;
   const [first, ...others] = verdict.findings;
-  const tone = verdict.kind === "healthy" ? "good" : verdict.kind === "waiting" ? "waiting" : "fault";
+  const tone = TONES[verdict.kind] ?? "fault";
   return (
     <section id="verdict" class={`verdict ${tone}`} aria-labelledby="verdict-title">
       <p class="kind">
