@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from builders import MS, Die, Job, Stay, Step, all_reduce, recv, send
+from flight_recorder_dumps import dump, entry
 
+from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Finding, Verdict
@@ -172,6 +175,19 @@ def test_many_ranks_make_a_page_of_the_same_size(ranks: int) -> None:
     assert page.timeline.left_out == ranks - len(page.timeline.lanes)
     assert sum(len(lane.ops.start) for lane in page.timeline.lanes) <= 16_000
     assert len(page.ranks.rank) == ranks
+
+
+def test_a_flight_recorders_dump_shows_where_a_collective_completed_and_no_time_in_flight(tmp_path: Path) -> None:
+    open_ = {"state": "started", "retired": False, "time_discovered_completed_ns": None}
+    behind, ahead = [entry(0), entry(1, **open_)], [entry(0), entry(1), entry(2, **open_)]
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump(behind if rank == 2 else ahead, pg_status={}), 2))
+    examined = examine_paths(tmp_path)
+    assert examined.verdict.summary.endswith("which completed on ranks 0-1,3")
+    page = verdict_page(examined)
+    assert [node.title for node in page.graph.nodes if node.cls < 0] == ["Completed on ranks 0-1,3, but not on rank 2"]
+    assert {one.detail for one in page.classes} == {"float32[4,2]"}
+    assert not page.timeline.captured_known and "how long an operation has been in flight is unknown" in page.timeline.notes[0]
 
 
 def test_nothing_to_show() -> None:

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.index import JobIndex, index_logs, lost_newest
+from commlens.diagnosis.findings.stuck_inside import completed_on
+from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.joined_numbers import without_contradicted_numbers
 from commlens.diagnosis.pace import find_slow_in_records
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.step_times import StepTimes, step_times
 from commlens.diagnosis.straggler import straggler_verdict
-from commlens.diagnosis.wait_graph import Graph, Node
+from commlens.diagnosis.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
@@ -41,6 +42,10 @@ class ExaminedJob(NamedTuple):
         args = {rank: track.args_of(number) for rank, track in tracks.items() if track is not None and number in track.ops}
         answer = compare_coalesced(args, key[2]) if len(args) > 1 else None
         return answer if isinstance(answer, Disagree) else None
+
+    def completed_on(self, instance: Instance) -> list[int]:
+        """Return the ranks on which a collective or message has completed."""
+        return completed_on(self.job, instance)
 
     def step_times(self) -> StepTimes:
         """Return where the communication time of a step went."""
@@ -153,7 +158,7 @@ def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) ->
     known = "all collectives agree and no rank waits" if any(v.history for v in job.views.values()) else "no collective was recorded"
     summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
     unreadable = not any(view.history for view in job.views.values()) and all(view.log.problems for view in job.views.values())
-    cut = [rank for rank, view in job.views.items() if view.log.problems and lost_newest(view)]
+    cut = [rank for rank, view in job.views.items() if view.log.problems and view.lost_newest]
     kind: Kind = "undetermined" if unreadable or cut or (unread and not complete) else "healthy"
     if unreadable:
         summary = f"nothing can be said: no record of {ranks_phrase(job.views)} is readable"

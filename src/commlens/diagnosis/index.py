@@ -92,6 +92,15 @@ class RankView:
         return self.exit.kind in ("own", "gone")
 
     @property
+    def lost_newest(self) -> bool:
+        """Whether the newest records of a running process are unreadable, so that it may have issued anything.
+
+        Of another tool's dump, any entries: these are written oldest first, and the newest are the first that a cut takes.
+        """
+        lost = self.log.lost_newest if self.columns is None else self.columns.dump.lost_entries
+        return lost and not self.died
+
+    @property
     def last_op(self) -> Collective | None:
         """The rank's newest record."""
         return self.history[-1] if self.history else None
@@ -365,15 +374,6 @@ def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
 # --- progress of a rank ------------------------------------------------------------------------------------------
 
 
-def lost_newest(view: RankView) -> bool:
-    """Return whether the newest records of a running process are unreadable, so that it may have issued anything.
-
-    Of another tool's dump, any entries: these are written oldest first, and the newest are the first that a cut takes.
-    """
-    lost = view.log.lost_newest if view.columns is None else view.columns.dump.lost_entries
-    return lost and not view.died
-
-
 def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> bool | None:
     """Return whether a rank without a record of a collective has issued it; None if the records do not show it.
 
@@ -382,7 +382,7 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     track = view.tracks.get(key)
     if key[3] == SETUP:
         return None if view.log.initialised and not view.log.setups else False
-    if lost_newest(view):
+    if view.lost_newest:
         return None  # of another tool's dump, not even the status tells: whether it counts messages, too, shows in the entries
     if view.columns is None:
         return None if track is None and view.wrapped and view.log.collectives else False

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from commlens.diagnosis.index import JobIndex, Track, lost_newest
+from commlens.diagnosis.index import JobIndex, Track
 from commlens.diagnosis.routine import leaves_routine, position_in, token
 from commlens.model.collective import ChannelKey, Collective
 
@@ -58,7 +58,7 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     shifts = []
     for rank in sorted(suspects):
         usual = _usual_ops({other: tracks[other] for other in trusted if other != rank}, numbers)
-        shift = _find_shift(rank, tracks[rank], usual, cut=lost_newest(job.views[rank]))
+        shift = _find_shift(rank, tracks[rank], usual, cut=job.views[rank].lost_newest)
         if shift is not None and _agree(tracks, shift.number, usual[shift.number]) * 2 > len(tracks):
             shifts.append(shift)
     # Half of the ranks or more cannot be out of step with the majority.
@@ -286,7 +286,7 @@ def _shift_of_two(job: JobIndex, tracks: Mapping[int, Track]) -> list[Shift]:
     """Return the shift of the rank that leaves its routine: of two ranks, each seems out of step to the other."""
     first, second = sorted(tracks)
     pairs = ((first, second), (second, first))
-    cut = any(lost_newest(job.views[rank]) for rank in tracks)
+    cut = any(job.views[rank].lost_newest for rank in tracks)
     shifts = [shift for rank, other in pairs if (shift := _find_shift(rank, tracks[rank], tracks[other].ops, cut=cut)) is not None]
     odd = [shift for shift in shifts if keeps_routine(job, shift.rank, shift.own) is False]
     odd = odd if len(odd) == 1 else [shift for shift in shifts if _changes_pace(tracks[shift.rank], shift.own)]

@@ -38,6 +38,11 @@ class Instance(NamedTuple):
     sender: int = -1  # point-to-point only
     receiver: int = -1
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return self.key[2] if self.sender < 0 else (self.sender, self.receiver)
+
 
 @dataclass
 class Edge:

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued, lost_newest
+from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued
 from commlens.diagnosis.store_keys import expected_writer
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.matching.error_texts import is_peer_error, is_refusal
@@ -104,7 +104,7 @@ class _Builder:
             self._follow_all()
         closed = {node for cycle in cycles for node in cycle} if not self.graph.incomplete else set()
         # Among the entries of a rank that could not be read, one may break the cycle.
-        closed -= {node for node in closed if node.kind == "wait" and lost_newest(self.job.views[node.rank])}
+        closed -= {node for node in closed if node.kind == "wait" and self.job.views[node.rank].lost_newest}
         self.graph.deadlocks = [cycle for cycle in self.graph.deadlocks if closed.issuperset(cycle)]
 
     def _follow(self, view: RankView, block: Block) -> None:
@@ -213,7 +213,7 @@ class _Builder:
             if theirs is None or theirs.last < number:
                 if has_issued(other, key, number, since_ns) is False:
                     arrivals.absent.append(member)
-                elif lost_newest(other):
+                elif other.lost_newest:
                     # What blocks the rank of another tool's dump is among its oldest entries in flight, which were read.
                     blocked = other.columns is not None and any(block.stuck for block in other.blocks.values())
                     (arrivals.behind if blocked else arrivals.no_record).append(member)
@@ -322,7 +322,7 @@ class _Builder:
         """Add an edge to the thread that should issue the op; to the rank if that thread is not blocked."""
         block = self._block_of(other, key)
         if block is None:
-            self.graph.add(node, self._unrecorded_node(other.rank) if lost_newest(other) else Node("absent", other.rank), edge)
+            self.graph.add(node, self._unrecorded_node(other.rank) if other.lost_newest else Node("absent", other.rank), edge)
             return
         self.graph.add(node, Node("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))

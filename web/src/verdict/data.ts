@@ -103,6 +103,7 @@ export interface Arrivals {
 export interface Timeline {
   zero_ns: number;
   captured: number;
+  captured_known: boolean;
   window: [number, number];
   channels: { label: string; ranks: string; about: string }[];
   texts: string[];

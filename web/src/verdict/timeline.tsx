@@ -223,7 +223,7 @@ function describe(data: Data, lane: Lane, op: number): string {
   const start = ops.start[op]!;
   const state = ops.state[op]!;
   const fate = state === IN_FLIGHT
-    ? `in flight for ${seconds((data.captured - start) / 1e6)}`
+    ? data.captured_known ? `in flight for ${seconds((data.captured - start) / 1e6)}` : "in flight"
     : state === UNKNOWN
       ? "completion unknown"
       : `${state === FAILED ? "failed after" : "took"} ${seconds(Math.max(0, ops.end[op]! - start) / 1e6)}`;

@@ -10,7 +10,7 @@ from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
 from commlens.diagnosis.findings.next_steps import left_behind_step, missing_step, stuck_step
-from commlens.diagnosis.index import RankView
+from commlens.diagnosis.index import JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
@@ -81,8 +81,7 @@ def find_undecided(context: Context, nodes: Sequence[Node]) -> None:
 def find_stuck_inside(context: Context, node: Node) -> None:
     """Blame a rank that is stopped or starved inside; else report that data still moves, or suspect the network."""
     instance, edges = context.graph.instances[node.detail], context.graph.edges_into(node)
-    members = instance.key[2] if instance.sender < 0 else (instance.sender, instance.receiver)
-    views = [context.job.views[rank] for rank in members if rank in context.job.views]
+    views = [context.job.views[rank] for rank in instance.members if rank in context.job.views]
     meeting = Meeting(instance, edges[0].op, views, edges, sorted({edge.rank for edge in edges}), context.blocked_by([node]))
     failed = _failed(context, meeting.waiting)
     if not failed and context.job.knows.capture_time and _since_last_arrival(meeting) < context.job.stalled_after_ns:
@@ -199,6 +198,13 @@ def _has_ended(view: RankView, instance: Instance) -> bool:
         return False
     track = view.tracks.get(instance.key)
     return track is not None and instance.number <= track.last and instance.number not in track.open
+
+
+def completed_on(job: JobIndex, instance: Instance) -> list[int]:
+    """Return the ranks on which a collective or message has completed."""
+    views = [job.views[rank] for rank in instance.members if rank in job.views]
+    ended = _has_ended if job.knows.completion_times else _has_completed
+    return [view.rank for view in views if ended(view, instance) or _has_completed(view, instance)]
 
 
 def _has_completed(view: RankView, instance: Instance) -> bool:

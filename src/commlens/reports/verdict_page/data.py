@@ -122,7 +122,8 @@ class Timeline(msgspec.Struct):
     """The collectives of each rank over time."""
 
     zero_ns: int = 0  # Unix ns
-    captured: int = 0  # µs
+    captured: int = 0  # µs: when the records were copied or, if that is unknown, the latest time in them
+    captured_known: bool = True
     window: tuple[int, int] = (0, 0)  # µs: around the fault
     channels: list[ChannelRef] = []
     texts: list[str] = []

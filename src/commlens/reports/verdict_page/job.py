@@ -40,6 +40,11 @@ class Job:
         self.classes, self.class_of = self._fold()
         self.focus = self._focus()
 
+    @property
+    def knows_capture_time(self) -> bool:
+        """Whether each rank's records say when they were copied; if not, how long an op has been in flight is unknown."""
+        return self.index.knows.capture_time or all(view.log.captured_ns for view in self.index.views.values())
+
     def role(self, rank: int) -> Role:
         """Return a rank's role in the fault."""
         return self.roles.get(rank, "none")
@@ -88,7 +93,7 @@ class Job:
         blocks = [(rank, block) for rank in ranks if (block := self.block_of(rank)) is not None]
         detail = ""
         if blocks:
-            longest = max(block.age_ns for _, block in blocks)
+            longest = max(block.age_ns for _, block in blocks) if self.knows_capture_time else 0
             kinds = {args_phrase(block.op) for _, block in blocks}
             parts = [f"for {duration(longest)}"] if longest else []
             parts += [next(iter(kinds))] if len(kinds) == 1 and kinds != {""} else []
@@ -120,7 +125,9 @@ class Job:
         if where:
             return Doing(role, f"are in {where.partition(' ')[2] or where}", where if placed else "")
         if view.last_op is None:
-            return Doing(role, "issued nothing", "")
+            if view.lost_newest:
+                return Doing(role, "left no readable record", "")
+            return Doing(role, "issued nothing" if self.index.knows.completed_ops else "have nothing in flight", "")
         return Doing(role, f"issued {_phrase(view.last_op, detail)} last", frame_phrase(view.last_op.source) if placed else "")
 
     def block_of(self, rank: int) -> Block | None:

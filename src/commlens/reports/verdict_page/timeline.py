@@ -51,6 +51,9 @@ def timeline(job: Job) -> Timeline:
         return made
     zero = made.zero_ns = _moment_of_the_fault(job) or max(times)
     made.captured = max(_us(max(view.now_ns for view in job.index.views.values()), zero), _us(max(times), zero))
+    made.captured_known = job.knows_capture_time
+    if not made.captured_known:
+        made.notes.append("These dumps do not say when they were taken: how long an operation has been in flight is unknown.")
     texts, channels = Index[str](), Index[ChannelKey]()
     arrivals = [_arrivals(job, key, number, zero, channels) for key, number, _ in job.focus[:_ARRIVALS_MAX]]
     made.arrivals = [found for found in arrivals if found is not None]

@@ -86,8 +86,11 @@ class _Fold:
         if target.kind == "key":
             return [self._put("key", target.detail, GraphNode(title=capital(key_phrase(edge.op)), lines=["not written"], root=True))]
         if target.kind == "stuck":
-            members = edge.instance.key[2]
+            members = edge.instance.members
+            done = job.examined.completed_on(edge.instance)
             title = f"{capital(count(len(members), 'rank'))} arrived, none has completed it"
+            if done:
+                title = f"Completed on {ranks_phrase(done)}, but not on {ranks_phrase(sorted({*members} - {*done}))}"
             return [self._put("stuck", target.detail, GraphNode(title=title, lines=[op_phrase(edge.op)], root=True))]
         return [self._of_rank(target.rank)] if target.rank in job.class_of else []
 
