@@ -243,9 +243,14 @@ def op_phrase(op: Collective, *, group: bool = True) -> str:
         return op.op if op.op == "init_process_group" else f"{op.op} #{op.sequence_number} of {ranks_phrase(op.channel.group.ranks)}"
     name = numbered(op.op, op.sequence_number)
     if op.is_point_to_point:
-        peer = f"rank {op.peer}" if op.peer is not None else "any rank"
-        return f"{name} {'to' if op.op == 'send' else 'from'} {peer}"
+        return message_phrase(op, [op.peer] if op.peer is not None else [])
     return f"{name} of {group_phrase(op.channel.group)}" if group else name
+
+
+def message_phrase(op: Collective, peers: Iterable[int]) -> str:
+    """``"send #3 to ranks 4-5"``: messages like ``op`` with several peers; without peers, ``"recv #3 from any rank"``."""
+    peers = sorted(peers)
+    return f"{numbered(op.op, op.sequence_number)} {'to' if op.op == 'send' else 'from'} {ranks_phrase(peers) if peers else 'any rank'}"
 
 
 def key_phrase(op: Collective) -> str:

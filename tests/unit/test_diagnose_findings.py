@@ -1145,3 +1145,17 @@ def test_a_lock_that_a_waiting_rank_holds(holder: int | None) -> None:
     assert verdict.next_step.startswith(
         "release the lock on rank 3 before all_reduce at train.py:30" if holder is not None else "look at prepare"
     )
+
+
+def test_messages_of_one_number_to_several_ranks_name_all_of_these() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        if rank < 2:
+            yield recv(job.world, rank + 2, line=30)
+            return
+        if rank < 4:
+            yield Stay(57, "load_batch")
+        yield all_reduce(job.group("last", range(2, 6)), line=20)
+
+    verdict = judge(Job(6).run(program).logs())
+    assert verdict.culprits == [2, 3]
+    assert "Ranks 0-1 wait for them in recv #1 from ranks 2-3." in verdict.explanation

@@ -13,7 +13,7 @@ from commlens.diagnosis.index import Block, JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
-from commlens.text import args_phrase, capital, count, duration, frame_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import args_phrase, capital, count, duration, frame_phrase, message_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _WAITS_MAX = 3  # collectives in which ranks wait
 TOO_LONG = 8  # stall timeouts
@@ -106,13 +106,14 @@ class Context:
         """``"ranks 0,3 wait for it in all_reduce #7 of group tp [0-3], rank 5 in recv #1 from rank 2"``: each rank in its own collective.
 
         Args:
-            edges: the waits. Groups of one name share a phrase.
+            edges: the waits. Groups of one name share a phrase, and so do messages of one number to several peers.
             singular: the verb for one rank: "waits for it".
             plural: the verb for several.
         """
-        by_name: dict[tuple[str, int, str], list[Edge]] = defaultdict(list)
+        by_name: dict[tuple[str, int, str, bool], list[Edge]] = defaultdict(list)
         for edge in edges:
-            by_name[edge.op.op, edge.op.sequence_number, edge.op.channel.group.label].append(edge)
+            from_any = edge.op.is_point_to_point and edge.op.peer is None
+            by_name[edge.op.op, edge.op.sequence_number, edge.op.channel.group.label, from_any].append(edge)
         parts: list[str] = []
         for of_name in sorted(by_name.values(), key=lambda some: (-len({edge.rank for edge in some}), some[0].rank)):
             ranks = sorted({edge.rank for edge in of_name})
@@ -150,8 +151,10 @@ def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Find
 
 
 def collective_phrase(ops: Sequence[Collective]) -> str:
-    """``"all_reduce #7 of group tp [0-3]"``, or ``"all_reduce #7 of 4 groups tp"`` for groups of one name."""
+    """``"all_reduce #7 of group tp [0-3]"``, ``"all_reduce #7 of 4 groups tp"`` for groups of one name, ``"send #3 to ranks 4-5"``."""
     op, groups = ops[0], {op.channel.key for op in ops}
+    if op.is_point_to_point:
+        return message_phrase(op, {op.peer for op in ops if op.peer is not None})
     return op_phrase(op) if len(groups) == 1 else f"{op_phrase(op, group=False)} of {len(groups)} groups {op.channel.group.label}"
 
 
