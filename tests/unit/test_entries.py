@@ -8,8 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.entries import EntrySelection, collect_entries, lay_out, select_entries
-from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.entries import (
+    EntrySelection,
+    collect_entries,
+    lay_out,
+    lay_out_groups,
+    read_entries,
+    select_entries,
+    select_group,
+)
+from commlens.diagnosis.examine import diagnose_logs, examine_logs
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.entries import EntryTable
 from commlens.model.ranklog import RankLog
@@ -21,6 +29,12 @@ Program = Callable[[Job, int], Iterator[object]]
 def table_of(logs: Sequence[RankLog], selection: EntrySelection | None = None, *, rows: int = 14, columns: int = 3) -> EntryTable:
     chosen = selection or select_entries(diagnose_logs(logs))
     return lay_out([found for log in logs if (found := collect_entries(columns_from_log(log), chosen))], chosen, rows=rows, columns=columns)
+
+
+def tables_of(logs: Sequence[RankLog], group: str, only: set[int] | None = None) -> list[EntryTable]:
+    examined = examine_logs(logs)
+    selections = select_group(examined.job, group, select_entries(examined.verdict, only))
+    return lay_out_groups(read_entries(examined.job, [], selections), selections, rows=14, columns=3)
 
 
 def printed(table: EntryTable, *, stacks: bool = False, width: int = 100) -> list[str]:
@@ -110,8 +124,26 @@ def test_ranks_and_groups_can_be_chosen() -> None:
     logs = stuck(4, 2)
     verdict = diagnose_logs(logs)
     assert [column.ranks for column in table_of(logs, select_entries(verdict, only={0, 2})).columns] == [[2], [0]]
-    assert table_of(logs, select_entries(verdict, groups=["default_pg"])).fault == 11
-    assert printed(table_of(logs, select_entries(verdict, groups=["other"]))) == ["There are no entries to show."]
+    assert [table.fault for table in tables_of(logs, "default_pg")] == [11]
+    assert tables_of(logs, "other") == []
+
+
+def test_all_groups_of_a_name_are_shown_with_their_messages() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        row = job.group(str(1 + rank // 2), (rank // 2 * 2, rank // 2 * 2 + 1), "tp")
+        yield all_reduce(job.world, 8, line=20)
+        yield all_reduce(row, line=30)
+        if rank >= 2:
+            yield send(row, 3, 10, line=5) if rank == 2 else recv(row, 2, 10, line=6)
+        yield all_reduce(row, line=31) if rank != 3 else Stay(57, "load_batch")
+
+    tables = tables_of(Job(4).run(program).logs(), "tp")
+    assert [(table.group, table.messages) for table in tables] == [
+        ("group tp [2-3]", False), ("group tp [2-3]", True), ("group tp [0-1]", False)
+    ]  # fmt: skip
+    assert tables[0].fault == 2 and len(tables[2].numbers) == 2
+    (only,) = tables_of(Job(4).run(program).logs(), "tp", {0})
+    assert only.group == "group tp [0-1]"
 
 
 def test_ops_in_flight_on_other_groups() -> None:

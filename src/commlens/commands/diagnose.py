@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commlens.commands.selecting import add_selection
+from commlens.commands.selecting import add_selection, group_names
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 EXIT_NOTHING_WRONG = 0
 EXIT_FAULT = 1
+_TABLES_MAX = 8  # for each name of --group
 EXIT_UNDETERMINED = 3
 
 
@@ -99,15 +100,31 @@ def _add_entries(group: argparse._ArgumentGroup) -> None:
 
 
 def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: ExaminedJob) -> None:
-    from commlens.diagnosis.entries import lay_out, read_entries, select_entries
+    from commlens.diagnosis.entries import lay_out, lay_out_groups, read_entries, select_entries, select_group
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()
-    selection = select_entries(examined.verdict, arguments.group, arguments.ranks)
-    entries = read_entries(examined.job, paths, selection, prefix=arguments.prefix)
-    table = lay_out(entries, selection, rows=arguments.entries or rows, columns=columns)
-    print()
-    print_entries(table, stacks=arguments.stacks)
+    rows = arguments.entries or rows
+    fault = select_entries(examined.verdict, arguments.ranks)
+    if not arguments.group:
+        (entries,) = read_entries(examined.job, paths, [fault], prefix=arguments.prefix)
+        print()
+        print_entries(lay_out(entries, fault, rows=rows, columns=columns), stacks=arguments.stacks)
+        return
+    for name in dict.fromkeys(arguments.group):
+        selections = select_group(examined.job, name, fault)
+        found = read_entries(examined.job, paths, selections, prefix=arguments.prefix)
+        tables = lay_out_groups(found, selections, rows=rows, columns=columns)
+        for table in tables[:_TABLES_MAX]:
+            print()
+            print_entries(table, stacks=arguments.stacks)
+        print()
+        if len(tables) > _TABLES_MAX:
+            groups = ", ".join(dict.fromkeys(table.group for table in tables[_TABLES_MAX:]))
+            print(f"Not shown: {groups}. --ranks selects others.")
+        elif not tables:
+            known = ", ".join(sorted(group_names(examined.job.channels.values())))
+            print(f"There are no entries to show of a group named {name}; the groups are: {known or 'none'}.")
 
 
 def _rows(text: str) -> int:

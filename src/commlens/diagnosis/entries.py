@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _BESIDE = 200  # sequence numbers kept on each side of the fault, or of the newest entry
 _ENDS = ("in flight", "started", "done", "retired")  # by state
-_OPEN = ("in flight", "started")
 
 
 class EntrySelection(msgspec.Struct, frozen=True):
@@ -54,31 +53,48 @@ class RankEntries(msgspec.Struct):
     elsewhere: str = ""  # the oldest op in flight that the table does not show
 
 
-def select_entries(verdict: Verdict, groups: Sequence[str] = (), only: Collection[int] | None = None) -> EntrySelection:
-    """Select the group and the collective of the verdict, or the requested group and ranks."""
+def select_entries(verdict: Verdict, only: Collection[int] | None = None) -> EntrySelection:
+    """Select the group and the collective of the verdict, and the requested ranks."""
     group, collective = verdict.group, verdict.collective
-    chosen = frozenset(only) if only is not None else None
-    selection = EntrySelection(only=chosen, culprits=tuple(verdict.culprits), kind=verdict.kind)
-    named = {group.name, group.description} if group is not None else set()
-    if groups and not named & set(groups):
-        return msgspec.structs.replace(selection, group=groups[0])
     messages = collective is not None and collective.op in POINT_TO_POINT
-    return msgspec.structs.replace(
-        selection,
+    return EntrySelection(
         group=group.name if group is not None else "",
         ranks=tuple(group.ranks) if group is not None else (),
         sequence=collective.sequence_number if collective is not None and not messages else 0,
         messages=messages,
+        only=frozenset(only) if only is not None else None,
+        culprits=tuple(verdict.culprits),
+        kind=verdict.kind,
     )
+
+
+def select_group(job: JobIndex, name: str, fault: EntrySelection) -> list[EntrySelection]:
+    """Select the collectives and the messages of every group with a name, the group of the fault first."""
+    found: dict[tuple[str, tuple[int, ...]], None] = {}
+    for channel in job.channels.values():
+        if _is_selected(channel, EntrySelection(name)):
+            found[channel.group.name.split("@")[0], channel.group.ranks] = None
+    of_fault = (fault.group.split("@")[0], fault.ranks)
+    selections = []
+    for group, ranks in sorted(found, key=lambda each: (each != of_fault, each[1])):
+        if fault.only is None or fault.only & set(ranks):
+            sequence = fault.sequence if (group, ranks) == of_fault else 0
+            chosen = msgspec.structs.replace(fault, group=group, ranks=ranks, sequence=sequence, messages=False)
+            selections += [chosen, msgspec.structs.replace(chosen, sequence=0, messages=True)]
+    return selections
 
 
 # --- one rank's entries ------------------------------------------------------------------------------------------
 
 
 def read_entries(
-    job: JobIndex, paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths, selection: EntrySelection, *, prefix: str = ""
-) -> list[RankEntries]:
-    """Return each rank's entries.
+    job: JobIndex,
+    paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | Paths,
+    selections: Sequence[EntrySelection],
+    *,
+    prefix: str = "",
+) -> list[list[RankEntries]]:
+    """Return each rank's entries, for each selection.
 
     Black boxes are in the job's index. Other tools' dumps are read again, the selected ranks only: diagnosis does not keep all of
     their entries and stacks. Skips unreadable files, which the verdict has reported.
@@ -86,21 +102,35 @@ def read_entries(
     if not job.knows.columns:
         from commlens.formats.rank_log_columns import columns_from_log
 
-        return _collect_all((columns_from_log(view.log) for view in job.views.values() if view.log.issued), selection)
-    files = discover(paths, prefix=prefix)
-    ranks = selection.only if selection.only is not None else (frozenset(selection.ranks) or None)
-    if files.own:
-        return _collect_all(read_ranks(files, [], ranks=ranks), selection)
-    found: dict[int, RankEntries] = {}
-    for one in reduce_foreign(files, partial(_collect_all, selection=selection), [], ranks=ranks):
-        known = found.get(one.rank)
+        collected: Iterable[tuple[int, RankEntries]] = _collect_all(
+            (columns_from_log(view.log) for view in job.views.values() if view.log.issued), selections
+        )
+    else:
+        files = discover(paths, prefix=prefix)
+        ranks = _ranks_of(selections)
+        if files.own:
+            collected = _collect_all(read_ranks(files, [], ranks=ranks), selections)
+        else:
+            collected = reduce_foreign(files, partial(_collect_all, selections=selections), [], ranks=ranks)
+    found: list[dict[int, RankEntries]] = [{} for _ in selections]
+    for at, one in collected:
+        known = found[at].get(one.rank)
         if known is None or len(known.cells) < len(one.cells):
-            found[one.rank] = one
-    return list(found.values())
+            found[at][one.rank] = one
+    return [list(by_rank.values()) for by_rank in found]
 
 
-def _collect_all(dumps: Iterable[RankColumns], selection: EntrySelection) -> list[RankEntries]:
-    return [entries for rows in dumps if (entries := collect_entries(rows, selection)) is not None]
+def _ranks_of(selections: Sequence[EntrySelection]) -> frozenset[int] | None:
+    """Return the ranks to read; None for all."""
+    if all(one.only is not None or one.ranks for one in selections):
+        return frozenset(rank for one in selections for rank in (one.only if one.only is not None else one.ranks))
+    return None
+
+
+def _collect_all(dumps: Iterable[RankColumns], selections: Sequence[EntrySelection]) -> list[tuple[int, RankEntries]]:
+    """Return the entries of each dump with the indices of the selections that they belong to."""
+    found = ((at, collect_entries(rows, selection)) for rows in dumps for at, selection in enumerate(selections))
+    return [(at, entries) for at, entries in found if entries is not None]
 
 
 def collect_entries(rows: RankColumns, selection: EntrySelection) -> RankEntries | None:
@@ -189,7 +219,16 @@ def _in_flight_elsewhere(rows: RankColumns, channel: int, messages: bool = False
     return f"{op} #{int(rows.sequence[row])} of {group_phrase(group)}"
 
 
-# --- the table of all ranks --------------------------------------------------------------------------------------
+# --- the tables of all ranks --------------------------------------------------------------------------------------
+
+
+def lay_out_groups(
+    entries: Sequence[Iterable[RankEntries]], selections: Sequence[EntrySelection], *, rows: int, columns: int
+) -> list[EntryTable]:
+    """Return a table for each selection of a group's collectives or messages that has entries, those with ops in flight first."""
+    tables = [lay_out(found, chosen, rows=rows, columns=columns) for found, chosen in zip(entries, selections, strict=True)]
+    filled = [table for table in tables if table.numbers]
+    return sorted(filled, key=lambda table: (not table.fault, not table.has_open))
 
 
 def lay_out(entries: Iterable[RankEntries], selection: EntrySelection, *, rows: int, columns: int) -> EntryTable:
@@ -238,7 +277,7 @@ def _numbers(ranks: Sequence[RankEntries], fault: int, rows: int) -> list[int]:
 
 
 def _has_open(entries: RankEntries) -> bool:
-    return any(cell.end in _OPEN for cell in entries.cells.values())
+    return any(cell.is_open for cell in entries.cells.values())
 
 
 def _column(kind: Sequence[RankEntries], numbers: Sequence[int], selection: EntrySelection, fault: int) -> Column:
@@ -247,7 +286,7 @@ def _column(kind: Sequence[RankEntries], numbers: Sequence[int], selection: Entr
         role = "culprit"
     else:
         cell = first.cells.get(fault) if fault else None
-        role = "waiting" if cell is not None and cell.end in _OPEN else ""
+        role = "waiting" if cell is not None and cell.is_open else ""
     return Column(
         ranks=[one.rank for one in kind],
         cells=[first.cells.get(number) for number in numbers],

@@ -17,6 +17,11 @@ class Cell(msgspec.Struct, frozen=True):
     stack: Stack = ()
 
     @property
+    def is_open(self) -> bool:
+        """Whether it has not ended."""
+        return self.end in ("in flight", "started")
+
+    @property
     def what(self) -> str:
         """``"all_reduce float32[100] SUM"``."""
         return f"{self.op} {self.tensors}".rstrip()
@@ -42,3 +47,8 @@ class EntryTable(msgspec.Struct):
     elsewhere: list[tuple[list[int], str]] = []  # ranks, and their ops in flight that the table does not show
     left_out: list[int] = []  # ranks whose columns were left out
     kinds_left_out: int = 0
+
+    @property
+    def has_open(self) -> bool:
+        """Whether an entry is in flight."""
+        return any(cell is not None and cell.is_open for column in self.columns for cell in column.cells)
