@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from importlib import resources
 from pathlib import Path
 
@@ -10,10 +11,13 @@ import jsonschema
 import pytest
 from boxes import busy_box
 from builders import Job, Stay
+from flight_recorder_dumps import dump, entry
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.diagnosis.dump_diff import compare_positions, position_of
+from commlens.diagnosis.dump_diff import Position, compare_positions, other_job, position_of
+from commlens.formats.flight_recorder.entries import build_table
+from commlens.formats.flight_recorder.to_columns import columns_from_table
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.movement import Moved, Movement, Place
 from commlens.model.ranklog import RankLog
@@ -54,14 +58,40 @@ def test_some_moved() -> None:
     assert movement.answer == "Rank 2 moved, ranks 0-1,3 did not."
 
 
-def test_missing_dumps_and_different_jobs() -> None:
+def test_missing_dumps() -> None:
     before, after = stuck(), stuck(step=3)
-    for log in after:
-        log.job = "another"
     movement = progress(before[:3], after[1:])
     assert {one.kind for one in movement.ranks} == {"again", "only-before", "only-after"}
-    assert "different jobs" in movement.notes[0]
     assert progress(before[:1], after[1:]).answer == "No rank has a dump in both sets: nothing was compared."
+
+
+def foreign(rank: int = 0, *, program: str = "/work/train.py", job: str = "", **groups: str) -> Position:
+    described = {"0": ("default_pg", "[0, 1, 2, 3]")} | {str(at): one for at, one in enumerate(groups.items(), start=1)}
+    config = {name: {"name": name, "desc": text, "ranks": ranks} for name, (text, ranks) in described.items()}
+    frames = [{"name": "step", "filename": program, "line": 81}, {"name": "<module>", "filename": program, "line": 9}]
+    rows = columns_from_table(build_table(dump([entry(0, frames=frames)], pg_config=config)), f"rank_{rank}")
+    rows.rank, rows.job = rank, job
+    return position_of(rows)
+
+
+def test_dumps_of_one_job_may_differ_in_groups_and_ranks() -> None:
+    assert other_job([foreign(0)], [foreign(0, dp="[0, 1]")]) == ""
+    assert other_job([foreign(0, dp="[0, 1]", tp="[0, 2]")], [foreign(0, dp="[0, 1]")]) == ""
+    assert other_job([foreign(0, dp="[0, 1]")], [foreign(2, dp="[2, 3]")]) == ""
+    assert other_job([foreign(0, job="a")], [foreign(0)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "difference"),
+    [
+        ({"job": "a"}, {"job": "b"}, "a and b"),
+        ({"dp": "[0, 1]"}, {"dp": "[0, 2]"}, "the group dp of rank 0 has the ranks 0-1 in one, 0,2 in the other"),
+        ({"dp": "[0, 1]"}, {"pp": "[0, 1]"}, "rank 0 has the group dp in one, pp in the other"),
+        ({}, {"program": "/work/eval.py"}, "rank 0 ran /work/train.py in one, /work/eval.py in the other"),
+    ],
+)
+def test_dumps_of_different_jobs(before: dict[str, str], after: dict[str, str], difference: str) -> None:
+    assert other_job([foreign(**before)], [foreign(**after)]) == difference
 
 
 class TestCommand:
@@ -88,10 +118,28 @@ class TestCommand:
         for kind in (Moved, Place):
             assert list(schema["$defs"][kind.__name__]["properties"]) == list(kind.__struct_fields__)
 
+    def test_dumps_of_different_jobs_are_refused(self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for rank in range(2):
+            busy_box(rank, 2).write(tmp_path / "other")
+        assert commands.main(["compare", two[0], str(tmp_path / "other")]) == 2
+        assert "are dumps of different jobs: one has 4 ranks, the other 2 ranks. Give two dumps of one job." in capsys.readouterr().err
+
     def test_a_dump_and_a_trace(self, two: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "x.json").write_text("{}")
         assert commands.main(["compare", two[0], str(tmp_path / "x.json")]) == 2
         assert "is a dump and" in capsys.readouterr().err
+
+
+def test_a_dump_that_is_cut_off_does_not_show_that_its_rank_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = pickle.dumps(dump([entry(number) for number in range(20)]), 2)
+    for name in ("before", "after"):
+        (tmp_path / name).mkdir()
+        for rank in range(2):
+            content = whole[: len(whole) // 2] if (name, rank) == ("after", 1) else whole
+            (tmp_path / name / f"nccl_trace_rank_{rank}").write_bytes(content)
+    assert commands.main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 1
+    said = capsys.readouterr().out
+    assert "rank 1 has a readable dump only in the first set" in said and "moved on" not in said and "cut off" in said
 
 
 def test_dumps_without_a_readable_rank_are_too_little_evidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ class CompareCommand:
         if all(are_dumps):
             if arguments.html:
                 raise CommandError("--html is for traces; commlens diagnose --html writes a page for a dump.")
-            return _compare_dumps(found, json=arguments.json)
+            return _compare_dumps(found, (arguments.before, arguments.after), json=arguments.json)
         if any(are_dumps):
             dump, trace = (arguments.before, arguments.after)[:: 1 if are_dumps[0] else -1]
             raise CommandError(f"{dump} is a dump and {trace} is not: give two dumps of one job, or two traces.")
@@ -82,14 +82,17 @@ def _holds_dumps(found: DumpFiles) -> bool:
     return bool(found.own) or any(name != TEXT.name for name in found.kinds)
 
 
-def _compare_dumps(found: list[DumpFiles], *, json: bool) -> int:
+def _compare_dumps(found: list[DumpFiles], names: tuple[str, str], *, json: bool) -> int:
     from commlens.commands.progress import working
-    from commlens.diagnosis.dump_diff import compare_positions, position_of
+    from commlens.diagnosis.dump_diff import compare_positions, other_job, position_of, shows_position
     from commlens.dumps.parallel import read_ranks
 
     problems = [text for files in found for text in files.problems]
     with working("Comparing dumps"):
-        before, after = ([position_of(rows) for rows in read_ranks(files, problems)] for files in found)
+        before, after = ([position_of(rows) for rows in read_ranks(files, problems) if shows_position(rows)] for files in found)
+    if difference := other_job(before, after):
+        first, second = map(printable, names)
+        raise CommandError(f"{first} and {second} are dumps of different jobs: {difference}. Give two dumps of one job.")
     movement = compare_positions(before, after)
     movement.notes += dict.fromkeys(problems)
     if json:

@@ -8,14 +8,23 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from commlens.model.collective import user_frame
+from commlens.model.collective import FrameKind, user_frame
 from commlens.model.movement import Moved, Movement, MovementKind, Place
-from commlens.text import capital, count, duration, frame_phrase, group_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, count, duration, format_ranks, frame_phrase, group_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:
     from commlens.formats.columns import RankColumns
 
 _ORDER = ("still", "moved", "finished", "again", "only-before", "only-after")
+
+
+class JobTraits(msgspec.Struct, frozen=True):
+    """What one rank's dump tells of its job, and what does not change while the job runs. Empty or 0: unknown."""
+
+    name: str = ""
+    world_size: int = 0
+    groups: dict[str, frozenset[str]] = {}  # by name: the ranks of each group of that name, "0-3"
+    program: str = ""  # file
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -25,7 +34,7 @@ class Position(msgspec.Struct, frozen=True):
     place: Place
     identity: tuple[str, int, str] = ("", -1, "")  # group, sequence number and op of the oldest operation in flight
     newest_ns: int = 0  # the rank's last sign of life
-    job: str = ""
+    job: JobTraits = JobTraits()
 
 
 class _Change(NamedTuple):
@@ -36,6 +45,11 @@ class _Change(NamedTuple):
     plural: str
 
 
+def shows_position(rows: RankColumns) -> bool:
+    """Return whether a dump shows how far its rank had come: another tool's dump that was cut off lacks the newest entries."""
+    return rows.origin == "commlens" or not rows.lost_entries
+
+
 def position_of(rows: RankColumns) -> Position:
     """Return the position of a rank: its oldest operation in flight."""
     import numpy as np
@@ -43,14 +57,47 @@ def position_of(rows: RankColumns) -> Position:
     newest = max(int(rows.created_ns.max(initial=0)), int(rows.completed_ns.max(initial=0)), rows.captured_ns)
     in_flight = np.flatnonzero((rows.state < 2) & ~((rows.coalesced > 0) & ~rows.closes))
     if not len(in_flight):
-        return Position(rows.rank, Place(rows.issued), newest_ns=newest, job=rows.job)
+        return Position(rows.rank, Place(rows.issued), newest_ns=newest, job=_traits(rows))
     row = int(in_flight[0])
     op, group = rows.args[int(rows.args_index[row])].op, rows.channels[int(rows.channel[row])].group
     number, peer = int(rows.sequence[row]), int(rows.peer[row])
     towards = "" if peer < 0 else f" to rank {peer}" if op == "send" else f" from rank {peer}"
     frame = user_frame(rows.stacks[int(rows.stack[row])]) if rows.stack[row] >= 0 else None
     place = Place(rows.issued, f"{op} #{number}{towards} of {group_phrase(group)}", frame_phrase(frame))
-    return Position(rows.rank, place, (group.name, number, op), newest, rows.job)
+    return Position(rows.rank, place, (group.name, number, op), newest, _traits(rows))
+
+
+def _traits(rows: RankColumns) -> JobTraits:
+    groups: dict[str, set[str]] = defaultdict(set)
+    for group in {channel.group for channel in [*rows.channels, *rows.groups] if channel.group.ranks}:
+        groups[group.label].add(format_ranks(group.ranks))
+    programs = (
+        frame.file for stack in rows.stacks for frame in reversed(stack) if frame.function == "<module>" and frame.kind is FrameKind.USER
+    )
+    return JobTraits(rows.job, rows.world_size, {name: frozenset(ranks) for name, ranks in groups.items()}, next(programs, ""))
+
+
+def other_job(before: Iterable[Position], after: Iterable[Position]) -> str:
+    """Return in a clause why two dumps are not of one job; empty if they may be."""
+    first, second = {one.rank: one.job for one in before}, {one.rank: one.job for one in after}
+    names, other_names = ({job.name for job in jobs.values() if job.name} for jobs in (first, second))
+    if names and other_names and not names & other_names:
+        return f"{', '.join(sorted(names)[:4])} and {', '.join(sorted(other_names)[:4])}"
+    size, other_size = (max((job.world_size for job in jobs.values()), default=0) for jobs in (first, second))
+    if size and other_size and size != other_size:
+        return f"one has {count(size, 'rank')}, the other {count(other_size, 'rank')}"
+    for rank in sorted(first.keys() & second.keys()):
+        old, new = first[rank], second[rank]
+        if old.program and new.program and old.program != new.program:
+            return f"rank {rank} ran {old.program} in one, {new.program} in the other"
+        described = [{name for name in job.groups if name != "default_pg" and not name.isdecimal()} for job in (old, new)]
+        if all(described) and not described[0] & described[1]:
+            return f"rank {rank} has the group {min(described[0])} in one, {min(described[1])} in the other"
+        for name in sorted(old.groups.keys() & new.groups.keys()):
+            if not old.groups[name] & new.groups[name]:
+                members, others = min(old.groups[name]), min(new.groups[name])
+                return f"the group {name} of rank {rank} has the ranks {members} in one, {others} in the other"
+    return ""
 
 
 def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> Movement:
@@ -67,17 +114,14 @@ def compare_positions(before: Iterable[Position], after: Iterable[Position]) -> 
     movement = Movement(ranks=sorted(moved, key=lambda one: (_ORDER.index(one.kind), -len(one.ranks), one.ranks)))
     movement.apart_s = _seconds_apart(first, second)
     movement.answer = _answer(movement, sorted(first.keys() & second.keys()))
-    jobs = {one.job for one in [*first.values(), *second.values()] if one.job}
-    if len(jobs) > 1:
-        movement.notes.append(f"These are dumps of different jobs: {', '.join(sorted(jobs)[:4])}.")
     return movement
 
 
 def _change(old: Position | None, new: Position | None) -> _Change:
     if new is None:
-        return _Change("only-before", "has a dump only in the first set.", "have a dump only in the first set.")
+        return _Change("only-before", "has a readable dump only in the first set.", "have a readable dump only in the first set.")
     if old is None:
-        return _Change("only-after", "has a dump only in the second set.", "have a dump only in the second set.")
+        return _Change("only-after", "has a readable dump only in the second set.", "have a readable dump only in the second set.")
     before, now = old.place, new.place
     issued = now.issued - before.issued
     line = f" ({now.line})" if now.line else ""
