@@ -11,6 +11,7 @@ import pytest
 from builders import Die, Job, S, Stay, Step, Wait, all_reduce, collective, recv, send
 
 from commlens.diagnosis.examine import diagnose_logs
+from commlens.diagnosis.findings.mismatch import _and_so_on
 from commlens.diagnosis.live import find_disagreements
 from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog
@@ -1158,4 +1159,18 @@ def test_messages_of_one_number_to_several_ranks_name_all_of_these() -> None:
 
     verdict = judge(Job(6).run(program).logs())
     assert verdict.culprits == [2, 3]
+    assert verdict.explanation.startswith(
+        "Like rank 3, rank 2 (host n03, pid 1002) is in train.py:57 load_batch; it never issued a collective."
+    )
     assert "Ranks 0-1 wait for them in recv #1 from ranks 2-3." in verdict.explanation
+
+
+def test_overwritten_records_are_called_so() -> None:
+    logs = Job(4).run(training(at(2, 5, Stay(57, "load_batch")))).logs()
+    for log in logs:
+        log.collectives = log.collectives[2:]
+    assert judge(logs).missing_evidence == ["Ranks 0-3: the oldest 2 records are overwritten."]
+
+
+def test_a_single_match_does_not_go_on() -> None:
+    assert [_and_so_on(matches) for matches in (1, 5)] == ["", ", and so on for 5 collectives"]

@@ -132,7 +132,7 @@ def test_groups_in_one_collective_may_be_running_unless_a_log_tells_of_a_timeout
     Job(mesh, by_name("healthy-running"), SHORT).write(tmp_path)
     verdict = diagnose(tmp_path)
     assert (verdict.is_fault, verdict.culprits, verdict.confidence) == (False, [], "low")
-    assert verdict.summary.endswith("groups mesh_fsdp; these dumps do not tell whether it is stuck or was under way")
+    assert verdict.summary.endswith("groups named mesh_fsdp; these dumps do not tell whether it is stuck or was under way")
     (tmp_path / "train.log").write_text(_TIMEOUT)
     assert diagnose(tmp_path).kind == "stuck-inside"
 

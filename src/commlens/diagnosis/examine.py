@@ -248,7 +248,9 @@ def _missing_evidence(job: JobIndex) -> list[str]:
             by_text.setdefault(text.rstrip("."), []).append(rank)
         if log.issued > len(view.history) and not log.problems:
             dropped = log.issued - len(view.history)
-            by_text.setdefault(f"the oldest {count(dropped, 'record')} are not at hand", []).append(rank)
+            active = view.columns is not None and view.columns.dump.only_active
+            overwritten = f"the oldest {count(dropped, 'record')} {'is' if dropped == 1 else 'are'} overwritten"
+            by_text.setdefault(overwritten + " or left out of the dump" * active, []).append(rank)
     for text, ranks in by_text.items():
         notes.append(f"{capital(ranks_phrase(ranks))}: {text}.")
     return notes

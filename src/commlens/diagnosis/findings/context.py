@@ -151,11 +151,11 @@ def locate(finding: Finding, op: Collective | None, frame: Frame | None) -> Find
 
 
 def collective_phrase(ops: Sequence[Collective]) -> str:
-    """``"all_reduce #7 of group tp [0-3]"``, ``"all_reduce #7 of 4 groups tp"`` for groups of one name, ``"send #3 to ranks 4-5"``."""
+    """``"all_reduce #7 of group tp [0-3]"``, for groups of one name ``"... of 4 groups named tp"``; ``"send #3 to ranks 4-5"``."""
     op, groups = ops[0], {op.channel.key for op in ops}
     if op.is_point_to_point:
         return message_phrase(op, {op.peer for op in ops if op.peer is not None})
-    return op_phrase(op) if len(groups) == 1 else f"{op_phrase(op, group=False)} of {len(groups)} groups {op.channel.group.label}"
+    return op_phrase(op) if len(groups) == 1 else f"{op_phrase(op, group=False)} of {len(groups)} groups named {op.channel.group.label}"
 
 
 def prose(*sentences: str) -> str:

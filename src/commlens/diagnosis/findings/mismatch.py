@@ -241,23 +241,27 @@ def _has_been_there(view: RankView | None, op: Collective) -> bool:
     return view is not None and any((each.op, each.call_lines) == (op.op, op.call_lines) for each in view.history if each.index < op.index)
 
 
+def _and_so_on(matches: int) -> str:
+    return f", and so on for {count(matches, 'collective')}" if matches > 1 else ""
+
+
 def _skip_evidence(
     mismatch: Mismatch, culprits: list[int], op: Collective, usual: Collective | None, paths: tuple[Path, Path], *, is_known_place: bool
 ) -> list[str]:  # fmt: skip
     shift, number, subject = mismatch.shift, mismatch.number, ranks_phrase(culprits)
     own = paths[0].phrase
+    more = _and_so_on(shift.matches) if shift is not None else ""
     if shift is not None and mismatch.tie:
         other = next(rank for rank in culprits if rank != shift.rank)
         times = count(shift.by, "collective")
         return [
-            f"#{number} of rank {shift.rank} matches #{number + shift.by} of rank {other}, and so on for "
-            f"{count(shift.matches, 'collective')}: rank {shift.rank} skipped {times}, or rank {other} issued {times} too many."
+            f"#{number} of rank {shift.rank} matches #{number + shift.by} of rank {other}{more}: "
+            f"rank {shift.rank} skipped {times}, or rank {other} issued {times} too many."
         ]
     if shift is not None and shift.by > 0:
         return [
-            f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others, and so on for "
-            f"{count(shift.matches, 'collective')}; the others' #{number} is {shift.skipped.op} at {paths[1].phrase}, "
-            f"step {shift.skipped.step}."
+            f"#{number} of {subject} ({own}) matches #{number + shift.by} of the others{more}; "
+            f"the others' #{number} is {shift.skipped.op} at {paths[1].phrase}, step {shift.skipped.step}."
         ]
     if shift is not None:
         match = f"#{number - shift.by} is their #{number}; #{number} at {own} is extra"

@@ -126,7 +126,7 @@ def _missing(context: Context, absence: Absence) -> None:
     frame = op.source if alone else doing.frame
     if frame is None and finished and view.last_op is not None:
         frame = view.last_op.source
-    lead = f"Like all of {ranks_phrase(ranks)}, " if len(ranks) > 1 and not alone else ""
+    lead = f"Like {ranks_phrase(set(ranks) - {view.rank})}, " if len(ranks) > 1 and not alone else ""
     holders, lock_step = _lock_holders(context, absence)
     evidence = _signs(absence) + holders
     too_long = doing.works and not _is_too_late(doing, op)
@@ -272,12 +272,12 @@ def _waits(context: Context, absence: Absence) -> list[str]:
 
 
 def _signs(absence: Absence) -> list[str]:
-    """``"rank 2: its stack does not move and it uses no CPU."``; ranks with the same signs share a sentence."""
+    """``"rank 2: its stack does not move and it uses no CPU."``; ranks with the same signs share a sentence: ``"ranks 2-3, each: ..."``."""
     same: dict[str, list[int]] = defaultdict(list)
     for rank, doing in zip(absence.ranks, absence.activities, strict=True):
         if doing.signs:
             same[joined(doing.signs)].append(rank)
-    return [f"{ranks_phrase(ranks)}: {text}." for text, ranks in same.items()][:4]
+    return [f"{ranks_phrase(ranks)}{verb(ranks, '', ', each')}: {text}." for text, ranks in same.items()][:4]
 
 
 def _lock_holders(context: Context, absence: Absence) -> tuple[list[str], str]:
