@@ -89,6 +89,23 @@ def test_an_unreadable_black_box_of_a_rank_without_another_is_status_3(tmp_path:
     assert "no fault shows in what ranks 0-2 recorded, but 1 file could not be read" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty", None, "There is nothing to diagnose in {}: no readable black box or dump.\n"),
+        ("program.py", b"print(1)\n", "There is nothing to diagnose in {}: no readable black box or dump.\n"),
+        ("x.json", b'{"schema": "commlens.trace/1"}', "  - {} is a trace, which commlens view {} shows, and is left out.\n"),
+    ],
+)
+def test_the_path_is_named_that_holds_no_dump(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None, said: str
+) -> None:
+    path = tmp_path / name
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert commands.main(["diagnose", str(path)]) == 3
+    assert capsys.readouterr().err.endswith(said.format(path, path))
+
+
 @pytest.mark.parametrize("arguments", [["/no/such/folder"], ["--stalled-after", "-1", "."], ["--stalled-after", "soon", "."]])
 def test_wrong_usage_is_status_2(arguments: list[str]) -> None:
     try:

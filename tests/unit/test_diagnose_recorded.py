@@ -166,7 +166,7 @@ def test_a_cut_file_does_not_stop_the_rest(stuck: Path, tmp_path: Path) -> None:
 
 def test_nothing_readable_is_an_error_in_words(tmp_path: Path) -> None:
     (tmp_path / "rank_0").write_bytes(b"\x80\x02garbage")
-    with pytest.raises(EvidenceError, match="Nothing here can be diagnosed"):
+    with pytest.raises(EvidenceError, match="There is nothing to diagnose in"):
         diagnose(tmp_path)
 
 

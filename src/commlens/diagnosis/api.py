@@ -13,6 +13,7 @@ from commlens.dumps.read import Evidence, read_own_files
 from commlens.dumps.sources import Paths as NamedPaths
 from commlens.errors import EvidenceError
 from commlens.model.verdict import Verdict
+from commlens.text import joined, printable
 
 if TYPE_CHECKING:
     from commlens.diagnosis.columns import RankDump
@@ -21,6 +22,7 @@ Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
 
 
 _PROBLEMS_LISTED = 10  # in the error if nothing is readable
+_PATHS_NAMED = 3
 
 
 def diagnose(
@@ -64,10 +66,10 @@ def examine_paths(
         examined = _examine_foreign_files(files, evidence, problems, stalled_after_s, executor, seen)
         if examined is not None:
             if not examined.job.views and not examined.verdict.is_fault:
-                raise EvidenceError(_nothing_readable(examined.verdict.missing_evidence))
+                raise EvidenceError(_nothing_readable(files.paths, examined.verdict.missing_evidence))
             return examined
     if not evidence.logs:
-        raise EvidenceError(_nothing_readable(problems))
+        raise EvidenceError(_nothing_readable(files.paths, problems))
     return examine_logs(evidence.logs, problems=problems, stalled_after_s=stalled_after_s, slow=True, unread=evidence.unread)
 
 
@@ -126,7 +128,10 @@ def _unread_dumps(files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankD
     ]
 
 
-def _nothing_readable(problems: Sequence[str]) -> str:
+def _nothing_readable(paths: NamedPaths, problems: Sequence[str]) -> str:
+    names = [printable(path) for path in [*paths.given, *paths.listed]]
+    others = len(names) - _PATHS_NAMED
+    where = joined([*names[:_PATHS_NAMED], f"{others} more"] if others > 0 else names) or "an empty list of paths"
     listed = "".join(f"\n  - {text}" for text in problems[:_PROBLEMS_LISTED])
     more = f"\n  - and {len(problems) - _PROBLEMS_LISTED} more" if len(problems) > _PROBLEMS_LISTED else ""
-    return f"Nothing here can be diagnosed: there is no readable black box or dump.{listed}{more}"
+    return f"There is nothing to diagnose in {where}: no readable black box or dump.{listed}{more}"

@@ -77,6 +77,11 @@ _FLIGHT_RECORDER_ENTRIES: Final = re.compile(rb'"entries"\s*:\s*\[')
 _TEXT_BYTES: Final = bytes(range(32, 256)) + b"\t\n\r\f\b\x1b"
 
 
+def is_trace(head: bytes) -> bool:
+    """Return whether a file that begins so is a trace, of commlens or torch.profiler, which ``commlens view`` shows."""
+    return head.lstrip().startswith(b"{") and (b'"commlens.trace/' in head[:200] or b'"traceEvents"' in head)
+
+
 def detect_kind(head: bytes) -> Kind | None:
     """Return the kind of a file from its first :data:`HEAD_BYTES` decompressed bytes; None if it holds nothing of a job."""
     if head.startswith(MAGIC) or is_packed(head):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from commlens.dumps.detect import BLACK_BOX, BOX_NAME, DUMP_MARKER, HEAD_BYTES, REPORT, Kind, detect_kind
+from commlens.dumps.detect import BLACK_BOX, BOX_NAME, DUMP_MARKER, HEAD_BYTES, REPORT, Kind, detect_kind, is_trace
 from commlens.dumps.sources import FileName, Paths, Source, name_paths, open_sources, parse_names
 from commlens.dumps.sources.source import Held
 from commlens.errors import CommlensError
@@ -92,7 +92,8 @@ def _classify(
     unknown: Counter[str] = Counter()
     for source in open_sources(paths, problems, prefix=prefix, empty=left_out):
         try:
-            kind = detect_kind(source.head(HEAD_BYTES))
+            head = source.head(HEAD_BYTES)
+            kind = detect_kind(head)
         except CommlensError as error:
             problems.append(str(error))
             left_out.append(source.name)
@@ -107,7 +108,8 @@ def _classify(
             unknown[folder] += 1
             left_out.append(source.name)
             if unknown[folder] <= _NAMED_MAX:
-                problems.append(f"{source.name} is not a dump that commlens can read, and is left out.")
+                view = f"a trace, which commlens view {source.name} shows"
+                problems.append(f"{source.name} is {view if is_trace(head) else 'not a dump that commlens can read'}, and is left out.")
             continue
         yield source, kind
     for folder, count in unknown.items():
