@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 from builders import Job, Stay, Step, all_reduce, collective
+from flight_recorder_dumps import dump, entry
 
+from commlens.diagnosis.api import examine_paths
 from commlens.diagnosis.examine import examine_logs
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import RankLog
@@ -195,6 +198,18 @@ def test_it_is_copied_for_a_ticket_and_printed(open_page: OpenPage, stuck: Path)
     page.emulate_media(media="print")
     assert not page.locator("nav").is_visible()
     assert page.locator("#waiting .node.root").is_visible()
+
+
+def test_the_graph_of_a_collective_that_completed_on_some_ranks_reads_as_text(open_page: OpenPage, tmp_path: Path):
+    open_ = {"state": "started", "retired": False, "time_discovered_completed_ns": None}
+    dumps = tmp_path / "dumps"
+    dumps.mkdir()
+    for rank in range(4):
+        entries = [entry(0), entry(1, **open_)] if rank == 2 else [entry(0), entry(1), entry(2, **open_)]
+        (dumps / f"rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_status={}), 2))
+    (tmp_path / "verdict.html").write_bytes(verdict_html(examine_paths(dumps)))
+    page = open_page(tmp_path / "verdict.html")
+    assert "Rank 2 waits in all_reduce #2 of the default group: Completed on ranks 0-1,3, but not on rank 2." in page.inner_text("#waiting")
 
 
 def test_a_disagreement_and_a_cycle(open_page: OpenPage, tmp_path: Path):

@@ -82,7 +82,7 @@ export function WaitGraph({ page }: { page: VerdictPage }) {
       {edges.length > 0 && (
         <ul class="off-screen">
           {edges.map((edge, index) => (
-            <li key={index}>{`${waits(edge)} for ${nameOf(page, edge.target)}.`}</li>
+            <li key={index}>{`${waits(edge)}${nameOf(page, edge.target)}.`}</li>
           ))}
         </ul>
       )}
@@ -102,15 +102,16 @@ export function ClassText({ page, cls }: { page: VerdictPage; cls: number }) {
   );
 }
 
-/** `Rank 2 waits in all_reduce #7 of dp`. */
+/** `Rank 2 waits in all_reduce #7 of dp`. A label may begin with the ranks, too. */
 function waits(edge: { waiting: string; label: string }): string {
   const subject = ranksPhrase(edge.waiting);
-  return `${subject[0]!.toUpperCase()}${subject.slice(1)} ${isOne(edge.waiting) ? "waits" : "wait"} in ${edge.label}`;
+  return `${subject[0]!.toUpperCase()}${subject.slice(1)} ${isOne(edge.waiting) ? "waits" : "wait"} in ${edge.label.replace(/^Ranks? [^:]*: /, "")}`;
 }
 
+/** ` for rank 3, which is in train.py:57`, `: 2 ranks arrived, none has completed it`. */
 function nameOf(page: VerdictPage, index: number): string {
   const node = page.graph.nodes[index]!;
-  return node.cls >= 0 ? `${ranksPhrase(page.classes[node.cls]!.ranks)}, which ${page.classes[node.cls]!.doing}` : node.title;
+  return node.cls >= 0 ? ` for ${ranksPhrase(page.classes[node.cls]!.ranks)}, which ${page.classes[node.cls]!.doing}` : `: ${node.title}`;
 }
 
 function at(point: { x: number; y: number } | undefined): { left?: string; top?: string } {
