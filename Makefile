@@ -15,7 +15,7 @@ USE_CPU_INDEX = $(shell $(PYTHON) -c 'import urllib.request; urllib.request.urlo
 	&& echo --extra-index-url $(CPU_INDEX))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat dist page docs pictures gallery schemas clean
+.PHONY: help demo test test-fast frameworks native-check explore lint hooks changelog bench soak compat dist page docs man pictures gallery schemas clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-22s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -93,12 +93,15 @@ $(VENV)-dist/.ready: Makefile
 page: ## Rebuild the HTML pages' scripts and styles from web/ (the only target that needs Node.js and npm)
 	cd web && npm ci --ignore-scripts --no-audit --no-fund && npm run build
 
-docs: $(VENV)/.ready ## Build the documentation as a site, and the manual page, in build/docs; warnings are errors
+docs: $(VENV)/.ready ## Build the documentation as a site in build/docs; warnings are errors
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
-	COLUMNS=80 $(VENV)/bin/argparse-manpage --module commlens.commands.whole_parser --function whole_parser --format single-commands-section \
-		--prog commlens --project-name commlens --manual-title commlens --output build/docs/commlens.1 \
-		--description "find the rank, the collective and the line that stopped a distributed PyTorch job"
 	@echo "Open build/docs/index.html"
+
+man: $(VENV)/.ready ## Write the manual page, packaging/commlens.1, anew from the commands' options
+	COLUMNS=80 $(VENV)/bin/argparse-manpage --module commlens.commands.whole_parser --function whole_parser --format single-commands-section \
+		--prog commlens --project-name commlens --manual-title commlens --output packaging/commlens.1 \
+		--description "find the rank, the collective and the line that stopped a distributed PyTorch job"
+	sed -i '1s/"[0-9\\-]*" "commlens"/"" "commlens"/' packaging/commlens.1  # without the date
 
 pictures: $(VENV)/.ready $(VENV)/.browser ## Take the pictures of the docs anew, from real runs
 	$(VENV)/bin/python docs/make/pictures.py

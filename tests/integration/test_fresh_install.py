@@ -78,7 +78,13 @@ def test_the_wheel_serves_all_pythons_and_holds_only_the_package(installed: Run)
     files = [name for name in names if "/" in name or name.endswith(".py")]
     assert not [name for name in files if not name.startswith(("commlens/", "commlens_autoload.py", "commlens-"))]
     assert not [name for name in files if name.endswith((".pyc", ".so")) and "/_entries." not in name]
-    for needed in ("commlens/py.typed", "commlens/native/recorder.hpp", "commlens/reports/page/assets/verdict.js", "licenses/LICENSE"):
+    for needed in (
+        "commlens/py.typed",
+        "commlens/native/recorder.hpp",
+        "commlens/reports/page/assets/verdict.js",
+        "licenses/LICENSE",
+        "man1/commlens.1",
+    ):
         assert [name for name in files if name.endswith(needed)], needed
     points = "import importlib.metadata as m; print(sorted({e.group for e in m.distribution('commlens').entry_points}))"
     assert installed("python", "-c", points).stdout.strip() == "['console_scripts', 'pytest11', 'torch.backends']"

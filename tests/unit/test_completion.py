@@ -8,12 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 
 from commlens.commands import COMMANDS, main
-from conftest import SOURCE
+from conftest import REPOSITORY, SOURCE
 
 pytest.importorskip("shtab")
 pytest.importorskip("torch")  # the options of launch are torchrun's, too
@@ -95,3 +96,8 @@ def test_the_manual_page_has_every_command_and_option(tmp_path):
     if shutil.which("groff"):
         read = subprocess.run(["groff", "-man", "-Tascii", "-ww", str(page)], capture_output=True, text=True, timeout=60)
         assert (read.returncode, read.stderr) == (0, "")
+    pinned = re.search(r"^torch==(\S+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
+    if pinned is not None and version("torch").split("+")[0] == pinned[1]:  # commlens launch has torchrun's options
+        installed = (REPOSITORY / "packaging" / "commlens.1").read_text().replace("\\-", "-")
+        assert set(re.findall(r"--[a-z-]+", installed)) == set(re.findall(r"--[a-z-]+", text)), "make man writes it anew"
+        assert [entry.name for entry in COMMANDS if f"commlens {entry.name}" not in installed] == []
