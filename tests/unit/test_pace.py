@@ -10,6 +10,7 @@ from itertools import pairwise
 import pytest
 from builders import DISPATCHER, MS, SCRIPT, START
 
+from commlens.commands import main
 from commlens.diagnosis import pace
 from commlens.diagnosis.examine import examine_logs
 from commlens.diagnosis.pace import Pace, condensed, find_slow_in_records, find_slow_ranks, measure, recent
@@ -146,6 +147,18 @@ def test_records_of_a_dump() -> None:
     assert (verdict.kind, verdict.culprits) == ("straggler", [2])
     assert examine_logs(job(4, 200, lambda rank, step: 100.0), slow=True).verdict.kind == "healthy"
     assert examine_logs(job(4, 200, late)).verdict.kind == "healthy", "the watcher judges a job that runs by itself"
+
+
+def test_diagnose_shows_how_long_each_rank_waits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("commlens.diagnosis.api.examine_paths", lambda *_, **__: examine_logs(job(4, 200, late), slow=True))
+    assert main(["diagnose", ".", "--slow"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines if "%" in line][-3:-1] == [["rank", "2", "1%"], ["ranks", "0-1,3", "33%"]]
+    assert lines[-1].startswith("Rank 2 waits least, 33% of the time less than all others. From 10% on, over at least 50 steps")
+    monkeypatch.setattr("commlens.diagnosis.api.examine_paths", lambda *_, **__: examine_logs(job(1, 200, late), slow=True))
+    assert main(["diagnose", ".", "--slow"]) == 0
+    assert "How long each rank waits is unknown" in capsys.readouterr().out
+    assert main(["diagnose", ".", "--slow", "--json"]) == 2
 
 
 def test_clocks_of_several_hosts_are_not_compared() -> None:

@@ -44,13 +44,17 @@ class DiagnoseCommand:
             "--stalled-after", type=_seconds, default=1.0, metavar="S",
             help="treat a collective of a running process as stuck only after S seconds in flight (default: 1)",
         )  # fmt: skip
+        parser.add_argument(
+            "--slow", action="store_true",
+            help="also show which ranks wait least in collectives: of a running job's dump, these make it slow",
+        )  # fmt: skip
         _add_entries(parser.add_argument_group("the records around the fault, side by side"))
 
     def run(self, arguments: argparse.Namespace) -> int:
         side_by_side = arguments.entries is not None or arguments.stacks
-        if arguments.json and side_by_side:
+        if arguments.json and (side_by_side or arguments.slow):
             raise CommandError(
-                "--entries and --stacks print text, so --json cannot be given with them. For data, use commlens convert --to csv."
+                "--entries, --stacks and --slow print text, so --json cannot be given with them. For data, use commlens convert --to csv."
             )
         if not side_by_side and (arguments.group or arguments.ranks):
             raise CommandError(
@@ -72,6 +76,8 @@ class DiagnoseCommand:
             from commlens.reports.terminal import print_verdict
 
             print_verdict(verdict)
+            if arguments.slow:
+                _print_pace(examined)
             if side_by_side:
                 _print_entries(arguments, paths, examined)
         if arguments.html is not None:
@@ -88,6 +94,27 @@ def exit_status(verdict: Verdict) -> int:
     if verdict.kind == "undetermined":
         return EXIT_UNDETERMINED
     return EXIT_FAULT if verdict.is_fault else EXIT_NOTHING_WRONG
+
+
+def _print_pace(examined: ExaminedJob) -> None:
+    from commlens.commands.table import print_table
+    from commlens.diagnosis import pace
+    from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
+
+    measured = pace.measure([view.log for _, view in sorted(examined.job.views.items())])
+    print()
+    if measured is None:
+        print(
+            "How long each rank waits is unknown: that takes black boxes of two ranks with some records of the same time, and on an "
+            "accelerator the setting timing."
+        )
+        return
+    print(f"In the last {duration(measured.window_s * 1e9)}, of which all ranks have records ({count(measured.steps, 'step')}):")
+    rows = [(ranks_phrase(ranks), f"{share:.0%}") for share, ranks in pace.shares(measured)]
+    print_table(rows, headings=("", "in collectives"), indent=2)
+    least, gap = pace.waits_least(measured)
+    enough = f"From {pace.MIN_COST:.0%} on, over at least {pace.MIN_STEPS} steps and {pace.MIN_S:.0f} s, they make the job slow."
+    print(f"{capital(ranks_and_verb(least, 'waits', 'wait'))} least, {gap:.0%} of the time less than all others. {enough}")
 
 
 def _add_entries(group: argparse._ArgumentGroup) -> None:

@@ -223,6 +223,20 @@ def _are_of_the_same_ranks(paces: Sequence[Pace]) -> bool:
     return len({frozenset(pace.waited_s) for pace in paces}) == 1
 
 
+def shares(pace: Pace) -> list[tuple[float, list[int]]]:
+    """Return the share of the time that ranks were in collectives, to one percent, and which ranks, the lowest first."""
+    found: dict[float, list[int]] = defaultdict(list)
+    for rank, waited in sorted(pace.waited_s.items()):
+        found[round(waited / pace.window_s, 2)].append(rank)
+    return sorted(found.items())
+
+
+def waits_least(pace: Pace) -> tuple[list[int], float]:
+    """Return the ranks, fewer than half of them (one of two), that wait least, and the share of the time that all others wait longer."""
+    ranks, gap_s = _low_side(pace.waited_s)
+    return sorted(ranks), gap_s / pace.window_s
+
+
 def _low_side(waited: Mapping[int, float]) -> tuple[list[int], float]:
     """Return the ranks below the widest gap, fewer than half of all (one of two), and the gap."""
     order = sorted(waited, key=lambda rank: waited[rank])
