@@ -22,7 +22,7 @@ from _soak_program import Program, Truth, generate
 START_S = 60  # how long the ranks may take to come to their first step on a loaded machine
 END_S = 45  # how long a launcher may take to end: torchrun gives its workers 30 s
 
-NO_FAULT = ("waiting", "healthy", "straggler")
+NO_FAULT = ("waiting", "healthy", "undetermined", "straggler")
 
 OUTCOMES = {
     "right": "the rank is named, and no other; nobody, if two halves disagree; a healthy job without a word",

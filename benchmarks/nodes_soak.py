@@ -57,7 +57,7 @@ def judge(scenario: Scenario, event: str, hit: Node | None, made: list[Node], pe
     """Return the outcome, and the reason unless it is right."""
     truth = scenario.truth(len(made) * per_node)
     lost = set(range(hit.number * per_node, (hit.number + 1) * per_node)) if hit is not None and event != "cable" else set()
-    told = [each for each in verdicts(made) if each["kind"] not in ("waiting", "healthy")]
+    told = [each for each in verdicts(made) if each["kind"] not in ("waiting", "healthy", "undetermined")]
     blamed = [(each["node"], each["kind"], each["culprits"], each["summary"]) for each in told]
     for each in told:
         if set(each["culprits"]) - set(truth.culprits) - lost:  # type: ignore[call-overload]
