@@ -97,11 +97,11 @@ docs: $(VENV)/.ready ## Build the documentation as a site in build/docs; warning
 	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -d build/doctrees docs build/docs
 	@echo "Open build/docs/index.html"
 
-man: $(VENV)/.ready ## Write the manual page, packaging/commlens.1, anew from the commands' options
+man: $(VENV)/.ready ## Write the manual page, src/commlens.1, anew from the commands' options
 	COLUMNS=80 $(VENV)/bin/argparse-manpage --module commlens.commands.whole_parser --function whole_parser --format single-commands-section \
-		--prog commlens --project-name commlens --manual-title commlens --output packaging/commlens.1 \
+		--prog commlens --project-name commlens --manual-title commlens --output src/commlens.1 \
 		--description "find the rank, the collective and the line that stopped a distributed PyTorch job"
-	sed -i '1s/"[0-9\\-]*" "commlens"/"" "commlens"/' packaging/commlens.1  # without the date
+	sed -i '1s/"[0-9\\-]*" "commlens"/"" "commlens"/' src/commlens.1  # without the date
 
 pictures: $(VENV)/.ready $(VENV)/.browser ## Take the pictures of the docs anew, from real runs
 	$(VENV)/bin/python docs/make/pictures.py

@@ -98,6 +98,6 @@ def test_the_manual_page_has_every_command_and_option(tmp_path):
         assert (read.returncode, read.stderr) == (0, "")
     pinned = re.search(r"^torch==(\S+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE)
     if pinned is not None and version("torch").split("+")[0] == pinned[1]:  # commlens launch has torchrun's options
-        installed = (REPOSITORY / "packaging" / "commlens.1").read_text().replace("\\-", "-")
+        installed = (SOURCE / "commlens.1").read_text().replace("\\-", "-")
         assert set(re.findall(r"--[a-z-]+", installed)) == set(re.findall(r"--[a-z-]+", text)), "make man writes it anew"
         assert [entry.name for entry in COMMANDS if f"commlens {entry.name}" not in installed] == []

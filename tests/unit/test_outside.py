@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -318,8 +319,16 @@ def test_the_script_of_a_command_line(command, script):
 def test_code_on_a_command_line_is_not_repeated_in_messages():
     code = "import sys\nsys.stdin.read()"
     with subprocess.Popen([sys.executable, "-u", "-c", code], stdin=subprocess.PIPE) as child:
-        assert short_command_of(child.pid) == f"{sys.executable} -u -c '...'"
+        assert until_executed(child) == f"{sys.executable} -u -c '...'"
         child.communicate()
     with subprocess.Popen([sys.executable, "-"], stdin=subprocess.PIPE) as child:
-        assert short_command_of(child.pid) == f"{sys.executable} -"
+        assert until_executed(child) == f"{sys.executable} -"
         child.communicate()
+
+
+def until_executed(child: subprocess.Popen[bytes]) -> str:
+    """Return the command line once the kernel shows it: for a moment after exec, there is none."""
+    end = time.monotonic() + 10
+    while not (found := short_command_of(child.pid)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return found
