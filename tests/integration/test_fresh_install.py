@@ -39,8 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     if done.returncode == 0:
         install = [*pip, str(next(place.glob("*.whl"))), "-c", str(REPOSITORY / "constraints.txt")]
         done = subprocess.run(install, cwd=place, capture_output=True, text=True, timeout=100)
-    unreached = "No matching distribution" in done.stderr or "onnection" in done.stderr
-    if done.returncode != 0 and unreached and "can't copy" not in done.stderr:
+    if done.returncode != 0 and "No matching distribution" in done.stderr:
         pytest.skip(f"offline: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
 
