@@ -74,7 +74,7 @@ class RefusalLog:
     def post(self, key: int, number: int, content: dict[str, Any]) -> dict[str, Any]:
         """Post a refusal of collective ``number`` of channel ``key``, and return the first one posted about it.
 
-        It is stamped with the time in ``CLOCK_MONOTONIC`` ns (``posted_ns``), also where another node has posted it before.
+        Each node stamps it with its own time, ``posted_ns`` in ``CLOCK_MONOTONIC`` ns.
         If the file is full, the other ranks do not learn of it and wait until their own timeout.
         """
         with self.locked():

@@ -46,7 +46,7 @@ class DiagnoseCommand:
         )  # fmt: skip
         parser.add_argument(
             "--slow", action="store_true",
-            help="also show which ranks wait least in collectives: of a running job's dump, these make it slow",
+            help="also show how long each rank of a running job waits in collectives: those that wait least make it slow",
         )  # fmt: skip
         _add_entries(parser.add_argument_group("the records around the fault, side by side"))
 
@@ -105,8 +105,8 @@ def _print_pace(examined: ExaminedJob) -> None:
     print()
     if measured is None:
         print(
-            "How long each rank waits is unknown: that takes black boxes of two ranks with some records of the same time, and on an "
-            "accelerator the setting timing."
+            "How long each rank waits is unknown: it needs the black boxes of at least two ranks, with records of the same time, and on "
+            "an accelerator the setting timing."
         )
         return
     print(f"In the last {duration(measured.window_s * 1e9)}, of which all ranks have records ({count(measured.steps, 'step')}):")

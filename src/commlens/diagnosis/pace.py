@@ -39,7 +39,7 @@ class Pace(NamedTuple):
     waited_s: dict[int, float]  # rank: time in collectives
     step_s: float = 0.0  # average time of these steps
     no_cpu_s: Mapping[int, float] = MappingProxyType({})  # rank: time in which it was ready to run and had no CPU, if known
-    is_whole: bool = True  # the waits for ranks on other nodes are in it, too
+    is_whole: bool = True  # False: some waits for ranks on other nodes were not recorded
 
 
 class Traffic(NamedTuple):
@@ -85,7 +85,9 @@ def measure(logs: Iterable[RankLog], since_ns: int = 0, until_ns: int = 0, *, le
     steps = []
     unseen = reaching = 0
     here = {log.rank for log in logs}
-    reaches = {op.channel.key: not here.issuperset(op.channel.group.ranks) for log in logs for op in log.collectives}
+    # A group of many ranks is compared once, not for each of its collectives.
+    groups = {id(op.channel.group): op.channel.group for log in logs for op in log.collectives}
+    reaching_groups = {each for each, group in groups.items() if not here.issuperset(group.ranks)}
     waits = find_waits(logs)
     for log in logs:
         inside = [op for op in log.collectives if begin <= op.announced_ns < end]
@@ -96,7 +98,7 @@ def measure(logs: Iterable[RankLog], since_ns: int = 0, until_ns: int = 0, *, le
         total = sum(last - first for first, last in union(interval for interval in intervals if interval[0] < interval[1]))
         waited[log.rank] = (total + sum(op.duration_ns or 0 for op in on_device)) * _NS
         steps.append(inside[-1].step - inside[0].step)
-        far = [op for op in inside if op.channel.device == "cpu" and reaches[op.channel.key] and not op.in_flight]
+        far = [op for op in inside if op.channel.device == "cpu" and id(op.channel.group) in reaching_groups and not op.in_flight]
         reaching += len(far)
         unseen += sum(_waits_unseen(op) for op in far)
     window_s = (end - begin) * _NS
@@ -289,7 +291,7 @@ def _merged(paces: Sequence[Pace]) -> Pace:
 
 
 def of_all_nodes(nodes: Iterable[Sequence[Pace]]) -> list[Pace]:
-    """Return as many samples of several nodes, taken at about the same time, as samples of all their ranks: as shares of the time."""
+    """Merge the nodes' samples, the first of each node with the first of the others, into samples of all ranks: as shares of the time."""
     return [
         Pace(
             1.0, min(pace.steps for pace in together),
@@ -301,7 +303,7 @@ def of_all_nodes(nodes: Iterable[Sequence[Pace]]) -> list[Pace]:
 
 
 def with_cpu(slow: Slow, paces: Sequence[Pace]) -> Slow:
-    """Return what was found in samples of all nodes with what only the samples of a slow rank's own node show."""
+    """Add how long the slow ranks of this node were ready to run without a CPU, which only this node's own samples show."""
     here = [rank for rank in slow.ranks if paces and rank in paces[0].waited_s]
     return slow._replace(no_cpu=_without_cpu(paces, here))
 

@@ -93,7 +93,8 @@ class Cycles:
     def waits_in(self, rank: int, longer_than_ns: int = CYCLE_AFTER_NS) -> tuple[int, int] | None:
         """Return the channel's key and the number of the collective that a rank has waited in for longer than this.
 
-        A rank whose wait a posted refusal is about to end does not wait: this rank may have raised it, and gone on, before.
+        A rank that has yet to raise a posted refusal does not count as waiting, even if this rank has raised it and gone on: the refusal
+        is about to end its wait.
         """
         board = self._peers.known(rank)
         if board is None or board.word(B.THREADS) != 1:

@@ -1,4 +1,4 @@
-"""Which ranks of a job on several nodes make it slow: each node tells the share of the time that its ranks wait, one compares them."""
+"""Find the slow ranks of a job on several nodes: each node publishes how long its ranks wait, and the node that reports compares all."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Sample = tuple[int, float, dict[int, int]]
 
 
 class Judgement(NamedTuple):
-    """What the node that reports has found."""
+    """The slow ranks of the job, as found by the node that reports."""
 
-    slow: Slow | None
-    ranks: list[int]  # that it has compared
+    slow: Slow | None  # None: no rank is slow
+    ranks: list[int]  # all ranks that were compared
 
 
 def packed(paces: Sequence[Pace]) -> list[Sample]:
-    """Return a node's samples as they travel."""
+    """Return a node's samples in the form that is stored for the other nodes."""
     return [
         (pace.steps, round(pace.step_s, 6), {rank: round(1000 * waited / pace.window_s) for rank, waited in pace.waited_s.items()})
         for pace in paces
@@ -31,10 +31,10 @@ def judge(nodes: Sequence[Sequence[Sample]], before: Judgement | None) -> Judgem
 
     Args:
         nodes: each node's samples, as many of each.
-        before: the last judgement: of ranks that were slow, half the cost suffices to remain so.
+        before: the last judgement. Ranks that it found slow remain slow as long as they cost half of what names a rank.
 
     Returns:
-        None if not every node has told, so that each judges its own ranks.
+        None if a node has not published enough samples: then each node judges its own ranks.
     """
     if not all(nodes) or len({len(samples) for samples in nodes}) > 1:
         return None

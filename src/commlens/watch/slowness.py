@@ -33,7 +33,7 @@ CPU_SHARE: Final = 0.005
 NEWEST: Final = 300  # records per rank
 RANKS_MAX: Final = 1024  # of a job whose nodes are compared
 _KEPT: Final = 120  # samples
-_AWAITED: Final = 12  # samples after which this node judges its own ranks, because not every node tells enough
+_AWAITED: Final = 12  # samples to wait for a judgement on all nodes, before this node judges its own ranks
 _SLOWER: Final = 1.3
 _BASE: Final = 24  # samples that say how long a step took at first
 _SKIPPED: Final = 2  # the first steps compile
@@ -86,7 +86,7 @@ class Slowness:
         news: list[Verdict | Line] = []
         try:
             if now >= self._meet_at and not self._failed:
-                self._meet_at = now + self._rest_s(self._meet, nodes)
+                self._meet_at = now + self._rest_s(lambda: self._meet(nodes))
             if now >= self._due and not self._failed:
                 self._due = now + self._rest_s(lambda: news.extend(self._sample(members)))
         except Exception as error:  # stalls and deaths are still reported
@@ -95,14 +95,14 @@ class Slowness:
             log.debug("the error", exc_info=True)
         return news
 
-    def _rest_s(self, work: Callable[..., None], *arguments: object) -> float:
-        """Do some work, and return for how long to rest."""
+    def _rest_s(self, work: Callable[[], None]) -> float:
+        """Do some work, and return for how many seconds to rest, so that it costs little."""
         began = time.thread_time()
-        work(*arguments)
+        work()
         return max(self._interval_s, (time.thread_time() - began) / CPU_SHARE)
 
     def _meet(self, nodes: Nodes) -> None:
-        """Tell the other nodes the newest samples, and take the judgement of the node that reports, or judge as that one."""
+        """Publish the newest samples, and judge all nodes' ranks if this node reports; otherwise take the reporter's judgement."""
         others = nodes.others
         self._has_other_nodes = bool(others)
         if not others or max(beat.world_size for beat in others) > RANKS_MAX:
@@ -184,7 +184,11 @@ class Slowness:
         return [self.verdict]
 
     def _slow_ranks(self, here: Collection[int]) -> tuple[Slow | None, bool]:
-        """Return the slow ranks if the first of them is one of ``here``, and otherwise whether those that were slow no longer are."""
+        """Return the slow ranks that this node explains, if any, and whether those that it named before are no longer slow.
+
+        Args:
+            here: the ranks of this node, which explains slow ranks if the first of them is its own.
+        """
         newest = recent(self._paces)
         if self._judgement is None:
             self._awaited += bool(self._condensed) and self._has_other_nodes

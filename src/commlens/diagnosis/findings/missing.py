@@ -102,7 +102,7 @@ def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
 
 
 def _patience_ns(context: Context, rank: int, doing: Activity) -> int | None:
-    """Return for how long others may wait for a rank that works until it counts as stuck.
+    """Return how long others may wait for a working rank, in ns, before it counts as stuck.
 
     None: visible compilation, a checkpoint that is being written and a block marked as slow may take any time, but not longer than
     the process group's timeout.
