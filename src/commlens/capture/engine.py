@@ -31,8 +31,11 @@ class Engine:
 _TRACED = "this process traced collectives before, with kernels in Python, which stay installed"
 
 
-def choose(wanted: str) -> Engine:
-    """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was asked for cannot be used."""
+def choose(wanted: str, *, joined: bool = False) -> Engine:
+    """Return the engine for the setting ``engine``. Never raises; logs why a native engine that was asked for cannot be used.
+
+    ``joined``: recording is switched on while the job runs, which only the Python engine can do.
+    """
     if wanted != "python":
         module, why = _native_module()
         if module is not None:
@@ -41,7 +44,7 @@ def choose(wanted: str) -> Engine:
             # A traced process has kernels in Python, which is no fault unless the native ones were asked for.
             level = logging.DEBUG if why == _TRACED and wanted != "native" else logging.WARNING
             log.log(level, "commlens records in Python: %s", why or native.NOT_BUILT)
-    return Engine("python", BoxWriter, lambda writer, *, joined=False, **options: Recorder(writer, Groups(joined=joined), **options))
+    return Engine("python", BoxWriter, lambda writer, **options: Recorder(writer, Groups(joined=joined), **options))
 
 
 def _native_module() -> tuple[Any, str]:

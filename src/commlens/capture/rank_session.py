@@ -97,15 +97,13 @@ class Session:
             from commlens.capture.setups import Setups
             from commlens.capture.watchdog import Watchdog
 
-            made = engine.choose(settings.engine)
+            made = engine.choose(settings.engine, joined=self.joins)
             box = job_box.make_box(settings, folder, place, made.box_writer, joined=self.joins)
             if box is None:
                 return
             self.job_dir, self.writer = box
             self.watcher = job_box.WatcherReplacement(settings, self.job_dir) if not settings.watched else None
-            self.recorder = made.recorder(
-                self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing, **({"joined": True} if self.joins else {})
-            )
+            self.recorder = made.recorder(self.writer, cpp_stack=settings.cpp_stack, timing=settings.timing)
             self.setups = Setups(self.recorder, place.world_size)
             pipe = Path(f"{settings.dump_pipe}{place.rank}.commlens.pipe") if settings.dump_pipe else None
             self.watchdog = Watchdog(self.recorder, pipe=pipe, on_pipe=self.dump_now, on_tick=self._on_tick)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 EXIT_NOTHING_WRONG = 0
 EXIT_FAULT = 1
-_TABLES_MAX = 8  # for each name of --group
 EXIT_UNDETERMINED = 3
+_TABLES_MAX = 8  # for each name of --group
 
 
 class DiagnoseCommand:
@@ -138,10 +139,10 @@ def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: Examin
         print()
         print_entries(lay_out(entries, fault, rows=rows, columns=columns), stacks=arguments.stacks)
         return
-    for name in dict.fromkeys(arguments.group):
-        selections = select_group(examined.job, name, fault)
-        found = read_entries(examined.job, paths, selections, prefix=arguments.prefix)
-        tables = lay_out_groups(found, selections, rows=rows, columns=columns)
+    chosen = {name: select_group(examined.job, name, fault) for name in arguments.group}
+    found = iter(read_entries(examined.job, paths, list(chain.from_iterable(chosen.values())), prefix=arguments.prefix))
+    for name, selections in chosen.items():
+        tables = lay_out_groups(list(islice(found, len(selections))), selections, rows=rows, columns=columns)
         for table in tables[:_TABLES_MAX]:
             print()
             print_entries(table, stacks=arguments.stacks)
