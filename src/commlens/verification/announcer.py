@@ -104,7 +104,7 @@ class Announcer:
             code: its reduce op's code, plus 1.
             stack: position of the stack that issues it.
         """
-        if args.refused_locally or not args.channel.holds_works:
+        if args.refused_locally or args.channel.runs_ahead:
             return None
         generation = self._exchange.generation
         channel = self.channel(args)

@@ -23,12 +23,13 @@ from commlens.verification.cycles import CYCLE_AFTER_NS, Cycles
 from commlens.verification.messages import Subject, absence_text, cycle_text, tag_text
 from commlens.verification.peers import HAS_FINISHED, Peers
 from commlens.verification.refusals import Refusals
-from commlens.verification.whereabouts import whereabouts
+from commlens.verification.whereabouts import waits_in_store, whereabouts
 
 log = logging.getLogger("commlens")
 
 CHECK_EVERY_NS: Final = 50_000_000  # checks of whether absent ranks are alive, and of cycles
 WARN_AFTER_NS: Final = 10_000_000_000
+RELEASE_AFTER_NS: Final = 1_000_000_000
 ENDING_NS: Final = 2_000_000_000  # the longest from a rank's last use of its connections to its last note on its board
 _now = time.monotonic_ns
 
@@ -47,13 +48,13 @@ def needed(args: InternedArgs | BoardArgs, ranks: list[int], own: int) -> list[i
 
 
 def needed_at_issue(args: InternedArgs, ranks: list[int], own: int) -> list[int]:
-    """Return those of ``ranks`` to wait for without a time limit before issue: none unless the caller blocks on the op anyway."""
-    return needed(args, ranks, own) if args.synchronous and args.op not in SENT_TO_ROOT else []
+    """Return those of ``ranks`` to wait for without a time limit before issue: none unless the call is synchronous."""
+    return needed(args, ranks, own) if args.meets and args.op not in SENT_TO_ROOT else []
 
 
 def may_complete_early(args: InternedArgs) -> bool:
     """Return whether ranks may legally complete the op before others arrive but rarely do, so that a short wait pays."""
-    return args.synchronous and args.op not in NEEDS_ALL and args.op not in POINT_TO_POINT
+    return args.meets and args.op not in NEEDS_ALL and args.op not in POINT_TO_POINT
 
 
 class Waiting:
@@ -102,7 +103,7 @@ class Waiting:
         """
         required = needed_at_issue(args, pending.absent, self._peers.rank)
         if required:
-            self.wait(pending, required)
+            self.wait(pending, required, releases=args.channel.runs_ahead)
         if pending.absent and may_complete_early(args) and pending.channel.rooted_patience_ns:
             self.wait(pending, pending.absent, pending.channel.rooted_patience_ns)
             if pending.absent:
@@ -117,8 +118,11 @@ class Waiting:
         """
         self.wait(pending, needed(pending.args, pending.absent, self._peers.rank))
 
-    def wait(self, pending: Pending, ranks: Iterable[int], patience_ns: int | None = None) -> None:
+    def wait(self, pending: Pending, ranks: Iterable[int], patience_ns: int | None = None, *, releases: bool = False) -> None:
         """Wait until all of these ranks have announced, for ``patience_ns`` at most if given.
+
+        With ``releases``, end the wait as soon as one of them waits for a key in a store: this rank may be the one to write it, since
+        without verification its call would have returned at once.
 
         Raises:
             DistributedOperationException: an announcement does not match, or a rank does not arrive.
@@ -148,6 +152,8 @@ class Waiting:
                 if now - checked > CHECK_EVERY_NS:
                     checked = now
                     absent = [rank for rank in pending.absent if rank in wanted]
+                    if releases and now - began > RELEASE_AFTER_NS and any(self._waits_in_store(rank) for rank in absent):
+                        return
                     self._check(pending, absent, now - began)
                     if not warned and now - began > WARN_AFTER_NS:
                         warned = True
@@ -311,6 +317,10 @@ class Waiting:
         if not board.is_remote:
             return whereabouts(self._folder, rank, board.pid)
         return self._peers.ask(rank, self._ask)
+
+    def _waits_in_store(self, rank: int) -> bool:
+        board = self._peers[rank]
+        return not board.is_remote and waits_in_store(self._folder, rank, board.pid)
 
     def _ask(self, question: int) -> None:
         self._board.set_word(B.ASKS, question)

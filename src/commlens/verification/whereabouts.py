@@ -30,3 +30,11 @@ def whereabouts(folder: Path, rank: int, pid: int) -> str:
         return ""  # the stack is older than its newest collective
     frame = main.source
     return f"is in {frame_phrase(frame)}" if frame is not None else ""
+
+
+def waits_in_store(folder: Path, rank: int, pid: int) -> bool:
+    """Return whether a rank waits for a key in a store."""
+    try:
+        return read_box(folder / job_dirs.box_name(rank, pid)).store_wait is not None
+    except (OSError, FormatError):
+        return False
