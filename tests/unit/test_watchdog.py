@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from commlens.blackbox.writer import BoxWriter
+from commlens.capture.device_queues import DeviceQueues
 from commlens.capture.watchdog import Watchdog
 
 BRIEFLY_S = 10.0
@@ -50,8 +51,9 @@ def test_each_refused_group_is_aborted_once_and_ticks_go_on(tmp_path: Path) -> N
     writer = BoxWriter(tmp_path / "box", capacity=16, rank=0, world_size=2, local_rank=0, start_ticks=1, about={"job": "job"})
     oldest = SimpleNamespace(since=0, index=1, args=None)
     verifier = Verifier()
+    queues = DeviceQueues(writer.mark_outcome, lambda *_: None, lambda *_: None, lambda: writer.last_index, writer.capacity)
     recorder: Any = SimpleNamespace(
-        writer=writer, verifier=verifier, sweep=lambda: oldest, decode_reduce_ops=lambda: None, on_accelerator=False
+        writer=writer, verifier=verifier, sweep=lambda: oldest, decode_reduce_ops=lambda: None, device_queues=queues
     )  # fmt: skip
     watchdog = Watchdog(recorder)
     first, second = Group(), Group()

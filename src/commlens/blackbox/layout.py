@@ -90,7 +90,7 @@ FLAG_CONCURRENT: Final = 1 << 2  # another thread was issuing on the same channe
 FLAG_ENTERED: Final = 1 << 3  # entered the backend at once: the ENTERED word is not written
 FLAG_ANY_SOURCE: Final = 1 << 4  # a receive from any rank
 FLAG_LIBRARY: Final = 1 << 5  # reserved, not written yet: issued by C++ or by a library
-FLAG_CAPTURE: Final = 1 << 6  # reserved, not written yet: during CUDA graph capture
+FLAG_CAPTURE: Final = 1 << 6  # captured into a CUDA graph, so it did not run
 
 # --- records: life words, aligned u64. The low 16 bits repeat the record's index, so that a word left by the slot's
 # former record is never taken for this one's. Times are ticks of 100 ns since the box's creation.
@@ -118,6 +118,8 @@ HOW_WAIT: Final = 2
 HOW_POLL: Final = 3
 HOW_NATIVE_RECORDER: Final = 4
 HOW_UNKNOWN: Final = 5
+HOW_ENQUEUED: Final = 6  # in flight: torch's recorder knows that the device has not started it
+HOW_STARTED: Final = 7  # in flight: torch's recorder knows that the device has started it
 
 REDUCE_OPS: Final = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM", "UNUSED")
 """torch's ReduceOp.RedOpType, in the order of its values (torch 2.6 to 2.15)."""

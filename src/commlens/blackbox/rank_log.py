@@ -49,6 +49,8 @@ _HOW: Final = (
     LearnedHow.POLL,
     LearnedHow.NATIVE_RECORDER,
     LearnedHow.UNKNOWN,
+    LearnedHow.ENQUEUED,
+    LearnedHow.STARTED,
 )
 _OUTCOME_STATES: Final = {
     L.OUTCOME_COMPLETED: State.COMPLETED,
@@ -360,7 +362,7 @@ class BoxReader:
             wait_began_ns=_moment(wait_began, own, ticks, announced_ns) if wait_began else 0,
             wait_ended_ns=_moment(wait_ended, own, ticks, announced_ns) if wait_ended else 0,
             done_ns=_moment(done, own, ticks, announced_ns) if done else 0,
-            learned_how=(_HOW[how] if how < len(_HOW) else LearnedHow.UNKNOWN) if result else LearnedHow.NOT_YET,
+            learned_how=_HOW[how] if how < len(_HOW) else LearnedHow.UNKNOWN,
             stack=(self.stack(stack_at) or ()) if stack_at else (),
             issue_thread=thread,
             wait_thread=ended >> 16,
@@ -373,6 +375,7 @@ class BoxReader:
             error=error,
             concurrent=bool(flags & L.FLAG_CONCURRENT),
             module=module,
+            captured=bool(flags & L.FLAG_CAPTURE),
         )
 
 

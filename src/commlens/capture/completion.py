@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import logging
 import time
 import weakref
@@ -11,9 +9,10 @@ from typing import Any
 
 from commlens.blackbox import layout as L
 from commlens.blackbox.writer import BoxWriter
-from commlens.capture import backend_progress
+from commlens.capture.device_queues import DeviceQueues, result_reader
+from commlens.capture.graphs import Graphs
 from commlens.capture.thread_id import current
-from commlens.tap.groups import Channel
+from commlens.model.ops import POINT_TO_POINT
 from commlens.tap.token import Token, Verifier
 
 log = logging.getLogger("commlens")
@@ -33,7 +32,11 @@ class CompletionTracker:
         self.in_flight: dict[Any, Token] = {}  # Work (its one Python object) to token; removed as soon as it is done
         self.weakly_held: dict[int, Token] = {}  # by record index: in flight, its Work held by a weak reference only
         self.by_pointer: dict[int, Token] = {}  # address of an output to token, for wait_tensor
-        self.on_accelerator: collections.deque[Token] = collections.deque(maxlen=writer.capacity)  # their Works are never held
+        self.device_queues = DeviceQueues(
+            writer.mark_outcome, self._done, self._failed_on_device, lambda: writer.last_index, writer.capacity
+        )
+        self.graphs = Graphs(writer)
+        self.capture_flag = 0  # of the records of what is captured into a CUDA graph now
         self.verifier: Verifier | None = None
         self.lost = 0  # records lost to an error of commlens
         self._logged = False
@@ -49,14 +52,24 @@ class CompletionTracker:
         """
         now = _monotonic()
         self.writer.mark(token.offset, L.RETURNED, token.index, now)
-        if work is None:
+        if token.args.channel.runs_ahead:
+            self._enqueued(token, work)
+        elif work is None:
             self._done(token, L.HOW_RETURN, now)
-        elif token.args.channel.holds_works:
-            self._hold(token, work)
         else:
-            # Holding a Work on an accelerator would keep tensors alive, and polling it queries an event. Only torch's recorder knows.
-            self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
-            self.on_accelerator.append(token)
+            self._hold(token, work)
+
+    def _enqueued(self, token: Token, work: Any) -> None:
+        """Leave it to torch's recorder to tell when the device is done: no Work is held, and none is polled."""
+        self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
+        if self.capture_flag:
+            self.graphs.captured(token.args.channel)
+            return
+        if token.number and token.args.op not in POINT_TO_POINT:
+            token.backend_number = token.args.channel.backend_number()
+        elif work is not None and token.args.channel.backend.tells_results:
+            token.result = result_reader(work)
+        self.device_queues.add(token)
 
     def _hold(self, token: Token, work: Any) -> None:
         in_flight = self.in_flight
@@ -275,41 +288,10 @@ class CompletionTracker:
         self.in_flight.clear()
         self.weakly_held.clear()
         self.by_pointer.clear()
+        self.device_queues.clear()
 
-    # --- accelerators: only torch's recorder knows
-
-    def learn_from_native(self) -> None:
-        """Mark the collectives that torch's recorder reports as complete."""
-        by_channel: dict[Channel, list[Token]] = {}
-        for token in list(self.on_accelerator):
-            if self.overwritten(token.index):
-                self._drop_on_accelerator(token)
-            elif not token.args.wait_only or token.args.op == "reduce_scatter":
-                by_channel.setdefault(token.args.channel, []).append(token)
-        # Read after listing the tokens: a collective issued in between is only in torch's count, which errs towards "in flight".
-        statuses = backend_progress.group_statuses() if by_channel else {}
-        for channel, tokens in by_channel.items():
-            process_group = channel.group.ref()
-            status = statuses.get(backend_progress.group_id(process_group) or "") if process_group is not None else None
-            if status is None:
-                continue
-            # Both count the collectives of this channel, from different starts. The last one that torch enqueued is our last record.
-            split = max(0, len(tokens) - max(0, status.enqueued - status.completed))
-            for token in tokens[:split]:
-                self._drop_on_accelerator(token)
-                self._done(token, L.HOW_NATIVE_RECORDER, _monotonic())
-            for token in tokens[split:]:
-                if not token.waiting:
-                    token.waiting = True
-                    self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_NONE, L.HOW_NATIVE_RECORDER)
-
-    def _drop_on_accelerator(self, token: Token) -> None:
-        with contextlib.suppress(ValueError):
-            self.on_accelerator.remove(token)
-
-    def oldest_on_accelerator(self) -> Token | None:
-        """Return the oldest collective on an accelerator that torch's recorder reports as in flight."""
-        return next((token for token in list(self.on_accelerator) if token.waiting), None)
+    def _failed_on_device(self, token: Token, text: str) -> None:
+        self.mark_failed(token.offset, token.index, RuntimeError(text), 0, L.HOW_NATIVE_RECORDER)
 
     def _failed(self, error: Exception) -> None:
         """Count an error of commlens, and log the first one."""

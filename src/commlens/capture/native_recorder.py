@@ -253,9 +253,19 @@ class NativeRecorder(Recorder):
 
     def sweep(self) -> Any:
         """Poll the collectives in flight, from the watchdog thread, and return the oldest one that is not done."""
-        for token in self.engine.take_on_accelerator():
-            self.on_accelerator.append(Token(token.index, token.offset, token.args, token.since, token.thread))
+        self._take_enqueued()
         return self.engine.sweep()
+
+    def _take_enqueued(self) -> None:
+        for native in self.engine.take_enqueued():
+            if native.captured:
+                self.graphs.captured(native.args.channel)
+                continue
+            token = Token(native.index, native.offset, native.args, native.since, native.thread, native.number)
+            token.backend_number = native.backend_number
+            if native.has_result:
+                token.result = native.result
+            self.device_queues.add(token)
 
     def held(self) -> int:
         """Return how many Works are held and outputs remembered."""
@@ -264,6 +274,19 @@ class NativeRecorder(Recorder):
     def release(self) -> None:
         """Drop every Work."""
         self.engine.release()
+
+    # --- CUDA graphs
+
+    def capture_begins(self) -> None:
+        """Note that a CUDA graph is being captured: no collective runs, and nothing may query the device."""
+        super().capture_begins()
+        self.engine.set_capturing(True)
+
+    def capture_ends(self, graph: Any) -> None:
+        """Note that the capture of a graph has ended."""
+        self.engine.set_capturing(False)
+        self._take_enqueued()
+        super().capture_ends(graph)
 
     # --- coalesced groups
 
@@ -288,7 +311,7 @@ class NativeRecorder(Recorder):
                 thread=threading.get_native_id(), flags=args.flags, members=members,
             )  # fmt: skip
             offset = self.writer.announce(record)
-            return self.engine.group_token(args, first, index, offset, now)
+            return self.engine.group_token(args, first, index, offset, now, number)
         except Exception as error:
             self._failed(error)
             return None

@@ -126,6 +126,8 @@ class Recorder(CompletionTracker):
             stack = self.stacks.position(frame) if not self.cpp_stack else self.stacks.native_position()
             thread = current.id
             flags = args.flags | entered
+            if self.capture_flag and channel.runs_ahead:
+                flags |= self.capture_flag
             if channel.busy and channel.busy != thread:
                 flags |= L.FLAG_CONCURRENT
             channel.busy = thread
@@ -144,7 +146,7 @@ class Recorder(CompletionTracker):
                 token.tagged_number = args.next_tagged()
             if coalescing is not None:
                 token.coalescing = coalescing
-            elif not args.synchronous and channel.holds_works:
+            elif not args.synchronous and not channel.runs_ahead:
                 token.pointers = output_pointers(spec, arguments)
             if spec.reduce_op >= 0:
                 noted = noted_reduce_ops.get(thread) if noted_reduce_ops else None
@@ -172,7 +174,7 @@ class Recorder(CompletionTracker):
                 # The record that closes the group carries the state of all its members.
                 self.writer.mark_outcome(token.offset, token.index, L.OUTCOME_UNKNOWN, L.HOW_UNKNOWN)
                 return
-            self.returned_work(token, tap.unbox_work(boxed) if boxed is not None and args.channel.holds_works else boxed)
+            self.returned_work(token, None if boxed is None else tap.unbox_work(boxed))
         except Exception as error:
             self._failed(error)
 
@@ -227,6 +229,29 @@ class Recorder(CompletionTracker):
         super().release()
         self.reduce_ops.clear()
 
+    # --- CUDA graphs
+
+    def capture_begins(self) -> None:
+        """Note that a CUDA graph is being captured: no collective runs, and nothing may query the device."""
+        self.capture_flag = L.FLAG_CAPTURE
+        self.device_queues.capturing = True
+
+    def capture_ends(self, graph: Any) -> None:
+        """Note that the capture of a graph has ended."""
+        self.capture_flag = 0
+        self.device_queues.capturing = False
+        try:
+            self.graphs.ends(graph)
+        except Exception as error:
+            self._failed(error)
+
+    def replays(self, graph: Any) -> None:
+        """Note that a graph is about to be replayed."""
+        try:
+            self.graphs.replayed(graph, _monotonic(), current.id, self.steps, self.stacks.position(sys._getframe(3)))
+        except Exception as error:
+            self._failed(error)
+
     # --- coalesced groups
 
     def coalescing_starts(self) -> None:
@@ -250,7 +275,7 @@ class Recorder(CompletionTracker):
                 index, now, channel.blob, args.blob, self.stacks.position(sys._getframe(2)), sequence_number=group.sequence_number,
                 step=self.steps, coalescing_id=group.id, thread=thread, flags=args.flags, members=len(group.members),
             )  # fmt: skip
-            return Token(index, self.writer.announce(record), args, now, thread)
+            return Token(index, self.writer.announce(record), args, now, thread, group.sequence_number)
         except Exception as error:
             self._failed(error)
             return None

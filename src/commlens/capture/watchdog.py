@@ -26,7 +26,6 @@ log = logging.getLogger("commlens")
 TICK_S = 0.25
 STACKS_EVERY_NS = 1_000_000_000
 REPORT_REFUSAL_AFTER_NS = 1_000_000_000
-NATIVE_EVERY_NS = 1_000_000_000
 NEWEST_RECORDS = 512
 _monotonic = time.monotonic_ns
 
@@ -52,7 +51,6 @@ class Watchdog:
         self._last_index = -1
         self._idle_since = _monotonic()
         self._stacks_at = 0
-        self._native_at = 0
         self._main_hash = 0
         self._refused_since = 0
         self._reported = ""
@@ -94,10 +92,8 @@ class Watchdog:
         recorder.decode_reduce_ops()
         if self._on_tick is not None:
             self._on_tick(now)
-        if now - self._native_at >= NATIVE_EVERY_NS and recorder.on_accelerator:
-            self._native_at = now
-            recorder.learn_from_native()
-        self._write_oldest(oldest or recorder.oldest_on_accelerator())
+        recorder.device_queues.look(now)
+        self._write_oldest(oldest)
         if writer.last_index != self._last_index:
             self._last_index = writer.last_index
             self._idle_since = now
@@ -111,7 +107,7 @@ class Watchdog:
             waits = list(torch_patches.waits_in_cpp.values())
             if oldest is not None and waits and oldest.since >= min(waits):  # issued by the C++ that waits for it
                 recorder.verifier.check_wait_in_cpp(oldest.args, now - oldest.since)
-            self._follow_refusal(recorder.verifier, oldest, now)
+            self._follow_refusal(recorder.verifier, oldest or recorder.device_queues.oldest(), now)
 
     def _follow_refusal(self, verifier: Verifier, oldest: Token | None, now: int) -> None:
         """Wake a thread that waits in the backend's C++ for a collective that another rank refused; log the refusal if none raises it."""
@@ -146,8 +142,14 @@ class Watchdog:
                 threading.Thread(target=connections.abort, args=(process_group,), name="commlens-abort", daemon=True).start()
 
     def _write_oldest(self, oldest: Token | None) -> None:
-        writer = self._recorder.writer
-        writer.word(L.OLDEST_SINCE, oldest.since if oldest is not None else 0)
+        """Write the oldest collective in flight: of those that a thread may wait for, else of those on a device."""
+        writer, queues = self._recorder.writer, self._recorder.device_queues
+        since = oldest.since if oldest is not None else 0
+        if oldest is None and (oldest := queues.oldest()) is not None:
+            since = queues.waits_since(oldest)
+            if oldest.args.channel.backend.timeout_ms:
+                writer.word(L.TIMEOUT_MS, oldest.args.channel.backend.timeout_ms)
+        writer.word(L.OLDEST_SINCE, since)
         writer.word(L.OLDEST_INDEX, oldest.index if oldest is not None else 0)
 
     def _write_stacks(self, now: int) -> None:

@@ -24,14 +24,16 @@ class State(str, Enum):
 
 
 class LearnedHow(str, Enum):
-    """The signal that revealed the end of a collective."""
+    """The signal that revealed the end of a collective, or that a device has not ended it."""
 
     NOT_YET = "not-yet"
     RETURN = "return"  # the op blocks or returns no Work, so its return is its end
     WAIT = "wait"  # a thread's wait ended
     POLL = "poll"  # Work.is_completed()
-    NATIVE_RECORDER = "native-recorder"  # torch's own recorder, on CUDA
+    NATIVE_RECORDER = "native-recorder"  # torch's own recorder, of what runs on a device
     UNKNOWN = "unknown"
+    ENQUEUED = "enqueued"  # in flight: torch's own recorder knows that the device has not started it
+    STARTED = "started"  # in flight: torch's own recorder knows that the device has started it
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -158,6 +160,7 @@ class Channel(msgspec.Struct, frozen=True, dict=True, weakref=True):
 
     group: ProcessGroup
     device: str  # "cpu", "cuda"
+    runs_ahead: bool = False  # a call only enqueues the op on a device, which may run it much later
 
     @cached_property
     def key(self) -> ChannelKey:
@@ -192,6 +195,7 @@ class Collective(msgspec.Struct, gc=False):
     error: str | None = None  # text of the exception
     concurrent: bool = False  # another thread issued on the same channel at the same time, so the order is uncertain
     module: str | None = None  # label of the issuing library region, if known ("FSDP::all_gather (layers.0)")
+    captured: bool = False  # into a CUDA graph, so it did not run
 
     @property
     def op(self) -> str:

@@ -43,6 +43,9 @@ IN_PLACE: Final = frozenset({"all_reduce", "broadcast", "reduce"}) | POINT_TO_PO
 GLOO_WAIT_ONLY: Final = frozenset({"reduce_scatter"}) | POINT_TO_POINT
 """Wire ops whose gloo Work never reports completion (torch 2.6 to 2.15); only a wait reveals it."""
 
+GRAPH_REPLAY: Final = "graph_replay"
+"""The op of a record of a CUDA graph's replay, on each group whose collectives the graph contains. These are not recorded one by one."""
+
 WIRE_OPS: Final[dict[str, str]] = {
     "allreduce_": "all_reduce",
     "allreduce_coalesced_": "all_reduce",

@@ -115,14 +115,18 @@ class ArgsTable {
     ArgsPtr args = from_python(described);
     const bool sends = described.attr("op").cast<std::string>() == "send";
     py::object channel = described.attr("channel");
-    const bool holds_works = channel.attr("holds_works").cast<bool>(), matches_tags = channel.attr("matches_tags").cast<bool>();
+    const bool runs_ahead = channel.attr("runs_ahead").cast<bool>(), matches_tags = channel.attr("matches_tags").cast<bool>();
+    const bool tells_results = channel.attr("backend").attr("tells_results").cast<bool>();
+    c10d::Backend* const backend = runs_ahead ? backend_of(*process_group, channel.attr("device").cast<std::string>()) : nullptr;
     WordTable<ArgsPtr> old;
     std::lock_guard<std::mutex> lock(mutex_);
     auto& ours = channels_[channel.ptr()];
     if (!ours) {
       ours = std::make_unique<Channel>();
       ours->python = PyRef::of(channel.ptr());
-      ours->holds_works = holds_works;
+      ours->runs_ahead = runs_ahead;
+      ours->tells_results = tells_results;
+      ours->backend = backend;
     }
     args->channel = ours.get();
     args->number = args->point_to_point ? &ours->pairs[{args->peer, sends, false, 0}] : &ours->numbers;
@@ -135,6 +139,14 @@ class ArgsTable {
     if (table_.size() >= LIMIT) table_.swap(old);
     table_.put(std::move(key), hash, args);
     return args;
+  }
+
+  static c10d::Backend* backend_of(c10d::ProcessGroup& process_group, const std::string& device) {
+    try {
+      return process_group.getBackend(c10::Device(device).type()).get();
+    } catch (const std::exception&) {  // a process group written in Python has none
+      return nullptr;
+    }
   }
 
   const Box& box_;

@@ -80,7 +80,7 @@ py::dict layout() {
   COMMLENS_LAYOUT(HEADER_SIZE); COMMLENS_LAYOUT(RECORD_SIZE); COMMLENS_LAYOUT(RECORD_CRC_AT);
   COMMLENS_LAYOUT(NEXT_INDEX); COMMLENS_LAYOUT(SIDE_HEAD); COMMLENS_LAYOUT(STEPS); COMMLENS_LAYOUT(LOST);
   COMMLENS_LAYOUT(FLAG_COALESCED_MEMBER); COMMLENS_LAYOUT(FLAG_COALESCED_END); COMMLENS_LAYOUT(FLAG_CONCURRENT);
-  COMMLENS_LAYOUT(FLAG_ENTERED); COMMLENS_LAYOUT(FLAG_ANY_SOURCE);
+  COMMLENS_LAYOUT(FLAG_ENTERED); COMMLENS_LAYOUT(FLAG_ANY_SOURCE); COMMLENS_LAYOUT(FLAG_CAPTURE);
   COMMLENS_LAYOUT(TICK_NS); COMMLENS_LAYOUT(ENTERED); COMMLENS_LAYOUT(RETURNED); COMMLENS_LAYOUT(WAIT_BEGAN);
   COMMLENS_LAYOUT(WAIT_ENDED); COMMLENS_LAYOUT(DONE); COMMLENS_LAYOUT(OUTCOME); COMMLENS_LAYOUT(REDUCE_OP);
   COMMLENS_LAYOUT(DURATION); COMMLENS_LAYOUT(TAG_MASK);
@@ -135,6 +135,14 @@ PYBIND11_MODULE(commlens_native, module) {
       .def_readonly("number", &Token::number)
       .def_readonly("tagged_number", &Token::tagged_number)
       .def_readonly("stack", &Token::stack)
+      .def_readonly("backend_number", &Token::backend_number)
+      .def_readonly("captured", &Token::captured)
+      .def_property_readonly("has_result", [](const Token& token) { return static_cast<bool>(token.result); })
+      .def("result", [](const Token& token) -> py::object {
+        if (!token.result || !token.result->completed() || token.result->hasError()) return py::none();
+        const c10::IValue value = token.result->value();
+        return value.isInt() ? py::object(py::int_(value.toInt())) : py::object(py::int_(0));
+      }, "How a message on a device ended, as torch's ErrorType; None while it has not.")
       .def_property_readonly("announced", [](const Token& token) -> py::object {
         const Announced& announced = token.announced;
         if (!announced.plan) return py::none();
@@ -205,9 +213,10 @@ PYBIND11_MODULE(commlens_native, module) {
       .def("verify", [](Engine& self, Exchange* by) { self.hot().verification.use(by); }, py::arg("by").none(true))
       .def("verify_wait", [](Engine& self, const TokenPtr& token) { self.hot().verification.before_wait(token); })
       .def("sweep", [](Engine& self) { return self.hot().completion.sweep(); })
-      .def("take_on_accelerator", [](Engine& self) {
+      .def("set_capturing", [](Engine& self, bool capturing) { self.hot().capturing.store(capturing, std::memory_order_relaxed); })
+      .def("take_enqueued", [](Engine& self) {
         py::list tokens;
-        for (const auto& token : self.hot().completion.take_on_accelerator()) tokens.append(token);
+        for (const auto& token : self.hot().completion.take_enqueued()) tokens.append(token);
         return tokens;
       })
       .def("held", [](Engine& self) { return self.hot().completion.held(); })
@@ -230,7 +239,7 @@ PYBIND11_MODULE(commlens_native, module) {
       })
       .def("stack_position", [](Engine& self, int skip) { return self.hot().stack_position(skip); })
       .def("group_token", [](Engine& self, const py::object& described, const ArgsPtr& first, uint64_t index, uint64_t offset,
-                             uint64_t since) { return self.hot().group_token(described, first, index, offset, since); })
+                             uint64_t since, uint64_t number) { return self.hot().group_token(described, first, index, offset, since, number); })
       .def("group_returned", [](Engine& self, const TokenPtr& token, const py::object& work) {
         self.hot().completion.returned(token, work.is_none() ? WorkPtr() : work.cast<WorkPtr>());
       });

@@ -26,23 +26,14 @@ class Completion {
   void returned(const TokenPtr& token, WorkPtr work) {
     const uint64_t now = now_ns();
     box_.mark(token->offset, RETURNED, token->index, now);
-    if (!work) {
+    if (token->args->channel->runs_ahead) {
+      enqueued(token, work.get());
+    } else if (!work) {
       done(*token, HOW_RETURN, now);
-    } else if (token->args->channel->holds_works) {
+    } else {
       synchronous_.forget_work(work.get());
       token->work = std::move(work);
       hold(token);
-    } else {
-      // Holding a Work on an accelerator would keep tensors alive, and polling it queries an event. Only torch's own recorder knows when it
-      // is done.
-      mark_unknown(*token);
-      TokenPtr former;
-      std::lock_guard<std::mutex> lock(mutex_);
-      on_accelerator_.push_back(token);
-      if (on_accelerator_.size() > box_.capacity()) {
-        former = std::move(on_accelerator_.front());
-        on_accelerator_.pop_front();
-      }
     }
   }
 
@@ -121,10 +112,10 @@ class Completion {
     return oldest;
   }
 
-  // Removes and returns the collectives on an accelerator, about which Python asks torch's recorder.
-  std::deque<TokenPtr> take_on_accelerator() {
+  // Removes and returns the collectives that were enqueued on a device, about which Python asks torch's recorder.
+  std::deque<TokenPtr> take_enqueued() {
     std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(on_accelerator_, {});
+    return std::exchange(enqueued_, {});
   }
 
   // How many Works are held and outputs remembered.
@@ -135,15 +126,48 @@ class Completion {
 
   void release() {
     InFlight old;
-    std::deque<TokenPtr> on_accelerator;
+    std::deque<TokenPtr> enqueued;
     std::lock_guard<std::mutex> lock(mutex_);
     std::swap(in_flight_, old);
     update_count();
-    on_accelerator_.swap(on_accelerator);
+    enqueued_.swap(enqueued);
   }
 
  private:
   static constexpr uint64_t HOLD_WEAKLY_AFTER_NS = 200000000;
+
+  // Leaves it to torch's recorder to tell when the device is done: no Work is held, since it would keep tensors alive, and none is polled,
+  // since that queries an event.
+  void enqueued(const TokenPtr& token, c10d::Work* work) {
+    mark_unknown(*token);
+    const Channel& channel = *token->args->channel;
+    try {
+      if (token->captured)
+        ;  // it does not run
+      else if (token->number && !token->args->point_to_point)
+        token->backend_number = channel.backend ? channel.backend->getSequenceNumberForGroup() : 0;
+      else if (work && channel.tells_results)
+        token->result = result_of(*work);
+    } catch (const std::exception&) {  // the backend does not count, or does not tell: the state stays unknown
+    }
+    TokenPtr former;
+    std::lock_guard<std::mutex> lock(mutex_);
+    enqueued_.push_back(token);
+    if (enqueued_.size() > box_.capacity()) {
+      former = std::move(enqueued_.front());
+      enqueued_.pop_front();
+    }
+  }
+
+  // torch has getFutureResult since 2.6 or so.
+  template <class Work>
+  static auto result_of(Work& work) -> decltype(work.getFutureResult()) {
+    return work.getFutureResult();
+  }
+  template <class... None>
+  static c10::intrusive_ptr<c10::ivalue::Future> result_of(const None&...) {
+    return nullptr;
+  }
 
   void sweep_held(uint64_t now, TokenPtr& oldest) {
     std::vector<TokenPtr> held;
@@ -324,7 +348,7 @@ class Completion {
   std::mutex mutex_;
   InFlight in_flight_;
   std::atomic<size_t> in_flight_count_{0};  // if 0, a thread need not lock to find that there is none
-  std::deque<TokenPtr> on_accelerator_;
+  std::deque<TokenPtr> enqueued_;  // on a device, since Python last took them
 };
 
 }  // namespace commlens

@@ -1,6 +1,8 @@
 // The interned arguments of collectives, and their channels. Python (commlens/tap/interned_args.py) describes each once, on first sight.
 #pragma once
 
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
 #include <atomic>
 #include <map>
 #include <memory>
@@ -20,7 +22,9 @@ struct Channel {
   std::atomic<uint64_t> blob{0};
   std::atomic<uint32_t> busy{0};  // the thread that is issuing on it now
   Counter numbers{0};
-  bool holds_works = false;  // a Work may be kept and polled: not on an accelerator
+  bool runs_ahead = false;  // a synchronous call returns before the op is done; no Work is kept or polled
+  bool tells_results = false;  // torch's watchdog thread sets the results of its Works
+  c10d::Backend* backend = nullptr;  // of a channel that runs ahead; the process group, which every call passes, keeps it alive
   std::map<std::tuple<int, bool, bool, int64_t>, Counter> pairs;  // by peer, send, tagged, tag; under the recorder's mutex
 };
 

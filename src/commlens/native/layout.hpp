@@ -22,6 +22,7 @@ constexpr uint32_t FLAG_COALESCED_END = 1 << 1;
 constexpr uint32_t FLAG_CONCURRENT = 1 << 2;
 constexpr uint32_t FLAG_ENTERED = 1 << 3;
 constexpr uint32_t FLAG_ANY_SOURCE = 1 << 4;
+constexpr uint32_t FLAG_CAPTURE = 1 << 6;
 
 // records: life words
 constexpr uint64_t TICK_NS = 100;

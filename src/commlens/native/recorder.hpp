@@ -23,6 +23,7 @@ class Recorder {
   CoalescedGroups coalesced_groups;
   Completion completion;
   Verification verification;
+  std::atomic<bool> capturing{false};  // a CUDA graph is being captured
 
   // --- the tap's calls
 
@@ -81,7 +82,7 @@ class Recorder {
   }
 
   // The token of the record that closes a coalesced group, which Python has written.
-  TokenPtr group_token(const py::object& described, const ArgsPtr& first, uint64_t index, uint64_t offset, uint64_t since) {
+  TokenPtr group_token(const py::object& described, const ArgsPtr& first, uint64_t index, uint64_t offset, uint64_t since, uint64_t number) {
     auto token = std::make_shared<Token>();
     auto args = from_python(described);
     args->channel = first->channel;
@@ -90,6 +91,8 @@ class Recorder {
     token->offset = offset;
     token->since = since;
     token->thread = this_thread();
+    token->number = number;
+    token->captured = args->channel->runs_ahead && capturing.load(std::memory_order_relaxed);
     return token;
   }
 
@@ -126,6 +129,10 @@ class Recorder {
     record.flags = args->flags | entered;
     const uint32_t busy = channel.busy.exchange(thread, std::memory_order_relaxed);
     if (busy && busy != thread) record.flags |= FLAG_CONCURRENT;
+    if (channel.runs_ahead && capturing.load(std::memory_order_relaxed)) {
+      record.flags |= FLAG_CAPTURE;
+      token->captured = true;
+    }
     token->coalesced = coalesced_groups.join(args, record);
     if (!token->coalesced) record.sequence_number = args->number->fetch_add(1, std::memory_order_relaxed) + 1;
     record.index = box_.next_index();
@@ -145,7 +152,7 @@ class Recorder {
     token->number = record.sequence_number;
     if (args->tagged) token->tagged_number = args->tagged->fetch_add(1) + 1;
     token->args = args;
-    if (!token->coalesced && !args->synchronous && channel.holds_works) {
+    if (!token->coalesced && !args->synchronous && !channel.runs_ahead) {
       const auto& where = spec.writes.empty() ? spec.tensors : spec.writes;
       if (!where.empty()) add_pointers(arguments[where[0]], token->pointers);
     }

@@ -22,10 +22,12 @@ struct Token {
   uint64_t index = 0, offset = 0, since = 0, number = 0, tagged_number = 0, stack = 0;
   ArgsPtr args;
   uint32_t thread = 0;
-  bool coalesced = false;
+  bool coalesced = false, captured = false;
   std::atomic<Phase> phase{ISSUED};  // of a synchronous collective
   std::atomic<bool> waiting{false}, unknown{false};
   std::vector<const void*> pointers;
+  uint64_t backend_number = 0;  // the backend's own number of a collective that runs on a device; 0 for none
+  c10::intrusive_ptr<c10::ivalue::Future> result;  // how a message on a device ended, as torch's watchdog thread sets it; holds no tensors
   WorkPtr work;   // while it is held
   PyRef watched;  // after that: a weak reference to its Python object
   Announced announced;  // to the peers, if it is verified by plan

@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed.distributed_c10d as c10d
 
 from commlens.model.ops import matches_by_tag
+from commlens.tap import backends
 from commlens.text import format_ranks
 
 _MANY = 1 << 62
@@ -41,8 +42,8 @@ def give_back(numbers: Callable[[], int], number: int) -> bool:
     return True
 
 
-def _numbers_of_backend(group: Group, device: str) -> Callable[[], int]:
-    """Return a function that reads the next collective's number from the backend; 0 from a backend that does not count.
+def _number_of_backend(group: Group, device: str) -> Callable[[], int]:
+    """Return a function that reads the newest collective's number from the backend; -1 from a backend that does not count.
 
     gloo and NCCL count a group's collectives in C++, on all ranks alike. gloo counts messages, too, which not all ranks send.
     """
@@ -50,21 +51,21 @@ def _numbers_of_backend(group: Group, device: str) -> Callable[[], int]:
 
     of_type = torch.device(device)
 
-    def next_number() -> int:
+    def number() -> int:
         process_group = group.ref()
         try:
-            return int(process_group._get_backend(of_type)._get_sequence_number_for_group()) + 1  # type: ignore[union-attr]
+            return int(process_group._get_backend(of_type)._get_sequence_number_for_group())  # type: ignore[union-attr]
         except Exception:
-            return 0
+            return -1
 
-    return next_number
+    return number
 
 
 class Channel:
     """One group on one device type, with its sequence numbers."""
 
     __slots__ = (
-        "blob", "blocks_caller", "busy", "device", "group", "holds_works", "matches_tags", "next_number", "pairs", "refuses_at_issue",
+        "backend", "backend_number", "blob", "busy", "device", "group", "matches_tags", "next_number", "pairs", "runs_ahead",
     )  # fmt: skip
 
     def __init__(self, group: Group, device: str) -> None:
@@ -72,14 +73,13 @@ class Channel:
         self.device = device
         self.blob = 0  # position of its description in the side table
         self.busy = 0  # native id of the thread that is issuing on it right now
-        self.next_number = _numbers_of_backend(group, device) if group.joined else numbers()
+        self.backend_number = number = _number_of_backend(group, device)
+        self.next_number = (lambda: number() + 1) if group.joined else numbers()
         self.pairs: dict[tuple[int, str], Callable[[], int]] = {}
-        # A CPU's backend, gloo, differs from an accelerator's in these ways.
-        on_cpu = device == "cpu"
-        self.holds_works = on_cpu  # a Work may be kept and polled; an accelerator's keeps tensors alive, and polling queries an event
-        self.blocks_caller = on_cpu  # a synchronous call waits on the host until the op is done
+        self.backend = group.behaviour(device)
+        # Whether a synchronous call returns before the op is done. Then no Work is kept, since it would keep tensors alive.
+        self.runs_ahead = self.backend.runs_ahead
         self.matches_tags = matches_by_tag(group.backend(device))
-        self.refuses_at_issue = on_cpu  # the backend checks a call's arguments against each other before it sends anything
 
     def pair(self, peer: int, op: str) -> Callable[[], int]:
         """Return the counter of point-to-point ops with one peer in one direction."""
@@ -101,6 +101,7 @@ class Channel:
             "device": self.device,
             "mesh_dim": group.mesh_dim,
             "inc": group.incarnation,
+            "ahead": self.runs_ahead,
         }
 
 
@@ -132,6 +133,11 @@ class Group:
     def global_rank(self, group_rank: int) -> int:
         """Return the global rank of a member; the same number if it is out of range."""
         return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else group_rank
+
+    def behaviour(self, device: str) -> backends.Backend:
+        """Return how the backend for a device type behaves."""
+        process_group = self.ref()
+        return backends.Backend(device != "cpu") if process_group is None else backends.backend_of(process_group, device)
 
     def backend(self, device: str) -> str:
         """Return the name of the backend for a device type."""

@@ -26,7 +26,7 @@ class InternedArgs:
     """What a collective is called with, and its channel."""
 
     __slots__ = (
-        "blob", "channel", "content", "first_tensor", "flags", "next_number", "next_tagged", "op", "peer", "refused_locally",
+        "blob", "channel", "content", "first_tensor", "flags", "meets", "next_number", "next_tagged", "op", "peer", "refused_locally",
         "synchronous", "tag", "too_large", "wait_only",
     )  # fmt: skip
 
@@ -43,7 +43,9 @@ class InternedArgs:
         self.next_number = channel.pair(peer, self.op) if self.op in POINT_TO_POINT else channel.next_number
         # Where messages meet by tag, those of each tag are counted, too.
         self.next_tagged = channel.pair(peer, f"{self.op} {tag}") if self.op in POINT_TO_POINT and channel.matches_tags else None
-        self.synchronous = content["async"] is False and channel.blocks_caller  # torch 2.6 does not say
+        # Strict verification lets the ranks of a synchronous call meet before it is issued, though a device would run ahead.
+        self.meets = content["async"] is False  # torch 2.6 does not say
+        self.synchronous = self.meets and not channel.runs_ahead  # the host waits until it is done
         self.wait_only = self.op in GLOO_WAIT_ONLY
         self.refused_locally = False  # the backend will refuse it on this rank alone, so no peer's can match it
 
@@ -120,7 +122,7 @@ def describe(spec: tap.OpSpec, arguments: tuple[Any, ...], group: Group) -> Inte
     args.refused_locally = (
         args.tag < 0
         or any(not 0 <= rank < len(group.ranks) for rank in named)
-        or (args.channel.refuses_at_issue and will_be_refused(content, len(group.ranks)))
+        or (not args.channel.runs_ahead and will_be_refused(content, len(group.ranks)))
     )
     return args
 

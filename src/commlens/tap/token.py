@@ -6,6 +6,7 @@ and :mod:`commlens.launch.recording` connects the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +24,9 @@ class Token:
     pointers: tuple[int, ...] = ()  # addresses of its outputs
     coalescing: Any = None
     tagged_number = 0  # sequence number among the messages with the same tag
+    backend_number = 0  # the backend's own number of a collective that runs on a device; 0: none
+    result: Callable[[], int | None] | None = None  # reads how a message on a device ended; None while it has not
+    known_how = 0  # how it was last learned that it is in flight on a device
     announced: tuple[int, int] | None = None  # slot and number of the verifier's announcement on its board
 
     def __init__(self, index: int, offset: int, args: InternedArgs, since: int, thread: int, number: int = 0, stack: int = 0) -> None:

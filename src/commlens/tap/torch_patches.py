@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from commlens.blackbox import layout as L
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error
-from commlens.tap import tap
+from commlens.tap import cuda_graphs, tap
 from commlens.tap.groups import Groups
 from commlens.tap.interned_args import noted_reduce_ops
 
@@ -65,6 +65,9 @@ class _Recorder(Protocol):
     def coalescing_ends(self) -> Any: ...
     def group_returned(self, token: Any, work: Any) -> None: ...
     def raised(self, token: Any, error: BaseException) -> None: ...
+    def capture_begins(self) -> None: ...
+    def capture_ends(self, graph: Any) -> None: ...
+    def replays(self, graph: Any) -> None: ...
 
 
 _recorder: _Recorder | None = None
@@ -121,7 +124,7 @@ def _install_all() -> None:
         installs.append(tap_reduce_ops)
     if _recorder is not None and not _installed:
         _installed = True
-        installs += [_tap_coalescing, _tap_meshes, _tap_optimizers]
+        installs += [_tap_coalescing, _tap_meshes, _tap_optimizers, _tap_cuda_graphs]
     if _recorder is not None and _recorder.verifier is not None:
         installs.append(_tap_waits_in_cpp)
     for install in installs:
@@ -285,6 +288,10 @@ def _tap_coalescing() -> None:
 
     for function in (_start_coalescing, _end_coalescing):
         setattr(ProcessGroup, function.__name__, function)
+
+
+def _tap_cuda_graphs() -> None:
+    cuda_graphs.install(active_recorder)
 
 
 def _tap_meshes() -> None:

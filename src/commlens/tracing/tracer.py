@@ -188,7 +188,7 @@ class Tracer:
                 self._pointers[pointer] = event
             if len(self._pointers) > _POINTERS_LIMIT:
                 self._pointers = dict(itertools.islice(self._pointers.items(), _POINTERS_LIMIT // 2, None))
-        if event.owner is not None and event.owner.library == "DDP" and args.channel.blocks_caller and not self.preview:
+        if event.owner is not None and event.owner.library == "DDP" and not args.channel.runs_ahead and not self.preview:
             self._backward_waits.issued(event, self.modules.outermost_pass())
         event.started_ns = _now()
         return event
@@ -269,7 +269,7 @@ class Tracer:
         event.returned_ns = _now()
         try:
             args = event.args
-            if not args.synchronous and event.info.returns_work and not self.preview and args.channel.holds_works:
+            if not args.synchronous and event.info.returns_work and not self.preview and not args.channel.runs_ahead:
                 boxed = result[-1] if type(result) is tuple else result
                 if boxed is not None:
                     self._hold(tap.unbox_work(boxed), event)

@@ -1,0 +1,235 @@
+"""The collectives that were enqueued on a device: which of them have completed, and which one the device waits in.
+
+The host runs ahead of the device, so the return of a call says nothing, and no Work is held: it would keep tensors alive, and polling
+it queries an event, which breaks the capture of a CUDA graph. torch's own recorder knows how far each backend is. It is asked only when
+a group has issued nothing for seconds while something of it may be in flight, and rarely while the group is busy: then the answer tells
+what has completed, and no more, because what is in flight now may complete long before the next answer.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from commlens.blackbox import layout as L
+from commlens.capture import torch_progress
+from commlens.tap.groups import Channel
+from commlens.tap.token import Token
+
+QUIET_NS = 2_000_000_000
+ASK_AGAIN_NS = 1_000_000_000
+ASK_WHILE_BUSY_NS = 10_000_000_000
+_MESSAGES_AT_ONCE = 512
+_FAILURES = {1: "its process group timed out", 2: "its communicator failed", 3: "another rank reported an error"}
+
+
+class Queue:
+    """The collectives of one channel that are not known to be complete, oldest first."""
+
+    def __init__(self, channel: Channel, capacity: int) -> None:
+        self.channel = channel
+        self.capacity = capacity
+        self.tokens: collections.deque[Token] = collections.deque()
+        self.dropped: Token | None = None  # the newest that was dropped and may be in flight: its record is overwritten
+        self.newest_ns = 0  # when the newest was issued
+        self.progress_ns = 0  # when one was last found complete
+
+    def add(self, token: Token) -> None:
+        """Add a collective that was just issued."""
+        if len(self.tokens) >= self.capacity:
+            self.dropped = self.tokens.popleft()
+        self.tokens.append(token)
+        self.newest_ns = token.since
+
+    def oldest(self) -> Token | None:
+        """Return the oldest collective that is known to be in flight."""
+        if self.dropped is not None and self.dropped.waiting:
+            return self.dropped
+        return self.tokens[0] if self.tokens and self.tokens[0].waiting else None
+
+    def is_quiet(self, now: int) -> bool:
+        """Return whether nothing was issued for so long that it pays to ask, or the last answer must be kept up to date."""
+        return bool(self.tokens) and (now - self.newest_ns >= QUIET_NS or self.oldest() is not None)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether the channel carries messages, too: torch's status of its backend then mixes the numbers of both."""
+        return bool(self.channel.pairs)
+
+
+class DeviceQueues:
+    """All queues of a rank. Any thread may call :meth:`add`, and only the watchdog thread the others.
+
+    Args:
+        mark: writes a life word: offset, index, outcome, how it was learned.
+        done: marks a token completed.
+        failed: marks a token failed, with a text.
+        newest: returns the index of the newest record.
+        capacity: of the box, in records.
+    """
+
+    def __init__(
+        self,
+        mark: Callable[[int, int, int, int], object],
+        done: Callable[[Token, int, int], object],
+        failed: Callable[[Token, str], object],
+        newest: Callable[[], int],
+        capacity: int,
+    ) -> None:
+        self._mark = mark
+        self._done = done
+        self._failed = failed
+        self._newest = newest
+        self._capacity = capacity
+        self._added: collections.deque[Token] = collections.deque(maxlen=capacity)
+        self._queues: dict[Channel, Queue] = {}
+        self._messages: collections.deque[Token] = collections.deque()
+        self._asked_ns = 0
+        self._asked_of: dict[Channel, int] = {}  # when asked on a system where a stall may be asked about only once: newest_ns
+        self.capturing = False  # a CUDA graph is being captured: nothing may query the device
+
+    def add(self, token: Token) -> None:
+        """Add a collective whose call has returned. What nothing can tell about stays unknown."""
+        self._added.append(token)
+
+    def _sort_in(self, token: Token) -> None:
+        channel = token.args.channel
+        if token.result is not None:
+            self._messages.append(token)
+        elif token.backend_number > 0 and channel.backend.uid:
+            queue = self._queues.get(channel)
+            if queue is None:
+                queue = self._queues[channel] = Queue(channel, self._capacity)
+            queue.add(token)
+
+    def look(self, now: int) -> None:
+        """Learn what has completed, and ask torch's recorder if that is due."""
+        while self._added:
+            self._sort_in(self._added.popleft())
+        self._look_at_messages()
+        if not self._is_due(now):
+            return
+        self._asked_ns = now
+        statuses = torch_progress.statuses()
+        mixed: list[Queue] = []
+        for queue in self._queues.values():
+            status = statuses.get(queue.channel.backend.uid)
+            if not queue.tokens or status is None or status.enqueued == torch_progress.NEVER:
+                continue  # switched off, or nothing is enqueued to torch's watchdog (TORCH_NCCL_BLOCKING_WAIT)
+            if queue.has_messages:
+                mixed.append(queue)
+            else:
+                self._apply_status(queue, status, now)
+        if not self.capturing and any(queue.is_quiet(now) for queue in mixed):
+            self._apply_entries(mixed, now)
+
+    def oldest(self) -> Token | None:
+        """Return the oldest collective that torch's recorder reports as in flight."""
+        heads = [queue.oldest() for queue in self._queues.values()]
+        heads.append(next((token for token in self._messages if token.waiting), None))
+        return min(filter(None, heads), key=lambda token: token.index, default=None)
+
+    def waits_since(self, token: Token) -> int:
+        """Return since when the device may have waited in a collective: it was issued, and the one before had completed."""
+        queue = self._queues.get(token.args.channel)
+        return max(token.since, queue.progress_ns if queue is not None and token.result is None else 0)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._added.clear()
+        self._queues.clear()
+        self._messages.clear()
+
+    # --- when to ask
+
+    def _is_due(self, now: int) -> bool:
+        waiting = [queue for queue in self._queues.values() if queue.tokens]
+        quiet = [queue for queue in waiting if queue.is_quiet(now)]
+        if getattr(torch.version, "hip", None):
+            # There each answer also dumps every communicator: once for each stall is enough.
+            new = [queue for queue in quiet if self._asked_of.get(queue.channel) != queue.newest_ns]
+            self._asked_of.update((queue.channel, queue.newest_ns) for queue in new)
+            return bool(new)
+        since = now - self._asked_ns
+        return (bool(quiet) and since >= ASK_AGAIN_NS) or (bool(waiting) and since >= ASK_WHILE_BUSY_NS)
+
+    # --- what the answers mean
+
+    def _apply_status(self, queue: Queue, status: torch_progress.Status, now: int) -> None:
+        while queue.tokens and queue.tokens[0].backend_number <= status.completed:
+            self._complete(queue, queue.tokens.popleft(), now)
+        if queue.dropped is not None:
+            queue.dropped.waiting = queue.dropped.backend_number > status.completed
+        if not queue.is_quiet(now):
+            return
+        for token in queue.tokens:
+            if token.backend_number > status.enqueued:
+                break  # issued just now, or captured into a CUDA graph
+            how = L.HOW_NATIVE_RECORDER
+            if status.started != torch_progress.NEVER:
+                how = L.HOW_STARTED if token.backend_number <= status.started else L.HOW_ENQUEUED
+            self._in_flight(token, how)
+
+    def _apply_entries(self, queues: list[Queue], now: int) -> None:
+        answer = torch_progress.in_flight()
+        if answer is None:
+            return
+        held = torch_progress.capacity() // 2  # of our records: torch's recorder has up to two for each
+        for queue in queues:
+            known = answer.get(queue.channel.backend.uid)
+            if known is None:
+                continue
+            left: collections.deque[Token] = collections.deque()
+            for token in queue.tokens:
+                number = token.backend_number
+                is_active = number in (known.coalesced if token.args.op == "coalesced" else known.alone)
+                if is_active:
+                    self._in_flight(token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER)
+                    left.append(token)
+                elif self._newest() - token.index < held:
+                    self._complete(queue, token, now)
+                # else its entry may be overwritten, so its state stays unknown
+            queue.tokens, queue.dropped = left, None
+
+    def _in_flight(self, token: Token, how: int) -> None:
+        if token.known_how != how:
+            token.waiting = True
+            token.known_how = how
+            self._mark(token.offset, token.index, L.OUTCOME_NONE, how)
+
+    def _complete(self, queue: Queue, token: Token, now: int) -> None:
+        queue.progress_ns = now
+        self._done(token, L.HOW_NATIVE_RECORDER, now)
+
+    def _look_at_messages(self) -> None:
+        """Poll the results of messages, which torch's watchdog thread sets without a query of ours."""
+        for _ in range(min(len(self._messages), _MESSAGES_AT_ONCE)):
+            token = self._messages.popleft()
+            result = token.result() if token.result is not None else None
+            if result is None:
+                self._in_flight(token, L.HOW_NATIVE_RECORDER)
+                self._messages.append(token)
+            elif result in _FAILURES:
+                self._failed(token, _FAILURES[result])
+            else:
+                self._done(token, L.HOW_NATIVE_RECORDER, time.monotonic_ns())
+
+
+def result_reader(work: Any) -> Callable[[], int | None] | None:
+    """Return a function that reads how a Work ended: torch's ErrorType, None while it has not; or None if nothing will tell.
+
+    torch's watchdog thread sets the result. It holds no tensors.
+    """
+    try:
+        future = work.get_future_result()
+    except Exception:
+        return None
+
+    def read() -> int | None:
+        return int(future.value()) if future.done() else None
+
+    return read

@@ -1,0 +1,98 @@
+"""Progress of each backend as torch's own recorder knows it, since a CPU thread must not query the device.
+
+Read from torch's sources, 2.6 to 2.13: the status of a backend holds three counters and needs no query of the device. The list of the
+ops in flight does query events, so it is read only while a program stands still.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch._C._distributed_c10d as _c10d
+
+NEVER = -1
+_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_DEFAULT_SIZE = 2000
+
+
+class Status(NamedTuple):
+    """The last collectives of one backend by the backend's own numbering; -1 for none."""
+
+    enqueued: int
+    started: int
+    """Known only while torch's recorder records when an op starts (``TORCH_NCCL_ENABLE_TIMING``); else -1."""
+    completed: int
+
+
+class InFlight(NamedTuple):
+    """The collectives of one backend that are not known to be complete, by the backend's own numbering."""
+
+    alone: frozenset[int]
+    coalesced: frozenset[int]
+    started: frozenset[int]
+
+
+def statuses() -> dict[str, Status]:
+    """Return the status of each backend by its ``uid``; empty if torch's recorder is missing, switched off or of another form."""
+    for answer in _answers(includeCollectives=False):
+        status = answer.get("pg_status", {})
+        try:
+            return {
+                uid: Status(
+                    int(one["last_enqueued_collective"]),
+                    int(one.get("last_started_collective", NEVER)),
+                    int(one["last_completed_collective"]),
+                )
+                for uid, one in status.items()
+            }
+        except Exception:
+            continue
+    return {}
+
+
+def in_flight() -> dict[str, InFlight] | None:
+    """Return each backend's collectives in flight by its ``uid``, without messages; None if torch's recorder does not tell."""
+    for answer in _answers(includeCollectives=True):
+        if "pg_status" not in answer:
+            continue
+        found: dict[str, tuple[set[int], set[int], set[int]]] = {uid: (set(), set(), set()) for uid in answer["pg_status"]}
+        try:
+            for entry in answer.get("entries", []):
+                if entry["is_p2p"]:
+                    continue
+                alone, coalesced, started = found.setdefault(str(entry["pg_id"]), (set(), set(), set()))
+                number = int(entry["collective_seq_id"])
+                # The record that closes a coalesced group. It also closes a batch of messages, with the number of the last collective.
+                (coalesced if str(entry["profiling_name"]).endswith("coalesced") else alone).add(number)
+                if entry["state"] == "started":
+                    started.add(number)
+        except Exception:
+            continue
+        return {uid: InFlight(*map(frozenset, numbers)) for uid, numbers in found.items()}
+    return None
+
+
+def capacity() -> int:
+    """Return the number of entries in the ring buffer of torch's recorder."""
+    for name in _SIZES:
+        text = os.environ.get(name, "")
+        if text.isdigit():
+            return int(text)
+    return _DEFAULT_SIZE
+
+
+def _answers(**what: bool) -> Iterator[dict[str, Any]]:
+    for name in _DUMPS:
+        dump = getattr(_c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            answer = json.loads(dump(onlyActive=True, **what))
+        except Exception:  # an interface of another form: nothing is known
+            continue
+        if isinstance(answer, dict):
+            yield answer

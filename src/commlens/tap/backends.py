@@ -1,0 +1,75 @@
+"""How a backend behaves, decided by its object: names such as "nccl" stand for different engines in different versions of torch.
+
+Tried on torch 2.6.0, 2.13.0 and 2.15.0.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+import torch._C._distributed_c10d as _c10d
+
+_ON_THE_HOST = ("ProcessGroupGloo", "ProcessGroupMPI", "FakeProcessGroup")
+_BLOCKING_WAIT = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+
+
+def _classes(*names: str) -> tuple[type, ...]:
+    return tuple(found for name in names if isinstance(found := getattr(_c10d, name, None), type))
+
+
+class Backend(NamedTuple):
+    """The behaviour of a group's backend for one device type."""
+
+    runs_ahead: bool
+    """A synchronous call only enqueues the op on a device and returns, without a Work since torch 2.8: it may run much later.
+
+    The other backends' synchronous calls wait until the op is done.
+    """
+
+    uid: str = ""
+    """The id under which torch's own recorder files the backend's progress; empty if there is none."""
+
+    tells_results: bool = False
+    """Whether torch's watchdog thread sets the result of each Work. With blocking wait it does not see them."""
+
+    timeout_ms: int = 0
+    """After which the backend gives an op up; 0: unknown."""
+
+
+def backend_of(process_group: Any, device: str) -> Backend:
+    """Return the behaviour of a ProcessGroup's backend for a device type."""
+    backend = _object_of(process_group, device)
+    if backend is None:  # a process group written in Python
+        return Backend(runs_ahead=device != "cpu")
+    if isinstance(backend, _classes(*_ON_THE_HOST)):
+        return Backend(runs_ahead=False, timeout_ms=_timeout_ms(backend))
+    return Backend(True, _uid(backend), not any(_is_on(os.environ.get(name, "")) for name in _BLOCKING_WAIT), _timeout_ms(backend))
+
+
+def _object_of(process_group: Any, device: str) -> Any:
+    try:
+        backend = process_group._get_backend(torch.device(device))
+        wrapped = getattr(backend, "wrapped_pg", None)  # TORCH_DISTRIBUTED_DEBUG=DETAIL puts a ProcessGroupWrapper around it
+    except Exception:
+        return None
+    return backend if wrapped is None else wrapped
+
+
+def _is_on(text: str) -> bool:
+    return text.lower() in ("1", "y", "yes", "t", "true", "on")
+
+
+def _uid(backend: Any) -> str:
+    try:
+        return str(int(backend.uid))
+    except Exception:
+        return ""
+
+
+def _timeout_ms(backend: Any) -> int:
+    try:
+        return int(backend.options._timeout.total_seconds() * 1000)
+    except Exception:
+        return 0
