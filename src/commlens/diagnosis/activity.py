@@ -82,7 +82,7 @@ def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_af
     if end.kind == "clean":
         return Activity("finished", False, "has finished", None, ["its process announced its exit"], True)
     if end.kind == "leaving":
-        signs, moves, watched = movement(log.observation)
+        signs, moves, watched = movement(log.observation, device_is_busy=device_is_busy(log))
         recently = 0 < (log.captured_ns or last_moment(log)) - log.heartbeat_ns < _LEAVING_NS
         return Activity("finished", moves or recently, "has finished and is shutting down", None, signs, watched)
     if end.kind in ("own", "gone", "peer"):
@@ -123,7 +123,7 @@ def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None,
     seen, where = log.observation, frame_phrase(frame)
     why, named = classify_frames(log, frames)
     otherwise: Why = "user-code" if frame is not None else "unknown"
-    signs, moves, watched = movement(seen)
+    signs, moves, watched = movement(seen, device_is_busy=device_is_busy(log))
     phrase = _phrase(why, where, since) if log.source or frames or log.collectives else "has not called init_process_group yet"
     if log.expecting is not None:
         return Activity(why or "user-code", True, f"is in a block marked as slow ({log.expecting})", frame, signs, watched)
@@ -199,8 +199,40 @@ def classify_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
     return None, ""
 
 
-def movement(seen: Observation) -> tuple[list[str], bool, bool]:
-    """Return the signs of movement in the window, whether the process works, and whether it was watched for long enough."""
+_DEVICE_WAITS = frozenset({"synchronize", "item", "tolist", "cpu", "numpy", "wait_event", "wait_stream", "nonzero"})
+_DRIVER_WAITS = re.compile(r"^(cu|cuda|hip)(Stream|Device|Event|Ctx)Synchronize|^(cu|cuda|hip)Memcpy(DtoH)?|^hsa_signal_wait")
+
+
+def waits_for_device(frames: Stack) -> bool:
+    """Return whether the innermost frames show a call that waits for a device: of torch in Python, or of the driver in C."""
+    for frame in frames:
+        if frame.kind is FrameKind.USER:
+            return False
+        if frame.kind is FrameKind.NATIVE and _DRIVER_WAITS.search(frame.function):
+            return True
+        if frame.kind is FrameKind.TORCH and frame.function in _DEVICE_WAITS:
+            return True
+    return False
+
+
+def may_wait_for_device(seen: Observation) -> bool:
+    """Return whether a process whose device waits may wait for it, too: its main thread stands still, and not in another wait.
+
+    The driver spins, so such a thread uses a whole core. A driver that blocks instead shows no system call that is known to wait.
+    """
+    return not (seen.stack_moved or seen.waits_for)
+
+
+def device_is_busy(log: RankLog) -> bool:
+    """Return whether a collective is in flight on the rank's device, for which a thread may wait without a trace but its use of the CPU."""
+    return any(op.in_flight and op.channel.runs_ahead for op in reversed(log.collectives))
+
+
+def movement(seen: Observation, *, device_is_busy: bool = False) -> tuple[list[str], bool, bool]:
+    """Return the signs of movement in the window, whether the process works, and whether it was watched for long enough.
+
+    A thread that waits for a device uses a whole core: there, only a stack that moves shows work.
+    """
     signs: list[str] = []
     works = watched = False
     window = seen.window_s
@@ -212,8 +244,11 @@ def movement(seen: Observation) -> tuple[list[str], bool, bool]:
         watched = True
         share = seen.cpu_s / window
         runs = (seen.running_fraction or 0.0) >= _RUNNABLE
-        works = works or share >= CPU_WORKING or runs
+        spins = device_is_busy and not seen.stack_moved and (share >= CPU_WORKING or runs)
+        works = works or (not spins and (share >= CPU_WORKING or runs))
         used = f"it used {seen.cpu_s:.1f} s of CPU in {window:.0f} s"
+        if spins:
+            used += ", as a thread does that waits for a device"
         signs.append(used if share >= CPU_WORKING else "it waits for a core" if runs else "it uses no CPU")
         if seen.waits_for and share < CPU_WORKING and not (runs or seen.stack_moved):
             signs.append(seen.waits_for)

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from commlens.diagnosis.columns import ColumnHistory, ColumnOps, RankDump, RankOps, SharedIds, is_message
-from commlens.diagnosis.index import FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track
+from commlens.diagnosis.index import DEVICE, FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track
 from commlens.diagnosis.process_exit import attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
 from commlens.formats.columns import COMPLETED, STARTED, Integers
@@ -203,7 +203,8 @@ def _find_heads(view: RankView, columns: RankOps, message: Integers, limit: int)
     op = columns.op(first)
     age = max(0, view.now_ns - op.announced_ns)
     stuck = not view.log.captured_ns or age >= limit
-    view.blocks[0] = Block(op, [columns.op(row) for row in parts], 0, op.announced_ns, "enqueued", stuck, age)
+    view.head = Block(op, [columns.op(row) for row in parts], DEVICE, op.announced_ns, "enqueued", stuck, age)
+    view.blocks[DEVICE] = view.head
     view.heads = [columns.op(row) for row in first_of.values() if row not in parts]
 
 

@@ -13,7 +13,7 @@ from commlens.diagnosis.first_steps import routine_from
 from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
-from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, State
+from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, LearnedHow, State
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
@@ -47,6 +47,16 @@ class Track:
         return self.members.get(number) or (self.ops[number].args,)
 
 
+How = Literal["wait", "issue", "assumed", "failed", "enqueued", "unknown"]
+"""How a thread is blocked: in its wait, its call, by inference, in a wait that failed; or its device is, in the first op in flight.
+
+``unknown``: the thread stands still, perhaps for its device, of which it is not known whether it has completed the rank's last op.
+"""
+
+DEVICE: Final = 0
+"""The thread of a block for which no thread is known to wait."""
+
+
 @dataclass(slots=True)
 class Block:
     """A thread that is blocked in an op, or that was until its wait failed."""
@@ -55,7 +65,7 @@ class Block:
     parts: list[Collective]  # the members of a coalesced point-to-point batch, else the op itself
     thread: int
     since_ns: int
-    how: Literal["wait", "issue", "assumed", "failed", "enqueued"]  # its wait, its call, an inference, a failed wait, a dump's head
+    how: How
     stuck: bool  # longer than the limit, or until its process ended
     age_ns: int
 
@@ -71,16 +81,17 @@ class RankView:
     tracks: dict[ChannelKey, Track] = field(default_factory=dict)
     pairs: dict[PairKey, list[Collective]] = field(default_factory=dict)
     open_pairs: set[int] = field(default_factory=set)  # indices of point-to-point ops in flight
-    blocks: dict[int, Block] = field(default_factory=dict)  # by thread; 0 in dumps, which record no threads
+    blocks: dict[int, Block] = field(default_factory=dict)  # by thread; 0 is the device, and in dumps that record no threads the rank
+    head: Block | None = None  # of these: the op in flight that the device waits in, or the rank in dumps that record no threads
     main_thread: int = 0
     wrapped: bool = False  # older records were overwritten or lost
     history: Sequence[Collective] = ()  # all records, oldest first
+    heads: list[Collective] = field(default_factory=list)  # first op in flight of each channel and pair on a device, but the head itself
+    running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
+    timed: bool = False  # it is recorded when an op starts to run on the device
     # Only of other tools' dumps:
     columns: RankOps | None = None
-    heads: list[Collective] = field(default_factory=list)  # first op in flight of each channel and pair, except the block's own
     ended_messages: dict[PairKey, int] = field(default_factory=dict)  # number of completed sends or receives
-    running: set[int] = field(default_factory=set)  # indices of ops known to run on the device
-    timed: bool = False  # the dump records when an operation starts to run
     routine_since: int | None = None  # position in the history from which the rank may have left its routine
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
     routine_from: int = 0  # index of the op from which on the program has done several steps; 0: not determined yet
@@ -204,8 +215,22 @@ def index_logs(logs: Sequence[RankLog], stalled_after_s: float) -> JobIndex:
         if log.store_wait is not None and (not log.collectives or log.collectives[-1].announced_ns < log.store_wait.announced_ns):
             view.blocks.pop(view.main_thread, None)  # an op in flight for which the main thread was assumed to wait
             _add_block(view, log.store_wait, log.store_wait.issue_thread, log.store_wait.announced_ns, "issue", {}, limit)
+    _place_unknown(job)
     _mark_waits_for_dead_ranks(job)
     return job
+
+
+def _place_unknown(job: JobIndex) -> None:
+    """Move each block of unknown completion to the first collective that not all ranks have issued: later ones cannot have completed."""
+    for view in job.views.values():
+        for block in view.blocks.values():
+            if block.how != "unknown":
+                continue
+            key = block.op.channel.key
+            reached = min((track.last for track in job.tracks_on(key).values()), default=0)
+            first = view.tracks[key].ops.get(reached + 1)
+            if first is not None and reached < block.op.sequence_number:
+                block.op, block.parts = first, [first]
 
 
 def _add_setups(view: RankView, limit: int) -> None:
@@ -217,7 +242,7 @@ def _add_setups(view: RankView, limit: int) -> None:
     if newest is None or (newest.state is State.FAILED and view.exit.kind != "peer"):
         return
     if newest.state is not State.COMPLETED:
-        how: Literal["issue", "failed"] = "issue" if newest.in_flight else "failed"
+        how: How = "issue" if newest.in_flight else "failed"
         view.blocks.pop(view.main_thread, None)  # an op in flight for which the main thread was assumed to wait
         _add_block(view, newest, newest.issue_thread or view.main_thread, newest.announced_ns, how, {}, limit)
 
@@ -304,13 +329,20 @@ def _find_blocks(
     view: RankView, open_ops: list[Collective], failed: list[Collective], groups: dict[int, list[Collective]], limit: int
 ) -> None:
     loose: list[Collective] = []
+    enqueued: list[Collective] = []
     for op in open_ops:
-        if op.waited_for:
+        if op.channel.runs_ahead and op.learned_how in _ON_DEVICE:
+            enqueued.append(op)
+        elif op.waited_for:
             _add_block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns, "wait", groups, limit)
         elif not op.returned_ns:
             _add_block(view, op, op.issue_thread, op.entered_ns or op.announced_ns, "issue", groups, limit)
         elif _may_be_pending(view, op):
             loose.append(op)
+    if enqueued:
+        _find_head(view, enqueued, groups, limit)
+    elif not view.blocks and not loose:
+        _find_unknown(view, groups, limit)
     for op in failed:
         was_blocked = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind != "clean")
         if was_blocked and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
@@ -319,8 +351,58 @@ def _find_blocks(
         _add_block(view, loose[0], view.main_thread, loose[0].announced_ns, "assumed", groups, limit)
 
 
+_ON_DEVICE: Final = (LearnedHow.NATIVE_RECORDER, LearnedHow.ENQUEUED, LearnedHow.STARTED)
+"""How it was learned that an op in flight has not completed on its device. Of one that was just enqueued, nothing is known."""
+
+
+def _find_head(view: RankView, enqueued: list[Collective], groups: dict[int, list[Collective]], limit: int) -> None:
+    """Find the op that the rank's device waits in: the first one in flight. What is enqueued behind it has not started.
+
+    The block is the main thread's if that thread waits for the device, else the device's own: then the host is free to run ahead.
+    """
+    head = enqueued[0]
+    view.running = {op.index for op in enqueued if op.learned_how is LearnedHow.STARTED}
+    view.timed = any(op.learned_how is not LearnedHow.NATIVE_RECORDER for op in enqueued)
+    same_channel = (op.done_ns for op in view.history if op.channel.key == head.channel.key and op.index < head.index)
+    since = max(head.announced_ns, *same_channel, 0)
+    thread = view.main_thread if _main_waits_for_device(view, head) else DEVICE
+    _add_block(view, head, thread, since, "enqueued", groups, limit)
+    view.head = view.blocks[thread]
+    first_of: dict[object, Collective] = {}
+    for op in enqueued:
+        first_of.setdefault((op.channel.key, op.peer, op.op) if op.is_point_to_point else op.channel.key, op)
+    view.heads = [op for op in first_of.values() if all(part is not op for part in view.head.parts) and op is not head]
+
+
+_ASKED_WITHIN_NS: Final = 4_000_000_000
+"""The time within which a rank asks torch's recorder about the last op on a device, with a margin (capture/device_queues.py)."""
+
+
+def _find_unknown(view: RankView, groups: dict[int, list[Collective]], limit: int) -> None:
+    """Assume that the main thread waits for the last op on a device, if nothing tells whether that has completed."""
+    last = next((op for op in reversed(view.history) if op.channel.runs_ahead and not op.captured), None)
+    if last is None or last.state is not State.UNKNOWN or last is not view.history[-1] or last.is_point_to_point:
+        return
+    if view.now_ns - last.announced_ns < _ASKED_WITHIN_NS and not view.exit.ended:
+        return  # torch's recorder has not been asked yet
+    if last.sequence_number and _main_waits_for_device(view, last):
+        _add_block(view, last, view.main_thread, last.announced_ns, "unknown", groups, limit)
+
+
+def _main_waits_for_device(view: RankView, head: Collective) -> bool:
+    """Return whether the main thread seems to wait for the device, as in ``.item()``, ``.cpu()`` or ``synchronize``."""
+    if view.main_thread in view.blocks or view.exit.kind == "clean":
+        return False
+    stack = view.log.main_stack
+    if stack is None or not stack.frames or (stack.taken_ns and stack.taken_ns < head.announced_ns):
+        return True
+    if activity.waits_for_device(stack.frames):
+        return True
+    return activity.classify_frames(view.log, stack.frames)[0] is None and activity.may_wait_for_device(view.log.observation)
+
+
 def _add_block(
-    view: RankView, op: Collective, thread: int, since: int, how: Literal["wait", "issue", "assumed", "failed"],
+    view: RankView, op: Collective, thread: int, since: int, how: How,
     groups: dict[int, list[Collective]], limit: int,
 ) -> None:  # fmt: skip
     known = view.blocks.get(thread)
@@ -357,8 +439,7 @@ def _main_may_wait_in_cpp(view: RankView, oldest: Collective) -> bool:
     state, _ = activity.classify_frames(view.log, stack.frames)
     if state is not None:
         return False
-    # On an accelerator the thread may wait in any call that reads a result, such as .item().
-    return oldest.channel.device != "cpu" or activity.torch_is_innermost(stack.frames)
+    return activity.torch_is_innermost(stack.frames)
 
 
 def _is_last_of_thread(view: RankView, failed: Collective) -> bool:
@@ -394,9 +475,9 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
 
 
 def is_queued(view: RankView, op: Collective) -> bool:
-    """Return whether an op in flight is only enqueued behind the op that blocks its rank. Always False for black boxes."""
-    head = view.blocks.get(0) if view.columns is not None else None
-    if head is None or not op.in_flight or op.index in view.running:
+    """Return whether an op in flight is only enqueued behind the op that its rank, or the rank's device, waits in."""
+    head = view.head
+    if head is None or not op.in_flight or op.index in view.running or not (view.columns is not None or op.channel.runs_ahead):
         return False
     return head.op.index < op.index and all(part is not op for part in head.parts)
 

@@ -13,6 +13,7 @@ from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_r
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Why
+from commlens.text import duration
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
 """``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed out. ``terminated``: the launcher or a
@@ -123,9 +124,29 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
         return ProcessExit("own" if log.observation.ended_alone else "terminated", "killed", at, f"was ended by {signal}")
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
         return ProcessExit("peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}")
+    waited_ns = _waited_on_device_ns(log, at)
+    if signal == "SIGABRT" and log.timeout_s and waited_ns >= 0.9e9 * log.timeout_s:
+        text = (
+            f"died of {signal} when its device had waited for {duration(waited_ns)} in a collective with a timeout of {log.timeout_s:.0f} s"
+        )
+        return ProcessExit("peer", "killed", at, text)
     if log.closed and signal in CRASHES:
         return ProcessExit("own", "killed", at, f"died of {signal} while it was exiting")
     return ProcessExit("own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV"))
+
+
+def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
+    """Return for how long the rank's device had waited in a collective: torch's watchdog aborts the process at the group's timeout.
+
+    If the states of the newest collectives are unknown, none was issued since the last.
+    """
+    ahead = [op for op in log.collectives if op.channel.runs_ahead]
+    in_flight = [op for op in ahead if op.in_flight]
+    if in_flight:
+        head = in_flight[0]
+        before = (op.done_ns for op in ahead if op.channel.key == head.channel.key and op.index < head.index)
+        return until_ns - max(head.announced_ns, *before, 0)
+    return until_ns - ahead[-1].announced_ns if ahead and ahead[-1].state is State.UNKNOWN else 0
 
 
 def _last_failure(log: RankLog) -> str | None:

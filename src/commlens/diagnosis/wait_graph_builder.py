@@ -73,7 +73,7 @@ class _Builder:
                     self._todo.append((view, block))
         self._follow_all()
         self.graph.deadlocks = self.graph.find_cycles()
-        if not self.job.knows.threads:
+        if any(view.head is not None for view in self.job.views.values()):
             self._confirm_cycles()
         return self.graph
 
@@ -329,7 +329,7 @@ class _Builder:
 
     def _block_of(self, other: RankView, key: ChannelKey) -> Block | None:
         """Return the block of the thread that issues on this channel; of the main thread if none has yet."""
-        stuck = {thread: block for thread, block in other.blocks.items() if block.stuck}
+        stuck = {thread: block for thread, block in other.blocks.items() if block.stuck and block.how != "unknown"}
         if not stuck:
             return None
         track = other.tracks.get(key)
@@ -360,9 +360,8 @@ def _waits_for(op: Collective, view: RankView) -> bool:
 
 
 def _waits_for_more(view: RankView, peer: int) -> bool:
-    """Return whether a rank is stuck in a batch that has messages with other peers, too. Always False for black boxes."""
-    head = view.blocks.get(0) if view.columns is not None else None
-    return head is not None and any(part.peer != peer for part in head.parts)
+    """Return whether a rank's device is stuck in a batch that has messages with other peers, too."""
+    return view.head is not None and any(part.peer != peer for part in view.head.parts)
 
 
 def _waits_for_other_thread(frames: tuple[Frame, ...]) -> bool:

@@ -21,6 +21,7 @@ SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
 CONFIRM_S: Final = 0.25  # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same moment
 RECHECK_MAX_S: Final = 20.0
 FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank has
+FINISHED_LOOKS: Final = 4  # the second look and later ones are for devices, about which ranks ask seconds after they have fallen quiet
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
@@ -62,7 +63,8 @@ def waits(members: Sequence[Member]) -> list[Wait]:
         if status is None or not member.alive or status.closed or status.left:
             continue
         if status.oldest_index and status.oldest_mono_ns:
-            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, usual_s))
+            own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s  # that of a group may be shorter
+            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, own_s))
         elif status.in_setup:
             found.append(Wait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
@@ -191,6 +193,7 @@ class StallDetector:
         self.stall: Stall | None = None
         self._settings = settings
         self._finished_due: float | None = None
+        self._finished_looks = 0
         self._notices: dict[tuple[str, frozenset[int]], float] = {}  # of waits: why and for which ranks, and how long the longest was
         self._resumed_ns = 0  # CLOCK_MONOTONIC, at which the job went on after it was paused as a whole
         self._expiring: set[tuple[int, int]] = set()  # (pid, index) of collectives whose timeout has already caused a dump
@@ -198,6 +201,7 @@ class StallDetector:
     def add_finished_rank(self, now: float) -> None:
         """Note that a rank has finished: ranks that still wait may wait for it."""
         self._finished_due = now + FINISHED_SETTLE_S
+        self._finished_looks = 0
 
     def add_pause(self, now_ns: int) -> bool:
         """Note that the whole job is paused, and until now: nobody waited for a rank in that time. Returns whether it has just begun."""
@@ -260,7 +264,8 @@ class StallDetector:
             stall.next_check = check.now + stall.interval_s
             stall.interval_s = min(stall.interval_s * 2, RECHECK_MAX_S, max(1.0, self._settings.stall_timeout / 2))
             if check.rank_finished:
-                self._finished_due = None
+                self._finished_looks += 1
+                self._finished_due = check.now + FINISHED_SETTLE_S if self._finished_looks < FINISHED_LOOKS else None
             return False
         is_early = check.is_early and not check.rank_finished
         if not check.timeout_s and (key != stall.pending or is_early):

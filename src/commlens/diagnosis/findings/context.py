@@ -95,7 +95,25 @@ class Context:
             did = "waited" if failed else f"{verb(ranks, 'has', 'have')} been waiting"
             parts.append(f"{ranks_phrase(ranks)} {did}{length}{about}{', until it failed' * failed}")
         args = next(args for _, args, _ in by_line)
-        return capital("; ".join(parts)) + (f", {args}." if args and same_args else ".")
+        return prose(capital("; ".join(parts)) + (f", {args}." if args and same_args else "."), self._hosts(edges))
+
+    def _hosts(self, edges: Sequence[Edge]) -> str:
+        """``"Their hosts ran ahead: rank 0 stands at train.py:90 log, rank 2 at train.py:57 load_batch."``; empty if none did."""
+        by_line: dict[str, list[int]] = defaultdict(list)
+        for rank, op in {edge.rank: edge.op for edge in edges if edge.op.channel.runs_ahead}.items():
+            stack = self.job.views[rank].log.main_stack
+            frame = stack.source if stack is not None else None
+            if frame is not None and frame != op.source and not (stack is not None and stack.taken_ns and stack.taken_ns < op.announced_ns):
+                by_line[frame_phrase(frame)].append(rank)
+        if not by_line:
+            return ""
+        lines = sorted(by_line.items(), key=lambda item: (-len(item[1]), item[1]))[:3]
+        if len(lines) == 1:
+            line, ranks = lines[0]
+            return f"The {verb(ranks, 'host', 'hosts')} of {ranks_phrase(ranks)} ran ahead and {verb(ranks, 'stands', 'stand')} at {line}."
+        (line, ranks), *others = lines
+        said = [f"{ranks_and_verb(ranks, 'stands', 'stand')} at {line}", *(f"{ranks_phrase(ranks)} at {line}" for line, ranks in others)]
+        return f"The hosts ran ahead: {', '.join(said)}."
 
     def waiting_behind(self, ranks: Sequence[int], blocked: Iterable[int]) -> str:
         """``"Ranks 4-7 wait behind them."``, for the blocked ranks that are not among ``ranks``; empty if there are none."""
@@ -132,7 +150,11 @@ class Context:
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""
-        return {block.how for block in self._blocks(ranks)} == {"assumed"}
+        return {block.how for block in self._blocks(ranks)} <= {"assumed", "unknown"}
+
+    def completion_unknown(self, ranks: Iterable[int]) -> bool:
+        """Return whether nothing tells that the last op of these ranks has not completed on their devices."""
+        return {block.how for block in self._blocks(ranks)} == {"unknown"}
 
     def _blocks(self, ranks: Iterable[int]) -> list[Block]:
         return [block for rank in ranks if rank in self.job.views for block in self.job.views[rank].blocks.values()]

@@ -11,6 +11,7 @@ from commlens.diagnosis.call_paths import parted
 from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import ended_step, missing_step
 from commlens.diagnosis.findings.sides import UNDECIDED
+from commlens.diagnosis.findings.stuck_inside import COMPLETION_UNKNOWN
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.rounds import count_rounds
 from commlens.diagnosis.routine import ever_leaves_routine
@@ -156,7 +157,10 @@ def _missing(context: Context, absence: Absence) -> None:
     elif not sure:
         more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
     certain = sure and not alone and not is_tie and not context.assumed(waiting)
-    confidence: Confidence = "low" if too_long or not (culprits or is_tie) else "high" if certain else "medium"
+    unknown = context.completion_unknown(waiting)
+    if unknown:
+        more = f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks: {COMPLETION_UNKNOWN}"
+    confidence: Confidence = "low" if too_long or unknown or not (culprits or is_tie) else "high" if certain else "medium"
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,

@@ -197,7 +197,7 @@ def find_motionless(context: Context) -> None:
 def _is_motionless(view: RankView, limit_ns: int) -> bool:
     """Return whether a running rank is outside of collectives, and has stood still for longer than the limit. An idle server is none."""
     log, stack = view.log, view.log.main_stack
-    _, works, watched = activity.movement(log.observation)
+    _, works, watched = activity.movement(log.observation, device_is_busy=activity.device_is_busy(log))
     if view.exit.ended or view.blocks or works or not watched or log.expecting is not None or log.observation.proc_state in ("T", "t"):
         return False
     for frame in stack.frames if stack is not None else ():

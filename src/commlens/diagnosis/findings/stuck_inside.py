@@ -17,6 +17,14 @@ from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
 from commlens.text import duration, numbered, op_phrase, ranks_and_verb, ranks_phrase
 
+COMPLETION_UNKNOWN = (
+    "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8), TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, "
+    "or they are in a CUDA graph."
+)
+RECORD_COMPLETION = (
+    "start the job with TORCH_FR_BUFFER_SIZE=2000 (before torch 2.8: TORCH_NCCL_TRACE_BUFFER_SIZE) and without blocking wait"
+)
+
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
 """Activities that keep a rank from taking part in a collective that it has entered."""
 
@@ -88,8 +96,10 @@ def find_stuck_inside(context: Context, node: Node) -> None:
         return
     activities = {view.rank: context.doing(view) for view in views}
     culprits = [rank for rank, doing in activities.items() if doing.why in _HELD_UP and not doing.works]
-    busy = [view.rank for view in views if _burns_cpu(view) and meeting.op.channel.device == "cpu"]
-    if culprits:
+    busy = [view.rank for view in views if _burns_cpu(view) and not meeting.op.channel.runs_ahead]
+    if context.completion_unknown(meeting.waiting):
+        finding = _completion_unknown(context, meeting)
+    elif culprits:
         finding = _held_up(context, meeting, culprits, activities[culprits[0]])
     elif busy and not failed and not context.waits_too_long(meeting.waiting):
         finding = _still_moving(context, meeting, busy)
@@ -105,6 +115,21 @@ def _held_up(context: Context, meeting: Meeting, culprits: list[int], doing: Act
         confidence="high", summary=f"{ranks_phrase(culprits)} {doing.phrase} inside {meeting.name}; "
         f"{ranks_and_verb(others, 'waits', 'wait')} there",
         explanation=_explanation(context, meeting), next_step=missing_step(doing, culprits), evidence=_errors(meeting),
+    )  # fmt: skip
+
+
+def _completion_unknown(context: Context, meeting: Meeting) -> Finding:
+    waiting = meeting.waiting
+    return Finding(
+        kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=meeting.blocked, confidence="low",
+        summary=f"{ranks_and_verb(waiting, 'stands', 'stand')} still after {meeting.name}; "
+        "whether their devices have completed it is not known",
+        explanation=prose(
+            "All ranks have issued it and agree on what was compared.",
+            "Nothing tells how far their devices are: " + COMPLETION_UNKNOWN,
+        ),
+        next_step=RECORD_COMPLETION + "; for this run, " + stuck_step(meeting.op, meeting.views),
+        would_raise_confidence="C++ stacks of these ranks (py-spy dump --native) would show whether they wait for their devices.",
     )  # fmt: skip
 
 

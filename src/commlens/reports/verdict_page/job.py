@@ -18,7 +18,14 @@ _DETAILS = 4
 """How finely ranks are distinguished: 4 by the collective with its number, and the line; 3 messages without peer and number; 2
 collectives without their number; 1 without the line; 0 by the group only."""
 
-_WAIT = {"wait": "wait in", "issue": "wait in", "assumed": "probably wait in", "enqueued": "wait in", "failed": "gave up waiting in"}
+_WAIT = {
+    "wait": "wait in",
+    "issue": "wait in",
+    "assumed": "probably wait in",
+    "enqueued": "wait in",
+    "failed": "gave up waiting in",
+    "unknown": "may wait in",
+}
 
 
 class Doing(NamedTuple):
