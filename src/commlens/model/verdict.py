@@ -89,6 +89,7 @@ class Finding(msgspec.Struct, kw_only=True):
     culprits: list[Rank]  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
     victims: list[Rank]  # global ranks that wait or ended because of it, sorted
     confidence: Confidence
+    certain: bool = False  # something is wrong for good, whoever is to blame: ranks disagree, wait for each other, or one has ended
     summary: str  # the answer in one sentence
     explanation: str = ""  # where the culprit is, since when, and what the others wait for
     next_step: str = ""
@@ -111,6 +112,7 @@ class Verdict(msgspec.Struct, kw_only=True):
     culprits: list[Rank] = []  # global ranks to blame, sorted; empty if nothing is wrong or no rank can be named
     victims: list[Rank] = []  # global ranks that wait or ended because of it, sorted
     confidence: Confidence = "high"
+    certain: bool = False  # something is wrong for good, whoever is to blame: ranks disagree, wait for each other, or one has ended
     summary: str = ""  # the answer in one sentence
     explanation: str = ""
     group: GroupRef | None = None

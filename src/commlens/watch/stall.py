@@ -127,7 +127,7 @@ def leaves_standing(death: Verdict, earlier: Verdict) -> bool:
 def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:
     """Return why a job must not be ended because of a verdict: it is not sure, or ranks are out of sight; "" if it may be.
 
-    That ranks disagree is sure even if it is not known which of them is wrong.
+    A verdict may be certain that something is wrong for good, and of low confidence about who is to blame.
 
     Args:
         verdict: of a fault.
@@ -137,12 +137,11 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
     here = [member for member in members if member.here and not member.unreadable]
     seen = [member for member in here if member.box is not None or (member.alive and not why_unrecorded(member.pid, joined=True))]
     size = max((member.world_size for member in seen), default=0)
-    disagree = verdict.kind.startswith("mismatch")
-    concerned = verdict.group.ranks if verdict.group is not None and disagree else range(size)
+    concerned = verdict.group.ranks if verdict.group is not None and verdict.kind.startswith("mismatch") else range(size)
     unseen = sorted(set(concerned) - {member.rank for member in seen} - elsewhere)
     if unseen:
         return f"there is no record of {ranks_phrase(unseen)} here"
-    return "the verdict's confidence is low" if verdict.confidence == "low" and not disagree else ""
+    return "the verdict's confidence is low" if verdict.confidence == "low" and not verdict.certain else ""
 
 
 def _key(verdict: Verdict) -> tuple[object, ...]:

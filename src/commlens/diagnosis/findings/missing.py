@@ -173,6 +173,7 @@ def _missing(context: Context, absence: Absence) -> None:
         if finished and not (op.is_setup or op.is_store_wait) and _is_first_of_its_line(context, absence.edge)
         else lock_step or missing_step(doing, culprits or sorted([*ranks, *waiting]), op),
         evidence=evidence, would_raise_confidence=more,
+        certain=all(context.job.views[rank].exit.kind == "clean" for rank in ranks) and not unknown,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(absence.blocked))
 
