@@ -19,7 +19,7 @@ MISSING = Verdict(kind="missing", culprits=[1], victims=[0])
 def member(pid: int, *, since_s: float = 0.0, steps: int = 1, timeout_s: float = 0.0, alive: bool = True) -> Any:
     status = SimpleNamespace(
         closed=False, oldest_index=7 if since_s else 0, oldest_mono_ns=int(since_s * S), phase=1, main_stack_since_mono_ns=0,
-        steps=steps, timeout_s=timeout_s, in_setup=False, left=False,
+        steps=steps, timeout_s=timeout_s, in_setup=False, left=False, expires_mono_ns=0,
     )  # fmt: skip
     return SimpleNamespace(pid=pid, alive=alive, status=status)
 

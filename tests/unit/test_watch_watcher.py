@@ -314,7 +314,7 @@ def test_a_disagreement_ends_the_job_even_if_it_is_not_known_which_rank_is_wrong
     job.start()
     job.watch(on_stall="abort")
     assert job.watcher is not None
-    verdict = Verdict(kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low")
+    verdict = Verdict(kind="mismatch/shape", culprits=[], victims=[0, 1], confidence="low", certain=True)
     job.watcher.reporter._diagnose = lambda logs, **_: verdict
     job.ranks[0].tell("announce")
     eventually(job.ended)

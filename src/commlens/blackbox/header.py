@@ -15,7 +15,7 @@ from commlens.text import clean_json
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)  # largest box in bytes; a header that claims more is rejected
 WORLD_MAX: Final = 1 << 20  # most ranks of a job; a larger number means damage
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
-_LIVE: Final = struct.Struct("<17Q")  # from HEARTBEAT_MONO to SETUP_SINCE
+_LIVE: Final = struct.Struct("<18Q")  # from HEARTBEAT_MONO to EXPIRES
 
 
 class BoxStatus(msgspec.Struct, frozen=True):
@@ -54,6 +54,7 @@ class BoxStatus(msgspec.Struct, frozen=True):
     main_stack_since_mono_ns: int
     setup: int  # blob
     setup_since_mono_ns: int  # of the newest call that makes a process group; or layout.SETUP_*, once it has ended
+    expires_mono_ns: int  # when torch's watchdog gives up the oldest record in flight on a device; 0: none or unknown
 
     @property
     def initialised(self) -> bool:
@@ -173,7 +174,7 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         raise FormatError("The black box was cut off while it was read.")
     words = _LIVE.unpack_from(header, L.HEARTBEAT_MONO)
     (heartbeat_mono, heartbeat_unix, issued, _head, phase, steps, oldest, oldest_since, lost, evidence, expecting, exception,
-     main_since, rank_world, timeout_ms, setup, setup_since) = (min(word, INT_MAX) for word in words)  # fmt: skip
+     main_since, rank_world, timeout_ms, setup, setup_since, expires) = (min(word, INT_MAX) for word in words)  # fmt: skip
     # Damaged words that would make a wait older than the box.
     oldest_since, main_since = (since if since >= identity.created_mono_ns else 0 for since in (oldest_since, main_since))
     setup_since = setup_since if setup_since >= identity.created_mono_ns else min(setup_since, L.SETUP_RAISED)
@@ -211,4 +212,5 @@ def read_live(header: bytes, identity: Identity) -> BoxStatus:
         main_stack_since_mono_ns=main_since,
         setup=setup,
         setup_since_mono_ns=setup_since,
+        expires_mono_ns=expires,
     )

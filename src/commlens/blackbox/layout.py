@@ -46,6 +46,7 @@ RANK_WORLD: Final = 360  # (rank + 1) << 32 | world size, if learned after creat
 TIMEOUT_MS: Final = 368  # of the default process group; 0: unknown
 SETUP: Final = 376  # blob {"k": "setup"}: the newest call that makes a process group; 0: none yet
 SETUP_SINCE: Final = 384  # its beginning, CLOCK_MONOTONIC ns; SETUP_RETURNED or SETUP_RAISED after its end
+EXPIRES: Final = 392  # when torch's watchdog gives up the oldest record in flight on a device, CLOCK_MONOTONIC ns; 0: none or unknown
 LIVE_WORD: Final = struct.Struct("<Q")
 
 SETUP_RETURNED: Final = 0

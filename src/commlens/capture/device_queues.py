@@ -36,7 +36,8 @@ class Queue:
         self.tokens: collections.deque[Token] = collections.deque()
         self.dropped: Token | None = None  # the newest that was dropped and may be in flight: its record is overwritten
         self.newest_ns = 0  # when the newest was issued
-        self.progress_ns = 0  # when one was last found complete
+        self.asked_ns = 0  # when torch's recorder was last asked
+        self.progress_ns = 0  # when one last completed, as far as that is known
 
     def add(self, token: Token) -> None:
         """Add a collective that was just issued."""
@@ -50,6 +51,12 @@ class Queue:
         if self.dropped is not None and self.dropped.waiting:
             return self.dropped
         return self.tokens[0] if self.tokens and self.tokens[0].waiting else None
+
+    def note_progress(self, now: int, *, any_done: bool) -> None:
+        """Note an answer. What is found complete in the first one after a busy time completed at an unknown moment of that time."""
+        if any_done:
+            self.progress_ns = now if self.asked_ns > self.newest_ns else self.newest_ns
+        self.asked_ns = now
 
     def is_quiet(self, now: int) -> bool:
         """Return whether nothing was issued for so long that it pays to ask, or the last answer must be kept up to date."""
@@ -160,8 +167,9 @@ class DeviceQueues:
     # --- what the answers mean
 
     def _apply_status(self, queue: Queue, status: torch_progress.Status, now: int) -> None:
+        queue.note_progress(now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed)
         while queue.tokens and queue.tokens[0].backend_number <= status.completed:
-            self._complete(queue, queue.tokens.popleft(), now)
+            self._complete(queue.tokens.popleft(), now)
         if queue.dropped is not None:
             queue.dropped.waiting = queue.dropped.backend_number > status.completed
         if not queue.is_quiet(now):
@@ -184,6 +192,7 @@ class DeviceQueues:
             if known is None:
                 continue
             left: collections.deque[Token] = collections.deque()
+            before = len(queue.tokens)
             for token in queue.tokens:
                 number = token.backend_number
                 is_active = number in (known.coalesced if token.args.op == "coalesced" else known.alone)
@@ -191,9 +200,10 @@ class DeviceQueues:
                     self._in_flight(token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER)
                     left.append(token)
                 elif self._newest() - token.index < held:
-                    self._complete(queue, token, now)
+                    self._complete(token, now)
                 # else its entry may be overwritten, so its state stays unknown
             queue.tokens, queue.dropped = left, None
+            queue.note_progress(now, any_done=len(left) < before)
 
     def _in_flight(self, token: Token, how: int) -> None:
         if token.known_how != how:
@@ -201,8 +211,7 @@ class DeviceQueues:
             token.known_how = how
             self._mark(token.offset, token.index, L.OUTCOME_NONE, how)
 
-    def _complete(self, queue: Queue, token: Token, now: int) -> None:
-        queue.progress_ns = now
+    def _complete(self, token: Token, now: int) -> None:
         self._done(token, L.HOW_NATIVE_RECORDER, now)
 
     def _look_at_messages(self) -> None:

@@ -145,10 +145,14 @@ class Watchdog:
         """Write the oldest collective in flight: of those that a thread may wait for, else of those on a device."""
         writer, queues = self._recorder.writer, self._recorder.device_queues
         since = oldest.since if oldest is not None else 0
+        expires = 0
         if oldest is None and (oldest := queues.oldest()) is not None:
             since = queues.waits_since(oldest)
-            if oldest.args.channel.backend.timeout_ms:
-                writer.word(L.TIMEOUT_MS, oldest.args.channel.backend.timeout_ms)
+            timeout_ms = oldest.args.channel.backend.timeout_ms
+            if timeout_ms:
+                writer.word(L.TIMEOUT_MS, timeout_ms)
+                expires = oldest.since + timeout_ms * 1_000_000  # torch's watchdog counts from the call
+        writer.word(L.EXPIRES, expires)
         writer.word(L.OLDEST_SINCE, since)
         writer.word(L.OLDEST_INDEX, oldest.index if oldest is not None else 0)
 

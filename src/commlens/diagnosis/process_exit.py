@@ -136,16 +136,14 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
 
 
 def _waited_on_device_ns(log: RankLog, until_ns: int) -> int:
-    """Return for how long the rank's device had waited in a collective: torch's watchdog aborts the process at the group's timeout.
+    """Return how long ago the call was for whose op the rank's device waits: torch's watchdog aborts the process at the group's timeout.
 
     If the states of the newest collectives are unknown, none was issued since the last.
     """
     ahead = [op for op in log.collectives if op.channel.runs_ahead]
-    in_flight = [op for op in ahead if op.in_flight]
-    if in_flight:
-        head = in_flight[0]
-        before = (op.done_ns for op in ahead if op.channel.key == head.channel.key and op.index < head.index)
-        return until_ns - max(head.announced_ns, *before, 0)
+    in_flight = next((op for op in ahead if op.in_flight), None)
+    if in_flight is not None:
+        return until_ns - in_flight.announced_ns
     return until_ns - ahead[-1].announced_ns if ahead and ahead[-1].state is State.UNKNOWN else 0
 
 

@@ -101,6 +101,11 @@ class Finding(msgspec.Struct, kw_only=True):
     evidence: list[str] = []  # sentences, the strongest first
     would_raise_confidence: str | None = None
 
+    def __post_init__(self) -> None:
+        """A mismatch, a cycle and a death are certain, whoever is to blame."""
+        if self.root_cause and (self.kind.startswith("mismatch") or self.kind in ("cycle", "dead")):
+            self.certain = True
+
 
 class Verdict(msgspec.Struct, kw_only=True):
     """The complete diagnosis. The top level repeats the first finding; ``findings`` holds all, root causes first."""

@@ -25,6 +25,7 @@ FINISHED_LOOKS: Final = 4  # the second look and later ones are for devices, abo
 LITERAL_BELOW_S: Final = 30.0  # a shorter stall timeout is never extended
 FIRST_STEP_FACTOR: Final = 3.0
 TIMEOUT_LEAD_MAX_S: Final = 15.0
+TIMEOUT_LEAD_MIN_S: Final = 2.0
 
 
 def patience_s(stall_timeout: float, steps: int) -> float:
@@ -39,8 +40,8 @@ def patience_s(stall_timeout: float, steps: int) -> float:
 
 
 def timeout_lead_s(timeout_s: float) -> float:
-    """Return how long before a process group's timeout the dump is made: 10%, at most 15 s."""
-    return min(TIMEOUT_LEAD_MAX_S, 0.1 * timeout_s)
+    """Return how long before a process group's timeout the dump is made: 10%, at most 15 s, and where it can be 2 s."""
+    return min(TIMEOUT_LEAD_MAX_S, max(0.1 * timeout_s, min(TIMEOUT_LEAD_MIN_S, 0.25 * timeout_s)))
 
 
 class Wait(NamedTuple):
@@ -51,6 +52,7 @@ class Wait(NamedTuple):
     kind: Literal["collective", "init", "stack"]
     number: int = 0  # of a collective: its index
     timeout_s: float = 0.0  # of its process group; 0: unknown
+    expires_ns: int = 0  # when that expires, CLOCK_MONOTONIC; 0: unknown
 
 
 def waits(members: Sequence[Member]) -> list[Wait]:
@@ -64,7 +66,8 @@ def waits(members: Sequence[Member]) -> list[Wait]:
             continue
         if status.oldest_index and status.oldest_mono_ns:
             own_s = status.timeout_s if 1.0 <= status.timeout_s < usual_s else usual_s  # that of a group may be shorter
-            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, own_s))
+            expires_ns = status.expires_mono_ns or status.oldest_mono_ns + int(own_s * 1e9)
+            found.append(Wait(status.oldest_mono_ns, member.pid, "collective", status.oldest_index, own_s, expires_ns))
         elif status.in_setup:
             found.append(Wait(status.setup_since_mono_ns, member.pid, "init"))
         elif status.main_stack_since_mono_ns:
@@ -246,7 +249,7 @@ class StallDetector:
         for wait in waiting:
             if wait.kind != "collective" or wait.timeout_s <= 0 or (wait.pid, wait.number) in self._expiring:
                 continue
-            if (now_ns - wait.since_ns) / 1e9 >= wait.timeout_s - timeout_lead_s(wait.timeout_s):
+            if (wait.expires_ns - now_ns) / 1e9 <= timeout_lead_s(wait.timeout_s):
                 self._expiring.update((each.pid, each.number) for each in waiting)  # one dump is enough for all that expire together
                 return wait.timeout_s
         return 0.0

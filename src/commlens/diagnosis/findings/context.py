@@ -52,8 +52,6 @@ class Context:
             order: sorts findings that block equally many ranks.
             mismatch: on which ranks disagree or are out of step.
         """
-        for_good = finding.kind.startswith("mismatch") or finding.kind in ("cycle", "dead")
-        finding.certain = finding.certain or (for_good and finding.root_cause)
         self.cases.append(Case(locate(finding, op, frame), blocked, order, mismatch))
 
     def blocked_by(self, nodes: Iterable[Node]) -> list[int]:
