@@ -38,6 +38,7 @@ class ProcessExit(msgspec.Struct):
     source: Frame | None = None  # the user's line that raised
     suggests_mismatch: bool = False  # the error is one that mismatched collectives cause
     refused: bool = False  # strict verification refused one of its collectives
+    waited_out: bool = False  # torch's watchdog aborted it at the timeout of a collective on its device
 
     @property
     def ended(self) -> bool:
@@ -129,7 +130,7 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
         text = (
             f"died of {signal} when its device had waited for {duration(waited_ns)} in a collective with a timeout of {log.timeout_s:.0f} s"
         )
-        return ProcessExit("peer", "killed", at, text)
+        return ProcessExit("peer", "killed", at, text, waited_out=True)
     if log.closed and signal in CRASHES:
         return ProcessExit("own", "killed", at, f"died of {signal} while it was exiting")
     return ProcessExit("own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV"))

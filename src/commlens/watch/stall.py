@@ -124,7 +124,7 @@ def leaves_standing(death: Verdict, earlier: Verdict) -> bool:
     deaths = [finding for finding in death.findings if finding.kind == "dead" and finding.root_cause]
     known = {*earlier.culprits, *earlier.victims}
     were_killed = bool(deaths) and all(each.why == "killed" and set(each.culprits) <= known for each in deaths)
-    return earlier.is_fault and (were_killed or _key(death) == _key(earlier))
+    return earlier.is_fault and (were_killed or _fault(death) == _fault(earlier))
 
 
 def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[int]) -> str:
@@ -149,11 +149,15 @@ def reason_to_go_on(verdict: Verdict, members: Sequence[Member], elsewhere: Set[
 
 def _key(verdict: Verdict) -> tuple[object, ...]:
     """Return a verdict's identity. The verdict is printed again only when this changes."""
+    return (verdict.is_fault and verdict.confidence == "low", *_fault(verdict))
+
+
+def _fault(verdict: Verdict) -> tuple[object, ...]:
+    """Return what a verdict says is wrong, however sure it is."""
     collective = verdict.collective
     group = verdict.group
     return (
         verdict.kind,
-        verdict.is_fault and verdict.confidence == "low",
         tuple(verdict.culprits or waited_for(verdict)),
         (collective.op, collective.sequence_number) if collective else None,
         (group.name, tuple(group.ranks)) if group else None,

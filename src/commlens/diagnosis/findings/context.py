@@ -11,6 +11,7 @@ from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.index import Block, JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
+from commlens.matching.error_texts import is_timeout
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef
 from commlens.text import args_phrase, capital, count, duration, frame_phrase, message_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
@@ -147,6 +148,10 @@ class Context:
     def waits_too_long(self, ranks: Iterable[int], *, timeouts: int = TOO_LONG) -> bool:
         """Return whether one of these ranks has waited for so many stall timeouts that work is no excuse."""
         return self.longest_wait(ranks) >= timeouts * self.job.stall_timeout_ns
+
+    def timed_out(self, edge: Edge) -> bool:
+        """Return whether the wait ended at its timeout: by an error or, on a device, by torch's watchdog."""
+        return is_timeout(edge.op.error) or self.job.views[edge.rank].exit.waited_out
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""

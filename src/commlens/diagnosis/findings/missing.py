@@ -16,7 +16,7 @@ from commlens.diagnosis.index import RankView
 from commlens.diagnosis.rounds import count_rounds
 from commlens.diagnosis.routine import ever_leaves_routine
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
-from commlens.matching.error_texts import is_refusal, is_timeout
+from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import Collective, State, user_lines
 from commlens.model.verdict import Confidence, Finding
 from commlens.text import (
@@ -96,7 +96,7 @@ def _is_too_late(doing: Activity, op: Collective) -> bool:
 def _is_too_long(context: Context, node: Node, doing: Activity) -> bool:
     """Return whether a rank has worked for so long while others wait that it may never arrive: it may be in an endless loop."""
     edges = context.graph.edges_into(node)
-    if any(is_timeout(edge.op.error) for edge in edges):
+    if any(context.timed_out(edge) for edge in edges):
         return True
     limit = _patience_ns(context, node.rank, doing)
     return limit is not None and context.longest_wait(edge.rank for edge in edges) >= limit
@@ -147,7 +147,7 @@ def _missing(context: Context, absence: Absence) -> None:
     if too_long:
         open_question = "waits for a disk or a server" if doing.unclear else "is in an endless loop"
         advice = "commlens.expect_slow marks code that may take this long"
-        if is_timeout(op.error):
+        if context.timed_out(absence.edge):
             advice = "if its work may take this long, give the process group a longer timeout"
         more = f"Whether it {open_question} does not show from outside; {advice}."
     elif not sure and not context.job.knows.stacks:
@@ -230,7 +230,7 @@ def _summary(context: Context, absence: Absence, alone: bool) -> str:
         return f"{ranks_phrase(ranks)} reached {name} after {ranks_phrase(waiting)} had given up waiting for {them}"
     did = "finished without" if absence.doing.why == "finished" else "never reached"
     wait = f"{ranks_and_verb(waiting, 'waits', 'wait')} for {them}"
-    if is_timeout(op.error):
+    if context.timed_out(absence.edge):
         wait = f"{ranks_phrase(waiting)} waited for {them} until the timeout"
     return f"{ranks_phrase(ranks)} {did} {name}; {wait}"
 
