@@ -32,7 +32,7 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
     made.close()
 
 
-ARGUMENTS = ("--stall-timeout", "x", "--", "-m")
+ARGUMENTS = ("--stall-timeout", "x", "--metric", "acc", "--on", "--c", "--", "-m")
 CODES = ("0", "3")
 
 
@@ -72,6 +72,7 @@ def test_the_script_sees_what_it_sees_under_torchrun(tmp_path: Path, under_torch
         assert seen[0] == seen[1], ours.report()
         assert len(ours.out) == 2 or code != "0"
         assert json.loads(ours.out[0])[0] == ["tells.py", code, *ARGUMENTS]
+        assert len([line for line in ours.err if line.startswith("commlens: --stall-timeout stands after tells.py")]) == 1
     bench.close()
 
 

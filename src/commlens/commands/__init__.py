@@ -146,6 +146,9 @@ class Paragraphs(argparse.HelpFormatter):
 
 def add_program(parser: argparse.ArgumentParser) -> None:
     """Declare the program to run and its own arguments, which are passed on unchanged."""
+    from commlens.launch.options import own_options
+
+    parser.set_defaults(own_options=own_options(parser))
     parser.add_argument("-m", "--module", action="store_true", help="run a module, as python -m does")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="the script (or module) and its arguments")
 
@@ -156,7 +159,9 @@ def program_of(arguments: argparse.Namespace, example: str) -> list[str]:
     Raises:
         CommandError: there is none; the message ends with the example.
     """
-    program: list[str] = arguments.program[1:] if arguments.program[:1] == ["--"] else arguments.program
+    from commlens.launch.options import program_from
+
+    program = program_from(arguments.program, arguments.own_options, module=arguments.module)
     if not program:
         raise CommandError(f"Which program? For example: commlens {example}")
     return program

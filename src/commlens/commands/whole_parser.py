@@ -16,7 +16,7 @@ def whole_parser() -> argparse.ArgumentParser:
 
     The options of ``launch`` include torchrun's if torch is installed.
     """
-    whole = argparse.ArgumentParser(prog="commlens", description=SUMMARY)
+    whole = argparse.ArgumentParser(prog="commlens", description=SUMMARY, allow_abbrev=False)
     whole.add_argument("-V", "--version", action="store_true", help="show the version")
     commands = whole.add_subparsers(metavar="COMMAND", dest="command")
     for entry in COMMANDS:
@@ -24,7 +24,8 @@ def whole_parser() -> argparse.ArgumentParser:
         if entry.name == "launch":
             parser = _launch_parser(commands, entry.help)
         else:
-            parser = commands.add_parser(entry.name, help=entry.help, description=documentation(command), formatter_class=Paragraphs)
+            about = documentation(command)
+            parser = commands.add_parser(entry.name, help=entry.help, description=about, formatter_class=Paragraphs, allow_abbrev=False)
             command.add_arguments(parser)
         for action in parser._actions:
             _complete(entry.name, action)
@@ -39,7 +40,9 @@ def _launch_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         torchruns = [torchrun_parser()]
     except MissingDependency:
         torchruns = []
-    parser = commands.add_parser("launch", help=summary, description=summary, parents=torchruns, conflict_handler="resolve")
+    parser = commands.add_parser(
+        "launch", help=summary, description=summary, parents=torchruns, conflict_handler="resolve", allow_abbrev=False
+    )
     for action in parser._actions:
         if action.help:
             # groff takes a line of the manual page that begins with ' for a macro.

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import sys
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from commlens.config import ACCEPTED, SAMPLE, Resolved, load_settings
 from commlens.errors import CommandError, did_you_mean
+from commlens.launch.new_warnings import new_warnings
+from commlens.text import joined
 from commlens.verification.sampling import EVERY
 
 OPTIONS: Final = {
@@ -66,6 +71,38 @@ def settings_from(arguments: argparse.Namespace, **more: Any) -> Resolved:
     return load_settings(config_file=arguments.commlens_config_file, overrides=overrides)
 
 
+def program_from(given: Sequence[str], own_options: Collection[str], *, module: bool) -> list[str]:
+    """Return the program and its arguments. All that stands after the program is the program's, whatever it is called.
+
+    If an option of commlens is among the arguments, say so in one line on stderr, unless ``--`` marks where the program begins.
+
+    Args:
+        given: the program and its arguments, perhaps after ``--``.
+        own_options: the names of commlens's options.
+        module: the program is a module's name.
+    """
+    if given[:1] == ["--"]:
+        return list(given[1:])
+    names = [argument.partition("=")[0] for argument in given[1:]]
+    names = names[: names.index("--")] if "--" in names else names
+    after = list(dict.fromkeys(name for name in names if name in own_options))
+    if after:
+        stands, gets = ("stands", "it") if len(after) == 1 else ("stand", "them")
+        program = os.path.basename(given[0])  # noqa: PTH119 - a module's name is no path
+        hint = (
+            f"{joined(after)} {stands} after {program}, so {program} gets {gets}; "
+            f"to give {gets} to commlens, put {gets} before {'-m' if module else 'the script'}."
+        )
+        for text in new_warnings([hint]):
+            print(f"commlens: {text}", file=sys.stderr, flush=True)
+    return list(given)
+
+
+def own_options(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Return the names of the parser's options, for :func:`program_from`. Every program has ``--help``, and ``-m`` is Python's, too."""
+    return frozenset(name for action in parser._actions for name in action.option_strings) - {"-h", "--help", "-m", "--module"}
+
+
 def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
     """Return argparse's complaint as an error of ours: a sentence, with a suggestion for a misspelt option or choice."""
     see = f" `{parser.prog} --help` shows how to call it."
@@ -74,6 +111,9 @@ def usage_error(parser: argparse.ArgumentParser, message: str) -> CommandError:
     if kind == "unrecognized arguments":
         name = given.strip().partition(" ")[0].partition("=")[0]
         if name.startswith("-"):
+            begin_so = [option for option in options if option.startswith(name) and "=" not in option and "_" not in option]
+            if name.startswith("--") and begin_so:
+                return CommandError(f"{parser.prog} has no option {name!r}. Did you mean {joined(begin_so, 'or')}?")
             return CommandError(f"{parser.prog} has no option {name!r}." + (did_you_mean(name, options) or see))
         return CommandError(f"{parser.prog} takes no argument {name!r} there.{see}")
     if kind == "the following arguments are required":

@@ -25,7 +25,7 @@ from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import CommandError, MissingDependency
 from commlens.launch import autoload, trace_summary
 from commlens.launch.new_warnings import new_warnings
-from commlens.launch.options import add_settings, settings_from, usage_error
+from commlens.launch.options import add_settings, own_options, program_from, settings_from, usage_error
 from commlens.launch.worker import check_program
 from commlens.watch.roster import children_workers
 from commlens.watch.watcher import Watcher
@@ -47,10 +47,10 @@ def torchrun_parser() -> argparse.ArgumentParser:
         raise MissingDependency.torch("commlens launch", error) from None
     parser: argparse.ArgumentParser = get_args_parser()
     parser.prog = "commlens launch"
+    parser.allow_abbrev = False  # with abbreviations, argparse refuses a script's --metric: it could be --metrics-file or --metrics-port
+    torchruns = own_options(parser)
 
     def refuse(message: str) -> NoReturn:
-        if "required: training_script" in message:
-            raise CommandError("Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1")
         raise usage_error(parser, message)
 
     parser.error = refuse  # type: ignore[method-assign]
@@ -62,7 +62,26 @@ def torchrun_parser() -> argparse.ArgumentParser:
         help="trace every worker's collectives, in all optimizer steps (the default) or in these (2:4 is steps 2 and 3)",
     )  # fmt: skip
     group.add_argument("--trace-dir", dest="commlens_trace_dir", metavar="DIR", help="save the traces here (default commlens-trace)")
+    parser.set_defaults(commlens_options=own_options(parser) - torchruns)
     return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Return torchrun's options, commlens's settings, and the program with all that stands after it.
+
+    Raises:
+        CommandError: there is no program, or an option is wrong.
+    """
+    parser = torchrun_parser()
+    for action in parser._actions:
+        if action.dest == "training_script":  # otherwise argparse drops a "--" from the script's arguments
+            action.nargs = argparse.REMAINDER
+    arguments = parser.parse_args(_join_trace(argv))
+    program = program_from(_split_trace(arguments.training_script), arguments.commlens_options, module=arguments.module)
+    if not program:
+        raise CommandError("Which program? For example: commlens launch --nproc-per-node 8 train.py --lr 0.1")
+    arguments.training_script, *arguments.training_script_args = program
+    return arguments
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -71,8 +90,7 @@ def launch(argv: Sequence[str]) -> int:
     Returns:
         torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without the frames of commlens.
     """
-    arguments = torchrun_parser().parse_args(_join_trace(argv))
-    arguments.training_script_args = _split_trace(arguments.training_script_args)
+    arguments = parse(argv)
     check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
     resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
     for warning in new_warnings(resolved.warnings):
@@ -146,7 +164,7 @@ def _join_trace(argv: Sequence[str]) -> list[str]:
 
 
 def _split_trace(argv: Sequence[str]) -> list[str]:
-    """Undo :func:`_join_trace` in the arguments of the script."""
+    """Undo :func:`_join_trace` in the script's own arguments."""
     split: list[str] = []
     for argument in argv:
         value = argument.removeprefix("--trace=")
@@ -200,7 +218,7 @@ def _record_workers(arguments: argparse.Namespace) -> None:
 def _start_through(arguments: argparse.Namespace, command: list[str]) -> None:
     """Make torchrun start a command of commlens, which starts the program."""
     module = ["-m"] if arguments.module else []
-    arguments.training_script_args = [*command, *module, arguments.training_script, *arguments.training_script_args]
+    arguments.training_script_args = [*command, *module, "--", arguments.training_script, *arguments.training_script_args]
     arguments.training_script = "commlens"
     arguments.module = True
 
