@@ -17,7 +17,7 @@ from commlens.formats.flight_recorder import native_entries
 from commlens.formats.flight_recorder.reader import read_flight_recorder_json, read_flight_recorder_pickle
 
 PROGRAM = """
-import datetime, sys, warnings
+import datetime, pickle, sys, warnings
 import torch, torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace, _dump_fr_trace_json
 warnings.simplefilter("ignore")
@@ -28,6 +28,8 @@ for step in range(20):
     dist.broadcast(torch.ones(3, dtype=torch.bfloat16), 0, group=group)
     dist.all_gather([torch.ones(2)], torch.ones(2))
 dist.barrier()
+while not all(entry["retired"] for entry in pickle.loads(_dump_fr_trace())["entries"]):
+    pass  # gloo's thread lets the main thread go before it retires the entry
 for name, content in (("pickle", _dump_fr_trace()), ("json", _dump_fr_trace_json())):
     with open(f"{sys.argv[1]}/dump_0.{name}", "wb") as file:
         file.write(content)
