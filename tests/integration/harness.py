@@ -160,6 +160,11 @@ class Harness:
         started = self.zygote.ask(do="start", folder=str(folder), store=True, ranks=ranks)
         pids: list[int] = started["pids"]
         workers = [Worker(r, pid, start_ticks(pid), world_size, r) for r, pid in enumerate(pids)]
+
+        def end_job(_: str) -> None:
+            _await_native_dumps(common)
+            kill(pids, signal.SIGTERM)
+
         watcher = None
         thread = None
         roots = [job_dirs.user_folder(root) / job for root in job_dirs.box_roots(settings.box_dir)]
@@ -169,7 +174,7 @@ class Harness:
                 settings,
                 say=lambda what: result.said.append((time.time(), what)),
                 workers=lambda: workers,
-                end_job=lambda _: kill(pids, signal.SIGTERM),
+                end_job=end_job,
             )
             thread = threading.Thread(target=watcher.run, name="watcher")
             thread.start()
@@ -232,6 +237,14 @@ def _await_end(pids: list[int], deadline: float) -> bool:
             kill(pids, signal.SIGKILL)
         time.sleep(0.02)
     return False
+
+
+def _await_native_dumps(environment: Mapping[str, str]) -> None:
+    """Wait until each rank of a hung job has looked at torch's own recorder once more, so that all dumps are of the same hang."""
+    began = time.time()
+    files = list(Path(environment.get("PYTEST_NATIVE_DUMPS", "")).glob("gloo_*")) if "PYTEST_NATIVE_DUMPS" in environment else []
+    while any(file.stat().st_mtime < began for file in files) and time.time() < began + 10:
+        time.sleep(0.02)
 
 
 def _await_watchers(roots: list[Path], deadline: float) -> None:

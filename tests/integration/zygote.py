@@ -18,6 +18,7 @@ import runpy
 import signal
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -98,21 +99,24 @@ def reap(request):
 def keep_native_dumps(folder: str) -> None:
     """Have torch's own recorder of gloo dumped into this folder whenever there is more in it: the last dump is what is left.
 
-    A rank that hangs writes nothing: a rank that writes would look as if it worked.
+    The file's time of writing is when the recorder was last looked at. A rank that hangs writes nothing more: a rank that writes would
+    look as if it worked.
     """
     dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace", None)
     path = Path(folder) / f"gloo_{os.environ['RANK']}"
+    new = Path(folder) / f"new_{os.environ['RANK']}"
 
     last = b""
 
     def write() -> None:
         nonlocal last
+        looked_at = time.time()
         data = dump()
-        if data == last:
-            return
-        last = data
-        path.with_suffix(".new").write_bytes(data)
-        path.with_suffix(".new").replace(path)
+        if data != last:
+            last = data
+            new.write_bytes(data)
+            new.replace(path)
+        os.utime(path, (looked_at, looked_at))
 
     def again() -> None:
         while not stop.wait(0.3):
