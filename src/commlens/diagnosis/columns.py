@@ -20,8 +20,8 @@ from commlens.model.ops import POINT_TO_POINT, UNEVEN
 
 _LINES = 4  # of the user's code kept of each stack
 _KEPT = (
-    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "problems", "lost_entries", "channels", "groups",
-    "timeouts", "exception", "exception_stack", "observation",
+    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "written_ns", "problems", "lost_entries", "channels",
+    "groups", "timeouts", "exception", "exception_stack", "observation",
 )  # fmt: skip
 
 

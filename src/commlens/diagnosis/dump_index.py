@@ -13,18 +13,20 @@ import msgspec
 import numpy as np
 
 from commlens.diagnosis.columns import ColumnHistory, ColumnOps, RankDump, RankOps, SharedIds, is_message
-from commlens.diagnosis.index import DEVICE, FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track
+from commlens.diagnosis.index import DEVICE, FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track, has_issued
 from commlens.diagnosis.process_exit import attribute_exits, process_exit_of
 from commlens.diagnosis.select_job import absent_ranks, world_size
 from commlens.formats.columns import COMPLETED, STARTED, Integers
-from commlens.model.collective import Channel, ChannelKey
-from commlens.model.ops import ROOTED
+from commlens.model.collective import Channel, ChannelKey, Collective
+from commlens.model.ops import ROOTED, UNEVEN
 from commlens.model.ranklog import RankLog
 
 _RECENT_MIN, _RECENT_MAX = 4, 200  # newest operations in each rank's log
 _RECENT_TOTAL = 20_000  # in the logs of all ranks
 _IN_FLIGHT_MAX = 16  # operations in flight in each rank's log
 _RING_BUFFER_MIN = 64  # records
+_WRITTEN_NS = 20_000_000  # a file's time comes from a clock that ticks a hundred times a second
+_WRITTEN_SECONDS_NS = 2_000_000_000  # a zip file's times are even seconds
 _ROUTINE_WINDOW = 400  # operations before the head within which a rank may have left its routine
 
 ChannelName = tuple[str, str, tuple[int, ...]]
@@ -68,6 +70,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     views: dict[int, RankView] = {}
     channels: dict[ChannelKey, Channel] = {}
     users: dict[ChannelKey, list[int]] = defaultdict(list)
+    written = _written_ns(dumps)
     for dump in sorted(dumps, key=lambda one: one.rank):
         columns = RankOps(dump, [unified[_name(channel)] for channel in dump.channels], ids)
         log = _log(dump, columns, recent)
@@ -76,6 +79,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
         view.first_ns = 0 if dump.only_active or not len(dump) else int(dump.created_ns[0])
+        view.written_ns = 0 if dump.origin == "torch-log" else written[dump.rank]
         full = dump.unbroken == fullest or dump.lost_entries  # it may have been
         view.head_lost = dump.only_active and full and _may_be_buffer_size(fullest)
         for key, channel in _index(view, columns, limit).items():
@@ -90,12 +94,67 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     no_record, elsewhere = absent_ranks(logs, size)
     job = JobIndex(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS)
     job.unlisted = frozenset(channel.key for name, channel in unified.items() if not name[2])
+    _find_outdated(job)
     job.moving = _is_moving(job)
     if job.moving:
         for view in views.values():
             for block in view.blocks.values():
                 block.stuck = False
     return job
+
+
+def _written_ns(dumps: Sequence[RankDump]) -> dict[int, int]:
+    """Return the latest possible time of each rank's dump, in Unix ns, from its file's time of writing; 0 where that tells nothing.
+
+    Some archives and object stores keep full seconds, or another time altogether: then a file is older than what it holds.
+    """
+    latest = {dump.rank: dump.written_ns + (_WRITTEN_NS if dump.written_ns % 1_000_000_000 else _WRITTEN_SECONDS_NS) for dump in dumps}
+    if any(dump.written_ns and latest[dump.rank] < _newest_ns(dump) for dump in dumps):
+        return dict.fromkeys(latest, 0)
+    return {dump.rank: latest[dump.rank] if dump.written_ns else 0 for dump in dumps}
+
+
+def _find_outdated(job: JobIndex) -> None:
+    """Find the dumps that were taken before the others' collectives completed, in which their ranks took part.
+
+    What such a rank did last is unknown: it issued more than its dump holds, and is no longer in what its dump has in flight.
+    """
+    outdated: set[int] = set()
+    for key, users in job.users.items():
+        done = [op for rank in users if (op := _newest_left(job.views[rank], key)) is not None]
+        if done:
+            newest = max(done, key=lambda op: op.sequence_number)
+            outdated |= {rank for rank in key[2] if rank in job.views and _lacks(job.views[rank], newest)}
+    for rank in outdated:
+        job.views[rank].outdated = True
+        for block in job.views[rank].blocks.values():
+            block.stuck = False
+
+
+def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
+    """Return the newest collective that has completed and needed all ranks of its group; None if there is none, or in a log.
+
+    The rank's last operation does not count: its recorder may have given it up because it failed.
+    """
+    ops = view.tracks[key].ops
+    if view.columns is None or view.columns.dump.origin == "torch-log" or not isinstance(ops, ColumnOps):
+        return None
+    done = ops.rows[view.columns.dump.state[ops.rows] == COMPLETED]
+    for row in done[::-1][:_RECENT_MAX].tolist():
+        op = view.columns.op(row)
+        if op.op not in ROOTED and op.op not in UNEVEN and row < len(view.history) - 1:
+            return op
+    return None
+
+
+def _lacks(view: RankView, op: Collective) -> bool:
+    """Return whether a rank's dump, which is not damaged, ends before the rank issued this collective."""
+    track = view.tracks.get(op.channel.key)
+    if view.columns is None or view.columns.dump.origin == "torch-log" or view.lost_newest or (track is None and view.wrapped):
+        return False
+    return (track is None or track.last < op.sequence_number) and has_issued(
+        view, op.channel.key, op.sequence_number, op.announced_ns
+    ) is False
 
 
 def _is_moving(job: JobIndex) -> bool:

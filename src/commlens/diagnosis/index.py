@@ -96,6 +96,8 @@ class RankView:
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
     routine_from: int = 0  # index of the op from which on the program has done several steps; 0: not determined yet
     head_lost: bool = False  # all records are in flight: the op that blocks the rank may be older, and overwritten
+    written_ns: int = 0  # the dump is not newer than this, Unix ns; 0 if unknown
+    outdated: bool = False  # other ranks' records show that it has issued more collectives than its dump holds
 
     @property
     def died(self) -> bool:
@@ -110,6 +112,13 @@ class RankView:
         """
         lost = self.log.lost_newest if self.columns is None else self.columns.dump.lost_entries
         return lost and not self.died
+
+    def is_older_than(self, moment_ns: int) -> bool:
+        """Return whether the rank's dump is known to be older than this, so that it does not show what the rank issued since.
+
+        Always False for black boxes.
+        """
+        return self.outdated or 0 < self.written_ns < moment_ns
 
     @property
     def last_op(self) -> Collective | None:
@@ -471,7 +480,8 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
     if status is not None and not counts_messages and number <= status[0]:
         return True
-    return None if track is None and view.first_ns > since_ns else False
+    overwritten = track is None and view.first_ns > since_ns
+    return None if overwritten or view.is_older_than(since_ns) else False
 
 
 def is_queued(view: RankView, op: Collective) -> bool:

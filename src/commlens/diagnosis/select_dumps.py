@@ -140,6 +140,7 @@ def _join_backends(dumps: Sequence[RankDump]) -> RankDump | None:
         status={name: status for dump in dumps for name, status in dump.status.items()},
         world_size=max(dump.world_size for dump in dumps),
         captured_ns=max(dump.captured_ns for dump in dumps),
+        written_ns=min(dump.written_ns for dump in dumps),
         issued=sum(dump.issued for dump in dumps),
         timed=all(dump.timed for dump in dumps),
         only_active=all(dump.only_active for dump in dumps),

@@ -211,9 +211,10 @@ class _Builder:
                 continue
             theirs = other.tracks.get(key)
             if theirs is None or theirs.last < number:
-                if has_issued(other, key, number, since_ns) is False:
+                issued = has_issued(other, key, number, since_ns)
+                if issued is False:
                     arrivals.absent.append(member)
-                elif other.lost_newest:
+                elif issued is None and (other.lost_newest or other.is_older_than(since_ns)):
                     # What blocks the rank of another tool's dump is among its oldest entries in flight, which were read.
                     blocked = other.columns is not None and any(block.stuck for block in other.blocks.values())
                     (arrivals.behind if blocked else arrivals.no_record).append(member)
@@ -322,7 +323,8 @@ class _Builder:
         """Add an edge to the thread that should issue the op; to the rank if that thread is not blocked."""
         block = self._block_of(other, key)
         if block is None:
-            self.graph.add(node, self._unrecorded_node(other.rank) if other.lost_newest else Node("absent", other.rank), edge)
+            unknown = other.lost_newest or other.is_older_than(edge.op.announced_ns)
+            self.graph.add(node, self._unrecorded_node(other.rank) if unknown else Node("absent", other.rank), edge)
             return
         self.graph.add(node, Node("wait", other.rank, block.thread), edge)
         self._todo.append((other, block))

@@ -166,6 +166,7 @@ def _read_files(
         for columns in several:
             columns.rank, note = rank_of_dump(columns.rank, columns.possible_ranks, name)
             columns.host = columns.host or name.host
+            columns.written_ns = source.modified_ns
             columns.problems += [*source.problems, *([note] if note else [])]
             columns.lost_entries = columns.lost_entries or bool(source.problems)
             if columns.rank < 0 and not unnamed:

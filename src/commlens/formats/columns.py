@@ -116,6 +116,7 @@ class RankColumns:
     origin: str = "flight-recorder"  # "flight-recorder", "gloo-recorder", "torch-log", "commlens"
     version: str = ""  # of the file format
     captured_ns: int = 0  # Unix ns; 0 if unknown
+    written_ns: int = 0  # Unix ns when the file was last written, so the dump is not newer; 0 if unknown
     problems: list[str] = field(default_factory=list)  # sentences about unreadable parts
     lost_entries: bool = False  # some could not be read, perhaps the newest: nothing tells what the rank did not issue
     issued: int = 0  # operations ever recorded, as far as the file shows; a ring buffer drops the oldest

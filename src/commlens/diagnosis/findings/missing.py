@@ -375,6 +375,11 @@ def _unrecorded(
         runs = verb(ranks, "runs on this node but is", "run on this node but are")
         summary = f"{subject} ({pids}) {runs} not recorded; {they_wait} for {verb(ranks, 'it', 'them')}"
         step = f"take a stack of {verb(ranks, 'it', 'them')} (py-spy dump --pid {strangers[0].pid}); {strangers[0].unrecorded}"
+    elif ranks[0] in context.job.views and context.job.views[ranks[0]].is_older_than(op.announced_ns):
+        them, dumps = verb(ranks, "it", "them"), verb(ranks, "dump", "dumps")
+        summary = f"{they_wait}; the {dumps} of {subject} {verb(ranks, 'is', 'are')} older and {verb(ranks, 'does', 'do')} not show "
+        summary += f"whether {verb(ranks, 'it', 'they')} came"
+        step = f"dump all ranks at one moment while the job hangs, and diagnose these dumps; or take a stack of {them} (py-spy dump)"
     elif ranks[0] in context.job.views:
         pid = context.job.views[ranks[0]].log.pid
         summary = f"{they_wait}; the newest records of {subject} are unreadable"
