@@ -222,6 +222,18 @@ def leaves_routine_at(view: RankView) -> tuple[Collective, Collective | None] | 
     return None
 
 
+def expected_next(view: RankView) -> Collective | None:
+    """Return the latest op of the kind that a rank's routine leads one to expect after its last record; None if it does not decide."""
+    ops = view.history[-_LOOK_BACK:]
+    sure = bool(ops) and view.has_routine(ops[-1])
+    for text in _texts(ops):
+        expected, _ = _expected(text, len(text), sure=True)
+        letter = expected.pop() if len(expected) == 1 else ""
+        if letter and (sure or _expected(text + letter, len(text), sure=False)[0]):
+            return ops[text.rindex(letter)]
+    return None
+
+
 def ever_leaves_routine(view: RankView) -> bool:
     """Return whether a rank left its routine anywhere in its records."""
     ops = view.history[-_LOOK_BACK:]

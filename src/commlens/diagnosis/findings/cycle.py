@@ -9,12 +9,13 @@ from commlens.diagnosis.findings.next_steps import cycle_step, receives_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
-from commlens.diagnosis.routine import leaves_routine_at
+from commlens.diagnosis.routine import expected_next, leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
 
+_DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one finding
 How = Literal["history", "order", "tie"]
 Departures = dict[int, tuple[Collective, Collective | None]]
 """By rank: the op with which it leaves the usual order, and the op that it, or else the others, used to issue in its place."""
@@ -27,6 +28,68 @@ def find_cycles(context: Context) -> None:
         path = shortest_cycle(context.graph, component)
         if path:
             _cycle(context, path, [node for node in component if node.kind == "wait"])
+
+
+def find_departures(context: Context, sinks: list[Node]) -> list[Node]:
+    """Find ranks of other tools' dumps that moved on to another collective than usual, while they are awaited in the usual one.
+
+    They hold up the job, whatever the ranks do that they wait for. That such a rank has not come is no evidence against it: its dump may
+    have been taken earlier, and if it keeps its routine, it would have waited in another collective, too.
+
+    Returns:
+        The nodes that this does not explain.
+    """
+    others: list[Node] = []
+    found: dict[tuple[int, ...], tuple[Departures, list[Node]]] = {}
+    for node in sinks:
+        view = context.job.views.get(node.rank)
+        undated = view is not None and view.columns is not None and not (view.log.captured_ns or view.died or view.lost_newest)
+        departures = _departed_before(context, node) if undated and node.kind in ("absent", "no-record", "elsewhere") else {}
+        if departures:
+            found.setdefault(tuple(sorted(departures)), (departures, []))[1].append(node)
+        else:
+            others.append(node)
+    for departures, nodes in found.values():
+        _departed(context, departures, nodes)
+    return others
+
+
+def _departed_before(context: Context, absent: Node) -> Departures:
+    """Return the ranks that left their routine for the collective in which they wait, and in which others wait for the absent rank."""
+    waits = sorted(node for node in context.graph.reaching([absent]) if node.kind == "wait")[:_DEPARTURES_MAX]
+    heads = {node.rank: context.graph.blocks[node].op for node in waits}
+    coming = expected_next(context.job.views[absent.rank]) if not context.job.views[absent.rank].outdated else None
+    awaited = {op.channel.key for op in heads.values()} | ({coming.channel.key} if coming is not None else set())
+    left: Departures = {}
+    for rank, op in heads.items():
+        departure = leaves_routine_at(context.job.views[rank])
+        if departure is None or departure[0].index != op.index or departure[1] is None or op.is_point_to_point:
+            continue
+        usual = departure[1].channel.key
+        if usual != op.channel.key and not departure[1].is_point_to_point and usual in awaited:
+            left[rank] = departure
+    return left if len(left) * 2 <= len(heads) + 1 and absent.rank not in left else {}
+
+
+def _departed(context: Context, departures: Departures, absent: list[Node]) -> None:
+    culprits = sorted(departures)
+    op, usual = departures[culprits[0]]
+    assert usual is not None
+    blocked = sorted({*context.blocked_by(absent)} - set(culprits))
+    ranks = [node.rank for node in absent]
+    edges = [edge for node in absent for edge in context.graph.edges_into(node)]
+    finding = Finding(
+        kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=blocked, confidence="medium",
+        summary=f"{ranks_phrase(culprits)} moved on to {op_phrase(op)}, not to {_without_number(usual)} as before",
+        explanation=prose(context.waiting(edges), context.waiting_behind(sorted({edge.rank for edge in edges}), blocked)),
+        next_step=cycle_step(culprits, op, usual),
+        evidence=[
+            _how_decided("history", culprits),
+            f"Whether {ranks_phrase(ranks)} came is not known: the {verb(ranks, 'dump', 'dumps')} may be older than the others.",
+        ],
+        would_raise_confidence="Dumps of all ranks from one moment, while the job hangs, would show whether the ranks wait for each other.",
+    )  # fmt: skip
+    context.add(finding, op, op.source, blocked=len({*blocked, *culprits}))
 
 
 def _cycle(context: Context, path: Path, waits: list[Node]) -> None:

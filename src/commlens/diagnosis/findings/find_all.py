@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.findings.context import Case, Context
-from commlens.diagnosis.findings.cycle import find_cycles
+from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
@@ -29,7 +29,8 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
     find_skipped_writes(context)
     find_cycles(context)
-    find_missing(context, [node for node in sinks if node.kind == "absent"])
+    left = find_departures(context, sinks)
+    find_missing(context, [node for node in left if node.kind == "absent"])
     find_unwritten(context, [node for node in sinks if node.kind == "key"])
     stuck = [node for node in sinks if node.kind == "stuck" and not graph.is_alone(node)]
     if context.cases:  # the head of a rank whose ring lost it is weaker evidence than any finding
@@ -39,7 +40,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
             find_stuck_inside(context, node)
     else:
         find_undecided(context, stuck)
-    find_unrecorded(context, [node for node in sinks if node.kind in ("no-record", "elsewhere")])
+    find_unrecorded(context, [node for node in left if node.kind in ("no-record", "elsewhere")])
     find_fewer(context)
     for case in context.cases[:groups]:  # the groups are not what the program takes them for
         for other in context.cases[groups:]:
