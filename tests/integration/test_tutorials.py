@@ -26,7 +26,6 @@ DIFFERENT = (
     (r"\b\d+(\.\d+)? ?(s|ms|us)\b", "T s"),
     (r"#\d+", "#N"),  # a collective's number: how many DDP issues at its start depends on torch's version
     (r"\d+ records", "N records"),
-    (r" SUM\b", ""),  # the watchdog thread reads the reduce op a little later
 )
 
 

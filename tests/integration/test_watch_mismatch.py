@@ -115,7 +115,7 @@ def test_abort_ends_the_job(bench: Bench) -> None:
 
 
 def test_the_detached_watcher_reports_it_too(bench: Bench) -> None:
-    program = bench.torchrun("train.py", "partial", "40", COMMLENS="1")
+    program = bench.torchrun("train.py", "partial", "150", COMMLENS="1")  # longer than the watcher may take to start
     told = program.until("VERDICT", stream="err")
     assert told < program.until("training ends")
     assert program.end() == 0

@@ -118,7 +118,7 @@ class Node:
     def __init__(self, size: int, *, world_size: int = 0, capacity: int = 64) -> None:
         self.ranks = [Rank(rank, world_size or size, capacity=capacity) for rank in range(size)]
         self.members = [
-            SimpleNamespace(pid=each.box.pid, rank=each.rank, world_size=len(self.ranks), box=Memory(each.box), alive=True)
+            SimpleNamespace(pid=each.box.pid, rank=each.rank, world_size=len(self.ranks), box=Memory(each.box), alive=True, ended_well=None)
             for each in self.ranks
         ]
         roster = SimpleNamespace(current=lambda: self.members)

@@ -980,7 +980,7 @@ def test_pairs_that_disagree_at_the_same_lines_are_one_fault_also_while_the_job_
         yield Stay(57, "load_batch")
 
     logs = Job(4).run(program).logs()
-    [finding] = find_disagreements(logs)
+    [(finding, _)] = find_disagreements(logs)
     assert (finding.kind, finding.culprits, finding.victims) == ("mismatch/reduce-op", [], [0, 1, 2, 3])
     assert [one.kind for one in diagnose_logs(logs).findings if one.root_cause] == ["mismatch/reduce-op"]
 

@@ -36,7 +36,7 @@ def test_a_shape_mismatch_is_reported_once_all_ranks_have_issued() -> None:
         node.ranks[rank].issue(all_reduce(9 if rank == 2 else 8))
     assert node.look() == [], "rank 1 may show who is the odd one"
     node.ranks[1].issue(all_reduce(8))
-    (verdict,) = node.look()
+    (verdict,) = node.look(after=1.1)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [2], [0, 1, 3])
     assert verdict.source == "train.py:81"
     assert "float32[9]" in verdict.summary
@@ -50,6 +50,33 @@ def test_a_mismatch_is_reported_even_if_another_rank_never_issues() -> None:
     assert node.look() == []
     (verdict,) = node.look(after=1.1)
     assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), "rank 2 might have sided with rank 3"
+
+
+@pytest.mark.parametrize("last", range(4))
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_a_report_waits_until_the_collective_has_ended_and_its_reduce_op_is_read(last: int, reads_first: bool) -> None:
+    """Whether a look falls between the last rank's arrival and these moments is chance: it changes no word."""
+    node = Node(4)
+    indices = {rank.rank: rank.issue(all_reduce(9 if rank.rank == 2 else 8)) for rank in node.ranks}
+    for first in (reads_first, not reads_first):
+        for rank in [each for each in node.ranks if each.rank != last] + [node.ranks[last]]:
+            assert node.look(after=0.05) == []
+            if first:
+                rank.beat()
+            else:
+                rank.box.complete(indices[rank.rank])
+    (verdict,) = node.look(after=0.05)
+    assert verdict.culprits == [2]
+    assert verdict.explanation.endswith("Nothing hung, but the result is wrong.")
+    assert verdict.explanation.count(" SUM at ") == 2
+    assert node.settle() == []
+
+
+def test_a_report_does_not_wait_for_long() -> None:
+    node = Node(4)
+    for rank in node.ranks:
+        rank.issue(all_reduce(9 if rank.rank == 2 else 8))
+    assert [verdict.culprits for _ in range(12) for verdict in node.look(after=0.1)] == [[2]]
 
 
 def test_once_a_rank_has_died_no_rank_is_waited_for() -> None:
@@ -111,7 +138,7 @@ def test_a_reduce_op_is_compared_once_it_is_recorded() -> None:
         rank.beat()
     assert node.look() == [], "that of rank 3 may show who is the odd one"
     node.ranks[3].beat()
-    (verdict,) = node.look()
+    (verdict,) = node.look(after=1.1)
     assert (verdict.kind, verdict.culprits) == ("mismatch/reduce-op", [1])
     assert node.settle() == []
 
@@ -265,7 +292,7 @@ def test_ranks_of_other_nodes_are_not_waited_for() -> None:
     node = Node(2, world_size=8)
     node.ranks[0].issue(all_reduce(8), ranks=range(8))
     node.ranks[1].issue(all_reduce(9), ranks=range(8))
-    (verdict,) = node.look()
+    (verdict,) = [*node.look(), *node.look(after=1.1)]
     assert (verdict.kind, verdict.culprits) == ("mismatch/shape", []), "of two, nobody is the odd one"
     node.ranks[0].issue(all_reduce(8), ranks=(0, 4), group="dp")
     node.ranks[1].issue(all_reduce(5), ranks=(1, 5), group="dp")
@@ -278,7 +305,7 @@ def test_groups_incarnations_and_devices_are_distinguished() -> None:
         first, second = (all_reduce(8), all_reduce(9)) if options.get("inc") else (all_reduce(8), all_reduce(8))
         node.ranks[0].issue(first, ranks=(0, 1), **options)  # type: ignore[arg-type]
         node.ranks[1].issue(second, ranks=(0, 1), **options)  # type: ignore[arg-type]
-    (verdict,) = node.look()
+    (verdict,) = [*node.look(), *node.look(after=1.1)]
     assert verdict.kind == "mismatch/shape"
     assert node.verification.times(next(iter(node.reporter._reported.values()))[1]) == 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.findings.context import Context, locate
@@ -12,6 +13,7 @@ from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.swapped_order import SwappedOrder, find_swapped_orders
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.model.collective import ChannelKey, State
+from commlens.model.ops import REDUCING
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, group_phrase, ranks_phrase
@@ -19,14 +21,30 @@ from commlens.text import capital, frame_phrase, group_phrase, ranks_phrase
 _NOTHING_STALLS_S = 1e6
 
 
-def find_disagreements(logs: Sequence[RankLog]) -> list[Finding]:
+class Disagreement(NamedTuple):
+    """A collective or message that ranks disagree on."""
+
+    finding: Finding
+    settled: bool  # it has ended on all ranks, and their reduce ops are known: a later look would find nothing else
+
+
+def find_disagreements(logs: Sequence[RankLog]) -> list[Disagreement]:
     """Return the collectives and messages that ranks disagree on, the first cause first.
 
     Args:
         logs: the boxes of a running job, as of now.
     """
     job = _index(logs)
-    return [finding for finding, mismatch in _mismatches(job) if mismatch.answer is not None] if job is not None else []
+    found = _mismatches(job) if job is not None else []
+    return [Disagreement(finding, _is_settled(mismatch)) for finding, mismatch in found if mismatch.answer is not None]
+
+
+def _is_settled(mismatch: Mismatch) -> bool:
+    """Return whether the ranks' records of a mismatch are final: a rank decodes its reduce ops some time after it issues them."""
+    return all(
+        not op.in_flight and (op.op not in REDUCING or op.is_point_to_point or op.args.reduce_op is not None)
+        for op in mismatch.ops.values()
+    )
 
 
 def find_out_of_step(logs: Sequence[RankLog], *, at_least: int) -> list[Finding]:

@@ -21,6 +21,7 @@ REPORTS_MAX: Final = 8  # distinct disagreements of one job: a broken program mu
 EXAMINED_MAX: Final = 64
 NEWEST_RECORDS: Final = 400  # of each rank; reading all of them takes longer than a report may
 OTHER_RANKS_WITHIN_S: Final = 1.0  # the group's other ranks may still come, and show which rank is the odd one
+SETTLES_WITHIN_S: Final = 1.0  # the collective may still end, and the ranks' watchdogs decode its reduce op
 SHIFT_MATCHES: Final = 8  # collectives that must match before a rank is reported out of step
 SHIFT_CHECKS_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0)  # after the first suspicion, and after each check that showed nothing
 SHIFT_CHECKS_APART_S: Final = 1.0  # a rank must be out of step in two checks
@@ -85,6 +86,7 @@ class MismatchReporter:
         self._due = 0.0
         self._reported: dict[Key, tuple[str, Discrepancy | None]] = {}  # with where it was first seen
         self._examined = 0
+        self._unsettled_since: dict[Key, float] = {}  # disagreements between nodes, of which a later look may tell more
         self._out_of_step = OutOfStepCheck()
         self._counted: set[tuple[ChannelKey, str]] = set()
 
@@ -112,7 +114,8 @@ class MismatchReporter:
         verdicts: list[tuple[Verdict, bool]] = []
         if complete:
             verification.discrepancies = [each for each in verification.discrepancies if each not in complete]
-            verdicts += [(verdict, True) for verdict in self._examine(complete)]
+            died = any(not member.alive and member.ended_well is not True for member in self._roster.current())
+            verdicts += [(verdict, True) for verdict in self._examine(complete, now if not died else float("inf"))]
         if shifts and self._out_of_step.is_due(now):
             verdicts += [(verdict, False) for verdict in self._examine_shifts(shifts, now)]
         return verdicts
@@ -129,8 +132,8 @@ class MismatchReporter:
                 self._found_here += len(verdicts)
                 self.held += [(now + REPORTER_S, *each) for each in verdicts]
             verdicts = []
-        elif nodes.others and nodes.take_disagreement(now):
-            verdicts += self.examine_job()
+        elif nodes.others and (nodes.take_disagreement(now) or self._unsettled_since):
+            verdicts += self.examine_job(now)
         verdicts += [(verdict, may_abort) for until, verdict, may_abort in self.held if now >= until]
         self.held = [each for each in self.held if now < each[0]]
         return verdicts
@@ -173,21 +176,28 @@ class MismatchReporter:
 
     # --- disagreements
 
-    def _examine(self, disagreements: list[Discrepancy]) -> list[Verdict]:
+    def _examine(self, disagreements: list[Discrepancy], now: float) -> list[Verdict]:
+        """Return a verdict for each new disagreement. One whose records are not final is looked at again in the next poll."""
         if self._examined >= EXAMINED_MAX or len(self._reported) >= REPORTS_MAX:
             return []
         self._examined += 1
         logs = self._read(NEWEST_RECORDS)
-        findings = live.find_disagreements(logs)
-        if not findings or any(finding.confidence != "high" for finding in findings):
+        found = live.find_disagreements(logs)
+        if not found or any(finding.confidence != "high" for finding, _ in found):
             logs = self._read(None)  # a longer history may show which rank is the odd one
-            findings = live.find_disagreements(logs)
+            found = live.find_disagreements(logs)
         verdicts: list[Verdict] = []
-        for finding in findings:
+        for finding, settled in found:
             discrepancy = next((each for each in disagreements if _is_about(finding, each)), None)
-            if discrepancy is not None and self._add(finding, discrepancy):
+            if discrepancy is None or self._is_reported(_key(finding)):
+                continue
+            if not settled and now - discrepancy.seen_at < SETTLES_WITHIN_S:
+                self._examined -= 1
+                self.verification.discrepancies += [each for each in disagreements if each not in self.verification.discrepancies]
+                break  # the later ones may follow from it
+            if self._add(finding, discrepancy):
                 verdicts.append(self._verdict(finding, logs))
-        if not findings:
+        if not found:
             for discrepancy in disagreements:
                 if _is_overwritten(logs, discrepancy):
                     finding = _finding_without_records(discrepancy)
@@ -195,12 +205,22 @@ class MismatchReporter:
                         verdicts.append(self._verdict(finding, logs))
         return verdicts[: max(0, REPORTS_MAX - len(self._reported) + len(verdicts))]
 
-    def examine_job(self) -> list[tuple[Verdict, bool]]:
+    def examine_job(self, now: float) -> list[tuple[Verdict, bool]]:
         """Compare the records of all nodes, because what they issued differs. Returns new verdicts, as :meth:`poll` does."""
+        before, self._unsettled_since = self._unsettled_since, {}
         if len(self._reported) >= REPORTS_MAX:
             return []
         logs = self._read(None)
-        return [(self._verdict(finding, logs), True) for finding in live.find_disagreements(logs) if self._add(finding, None)]
+        verdicts: list[tuple[Verdict, bool]] = []
+        for finding, settled in live.find_disagreements(logs):
+            key = _key(finding)
+            since = before.get(key, now)
+            if not settled and now - since < SETTLES_WITHIN_S and not self._is_reported(key):
+                self._unsettled_since[key] = since
+                break
+            if self._add(finding, None):
+                verdicts.append((self._verdict(finding, logs), True))
+        return verdicts
 
     def _add(self, finding: Finding, discrepancy: Discrepancy | None) -> bool:
         """Remember a finding. Returns whether it is new."""
