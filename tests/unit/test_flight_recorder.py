@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from flight_recorder_dumps import dump, entry, operation
 
+from commlens.diagnosis.columns import reduce_all
 from commlens.dumps import detect
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.names import read_name
@@ -65,6 +66,54 @@ def test_a_batch_ends_as_the_entry_that_closes_it():
     )
     assert rows.coalesced.tolist() == [0, 1, 1, 1, 0] and rows.closes.tolist() == [False, False, False, True, False]
     assert set(rows.state.tolist()) == {2}
+
+
+OPEN = {"state": "scheduled", "retired": False, "time_discovered_completed_ns": None}
+
+
+def batch(number: int, message: int, *, collective: int, closing: dict[str, Any], bumps: int = 0) -> list[dict[str, Any]]:
+    """A send and a receive in a batch, as NCCL records them: the closing entry alone shows their state.
+
+    ``bumps``: the batch uses up so many numbers of collectives, as in torch 2.4 to 2.6.
+    """
+    numbers = {"collective_seq_id": collective + bumps, "p2p_seq_id": message}
+    return [
+        entry(number, "nccl:send 0->1", **OPEN, **numbers),
+        entry(number + 1, "nccl:recv 0<-1", **OPEN, **numbers),
+        entry(number + 2, "nccl:coalesced", input_sizes=[], output_sizes=[], input_dtypes=[], output_dtypes=[], **numbers, **closing),
+    ]
+
+
+@pytest.mark.parametrize("bumps", [0, 1])
+@pytest.mark.parametrize("read", ["pickle", "json"])
+def test_the_entry_that_closes_a_batch_has_nothing_to_do_with_the_collective_of_its_number(bumps, read):
+    """NCCL gives the closing entry the number of the last collective, and does not mark it as point to point."""
+    done = {"state": "completed"}
+    entries = [entry(0, **OPEN), *batch(1, 7, collective=1, closing=done, bumps=bumps), entry(4, collective_seq_id=2 + bumps)]
+    value = dump(entries)
+    rows = columns_from_table(value) if read == "pickle" else read_flight_recorder_json(as_json(value), "rank_3.json")
+    assert rows.state.tolist() == [0, 2, 2, 2, 2], "the collective is in flight still, the messages have completed"
+    assert rows.p2p.tolist() == [False, True, True, True, False] and rows.coalesced.tolist() == [0, 1, 1, 1, 0]
+    (reduced,) = reduce_all([rows])
+    assert [reduced.args[index].op for index in reduced.args_index] == ["all_reduce", "send", "recv", "all_reduce"]
+
+
+@pytest.mark.parametrize("state", ["scheduled", "started"])
+def test_a_batch_in_flight_does_not_take_back_a_collective_that_completed(state):
+    entries = [entry(0), *batch(1, 7, collective=1, closing={**OPEN, "state": state})]
+    rows = columns_from_table(dump(entries))
+    assert rows.state.tolist() == [2, *[{"scheduled": 0, "started": 1}[state]] * 3]
+    (reduced,) = reduce_all([rows])
+    assert [reduced.args[index].op for index in reduced.args_index] == ["all_reduce", "send", "recv"]
+
+
+def test_the_rest_of_a_batch_whose_members_are_overwritten_is_no_collective():
+    entries = [*batch(40, 7, collective=5, closing={"state": "completed"}), entry(43, collective_seq_id=6, p2p_seq_id=7)]
+    (reduced,) = reduce_all([columns_from_table(dump(entries[2:]))])
+    assert reduced.sequence.tolist() == [6]
+    after = [entry(39, collective_seq_id=5, p2p_seq_id=6), entries[2]]  # its members are unreadable
+    (reduced,) = reduce_all([columns_from_table(dump([*after, {}]))])
+    assert reduced.sequence.tolist() == [5] and [reduced.args[index].op for index in reduced.args_index] == ["all_reduce"]
 
 
 @pytest.mark.parametrize("protocol", range(6))

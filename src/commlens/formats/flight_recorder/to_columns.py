@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -32,15 +33,18 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     channel, columns.channels = _channels(table, group, name, names, config)
     args_index, columns.args = _args(name, _ints(table.signature, "int32", length), names, table.signatures)
     columns.stacks = StackTable(table.frames, table.stacks)
-    is_p2p = _ints(table.is_p2p, "bool", length)
     retired = _ints(table.retired, "bool", length)
     state = _ints(table.state, "uint8", length).copy()
     native = np.array([text.startswith("nccl:") for text in table.names] or [False])
     failed = native[name] if length else retired  # NCCL retires an op that completed or timed out
     state[(state != COMPLETED) & retired & ~failed] = RETIRED
-    sequence = np.where(is_p2p, _ints(table.p2p_seq_id, "int64", length), _ints(table.collective_seq_id, "int64", length))
-    closing = np.array([one.closes for one in names] or [False])
-    closes = closing[name] if length else np.zeros(0, "bool")
+    numbers = _Numbers(_ints(table.collective_seq_id, "int64", length), _ints(table.p2p_seq_id, "int64", length))
+    record_id = _ints(table.record_id, "int64", length)
+    closes = _which(names, name, lambda one: one.closes)
+    lost = columns.lost_entries or bool(length and record_id[0] > 0)
+    is_message = _ints(table.is_p2p, "bool", length) | _which(names, name, lambda one: one.own_rank is not None)
+    is_p2p = _closed_batches(channel, is_message, numbers, closes, lost=lost)
+    sequence = np.where(is_p2p & (numbers.message >= 0), numbers.message, numbers.collective)
     coalesced = _coalesced(channel, is_p2p, sequence, closes)
     completed = np.maximum(_ints(table.completed_ns, "int64", length), 0)
     _end_with_their_group(coalesced, closes, state, completed)
@@ -51,7 +55,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
             "args_index": args_index,
             "stack": _ints(table.stack, "int32", length),
             "sequence": sequence,
-            "record_id": _ints(table.record_id, "int64", length),
+            "record_id": record_id,
             "op_id": _ints(table.op_id, "int64", length),
             "state": state,
             "retired": retired,
@@ -218,6 +222,50 @@ def _distinct(codes: Integers) -> tuple[Integers, Integers]:
     there = np.zeros(top + 1, "bool")
     there[codes] = True
     return np.flatnonzero(there), (np.cumsum(there, dtype="int32") - 1)[codes]
+
+
+class _Numbers(NamedTuple):
+    """NCCL's two counters for each process group, as each entry shows them: the last collective and the last message or batch."""
+
+    collective: Integers
+    message: Integers
+
+
+def _which(names: list[ProfilingName], name: Integers, holds: Callable[[ProfilingName], bool]) -> Integers:
+    """Return whether a property of its name holds for each entry."""
+    table = np.array([holds(one) for one in names] or [False])
+    return table[name] if len(name) else np.zeros(0, "bool")
+
+
+def _closed_batches(channel: Integers, is_message: Integers, numbers: _Numbers, closes: Integers, *, lost: bool) -> Integers:
+    """Return which entries are messages or close a batch of messages.
+
+    NCCL records the entry that closes a batch like a collective, with the number of the last collective, which it has nothing to do
+    with (torch 2.7 to 2.15; before, with a number of its own). But a batch counts as one message, so the entry has the batch's number.
+    Where its members are lost, an entry that may close a batch is taken for one: it tells nothing about the collective of its number.
+
+    Args:
+        channel: of each entry.
+        is_message: whether the entry is a send or a receive.
+        numbers: of each entry.
+        closes: whether the entry closes a coalesced group.
+        lost: whether entries before the first one are lost, or others are unreadable.
+    """
+    of_batch = is_message.copy()
+    ends = np.flatnonzero(closes & ~is_message)
+    if not len(ends):
+        return of_batch
+    order = np.argsort(channel, kind="stable")
+    follows = channel[order[1:]] == channel[order[:-1]]
+    previous = np.full(len(channel), -1)
+    previous[order[1:][follows]] = order[:-1][follows]
+    before = previous[ends]
+    first = before < 0
+    same_message = ~first & (numbers.message[before] == numbers.message[ends])
+    same_collective = ~first & (numbers.collective[before] == numbers.collective[ends])
+    closes_messages = is_message[before] & ~closes[before] & same_message
+    of_batch[ends] = closes_messages | (same_collective & ~same_message) | (first & lost)
+    return of_batch
 
 
 def _coalesced(channel: Integers, is_p2p: Integers, sequence: Integers, closes: Integers) -> Integers:
