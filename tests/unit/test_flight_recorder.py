@@ -116,6 +116,34 @@ def test_the_rest_of_a_batch_whose_members_are_overwritten_is_no_collective():
     assert reduced.sequence.tolist() == [5] and [reduced.args[index].op for index in reduced.args_index] == ["all_reduce"]
 
 
+def coalesced(number: int, names: list[str], closing: str, **end: Any) -> list[dict[str, Any]]:
+    """Coalesced collectives, from torch 2.7 on: the members one by one, then the entry with their state."""
+    same = {"collective_seq_id": 5, "p2p_seq_id": 2}
+    return [*(entry(number + i, name, **OPEN, **same) for i, name in enumerate(names)), entry(number + len(names), closing, **same, **end)]
+
+
+@pytest.mark.parametrize(
+    ("members", "closing", "op"),
+    [
+        (["nccl:all_reduce"] * 2, "nccl:coalesced", "all_reduce"),
+        (["nccl:_reduce_scatter_base", "nccl:all_reduce"], "nccl2:coalesced", "coalesced"),
+        (["nccl:_broadcast_oop"] * 3, "nccl:ALLGATHER_coalesced", "all_gather"),
+        (["nccl:_reduce_oop"] * 3, "nccl:REDUCE_SCATTER_coalesced", "reduce_scatter"),
+        ([], "nccl:coalesced", "coalesced"),  # torch 2.4 to 2.6
+    ],
+)
+@pytest.mark.parametrize("state", ["completed", "started"])
+def test_coalesced_collectives_are_one_with_the_state_of_the_entry_that_closes_them(members, closing, op, state):
+    names = [name.replace("nccl:", closing.partition(":")[0] + ":") for name in members]
+    end = {"state": state, "retired": state == "completed"}
+    entries = [entry(3, "nccl2:all_reduce" if "nccl2" in closing else "nccl:all_reduce", collective_seq_id=4, p2p_seq_id=2)]
+    rows = columns_from_table(dump([*entries, *coalesced(4, names, closing, **end)]))
+    assert rows.state[1:].tolist() == [2 if state == "completed" else 1] * (len(members) + 1) and rows.state[0] == 2
+    (reduced,) = reduce_all([rows])
+    assert reduced.sequence.tolist() == [4, 5] and reduced.args[int(reduced.args_index[1])].op == op
+    assert len(reduced.args[int(reduced.args_index[1])].inputs) == (len(members) or 1)
+
+
 @pytest.mark.parametrize("protocol", range(6))
 def test_any_protocol_that_python_saves_again(protocol):
     value = dump([entry(number) for number in range(1200)])

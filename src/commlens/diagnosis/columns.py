@@ -16,7 +16,7 @@ import numpy as np
 
 from commlens.formats.columns import COMPLETED, STARTED, Integers, RankColumns
 from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State, user_frame
-from commlens.model.ops import POINT_TO_POINT, UNEVEN
+from commlens.model.ops import COALESCED, POINT_TO_POINT, UNEVEN, composite_wire_op
 
 _LINES = 4  # of the user's code kept of each stack
 _KEPT = (
@@ -124,21 +124,22 @@ def _merge_coalesced(rows: RankColumns) -> tuple[list[CollectiveArgs], Integers,
         last = members[-1]
         keep[members] = False
         keep[last] = True
-        key = tuple(index[inner].tolist())
-        if key and len(members) > 1:
+        parts = tuple(index[inner].tolist())
+        key = (*parts, int(index[last]))
+        if parts and len(members) > 1:
             if key not in merged:
                 merged[key] = len(args)
-                args.append(_combine([rows.args[i] for i in key]))
+                args.append(_combine([rows.args[i] for i in parts], rows.args[key[-1]]))
             index[last] = merged[key]
     return args, index, np.flatnonzero(keep)
 
 
-def _combine(members: Sequence[CollectiveArgs]) -> CollectiveArgs:
+def _combine(members: Sequence[CollectiveArgs], closing: CollectiveArgs) -> CollectiveArgs:
     """Return a coalesced group as one operation with the tensors of all members."""
     ops = {one.op for one in members}
     return msgspec.structs.replace(
         members[0],
-        op=ops.pop() if len(ops) == 1 else "coalesced",
+        op=composite_wire_op(closing.dispatcher_op) or (ops.pop() if len(ops) == 1 else COALESCED),
         dispatcher_op="coalesced",
         inputs=tuple(spec for one in members for spec in one.inputs),
         outputs=tuple(spec for one in members for spec in one.outputs),

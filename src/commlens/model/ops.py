@@ -104,8 +104,21 @@ def wire_op(dispatcher_name: str) -> str:
 
 def recorder_wire_op(name: str) -> str:
     """Return the wire op of a name in a recorder: ``"all_gather"`` for ``"_all_gather_base"``. An unknown op keeps its name."""
-    closes = name.endswith("_coalesced") and name[:1].isupper()
-    return COALESCED if closes else _BY_KEY.get(_key(name), name)
+    return COALESCED if _composite(name) else _BY_KEY.get(_key(name), name)
+
+
+def composite_wire_op(name: str) -> str:
+    """Return the wire op that the members of a coalesced group make up: ``"all_gather"`` for ``"ALLGATHER_coalesced"``; "" if none.
+
+    NCCL makes an all_gather of tensors of different sizes from broadcasts, and a reduce_scatter from reduces.
+    """
+    return _BY_KEY.get(_key(_composite(name)), "")
+
+
+def _composite(name: str) -> str:
+    """Return the OpType in the name of an entry that closes a group: ``"ALLGATHER"`` in ``"ALLGATHER_coalesced"``; "" if there is none."""
+    op_type = name.removesuffix("_coalesced")
+    return op_type if op_type != name and op_type.isupper() else ""
 
 
 def watchdog_wire_op(op_type: str) -> str:
