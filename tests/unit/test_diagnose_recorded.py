@@ -182,3 +182,42 @@ def test_a_rank_that_was_last_a_few_times_is_no_straggler(tmp_path: Path, late: 
         (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_status=status)))
     verdict = diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits) == (kind, [2] if kind == "straggler" else [])
+
+
+def all_at_one(folder: Path, states: str, **status: int) -> Verdict:
+    """Diagnose the dumps of ranks that are all in one collective: started (S), enqueued (E), or enqueued without timing (-)."""
+    for rank, state in enumerate(states):
+        timed = state != "-"
+        began = {"time_discovered_started_ns": 1_700_000_000_050_000_000} if timed else {}
+        entries = [entry(number, **began) for number in range(7)]
+        stuck = {"state": "started" if state == "S" else "scheduled", "retired": False, "time_discovered_completed_ns": None}
+        entries.append(entry(7, **{**stuck, **(began if state == "S" else {})}))
+        last = {"last_enqueued_collective": 8, "last_started_collective": -1 if not timed else 8 if state == "S" else 7}
+        (folder / f"nccl_trace_rank_{rank}").write_bytes(
+            pickle.dumps(dump(entries, pg_status={"0": {**last, "last_completed_collective": 7}}))
+        )
+    return diagnose(folder)
+
+
+STUCK = "all_reduce #8 of the default group [0-3]"
+
+
+@pytest.mark.parametrize(
+    ("states", "culprits", "summary"),
+    [
+        ("SSSE", [3], f"rank 3 enqueued {STUCK}, but its device has not started it; ranks 0-2 have started it and wait"),
+        ("SEES", [1, 2], f"ranks 1-2 enqueued {STUCK}, but their devices have not started it; ranks 0,3 have started it and wait"),
+        ("SEEE", [], f"ranks 1-3 enqueued {STUCK}, but their devices have not started it; rank 0 has started it and waits"),
+        ("EEEE", [], f"ranks 0-3 enqueued {STUCK}, but their devices have not started it"),
+        ("SSSS", [], f"ranks 0-3 are inside {STUCK}"),
+        ("----", [], f"ranks 0-3 are inside {STUCK}"),
+        ("SSS-", [], f"ranks 0-3 are inside {STUCK}"),
+    ],
+)
+def test_enqueued_and_never_started_is_not_started_and_never_completed(
+    tmp_path: Path, states: str, culprits: list[int], summary: str
+) -> None:
+    verdict = all_at_one(tmp_path, states)
+    assert (verdict.kind, verdict.culprits) == ("stuck-inside", culprits)
+    assert verdict.summary.startswith(summary)
+    assert ("network" in verdict.next_step) == ("inside" in summary)

@@ -80,14 +80,15 @@ def reduce_dump(rows: RankColumns, interner: Interner) -> RankDump:
     """Reduce the columns of one file to what diagnosis needs."""
     args, args_index, keep = _merge_coalesced(rows)
     sites, site = _user_sites(rows, keep)
+    status = {name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status}
     dump = RankDump(
         **{name: getattr(rows, name) for name in _KEPT},
         possible_ranks=rows.possible_ranks if rows.rank < 0 else (),
         issued=rows.issued - (len(rows) - len(keep)),
-        timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any()),
+        timed=bool((rows.state == STARTED).any() or (rows.started_ns > 0).any() or any(started > 0 for _, started, _ in status.values())),
         only_active=bool(len(rows)) and not bool((rows.state >= COMPLETED).any()) and int(rows.record_id[0]) > 0,
         unbroken=len(rows) if len(rows) and int(rows.record_id[-1]) - int(rows.record_id[0]) + 1 == len(rows) else 0,
-        status={name: rows.status[key] for key, name in rows.status_groups.items() if key in rows.status},
+        status=status,
         args=interner.args(args),
         stacks=interner.sites(sites),
         args_index=args_index[keep].astype("int32"),

@@ -67,6 +67,16 @@ def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
     return "look at the devices and drivers of these ranks (NCCL_DEBUG=INFO, dmesg, nvidia-smi -q): they share a host"
 
 
+def not_started_step(op: Collective, ranks: Sequence[int]) -> str:
+    """Recommend a step for ranks whose device has not begun a collective that they enqueued."""
+    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
+    devices = verb(ranks, "its device", "their devices")
+    return (
+        f"look at the work that {ranks_phrase(ranks)} gave {devices} before {op.op}{where}: "
+        "a kernel that does not end, or a wait for another stream (py-spy dump, cuda-gdb)"
+    )
+
+
 def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks that do not come out of a collective that completed on others."""
     subject = ranks_phrase(ranks)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
-from commlens.diagnosis.findings.next_steps import left_behind_step, missing_step, stuck_step
+from commlens.diagnosis.findings.next_steps import left_behind_step, missing_step, not_started_step, stuck_step
 from commlens.diagnosis.index import JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
-from commlens.text import duration, numbered, op_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import duration, numbered, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 COMPLETION_UNKNOWN = (
     "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8), TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, "
@@ -103,6 +103,8 @@ def find_stuck_inside(context: Context, node: Node) -> None:
         finding = _held_up(context, meeting, culprits, activities[culprits[0]])
     elif busy and not failed and not context.waits_too_long(meeting.waiting):
         finding = _still_moving(context, meeting, busy)
+    elif not_started := _not_started(meeting):
+        finding = _never_started(context, meeting, not_started)
     else:
         finding = _no_progress(context, meeting)
     context.add(finding, meeting.op, meeting.op.source, blocked=len(meeting.blocked))
@@ -139,6 +141,33 @@ def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> Findin
         kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=meeting.blocked, confidence="medium",
         summary=f"{ranks} are in {meeting.name}, which still moves data, {duration(context.longest_wait(meeting.waiting))} so far",
         explanation=context.waiting(meeting.edges), next_step="wait", evidence=[f"{ranks_and_verb(busy, 'uses', 'use')} CPU inside it."],
+    )  # fmt: skip
+
+
+def _not_started(meeting: Meeting) -> list[int]:
+    """Return the ranks that enqueued a collective which their device never began, as far as their dumps record that."""
+    return [view.rank for view in meeting.views if view.timed and _is_waiting(view, meeting.instance, started=False)]
+
+
+def _is_waiting(view: RankView, instance: Instance, *, started: bool) -> bool:
+    op = op_at(view, instance)
+    return op is not None and op.in_flight and (op.index in view.running) == started
+
+
+def _never_started(context: Context, meeting: Meeting, ranks: list[int]) -> Finding:
+    """Report devices that have not come to a collective: the work before it holds them up, and no network has a part in that.
+
+    Ranks whose device has begun wait in it for the others. Without any such rank, or if the others are the most, no rank is named.
+    """
+    started = [view.rank for view in meeting.views if _is_waiting(view, meeting.instance, started=True)]
+    culprits = ranks if 0 < len(ranks) <= len(started) else []
+    device = verb(ranks, "its device has", "their devices have")
+    return Finding(
+        kind="stuck-inside", why="in-collective", root_cause=True, culprits=culprits,
+        victims=sorted({*meeting.blocked, *ranks} - set(culprits)), confidence="medium",
+        summary=f"{ranks_phrase(ranks)} enqueued {meeting.name}, but {device} not started it"
+        + (f"; {ranks_and_verb(started, 'has started it and waits', 'have started it and wait')}" if started else ""),
+        explanation=_explanation(context, meeting), next_step=not_started_step(meeting.op, ranks), evidence=_errors(meeting),
     )  # fmt: skip
 
 
