@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from commlens.model.ops import BARRIERS
+from commlens.model.ops import BARRIERS, UNKNOWN_DTYPE
 
 if TYPE_CHECKING:  # the commands' help needs no msgspec
     from commlens.model.collective import Collective, Frame, ProcessGroup, TensorSpec
@@ -272,7 +272,7 @@ def frame_phrase(frame: Frame | None) -> str:
 
 def tensor_phrase(spec: TensorSpec) -> str:
     """``"float32[5,5]"``; ``"25 elements"`` where the dtype is unknown, as in torch's log lines."""
-    if spec.dtype == "unknown":
+    if spec.dtype == UNKNOWN_DTYPE:
         return f"{spec.numel} elements"
     shape = ",".join(map(str, spec.shape))
     odd = "" if spec.layout == "strided" else f" {spec.layout}"

@@ -72,3 +72,27 @@ def test_ranks_that_time_out_in_a_group_of_their_own_are_not_healthy(tmp_path: P
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("missing", [], "low")
     assert verdict.victims == list(range(ranks))
     assert len(verdict.findings) == 1
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "kind", "said"),
+    [
+        ("ALLTOALL_BASE", [(64, 64), (64, 32)], "mismatch/splits", "together, they send 128 elements and expect 96"),
+        ("ALLTOALL_BASE", [(64, 64), (32, 32)], "stuck-inside", "not known whether they agree on its splits"),
+        ("ALLTOALL", [(64, 64), (64, 32)], "stuck-inside", "not known whether they agree on its splits"),
+        ("BROADCAST", [(64, 64), (64, 64)], "stuck-inside", "not known whether they agree on its root"),
+        ("ALLREDUCE", [(64, 64), (64, 64)], "stuck-inside", "and agree on its sizes, but no rank has completed it"),
+    ],
+)
+def test_the_watchdog_tells_sizes_but_no_splits_and_no_root(
+    tmp_path: Path, op: str, sizes: list[tuple[int, int]], kind: str, said: str
+) -> None:
+    lines = []
+    for rank, (sent, received) in enumerate(sizes):
+        work = f"OpType={op}, NumelIn={sent}, NumelOut={received}"
+        lines.append(timed_out(rank).replace("OpType=ALLREDUCE, NumelIn=1024, NumelOut=1024", work))
+    (tmp_path / "job.log").write_text("".join(lines))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == (kind, [])
+    assert said in verdict.summary
+    assert ("network" in verdict.next_step) == (op == "ALLREDUCE")

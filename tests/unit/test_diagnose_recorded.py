@@ -221,3 +221,38 @@ def test_enqueued_and_never_started_is_not_started_and_never_completed(
     assert (verdict.kind, verdict.culprits) == ("stuck-inside", culprits)
     assert verdict.summary.startswith(summary)
     assert ("network" in verdict.next_step) == ("inside" in summary)
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "network"),
+    [
+        ("nccl:all_reduce", "[0-3] and agree on its sizes and dtypes, but no rank", True),
+        ("nccl:_all_gather_base", "[0-3] and agree on it, but no rank", True),
+        ("nccl:broadcast", "it is not known whether they agree on its root", False),
+        ("nccl:gather", "it is not known whether they agree on its root and sizes", False),
+        ("nccl:all_to_all", "it is not known whether they agree on its splits", False),
+    ],
+)
+def test_ranks_agree_only_on_what_was_compared(tmp_path: Path, name: str, said: str, network: bool) -> None:
+    """Recorders tell no root, splits and reduce op: what they do not tell may be what the ranks hang in."""
+    stuck = {"state": "scheduled", "retired": False, "time_discovered_completed_ns": None}
+    for rank in range(4):
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump([entry(0, name, **stuck)], pg_status={})))
+    verdict = diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("stuck-inside", [])
+    assert said in verdict.summary
+    assert ("network" in verdict.next_step) == network and network != (verdict.confidence == "low")
+
+
+@pytest.mark.parametrize(("version", "kind"), [("2.10", "mismatch/splits"), ("2.4", "mismatch/splits"), ("2.3", "stuck-inside")])
+def test_an_all_to_all_whose_totals_differ_cannot_fit(tmp_path: Path, version: str, kind: str) -> None:
+    """Before format 2.4, the sizes may be those of the first tensors only."""
+    for rank, expected in enumerate((11, 14, 11, 13)):
+        steps = [entry(number, "nccl:all_to_all", input_sizes=[[12, 8]], output_sizes=[[12, 8]]) for number in range(10)]
+        sizes = {"input_sizes": [[12, 8]], "output_sizes": [[expected, 8]]}
+        steps.append(entry(10, "nccl:all_to_all", state="scheduled", retired=False, time_discovered_completed_ns=None, **sizes))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(steps, version=version)))
+    verdict = diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == (kind, [], [0, 1, 2, 3], "low")
+    assert ("they send 384 elements and expect 392" in verdict.summary) == (kind != "stuck-inside")
+    assert verdict.next_step.startswith("compare the splits that these ranks pass to all_to_all at train.py:81 step")

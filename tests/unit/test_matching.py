@@ -201,3 +201,30 @@ def test_the_answer_does_not_depend_on_the_order_of_ranks(evidence: dict[int, Co
 def test_equal_arguments_agree_unless_their_own_splits_conflict(one: CollectiveArgs, size: int) -> None:
     answer = compare_collectives(dict.fromkeys(range(size), one), range(size))
     assert not isinstance(answer, Disagree) or answer.aspect == "splits"
+
+
+def all_to_all(sent: int, expected: int, name: str = "all_to_all") -> CollectiveArgs:
+    return CollectiveArgs("all_to_all", name, (spec((sent,)),), (spec((expected,)),))
+
+
+def test_without_splits_the_totals_of_an_all_to_all_must_be_equal() -> None:
+    odd = {0: all_to_all(12, 11), 1: all_to_all(12, 14), 2: all_to_all(12, 12)}
+    answer = compare_collectives(odd, range(3), splits_known=False)
+    assert isinstance(answer, Disagree)
+    assert (answer.aspect, answer.severity, answer.minority, answer.tie) == ("splits", Severity.ILLEGAL, (), True)
+    assert [party.phrase for party in answer.parties] == ["together, they send 36 elements and expect 37"]
+    assert answer.detail == "rank 0 sends 12 and expects 11; rank 1 sends 12 and expects 14"
+    fit = {0: all_to_all(12, 11), 1: all_to_all(12, 13)}
+    for by_rank, size in ((fit, 2), (odd, 4), ({rank: all_to_all(12, 11 + rank % 2, "ALLTOALL") for rank in range(3)}, 3)):
+        assert compare_collectives(by_rank, range(size), splits_known=False) == Unknown(("splits",)), "no splits, or not all that was sent"
+
+
+@pytest.mark.parametrize("op", ["gather", "scatter"])
+def test_without_splits_sizes_of_uneven_collectives_are_not_compared(op: str) -> None:
+    args = {0: asked(op, spec(3), outputs=(spec(3), spec(4))), 1: asked(op, spec(4))}
+    assert compare_collectives(args, range(2), splits_known=False) == Unknown(("root", "shape"))
+
+
+def test_a_dtype_that_a_source_does_not_tell_is_not_compared() -> None:
+    args = asked("all_gather", spec(3, "unknown"), outputs=(spec(6, "unknown"),))
+    assert compare_collectives({0: args, 1: args}, range(2)) == Unknown(("dtype",))

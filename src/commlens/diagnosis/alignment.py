@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
 
-import msgspec
-
 from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Departure, Shift, departure_of, find_shifts
 from commlens.diagnosis.peer_order import is_outvoted, odd_among_groups
@@ -18,7 +16,6 @@ from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
 from commlens.matching.point_to_point import compare_pair, pair_messages
 from commlens.model.collective import Channel, ChannelKey, Collective, CollectiveArgs, State
-from commlens.model.ops import UNEVEN
 
 _LOOK_BACK = 2048  # records of a rank that are its routine
 _MAY_LEAVE_WITHIN = 16  # records before a mismatch in which a rank may have left its routine
@@ -132,12 +129,17 @@ def _numbers_to_compare(job: JobIndex, tracks: Mapping[int, Track], shifts: Sequ
     if job.knows.columns:
         from commlens.diagnosis.column_differences import differing_numbers
 
-        numbers = differing_numbers(tracks)
+        numbers = sorted({*differing_numbers(tracks), *_open_with_splits(tracks)})
     else:
         numbers = sorted({number for track in tracks.values() for number in track.ops})
     starts = {shift.number for shift in shifts}
     first = min(starts, default=math.inf)
     return list(takewhile(lambda number: number <= first or number in starts, numbers))
+
+
+def _open_with_splits(tracks: Mapping[int, Track]) -> set[int]:
+    """Return the numbers of the oldest all_to_all in flight: their sizes may differ, but what is sent in all must be what is expected."""
+    return {track.open[0] for track in tracks.values() if track.open and track.ops[track.open[0]].op == "all_to_all"}
 
 
 class _Comparison:
@@ -156,14 +158,15 @@ class _Comparison:
     def compare(self, number: int, met: Mapping[int, Collective]) -> Answer | None:
         """Compare the collectives of the ranks that met; None if all arguments are equal."""
         if number in self._coalesced:
-            return compare_coalesced({rank: self._tracks[rank].args_of(number) for rank in met}, self._group_ranks)
+            parts = {rank: self._tracks[rank].args_of(number) for rank in met}
+            return compare_coalesced(parts, self._group_ranks, splits_known=self._splits_known)
         combination = tuple((rank, self._code(op.args)) for rank, op in met.items())
         if len({code for _, code in combination}) == 1 and next(iter(met.values())).op != "all_to_all":
             return None
         answer = self._answers.get(combination)
         if answer is None:
-            args = {rank: op.args if self._splits_known else _without_splits(op.args) for rank, op in met.items()}
-            answer = self._answers[combination] = compare_collectives(args, self._group_ranks)
+            args = {rank: op.args for rank, op in met.items()}
+            answer = self._answers[combination] = compare_collectives(args, self._group_ranks, splits_known=self._splits_known)
         return answer
 
     def _code(self, args: CollectiveArgs) -> int:
@@ -171,11 +174,6 @@ class _Comparison:
         if known is None:
             known = self._codes_by_id[id(args)] = (self._codes.setdefault(args, len(self._codes)), args)
         return known[0]
-
-
-def _without_splits(args: CollectiveArgs) -> CollectiveArgs:
-    """Drop the sizes of an uneven collective: other recorders do not record split sizes, and without them the sizes may differ."""
-    return msgspec.structs.replace(args, inputs=(), outputs=()) if args.op in UNEVEN else args
 
 
 def _disagreement(

@@ -40,7 +40,7 @@ class ExaminedJob(NamedTuple):
         """Return how the ranks disagree under one number of a channel; None if they agree or it cannot be determined."""
         tracks = {rank: self.job.views[rank].tracks.get(key) for rank in key[2] if rank in self.job.views}
         args = {rank: track.args_of(number) for rank, track in tracks.items() if track is not None and number in track.ops}
-        answer = compare_coalesced(args, key[2]) if len(args) > 1 else None
+        answer = compare_coalesced(args, key[2], splits_known=self.job.knows.splits) if len(args) > 1 else None
         return answer if isinstance(answer, Disagree) else None
 
     def completed_on(self, instance: Instance) -> list[int]:

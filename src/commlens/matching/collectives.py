@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from commlens.matching.answer import Agree, Answer, Aspect, Disagree, Party, Severity, Unknown
-from commlens.matching.splits import compare_splits
+from commlens.matching.splits import compare_splits, compare_totals
 from commlens.matching.tensors import is_sparse, squeezed, total, wire_dtype, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
-from commlens.model.ops import BARRIERS, REDUCING, ROOTED
+from commlens.model.ops import BARRIERS, REDUCING, ROOTED, UNEVEN, UNKNOWN_DTYPE
 from commlens.text import ranks_phrase, tensors_phrase
 
 
-def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int] = ()) -> Answer:
+def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int] = (), *, splits_known: bool = True) -> Answer:
     """Compare the arguments of one collective, by global rank.
 
-    Without the group's global ranks in group order, all_to_all and uneven lists cannot be compared.
+    Args:
+        by_rank: the arguments.
+        group_ranks: the group's global ranks in group order. Without them, all_to_all and uneven lists cannot be compared.
+        splits_known: whether the source tells splits. Without them, the sizes of uneven collectives may legally differ.
     """
     if len(by_rank) < 2:
         return Agree()
@@ -29,22 +32,26 @@ def compare_collectives(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
     op = next(iter(by_rank.values())).op
     if op in BARRIERS:
         return Agree()
+    if op in UNEVEN and not splits_known:
+        return compare_totals(by_rank, group_ranks) if op == "all_to_all" else Unknown(("root", "shape"))
     unknown: list[str] = []
     suspicious: Disagree | None = None
-    for aspect, compare in _ASPECTS:
+    for compare in _ASPECTS:
         found = compare(op, by_rank, group_ranks)
         if isinstance(found, Unknown):
-            unknown.append(aspect)
+            unknown += found.aspects
         elif isinstance(found, Disagree):
             if found.severity is Severity.ILLEGAL:
                 return found
             suspicious = suspicious or found
     if suspicious is not None:
         return suspicious
-    return Unknown(tuple(unknown)) if unknown else Agree()
+    return Unknown(tuple(dict.fromkeys(unknown))) if unknown else Agree()
 
 
-def compare_coalesced(members: Mapping[int, Sequence[CollectiveArgs]], group_ranks: Sequence[int] = ()) -> Answer:
+def compare_coalesced(
+    members: Mapping[int, Sequence[CollectiveArgs]], group_ranks: Sequence[int] = (), *, splits_known: bool = True
+) -> Answer:
     """Compare coalesced collectives: their members must agree one by one, in order. A plain collective is a group of one."""
     lengths = {rank: len(group) for rank, group in members.items()}
     ops = {rank: tuple(args.op for args in group) for rank, group in members.items()}
@@ -52,7 +59,8 @@ def compare_coalesced(members: Mapping[int, Sequence[CollectiveArgs]], group_ran
         return _disagree("op", Severity.ILLEGAL, ops, lambda value: " + ".join(value))
     unknown: set[str] = set()
     for position in range(min(lengths.values(), default=0)):
-        answer = compare_collectives({rank: group[position] for rank, group in members.items()}, group_ranks)
+        args = {rank: group[position] for rank, group in members.items()}
+        answer = compare_collectives(args, group_ranks, splits_known=splits_known)
         if isinstance(answer, Disagree):
             return answer
         if isinstance(answer, Unknown):
@@ -110,7 +118,11 @@ def _uneven_lists_match(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequ
 
 
 def _dtype(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
-    return _vote("dtype", by_rank, lambda a: _property(a, wire_dtype), lambda a: tensors_phrase(a.payload))
+    def dtypes(a: CollectiveArgs) -> Hashable | None:
+        known = _property(a, wire_dtype)
+        return None if known is None or UNKNOWN_DTYPE in known else known
+
+    return _vote("dtype", by_rank, dtypes, lambda a: tensors_phrase(a.payload))
 
 
 def _device(op: str, by_rank: Mapping[int, CollectiveArgs], _: Sequence[int]) -> Answer | None:
@@ -158,22 +170,13 @@ def _squeezed_shapes(args: CollectiveArgs) -> tuple[tuple[int, ...], ...]:
 
 
 _Compare = Callable[[str, Mapping[int, CollectiveArgs], Sequence[int]], Answer | None]
-_ASPECTS: tuple[tuple[str, _Compare], ...] = (
-    ("root", _root),
-    ("layout", _sparsity),
-    ("shape", _elements),
-    ("dtype", _dtype),
-    ("device", _device),
-    ("reduce-op", _reduce_op),
-    ("shape", _shape),
-    ("layout", _memory_order),
-)
+_ASPECTS: tuple[_Compare, ...] = (_root, _sparsity, _elements, _dtype, _device, _reduce_op, _shape, _memory_order)
 
 
 # --- voting ------------------------------------------------------------------------------------------------------
 
 
-def _property(args: CollectiveArgs, read: Callable[[TensorSpec], str]) -> Hashable | None:
+def _property(args: CollectiveArgs, read: Callable[[TensorSpec], str]) -> frozenset[str] | None:
     """Return the values of one property over all of a rank's tensors, as a set: a list and one tensor may match on the wire."""
     specs = args.payload
     return frozenset(read(spec) for spec in specs) if specs else None

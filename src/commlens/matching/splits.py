@@ -6,10 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from commlens.matching.answer import Disagree, Party, Severity, Unknown
-from commlens.matching.tensors import wire_numel
+from commlens.matching.tensors import total, wire_numel
 from commlens.model.collective import CollectiveArgs, TensorSpec
-from commlens.model.ops import splits_fit
+from commlens.model.ops import splits_fit, tells_totals
 from commlens.text import ranks_phrase, tensors_phrase
+
+_SHOWN = 8  # ranks with their numbers of elements
 
 
 def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown | None:
@@ -51,6 +53,24 @@ def compare_splits(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[
     if len(broken) > 1:
         detail += f"; {len(broken)} mismatched pairs, {ranks_phrase(worst)} in most of them"
     return Disagree("splits", Severity.ILLEGAL, minority, tuple(parties), detail)
+
+
+def compare_totals(by_rank: Mapping[int, CollectiveArgs], group_ranks: Sequence[int]) -> Disagree | Unknown:
+    """Compare the elements that all ranks together send and expect, where a source does not tell the splits.
+
+    If the totals differ, no splits fit; whose are wrong, they do not tell. If they are equal, the splits may still not fit.
+    """
+    complete = bool(group_ranks) and set(group_ranks) <= set(by_rank)
+    if not complete or not all(args.inputs and args.outputs and tells_totals(args.dispatcher_op) for args in by_rank.values()):
+        return Unknown(("splits",))
+    totals = {rank: (total(args.inputs), total(args.outputs)) for rank, args in sorted(by_rank.items())}
+    sent, expected = (sum(each) for each in zip(*totals.values(), strict=True))
+    if sent == expected:
+        return Unknown(("splits",))
+    uneven = [f"rank {rank} sends {out} and expects {into}" for rank, (out, into) in totals.items() if out != into]
+    more = [f"{len(uneven) - _SHOWN} more ranks send and expect different numbers"] if len(uneven) > _SHOWN else []
+    phrase = f"together, they send {sent} elements and expect {expected}"
+    return Disagree("splits", Severity.ILLEGAL, (), (Party(tuple(totals), phrase),), "; ".join([*uneven[:_SHOWN], *more]))
 
 
 def _fit(args: CollectiveArgs, size: int) -> bool:

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+UNKNOWN_DTYPE: Final = "unknown"
+"""Dtype of a tensor in a source that tells only its size."""
+
 COALESCED: Final = "coalesced"
 """Wire op of a record that closes a coalesced group, or represents a group of different ops."""
 
@@ -143,3 +146,11 @@ def matches_by_tag(backend: str) -> bool:
 def splits_fit(rows: int, splits: Sequence[int], size: int) -> bool:
     """Return whether a rank's splits fit its own tensor; if not, its backend refuses the call and sends nothing."""
     return not splits or (len(splits) == size and sum(splits) == rows)
+
+
+def tells_totals(name: str) -> bool:
+    """Return whether the recorded sizes of an all_to_all are all that a rank sends and receives.
+
+    In the watchdog's messages, those of the list form are of its first tensor only (torch before 2.4).
+    """
+    return name != "ALLTOALL"

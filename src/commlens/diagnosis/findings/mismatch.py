@@ -177,7 +177,7 @@ def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list
     if answer is not None and (mismatch.tie or len(answer.parties) > 2 or answer.aspect == "splits"):
         evidence.append(f"{name}: {answer.detail}.")
     evidence += skip
-    if mismatch.tie:
+    if mismatch.tie and not _has_one_side(mismatch):
         evidence.append(UNDECIDED)
     elif mismatch.by_history:
         evidence.append(
@@ -191,10 +191,17 @@ def _evidence(mismatch: Mismatch, name: str, culprits: Sequence[int], skip: list
     return evidence
 
 
+def _has_one_side(mismatch: Mismatch) -> bool:
+    """Return whether only the sum over all ranks is wrong, so that there are no sides."""
+    return mismatch.answer is not None and len(mismatch.answer.parties) == 1
+
+
 def _confidence(mismatch: Mismatch) -> tuple[Confidence, str | None]:
     """Return the confidence, and what would raise it."""
     if mismatch.uncertain:
         return "low", "Issue the group's collectives from one thread: with several, their order is uncertain."
+    if _has_one_side(mismatch):
+        return "low", "These records do not tell the splits, which would show the ranks that are wrong; `commlens launch` records them."
     if mismatch.tie:
         record = "The other ranks' records, or a" if len(mismatch.key[2]) > len(mismatch.ops) and mismatch.pair is None else "A"
         return "low", f"{record} run with more steps before the fault would show which one is wrong."

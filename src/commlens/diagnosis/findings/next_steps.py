@@ -67,6 +67,12 @@ def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
     return "look at the devices and drivers of these ranks (NCCL_DEBUG=INFO, dmesg, nvidia-smi -q): they share a host"
 
 
+def compare_step(op: Collective, aspects: str) -> str:
+    """Recommend a step for ranks that may disagree on a collective: their records do not tell these aspects of it."""
+    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
+    return f"compare the {aspects} that these ranks pass to {op.op}{where} (run under `commlens launch`, which records and compares them)"
+
+
 def not_started_step(op: Collective, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks whose device has not begun a collective that they enqueued."""
     where = f" at {frame_phrase(op.source)}" if op.source is not None else ""

@@ -49,12 +49,16 @@ def tie_step(ops: Sequence[Collective]) -> str:
     lines = list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
     if len(lines) > 1:
         return f"compare {joined(lines[:3])}, and the configuration, versions and data that lead the sides there"
+    if len(ops) == 1:
+        return f"compare the splits that these ranks pass to {ops[0].op}{f' at {lines[0]}' if lines else ''}"
     where = f" reach {lines[0]}" if lines else " come"
     return f"find out why the ranks{where} with different calls: compare their configuration, versions and data"
 
 
 def separation(context: Context, sides: Sequence[Sequence[int]]) -> str:
     """Say what the ranks of a side have in common: the host, their half, their parity or their place in a mesh; empty if nothing."""
+    if len(sides) < 2:
+        return ""
     side_of = {rank: number for number, ranks in enumerate(sides) for rank in ranks}
     ranks = sorted(side_of)
     views = context.job.views

@@ -9,13 +9,16 @@ from typing import NamedTuple
 from commlens.diagnosis import activity
 from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
-from commlens.diagnosis.findings.next_steps import left_behind_step, missing_step, not_started_step, stuck_step
+from commlens.diagnosis.findings.next_steps import compare_step, left_behind_step, missing_step, not_started_step, stuck_step
 from commlens.diagnosis.index import JobIndex, RankView
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
+from commlens.matching.answer import Agree, Answer, Unknown
+from commlens.matching.collectives import compare_coalesced
+from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Collective, State
 from commlens.model.ops import ROOTED
 from commlens.model.verdict import Finding
-from commlens.text import duration, numbered, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import duration, joined, numbered, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 COMPLETION_UNKNOWN = (
     "torch's own recorder is off (TORCH_FR_BUFFER_SIZE=0, or a torch before 2.8), TORCH_NCCL_BLOCKING_WAIT hides the collectives from it, "
@@ -27,6 +30,11 @@ RECORD_COMPLETION = (
 
 _HELD_UP = frozenset({"stopped", "uninterruptible-io", "throttled", "holding-gil"})
 """Activities that keep a rank from taking part in a collective that it has entered."""
+
+
+_ASPECTS = {"args": "arguments", "shape": "sizes", "reduce-op": "reduce op", "layout": "memory layout"}
+_HARMLESS = frozenset({"reduce-op", "dtype"})
+"""Aspects that are left open without a word: ranks that disagree on the reduce op do not hang, and log lines never tell the dtype."""
 
 
 class Meeting(NamedTuple):
@@ -174,19 +182,47 @@ def _never_started(context: Context, meeting: Meeting, ranks: list[int]) -> Find
 def _no_progress(context: Context, meeting: Meeting) -> Finding:
     done = [view.rank for view in meeting.views if _has_completed(view, meeting.instance)]
     inside = [view.rank for view in meeting.views if view.rank not in done]
+    answer = _compared(context, meeting)
+    unknown = answer.aspects if isinstance(answer, Unknown) else ()
+    open_question = joined([_ASPECTS.get(aspect, aspect) for aspect in unknown if aspect not in _HARMLESS])
     rest = f"; {ranks_phrase(done)} completed it"
     if not done:
-        rest = f"{' and agree on it' if len(inside) > 1 else ''}, but no rank has completed it"
+        rest = f"{_agreed(answer) if len(inside) > 1 else ''}, but no rank has completed it"
+    if open_question:
+        rest += f"; it is not known whether they agree on its {open_question}"
     errors = _errors(meeting)
     more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
-    if not context.job.knows.capture_time and not errors and not any(view.log.captured_ns for view in meeting.views):
+    if open_question:
+        more = f"These records do not tell its {open_question}; `commlens launch` records them."
+    elif not context.job.knows.capture_time and not errors and not any(view.log.captured_ns for view in meeting.views):
         more += " If the job may still be running, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
     return Finding(
-        kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked, confidence="medium",
+        kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked,
+        confidence="low" if open_question else "medium",
         summary=f"{ranks_and_verb(inside, 'is', 'are')} inside {meeting.name}{rest}", explanation=_explanation(context, meeting),
-        next_step=stuck_step(meeting.op, meeting.views),
+        next_step=compare_step(meeting.op, open_question) if open_question else stuck_step(meeting.op, meeting.views),
         evidence=errors, would_raise_confidence=more,
     )  # fmt: skip
+
+
+def _compared(context: Context, meeting: Meeting) -> Answer:
+    """Compare what the ranks passed to a collective or message, as far as their records tell it."""
+    at = meeting.instance
+    ops = {view.rank: op for view in meeting.views if (op := op_at(view, at)) is not None}
+    if not set(at.members) <= set(ops):
+        return Unknown(("args",))
+    if at.sender >= 0:
+        return compare_pair(at.sender, ops[at.sender].args, at.receiver, ops[at.receiver].args)
+    args = {view.rank: view.tracks[at.key].args_of(at.number) for view in meeting.views}
+    return compare_coalesced(args, at.key[2], splits_known=context.job.knows.splits)
+
+
+def _agreed(answer: Answer) -> str:
+    """``" and agree on it"``: on all that was compared. Empty if something that matters was not."""
+    if isinstance(answer, Unknown) and _HARMLESS.issuperset(answer.aspects):
+        sizes = "sizes" if "dtype" in answer.aspects else "sizes and dtypes"
+        return f" and agree on its {sizes}"
+    return " and agree on it" if isinstance(answer, Agree) else ""
 
 
 def _explanation(context: Context, meeting: Meeting) -> str:

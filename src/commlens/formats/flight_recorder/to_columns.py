@@ -6,15 +6,19 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
+import msgspec
 import numpy as np
 
 from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, StackTable, Status
 from commlens.formats.flight_recorder.names import ProfilingName, dtype_of, parse_ranks, read_name
 from commlens.formats.flight_recorder.table import Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.ops import UNKNOWN_DTYPE
 from commlens.text import TEXT_MAX, clean
 
 KNOWN_VERSIONS: Final = frozenset(f"2.{minor}" for minor in range(11))
+_FIRST_TENSOR_ONLY: Final = frozenset(f"2.{minor}" for minor in range(4))
+"""Versions in which the sizes of an all_to_all of lists are those of the first tensors, and nothing tells it from one of whole tensors."""
 _DEFAULT_GROUP: Final = "default_pg"
 _INTEGER_MAX: Final = 1 << 62
 _DIMENSIONS_MAX: Final = 64  # of a tensor in torch
@@ -32,6 +36,8 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     group, name = _ints(table.group, "int32", length), _ints(table.name, "int32", length)
     channel, columns.channels = _channels(table, group, name, names, config)
     args_index, columns.args = _args(name, _ints(table.signature, "int32", length), names, table.signatures)
+    if columns.version in _FIRST_TENSOR_ONLY:
+        columns.args = [msgspec.structs.replace(one, inputs=(), outputs=()) if one.op == "all_to_all" else one for one in columns.args]
     columns.stacks = StackTable(table.frames, table.stacks)
     retired = _ints(table.retired, "bool", length)
     state = _ints(table.state, "uint8", length).copy()
@@ -198,7 +204,7 @@ def _interned_args(op: str, raw: str, device: str, signature: Signature) -> Coll
 
 def _specs(sizes: tuple[tuple[int, ...], ...], dtypes: tuple[str, ...], device: str) -> tuple[TensorSpec, ...]:
     sizes = tuple(shape[:_DIMENSIONS_MAX] for shape in sizes)
-    names = [dtype_of(clean(dtype)) for dtype in dtypes] + ["unknown"] * (len(sizes) - len(dtypes))
+    names = [dtype_of(clean(dtype)) for dtype in dtypes] + [UNKNOWN_DTYPE] * (len(sizes) - len(dtypes))
     return tuple(TensorSpec(shape, dtype, device or "unknown") for shape, dtype in zip(sizes, names, strict=False))
 
 

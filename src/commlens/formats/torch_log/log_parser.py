@@ -10,7 +10,7 @@ from typing import Any, Final
 from commlens.formats.columns import DTYPES, STARTED, RankColumns, stack_of
 from commlens.formats.torch_log import lines as L
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
-from commlens.model.ops import COALESCED, POINT_TO_POINT, watchdog_wire_op
+from commlens.model.ops import COALESCED, POINT_TO_POINT, UNKNOWN_DTYPE, watchdog_wire_op
 from commlens.model.ranklog import End, Observation
 
 _RANKS_MAX: Final = 100_000
@@ -237,7 +237,7 @@ def _args(timeout: L.Timeout) -> CollectiveArgs:
 
 
 def _elements(count: int | None) -> tuple[TensorSpec, ...]:
-    return () if count is None else (TensorSpec((count,), "unknown", "cuda"),)
+    return () if count is None else (TensorSpec((count,), UNKNOWN_DTYPE, "cuda"),)
 
 
 def _timed_out(timeout: L.Timeout) -> str:
