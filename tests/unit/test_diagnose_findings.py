@@ -13,7 +13,7 @@ from builders import Die, Job, S, Stay, Step, Wait, all_reduce, collective, recv
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.findings.mismatch import _and_so_on
 from commlens.diagnosis.live import find_disagreements
-from commlens.model.collective import Frame, FrameKind, State
+from commlens.model.collective import Channel, Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.reports.json_report import schema
@@ -371,6 +371,25 @@ def test_a_job_may_stand_still(also: Stay | None) -> None:
 
 
 # --- dead --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "waited_s", "kind", "culprits"), [("cuda", 600, "missing", [1]), ("cuda", 300, "dead", [2]), ("cpu", 600, "dead", [2])]
+)
+def test_nccls_watchdog_aborts_the_ranks_that_waited_for_their_groups_timeout(
+    device: str, waited_s: int, kind: str, culprits: list[int]
+) -> None:
+    logs = Job(4).run(training(at(1, 5, Stay(40, "load_batch")))).logs()
+    for log in logs:
+        log.timeout_s = 600.0
+        for op in log.collectives:
+            op.channel = Channel(op.channel.group, device)
+        ended = logs[0].collectives[-1].announced_ns + waited_s * S
+        log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=ended + S)
+        if log.rank == 2:
+            log.observation = Observation(End.KILLED, signal="SIGABRT", ended_ns=ended + S // 2)
+    verdict = judge(logs)
+    assert (verdict.kind, verdict.culprits) == (kind, culprits)
 
 
 @pytest.mark.parametrize(

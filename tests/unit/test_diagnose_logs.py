@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
+from flight_recorder_dumps import dump, entry
 
 import commlens
 from commlens.reports.terminal import render
@@ -96,3 +98,63 @@ def test_the_watchdog_tells_sizes_but_no_splits_and_no_root(
     assert (verdict.kind, verdict.culprits) == (kind, [])
     assert said in verdict.summary
     assert ("network" in verdict.next_step) == (op == "ALLREDUCE")
+
+
+def exits(codes: dict[int, int]) -> str:
+    """Torchrun's list of failed workers."""
+    lines = ["torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "train.py FAILED", "Failures:"]
+    for rank, code in codes.items():
+        lines += [f"[{rank}]:", "  time      : 2025-11-22_03:14:17", "  host      : node-7", f"  rank      : {rank} (local_rank: {rank})"]
+        lines += [f"  exitcode  : {code} (pid: {100 + rank})", "  error_file: <N/A>"]
+    return "\n".join(lines) + "\n"
+
+
+ABORTED = {0: -6, 1: -6, 3: -6}
+
+
+@pytest.mark.parametrize("ended", [ABORTED, {0: -6}, {**ABORTED, 2: -15}])
+def test_a_rank_that_the_watchdog_aborts_is_a_victim(tmp_path: Path, ended: dict[int, int]) -> None:
+    """NCCL's watchdog aborts the ranks that wait. The rank that stood elsewhere lives until its launcher ends it."""
+    log = "".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), exits(ended)])
+    (tmp_path / "job.log").write_text(log)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
+    assert verdict.summary.startswith("rank 2 never reached all_reduce #41 of the default group [0-3]")
+    assert any("aborted by NCCL's watchdog" in text for text in verdict.findings[0].evidence)
+    assert [one.kind for one in verdict.findings] == ["missing"]
+    if 2 in ended:
+        assert "last lines of the output of rank 2" in verdict.next_step
+
+
+def test_a_rank_that_ended_by_itself_is_the_cause_not_those_that_the_watchdog_aborts(tmp_path: Path) -> None:
+    raised = '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 5, in load\n[rank2]: ValueError: no batch\n'
+    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), timed_out(3), raised, exits({**ABORTED, 2: 1})]))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why, verdict.culprits, verdict.victims) == ("dead", "exception", [2], [0, 1, 3])
+    assert [one.kind for one in verdict.findings] == ["dead"]
+
+
+def test_all_ranks_aborted_in_one_collective_are_inside_of_it(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join(timed_out(rank) for rank in range(4)) + exits(dict.fromkeys(range(4), -6)))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("stuck-inside", [], [0, 1, 2, 3])
+
+
+@pytest.mark.parametrize("ended", [ABORTED, {1: -6}])
+def test_the_list_of_failed_workers_alone_does_not_tell_why_a_rank_aborted(tmp_path: Path, ended: dict[int, int]) -> None:
+    (tmp_path / "job.log").write_text(exits(ended))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("dead", [], sorted(ended), "low")
+    assert "no line tells whether of an error" in verdict.summary
+
+
+def test_dumps_beside_the_launchers_log_show_where_the_others_stood(tmp_path: Path) -> None:
+    for rank in range(4):
+        entries = [entry(number) for number in range(7)]
+        if rank != 2:
+            entries.append(entry(7, state="scheduled", retired=False, time_discovered_completed_ns=None))
+        (tmp_path / f"nccl_trace_rank_{rank}").write_bytes(pickle.dumps(dump(entries), 2))
+    (tmp_path / "torchrun.log").write_text(exits({**ABORTED, 2: -15}))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
+    assert [one.kind for one in verdict.findings] == ["missing"]

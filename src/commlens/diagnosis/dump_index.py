@@ -74,7 +74,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
     for dump in sorted(dumps, key=lambda one: one.rank):
         columns = RankOps(dump, [unified[_name(channel)] for channel in dump.channels], ids)
         log = _log(dump, columns, recent)
-        view = RankView(dump.rank, log, process_exit_of(log), dump.captured_ns or latest)
+        view = RankView(dump.rank, log, process_exit_of(log, gave_up=_gave_up(dump)), dump.captured_ns or latest)
         view.columns = columns
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
@@ -155,6 +155,15 @@ def _lacks(view: RankView, op: Collective) -> bool:
     return (track is None or track.last < op.sequence_number) and has_issued(
         view, op.channel.key, op.sequence_number, op.announced_ns
     ) is False
+
+
+def _gave_up(dump: RankDump) -> bool:
+    """Return whether NCCL's watchdog had a reason to abort the rank.
+
+    It does so after a timeout, and writes a dump before. Of a process that aborts for another reason, the recorder leaves no dump.
+    """
+    on_device = np.array(["ccl" in channel.group.backend for channel in dump.channels] or [False])
+    return dump.timed_out or bool((on_device[dump.channel] & (dump.state != COMPLETED)).any())
 
 
 def _is_moving(job: JobIndex) -> bool:

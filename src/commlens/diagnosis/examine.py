@@ -109,7 +109,7 @@ def examine_dumps(
         return _nothing_to_diagnose([*missing, "No rank's dump could be read."])
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
-        job.timed_out = bool(timeouts)
+        job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
         examined = _examine(job, missing, unread)
     else:
         examined = _nothing_to_diagnose(missing)

@@ -13,7 +13,6 @@ from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_r
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import Why
-from commlens.text import duration
 
 Kind = Literal["alive", "leaving", "clean", "own", "peer", "terminated", "gone"]
 """``own``: the process failed by itself. ``peer``: it failed because a peer ended or a wait timed out. ``terminated``: the launcher or a
@@ -37,8 +36,8 @@ class ProcessExit(msgspec.Struct):
     text: str = ""  # "died of SIGKILL", "exited with status 3", "raised ValueError: ..."
     source: Frame | None = None  # the user's line that raised
     suggests_mismatch: bool = False  # the error is one that mismatched collectives cause
+    gave_up: bool = False  # NCCL's watchdog aborted it, because a collective took longer than its timeout
     refused: bool = False  # strict verification refused one of its collectives
-    waited_out: bool = False  # torch's watchdog aborted it at the timeout of a collective on its device
 
     @property
     def ended(self) -> bool:
@@ -51,8 +50,13 @@ class ProcessExit(msgspec.Struct):
         return self.kind not in ("alive", "leaving", "clean")
 
 
-def process_exit_of(log: RankLog) -> ProcessExit:
-    """Classify one rank's exit from its black box and from what was observed of its process."""
+def process_exit_of(log: RankLog, *, gave_up: bool = False) -> ProcessExit:
+    """Classify one rank's exit from its black box and from what was observed of its process.
+
+    Args:
+        log: the black box.
+        gave_up: whether a watchdog of torch had a reason to abort the process: a collective that did not complete in time.
+    """
     seen = log.observation
     end = seen.end
     at = seen.ended_ns or (log.heartbeat_ns if end is not End.RUNNING else 0)
@@ -66,7 +70,7 @@ def process_exit_of(log: RankLog) -> ProcessExit:
     if exception is not None and end is not End.KILLED:
         return _from_exception(log, exception, at)
     if end is End.KILLED:
-        return _from_signal(log, at)
+        return _from_signal(log, at, gave_up=gave_up)
     failure = _last_failure(log)
     if end is End.GONE:
         if is_peer_error(failure):
@@ -115,7 +119,7 @@ def _in_torch(log: RankLog) -> bool:
     return any("torch/distributed" in frame.file or "torch/autograd" in frame.file for frame in log.exception_stack)
 
 
-def _from_signal(log: RankLog, at: int) -> ProcessExit:
+def _from_signal(log: RankLog, at: int, *, gave_up: bool) -> ProcessExit:
     signal = log.observation.signal or "a signal"
     if log.observation.oom_killed:
         return ProcessExit("own", "out-of-memory", at, f"was killed by the kernel's OOM killer ({signal})")
@@ -123,14 +127,12 @@ def _from_signal(log: RankLog, at: int) -> ProcessExit:
         return _from_exception(log, log.exception, at)  # its launcher, or Ray, ended it afterwards
     if signal in _TERMINATION_SIGNALS:
         return ProcessExit("own" if log.observation.ended_alone else "terminated", "killed", at, f"was ended by {signal}")
+    waited_out = log.timeout_s > 0 and _waited_on_device_ns(log, at) >= 0.9e9 * log.timeout_s
+    if signal == "SIGABRT" and (gave_up or waited_out):
+        text = f"was aborted by NCCL's watchdog ({signal}), which gave up waiting for a collective"
+        return ProcessExit("peer", "killed", at, text, gave_up=True)
     if is_peer_error(_last_failure(log)) and signal == "SIGABRT":
         return ProcessExit("peer", "killed", at, f"died of {signal} after {_short(_last_failure(log))}")
-    waited_ns = _waited_on_device_ns(log, at)
-    if signal == "SIGABRT" and log.timeout_s and waited_ns >= 0.9e9 * log.timeout_s:
-        text = (
-            f"died of {signal} when its device had waited for {duration(waited_ns)} in a collective with a timeout of {log.timeout_s:.0f} s"
-        )
-        return ProcessExit("peer", "killed", at, text, waited_out=True)
     if log.closed and signal in CRASHES:
         return ProcessExit("own", "killed", at, f"died of {signal} while it was exiting")
     return ProcessExit("own", "killed", at, f"died of {signal}", suggests_mismatch=signal in ("SIGABRT", "SIGSEGV"))

@@ -116,6 +116,15 @@ class Context:
         said = [f"{ranks_and_verb(ranks, 'stands', 'stand')} at {line}", *(f"{ranks_phrase(ranks)} at {line}" for line, ranks in others)]
         return f"The hosts ran ahead: {', '.join(said)}."
 
+    def aborted(self, ranks: Iterable[int]) -> list[str]:
+        """Return a sentence about those of some ranks that NCCL's watchdog aborted; none if there are none."""
+        views = self.job.views
+        gone = [rank for rank in sorted(ranks) if rank in views and views[rank].exit.gave_up]
+        if not gone:
+            return []
+        text = views[gone[0]].exit.text
+        return [f"{capital(ranks_phrase(gone))} {text if len(gone) == 1 else text.replace('was ', 'were ', 1)}."]
+
     def waiting_behind(self, ranks: Sequence[int], blocked: Iterable[int]) -> str:
         """``"Ranks 4-7 wait behind them."``, for the blocked ranks that are not among ``ranks``; empty if there are none."""
         more = sorted(set(blocked) - set(ranks))
@@ -151,7 +160,7 @@ class Context:
 
     def timed_out(self, edge: Edge) -> bool:
         """Return whether the wait ended at its timeout: by an error or, on a device, by torch's watchdog."""
-        return is_timeout(edge.op.error) or self.job.views[edge.rank].exit.waited_out
+        return is_timeout(edge.op.error) or self.job.views[edge.rank].exit.gave_up
 
     def assumed(self, ranks: Iterable[int]) -> bool:
         """Return whether the wait of these ranks is only inferred from an op in flight."""

@@ -100,14 +100,18 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     unseen = end.kind == "gone"
     # Ranks come to init_process_group at any time: who waits there may have ended first.
     starting = bool(edges) and all(edge.op.is_setup for edge in edges)
-    undecided = unseen and (len(ranks) > 1 or starting) and all(other.exit.ended for other in views.values())
+    perhaps_aborted = _may_be_aborted(context, view)
+    undecided = perhaps_aborted or (unseen and (len(ranks) > 1 or starting) and all(other.exit.ended for other in views.values()))
     summary = f"{ranks_phrase(ranks)} " + ("are gone; how they ended was not observed" if unseen and len(ranks) > 1 else end.text)
+    if perhaps_aborted:
+        summary += "; no line tells whether of an error, or because NCCL's watchdog gave up waiting for another rank"
     awaited = [node.rank for node in nodes] if undecided else ranks
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
     if edges:
         waited = f"waiting for {verb(ranks, 'it', 'them') if awaited == ranks else ranks_phrase(awaited)}"
         summary += f"; {context.waits(edges, f'was {waited}', f'were {waited}')}"
+    others = [rank for rank in peers if not (views[rank].exit.refused or views[rank].exit.gave_up)]
     last_seen = ""
     if frame is not None and end.source is None:
         issued = view.last_op is not None and frame == view.last_op.source
@@ -123,12 +127,18 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
             f"{capital(ranks_phrase(peers))} ended because of it." if peers else "",
         ),
         next_step=death_step(view, frame) if not undecided else f"look at the output of {ranks_phrase(ranks)}",
-        evidence=[f"rank {rank} {views[rank].exit.text}." for rank in peers if not views[rank].exit.refused][:4],
+        evidence=[*(f"rank {rank} {views[rank].exit.text}." for rank in others), *context.aborted(peers)][:4],
         would_raise_confidence="The system's log (dmesg, the scheduler) may show how it ended; `commlens launch` records it."
         if unseen
         else None,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(blocked), order=(moment,))
+
+
+def _may_be_aborted(context: Context, view: RankView) -> bool:
+    """Return whether a launcher's message that a rank aborted is all that is known of it: then others may be the cause."""
+    bare = view.columns is not None and not view.history and not view.log.exception
+    return bare and "SIGABRT" in view.exit.text and context.job.size > 1
 
 
 def _last_line(view: RankView) -> Frame | None:

@@ -103,7 +103,8 @@ def _demote_cut_waits(context: Context) -> None:
         refused = [views[rank].exit.refused for rank in finding.victims if rank in views]
         ended = bool(finding.culprits) and all(views[rank].exit.kind == "terminated" for rank in finding.culprits if rank in views)
         limit_ns = context.job.stall_timeout_ns if died else min(context.job.stall_timeout_ns, _LATE_NS) if ended else 0
-        was_late = finding.why != "finished" and context.longest_wait(finding.victims) < limit_ns
+        timed_out = any(views[rank].exit.gave_up for rank in finding.victims if rank in views)
+        was_late = finding.why != "finished" and not timed_out and context.longest_wait(finding.victims) < limit_ns
         if was_late or (disagree and refused and all(refused)):
             finding.root_cause = False
 

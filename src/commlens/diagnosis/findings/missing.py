@@ -128,6 +128,7 @@ def _missing(context: Context, absence: Absence) -> None:
     if frame is None and finished and view.last_op is not None:
         frame = view.last_op.source
     lead = f"Like {ranks_phrase(set(ranks) - {view.rank})}, " if len(ranks) > 1 and not alone else ""
+    over = bool(views) and all(each.exit.ended for each in views)
     holders, lock_step = _lock_holders(context, absence)
     evidence = _signs(absence) + holders
     too_long = doing.works and not _is_too_late(doing, op)
@@ -141,7 +142,7 @@ def _missing(context: Context, absence: Absence) -> None:
             evidence.append(f"{whose} {verb(leaving, 'is', 'are')} not known yet: the launcher reports one that is not 0.")
     elif context.job.knows.stacks:
         evidence += _stack_evidence(view, absence)
-    evidence += _failure_evidence(view)
+    evidence += _failure_evidence(view) + context.aborted(absence.blocked)
     sure = doing.observed or doing.why in _SURE
     more = None
     if too_long:
@@ -171,7 +172,7 @@ def _missing(context: Context, absence: Absence) -> None:
         ),
         next_step=ended_step(op, ranks, waiting)
         if finished and not (op.is_setup or op.is_store_wait) and _is_first_of_its_line(context, absence.edge)
-        else lock_step or missing_step(doing, culprits or sorted([*ranks, *waiting]), op),
+        else lock_step or missing_step(doing, culprits or sorted([*ranks, *waiting]), op, ended=over),
         evidence=evidence, would_raise_confidence=more,
         certain=all(context.job.views[rank].exit.kind == "clean" for rank in ranks) and not unknown,
     )  # fmt: skip

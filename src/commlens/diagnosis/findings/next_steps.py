@@ -15,8 +15,8 @@ from commlens.text import frame_phrase, joined, key_phrase, ranks_phrase, verb
 _HOSTS_MAX = 4
 
 
-def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = None) -> str:
-    """Recommend a step for ranks that do not arrive in ``op``."""
+def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = None, *, ended: bool = False) -> str:
+    """Recommend a step for ranks that do not arrive in ``op``. If they have ``ended``, no stack can be taken any more."""
     subject = ranks_phrase(ranks)
     if doing.why == "finished" and op is not None and op.is_setup:
         return f"look at the output of {subject}, and for the branch in which {verb(ranks, 'it ends', 'they end')} without {op.op}"
@@ -42,6 +42,8 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
         return steps[doing.why]
     if doing.frame is not None:
         return f"look at {where} on {subject}"
+    if ended:
+        return f"look at the last lines of the output of {subject}; in the next run, take a stack (py-spy dump) before the job ends"
     return f"take a stack of {subject} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
 
 

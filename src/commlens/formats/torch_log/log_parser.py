@@ -39,6 +39,7 @@ class _Rank:
     groups: dict[tuple[str, str], _Group] = field(default_factory=dict)
     unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out in a group that is not yet known
     times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
+    timed_out: bool = False
     stack: list[tuple[str, int, str]] = field(default_factory=list)  # of the failed collective, innermost first
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
     exception: str = ""
@@ -99,6 +100,7 @@ class LogParser:
     def _add_watchdog_line(self, rank: int, about: _Rank, text: str, group: L.Group | None) -> None:
         timeout, progress = L.parse_timeout(text), L.parse_progress(text)
         if timeout is not None:
+            about.timed_out = True
             about.unassigned[timeout.group_rank, timeout.number] = timeout
             about.times.setdefault(timeout.number, L.parse_time(text))
         if group is not None and (timeout is not None or progress is not None):
@@ -179,6 +181,7 @@ class LogParser:
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
         columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
         columns.captured_ns = about.last_ns
+        columns.timed_out = about.timed_out
         columns.exception = about.exception
         columns.exception_stack = stack_of(about.exception_frames)
         columns.observation = about.observation
