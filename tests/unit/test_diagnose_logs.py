@@ -158,3 +158,44 @@ def test_dumps_beside_the_launchers_log_show_where_the_others_stood(tmp_path: Pa
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
     assert [one.kind for one in verdict.findings] == ["missing"]
+
+
+def of_torch_2_1(rank: int, number: int, op: str = "ALLREDUCE") -> str:
+    """A line without a prefix and a group: only ``[Rank 3]``, which is the rank in that group."""
+    work = f"WorkNCCL(SeqNum={number}, OpType={op}, Timeout(ms)=1800000) ran for 1800713 milliseconds before timing out."
+    return f"[E ProcessGroupNCCL.cpp:458] [Rank {rank}] Watchdog caught collective operation timeout: {work}\n"
+
+
+@pytest.mark.parametrize("name", ["slurm-48213.out", "job_17.log", "train.log"])
+def test_ranks_come_from_the_lines_and_not_from_the_jobs_number_in_the_name(tmp_path: Path, name: str) -> None:
+    lines = [of_torch_2_1(rank, 64088 if rank == 5 else 96120) for rank in range(8)]
+    (tmp_path / name).write_text("".join([of_torch_2_1(0, 96117), *lines]))
+    verdict = commlens.diagnose(tmp_path / name)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("missing", [5], [0, 1, 2, 3, 4, 6, 7], "low")
+    assert verdict.summary.startswith("rank 5 timed out in all_reduce #64088 and ranks 0-4,6-7 in #96120: it is 32,032 collectives behind")
+    assert not any("node" in text for text in verdict.missing_evidence)
+
+
+@pytest.mark.parametrize("odd", [[(5, 96125)], [(5, 64088), (6, 64088)], [(5, 64088), (5, 96125)], []])
+def test_without_one_rank_that_is_behind_nobody_is_named(tmp_path: Path, odd: list[tuple[int, int]]) -> None:
+    others = [rank for rank in range(8) if rank not in {rank for rank, _ in odd}]
+    (tmp_path / "slurm-48213.out").write_text("".join(of_torch_2_1(*one) for one in [*odd, *((rank, 96120) for rank in others)]))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits) == ("missing", [])
+    assert verdict.summary.startswith("ranks 0-") and "all_reduce #96120 timed out after 1800 s" in verdict.summary
+
+
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        (["rank_3.log"], [3]),
+        ([f"attempt_0/{rank}/stderr.log" for rank in range(4)], [0, 1, 2, 3]),
+        ([f"log.{rank}" for rank in range(3, 7)], [3, 4, 5, 6]),
+    ],
+)
+def test_the_log_of_one_rank_has_its_rank_in_its_name(tmp_path: Path, names: list[str], ranks: list[int]) -> None:
+    for name in names:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(of_torch_2_1(3, 41))
+    assert commlens.diagnose(tmp_path).victims == ranks

@@ -20,8 +20,8 @@ from commlens.model.ops import COALESCED, POINT_TO_POINT, UNEVEN, composite_wire
 
 _LINES = 4  # of the user's code kept of each stack
 _KEPT = (
-    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "written_ns", "problems", "lost_entries", "channels",
-    "groups", "timeouts", "timed_out", "exception", "exception_stack", "observation",
+    "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "written_ns", "problems", "lost_entries",
+    "channels", "groups", "timeouts", "unplaced", "timed_out", "exception", "exception_stack", "observation",
 )  # fmt: skip
 
 

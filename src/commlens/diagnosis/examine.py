@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.alignment import Mismatch, align_records
@@ -101,7 +101,7 @@ def examine_dumps(
     from commlens.diagnosis.dump_index import index_dumps
     from commlens.diagnosis.select_dumps import select_dumps
 
-    timeouts = sorted({f"{ranks_phrase([dump.rank])}: {text}" if dump.rank >= 0 else text for dump in dumps for text in dump.timeouts})
+    timeouts = _timeouts(dumps)
     waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
     chosen, notes = select_dumps(dumps)
     missing = [*problems, *notes]
@@ -115,7 +115,9 @@ def examine_dumps(
         examined = _nothing_to_diagnose(missing)
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
     if timeouts and not verdict.is_fault:
-        verdict = Verdict.from_findings([_timed_out(timeouts, waiting)], missing_evidence=missing, looked_at=verdict.looked_at)
+        numbers = {dump.rank: dump.unplaced for dump in dumps if dump.unplaced and dump.rank >= 0}
+        finding = _behind(numbers, timeouts) or _timed_out(timeouts, waiting)
+        verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=verdict.looked_at)
     elif timeouts:
         verdict.missing_evidence += [f"{text}." for text in timeouts]
     return examined._replace(verdict=verdict)
@@ -179,6 +181,43 @@ def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) ->
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
     verdict.findings = []
     return verdict
+
+
+def _timeouts(dumps: Sequence[RankDump]) -> list[str]:
+    """Return the sentences about timeouts that cannot be aligned across ranks, each with the ranks that it is of."""
+    ranks: dict[str, set[int]] = {}
+    for dump in dumps:
+        for text in dump.timeouts:
+            ranks.setdefault(text, set()).add(dump.rank)
+    known = {text: sorted(rank for rank in of if rank >= 0) for text, of in ranks.items()}
+    ordered = sorted(known.items(), key=lambda item: (-len(item[1]), item[1], item[0]))
+    return [f"{ranks_phrase(of)}: {text}" if of else text for text, of in ordered]
+
+
+def _behind(numbers: Mapping[int, list[tuple[str, int]]], timeouts: Sequence[str]) -> Finding | None:
+    """Report the rank that timed out in an earlier collective than all others did, in logs that do not name the process group.
+
+    Args:
+        numbers: op and number of the collectives in which each rank timed out.
+        timeouts: sentences about them.
+    """
+    met: dict[tuple[str, int], list[int]] = {}
+    for rank, ops in sorted(numbers.items()):
+        for one in set(ops):
+            met.setdefault(one, []).append(rank)
+    (op, number), others = max(met.items(), key=lambda item: (len(item[1]), item[0]), default=(("", 0), []))
+    odd = [rank for rank in numbers if rank not in others]
+    last = max((own for rank in odd for name, own in numbers[rank] if name == op), default=number)
+    if len(odd) != 1 or len(others) < 2 or any(own >= number for _, own in numbers[odd[0]]) or last >= number:
+        return None
+    return Finding(
+        kind="missing", why="unknown", root_cause=True, culprits=odd, victims=others, confidence="low",
+        summary=f"rank {odd[0]} timed out in {op} #{last} and {ranks_phrase(others)} in #{number}: "
+        f"it is {count(number - last, 'collective')} behind, if these are of one process group",
+        next_step=f"look at the output of rank {odd[0]} before that, and at the Flight Recorder's dumps if there are any",
+        evidence=[f"{text}." for text in timeouts],
+        would_raise_confidence="The lines do not name the process group; those of torch 2.2 and later do.",
+    )  # fmt: skip
 
 
 def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:

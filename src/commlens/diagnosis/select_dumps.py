@@ -159,6 +159,7 @@ def _add_text_logs(kept: Sequence[RankDump], text_logs: Sequence[RankDump]) -> l
         if dump is log:
             continue
         dump.timeouts = [*dump.timeouts, *log.timeouts]
+        dump.unplaced = [*dump.unplaced, *log.unplaced]
         dump.timed_out = dump.timed_out or log.timed_out
         dump.exception = dump.exception or log.exception
         dump.exception_stack = dump.exception_stack or log.exception_stack

@@ -6,14 +6,15 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from commlens.dumps.detect import BLACK_BOX, BOX_NAME, DUMP_MARKER, HEAD_BYTES, REPORT, Kind, detect_kind, is_trace
+from commlens.dumps.detect import BLACK_BOX, BOX_NAME, DUMP_MARKER, HEAD_BYTES, REPORT, TEXT, Kind, detect_kind, is_trace
 from commlens.dumps.sources import FileName, Paths, Source, name_paths, open_sources, parse_names
 from commlens.dumps.sources.source import Held
 from commlens.errors import CommlensError
 
 _NUMBER = re.compile(r"\d+")
+_RANKS_PER_LOG = 2  # at most, where each rank has a log of its own: of one node in two, say
 _NAMED_MAX = 10  # unknown files per folder that are named in a problem; the rest is counted
 
 
@@ -37,9 +38,15 @@ class DumpFiles:
             return iter(self._foreign)
         return ((source, kind) for source, kind in _classify(self.paths, self.prefix, [], []) if kind.read is not None)
 
-    def file_name(self, source: Source) -> FileName:
-        """Return rank and host from a file's name, inferred together with all other names."""
-        return self.by_name(source.name)
+    def file_name(self, source: Source, kind: Kind) -> FileName:
+        """Return rank and host from a file's name, inferred together with all other names.
+
+        A dump is of one rank, but a log is often of a whole job: the number in its name is the job's, unless it is said to be a rank, or
+        the files are about as many as the number.
+        """
+        name = self.by_name(source.name)
+        is_number_of_job = kind is TEXT and not name.sure and name.rank > _RANKS_PER_LOG * self.kinds[TEXT.name]
+        return replace(name, rank=-1, note="") if is_number_of_job else name
 
     def by_name(self, name: str) -> FileName:
         """Return the same by the name of a source."""

@@ -129,7 +129,7 @@ def _batches(files: DumpFiles, ranks: Collection[int] | None) -> Iterator[Batch]
     batch: Batch = []
     size = 0
     for source, kind in files.foreign():
-        name = files.file_name(source)
+        name = files.file_name(source, kind)
         if ranks is not None and 0 <= name.rank not in ranks:
             continue
         batch.append((source, kind, name))
@@ -191,7 +191,7 @@ def read_ranks(files: DumpFiles, problems: list[str], *, ranks: Collection[int] 
                 yield columns_from_log(log)
     only_logs = not taken and set(files.kinds) <= {TEXT.name}
     for source, kind in files.foreign():
-        name = files.file_name(source)
+        name = files.file_name(source, kind)
         if (kind is TEXT and not only_logs) or (ranks is not None and 0 <= name.rank not in ranks):
             continue
         for columns in _read_files([(source, kind, name)], problems, [], ranks):

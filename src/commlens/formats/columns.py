@@ -128,6 +128,7 @@ class RankColumns:
     status_groups: dict[str, str] = field(default_factory=dict)  # process-local group id: group name, if known
     groups: list[Channel] = field(default_factory=list)  # all process groups in the file, used or not
     timeouts: list[str] = field(default_factory=list)  # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
+    unplaced: list[tuple[str, int]] = field(default_factory=list)  # wire op and number of the same, where no group is named
     timed_out: bool = False  # torch's watchdog found that a collective took longer than its timeout, according to a log
     exception: str = ""  # cause of the process's death in a log: the last line of a traceback, a CUDA error
     exception_stack: Stack = ()

@@ -171,12 +171,30 @@ class LogParser:
 
     def columns(self) -> list[RankColumns]:
         """Return the columns of each rank with a message."""
+        self._split_by_group_rank()
         found = []
         for rank, about in sorted(self._ranks.items()):
             columns = self._columns_of(rank, about)
             if len(columns) or columns.status or columns.timeouts or columns.exception or columns.observation.end is not End.UNKNOWN:
                 found.append(columns)
         return found
+
+    def _split_by_group_rank(self) -> None:
+        """Tell ranks apart by their rank in a group that is not named, if nothing else does: before torch 2.2, no line has another.
+
+        Without several such ranks, the log may be of one rank, which is in its file's name.
+        """
+        unknown = self._ranks.get(-1)
+        if unknown is None or len(self._ranks) > 1:
+            return
+        group_ranks = {rank for rank, _ in unknown.unassigned if rank is not None}
+        if len(group_ranks) < 2:
+            return
+        for (rank, number), timeout in unknown.unassigned.items():
+            if rank is not None:
+                about = self._ranks.setdefault(rank, _Rank(timed_out=True))
+                about.unassigned[rank, number] = timeout
+        unknown.unassigned = {key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None}
 
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
         columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
@@ -195,6 +213,7 @@ class LogParser:
         for (group_rank, _), timeout in about.unassigned.items():
             rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
             columns.timeouts.append(f"{_timed_out(timeout)}, in a process group that the log does not name{rank_text}")
+            columns.unplaced.append((watchdog_wire_op(timeout.op), timeout.number))
         del columns.timeouts[_NOTES_MAX:]
         if about.stack and len(lists["sequence"]) == 1:
             columns.stacks = [stack_of(about.stack)]
