@@ -199,3 +199,53 @@ def test_the_log_of_one_rank_has_its_rank_in_its_name(tmp_path: Path, names: lis
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(of_torch_2_1(3, 41))
     assert commlens.diagnose(tmp_path).victims == ranks
+
+
+STUCK_WATCHDOG = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress in monitoring enqueued collectives.\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "summary", "confidence"),
+    [
+        (f"{HEAD.format(rank=3)} {STUCK_WATCHDOG}", "rank 3 did not, because its NCCL watchdog was stuck for 8 min", "medium"),
+        ("[rank3]: epoch 1, loss 2.5\n", "no line tells that rank 3 came to it", "low"),
+        ("2025-11-22T03:14:15Z [rank3]: epoch 1\n", "no line tells that rank 3 came to it", "low"),
+        (exits({3: -15}), "no line tells that rank 3 came to it", "low"),
+    ],
+)
+def test_a_rank_that_did_not_time_out_with_the_others_is_the_suspect(tmp_path: Path, line: str, summary: str, confidence: str) -> None:
+    (tmp_path / "job.log").write_text("".join(timed_out(rank) for rank in range(3)) + line)
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("missing", [3], [0, 1, 2], confidence)
+    assert verdict.summary == f"ranks 0-2 timed out in all_reduce #41 of the default group [0-3]; {summary}"
+    assert not any("node" in text for text in verdict.missing_evidence)
+
+
+def test_of_several_ranks_without_a_line_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join(timed_out(rank) for rank in (0, 3)))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [], [0, 3])
+    assert verdict.summary.endswith("there is no line of ranks 1-2")
+
+
+def test_a_group_is_not_made_of_those_that_timed_out(tmp_path: Path) -> None:
+    lines = "".join(timed_out(rank).replace("PG GUID 0(default_pg)", "PG GUID 5(tp)") for rank in (0, 1))
+    (tmp_path / "job.log").write_text(lines + "[rank2]: loss 2.5\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.culprits, verdict.confidence) == ([], "low")
+    assert verdict.summary.endswith("no line tells whether rank 2 is in that group")
+
+
+@pytest.mark.parametrize(
+    ("text", "summary"),
+    [
+        ("[rank0]: loss 2.5\n[rank1]: loss 2.5\n", "no line tells a fault of ranks 0-1"),
+        ("E1122 03:14:15 torch/distributed/elastic/agent/server/api.py:719] something new\n", "tells a fault or a rank"),
+        ("n1:5:7 [0] NCCL INFO Bootstrap: Using eth0\n", "tells a fault or a rank"),
+    ],
+)
+def test_the_log_of_a_distributed_job_that_tells_no_fault_is_undetermined(tmp_path: Path, text: str, summary: str) -> None:
+    (tmp_path / "job.log").write_text(text)
+    verdict = commlens.diagnose(tmp_path / "job.log")
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("undetermined", [], "low")
+    assert summary in verdict.summary and "Flight Recorder" in verdict.next_step

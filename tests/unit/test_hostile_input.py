@@ -333,7 +333,7 @@ class TestTexts:
     def test_of_logs(self, tmp_path: Path) -> None:
         line = f"[rank0]: [PG ID 0 PG GUID {'x' * 50_000}(default_pg) Rank 0] watchdog: last enqueued work: 3, last completed work: 2"
         (tmp_path / "job.log").write_text(f"{line}\n{line.replace('Rank 0', 'Rank ' + '9' * 5000)}\n")
-        assert run(["diagnose", "--json"], tmp_path, tmp_path / "job.log") in (0, 1)
+        assert run(["diagnose", "--json"], tmp_path, tmp_path / "job.log") in (0, 1, 3)
 
     def test_of_observations(self, tmp_path: Path) -> None:
         ranks = {"0": {"pid": 5, "end": "killed", "signal": HUGE, "seen_ns": 5}}

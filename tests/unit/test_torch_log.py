@@ -9,6 +9,7 @@ from flight_recorder_dumps import operation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commlens.diagnosis.columns import reduce_all
 from commlens.dumps import detect
 from commlens.formats.columns import STARTED
 from commlens.formats.torch_log import read_torch_log
@@ -219,4 +220,4 @@ PARTS = [
 @given(st.lists(st.sampled_from(PARTS), max_size=30))
 def test_any_text_is_read(parts):
     for rows in read_torch_log(io.BytesIO("".join(parts).encode("utf-8", "surrogateescape")), "x"):
-        rows.log(range(len(rows)))
+        assert reduce_all([rows])[0].source == "x"

@@ -65,7 +65,7 @@ def examine_paths(
     if files.kinds:
         examined = _examine_foreign_files(files, evidence, problems, stalled_after_s, executor, seen)
         if examined is not None:
-            if not examined.job.views and not examined.verdict.is_fault:
+            if not examined.job.views and not examined.verdict.looked_at and not examined.verdict.is_fault:
                 raise EvidenceError(_nothing_readable(files.paths, examined.verdict.missing_evidence))
             return examined
     if not evidence.logs:
@@ -97,6 +97,8 @@ def _examine_foreign_files(
     found = reduce_foreign(files, reduce_all, problems, executor=executor, progress=seen, unnamed=True, unread=unread)
     dumps = [interner.intern(dump) for dump in found]
     boxed = {log.rank for log in evidence.logs}
+    if boxed or not all(dump.is_log for dump in dumps):
+        dumps = [dump for dump in dumps if not dump.tells_nothing]
     others = {dump.rank for dump in dumps} - boxed
     if boxed and len(others) < len(boxed):
         if dumps:

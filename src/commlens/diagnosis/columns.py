@@ -14,14 +14,15 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from commlens.formats.columns import COMPLETED, STARTED, Integers, RankColumns
+from commlens.formats.columns import COMPLETED, STARTED, TEXT_LOG, Integers, RankColumns
 from commlens.model.collective import Channel, Collective, CollectiveArgs, Frame, FrameKind, LearnedHow, Stack, State, user_frame
 from commlens.model.ops import COALESCED, POINT_TO_POINT, UNEVEN, composite_wire_op
+from commlens.model.ranklog import End
 
 _LINES = 4  # of the user's code kept of each stack
 _KEPT = (
     "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "written_ns", "problems", "lost_entries",
-    "channels", "groups", "timeouts", "unplaced", "timed_out", "exception", "exception_stack", "observation",
+    "channels", "groups", "timeouts", "unplaced", "timed_out", "exception", "exception_stack", "observation", "stuck_watchdog_s",
 )  # fmt: skip
 
 
@@ -36,6 +37,17 @@ class RankDump(RankColumns):
     timed: bool = False  # it records when an operation starts on the device
     only_active: bool = False  # it holds no completed operation, though there were some
     unbroken: int = 0  # number of records, if their ids are consecutive; else 0
+
+    @property
+    def is_log(self) -> bool:
+        """Whether it is of a text log, in which a rank may have no line about a collective that it issued."""
+        return self.origin == TEXT_LOG
+
+    @property
+    def tells_nothing(self) -> bool:
+        """Whether a text log only mentions the rank."""
+        known = len(self) or self.status or self.timeouts or self.exception or self.stuck_watchdog_s or self.timed_out
+        return self.is_log and not known and self.observation.end is End.UNKNOWN
 
     @property
     def wrapped(self) -> bool:

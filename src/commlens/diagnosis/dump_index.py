@@ -91,8 +91,9 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
         views[rank].exit = end
     logs = [view.log for view in views.values()]
     size = world_size(logs)
-    no_record, elsewhere = absent_ranks(logs, size)
-    job = JobIndex(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS)
+    only_logs = all(view.is_log for view in views.values())
+    no_record, elsewhere = absent_ranks(logs, size) if not only_logs else (sorted(set(range(size)) - set(views)), [])
+    job = JobIndex(views, channels, size, no_record, elsewhere, limit, users=dict(users), knows=FOREIGN_DUMPS, only_logs=only_logs)
     job.unlisted = frozenset(channel.key for name, channel in unified.items() if not name[2])
     _find_outdated(job)
     job.moving = _is_moving(job)

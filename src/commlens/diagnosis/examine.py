@@ -22,10 +22,17 @@ from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Finding, Kind, Verdict
-from commlens.text import capital, count, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import capital, count, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:
     from commlens.diagnosis.columns import RankDump
+
+
+_LOGS_NAMED = 3
+_LOOK_AT_MORE = (
+    "diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
+    "/tmp/nccl_trace_rank_*)"
+)
 
 
 class ExaminedJob(NamedTuple):
@@ -106,7 +113,8 @@ def examine_dumps(
     chosen, notes = select_dumps(dumps)
     missing = [*problems, *notes]
     if not chosen and not timeouts:
-        return _nothing_to_diagnose([*missing, "No rank's dump could be read."])
+        logs = [dump.source for dump in dumps if dump.is_log]
+        return _nothing_told(logs, missing) if logs else _nothing_to_diagnose([*missing, "No rank's dump could be read."])
     if chosen:
         job = index_dumps(chosen, stalled_after_s)
         job.timed_out = bool(timeouts) or any(dump.timed_out for dump in chosen)
@@ -154,6 +162,15 @@ def _nothing_to_diagnose(missing: list[str]) -> ExaminedJob:
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
 
 
+def _nothing_told(logs: Sequence[str], missing: list[str]) -> ExaminedJob:
+    """Return the verdict on logs of a distributed job of which no line tells a rank or a fault."""
+    verdict = Verdict(
+        kind="undetermined", summary=f"no line of {joined(logs[:_LOGS_NAMED])} tells a fault or a rank", confidence="low",
+        next_step=_LOOK_AT_MORE, missing_evidence=missing, looked_at=count(len(logs), "text log"),
+    )  # fmt: skip
+    return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
+
+
 def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) -> Verdict:
     """Return the verdict that nothing is wrong, or that the unreadable part of the evidence may show a fault."""
     complete = len(job.views) == job.size
@@ -161,12 +178,14 @@ def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) ->
     summary = f"nothing is wrong: {known}" if complete else f"nothing is wrong in what {ranks_phrase(job.views)} recorded"
     unreadable = not any(view.history for view in job.views.values()) and all(view.log.problems for view in job.views.values())
     cut = [rank for rank, view in job.views.items() if view.log.problems and view.lost_newest]
-    kind: Kind = "undetermined" if unreadable or cut or (unread and not complete) else "healthy"
+    kind: Kind = "undetermined" if unreadable or cut or job.only_logs or (unread and not complete) else "healthy"
     if unreadable:
         summary = f"nothing can be said: no record of {ranks_phrase(job.views)} is readable"
     elif job.moving:
         kind = "healthy"
         summary = "nothing is wrong: the job was running when it was dumped, and its collectives complete"
+    elif job.only_logs:
+        summary = f"no line tells a fault of {ranks_phrase(job.views)}"
     elif cut:
         summary = f"no fault shows, but the newest records of {ranks_phrase(cut)} are unreadable"
     elif kind == "undetermined":
@@ -176,7 +195,7 @@ def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) ->
     finding = Finding(
         kind=kind, why="unknown", root_cause=False, culprits=[], victims=[],
         confidence="low" if kind == "undetermined" else "high" if complete else "medium", summary=summary,
-        explanation=explanation,
+        explanation=explanation, next_step=_LOOK_AT_MORE if job.only_logs else "",
     )  # fmt: skip
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
     verdict.findings = []
@@ -225,8 +244,7 @@ def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
     return Finding(
         kind="missing", why="unknown", root_cause=True, culprits=[], victims=waiting, confidence="low",
         summary=f"{timeouts[0]}; the ranks that it waited for are unknown",
-        next_step="diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
-        "/tmp/nccl_trace_rank_*)",
+        next_step=_LOOK_AT_MORE,
         evidence=[f"{text}." for text in timeouts[1:]],
         would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
     )  # fmt: skip
@@ -269,7 +287,8 @@ def _missing_evidence(job: JobIndex) -> list[str]:
     """Return sentences about ranks without records, unreadable records and overwritten ones."""
     notes: list[str] = []
     if lost := [rank for rank in job.no_record if rank not in job.strangers]:
-        notes.append(f"{capital(ranks_phrase(lost))} of {job.size} left no record.")
+        left = f"{verb(lost, 'has', 'have')} no line" if job.only_logs else "left no record"
+        notes.append(f"{capital(ranks_phrase(lost))} of {job.size} {left}.")
     notes += [f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}." for rank, log in sorted(job.strangers.items())]
     if any(view.log.joined and view.pairs for view in job.views.values()):
         notes.append("Recording was switched on while the job ran: which send belongs to which receive is not known.")

@@ -121,6 +121,11 @@ class RankView:
         return self.outdated or 0 < self.written_ns < moment_ns
 
     @property
+    def is_log(self) -> bool:
+        """Whether all that is known of the rank is from a text log."""
+        return self.columns is not None and self.columns.dump.is_log
+
+    @property
     def last_op(self) -> Collective | None:
         """The rank's newest record."""
         return self.history[-1] if self.history else None
@@ -178,6 +183,7 @@ class JobIndex:
     stall_timeout_ns: int = int(STALL_TIMEOUT_S * 1e9)
     unlisted: frozenset[ChannelKey] = frozenset()  # groups whose ranks no file lists: those that use it are known
     strangers: Mapping[int, RankLog] = field(default_factory=dict)  # of no_record: ranks whose process runs without being recorded
+    only_logs: bool = False  # all evidence is from text logs, in which a healthy rank need have no line
     moving: bool = False  # collectives still completed while the job was dumped
     timed_out: bool = False  # a line of torch's logs tells that a collective took too long
 
@@ -480,6 +486,8 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
     if status is not None and not counts_messages and number <= status[0]:
         return True
+    if view.is_log and status is None and not view.died:
+        return None  # its lines tell of the collectives that timed out, not of all
     overwritten = track is None and view.first_ns > since_ns
     return None if overwritten or view.is_older_than(since_ns) else False
 

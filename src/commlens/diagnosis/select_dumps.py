@@ -26,8 +26,8 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
         The dumps by rank, and sentences about what was left out.
     """
     notes: list[str] = []
-    text_logs = [dump for dump in dumps if dump.origin == "torch-log"]
-    dumps = [dump for dump in dumps if dump.origin != "torch-log"]
+    text_logs = [dump for dump in dumps if dump.is_log]
+    dumps = [dump for dump in dumps if not dump.is_log]
     _infer_ranks(dumps)
     unnamed = [dump for dump in dumps if dump.rank < 0]
     if unnamed:

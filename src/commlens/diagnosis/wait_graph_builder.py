@@ -56,7 +56,7 @@ class _Builder:
         self._instance_indices: dict[tuple[str, Instance], int] = {}
         self._arrivals_of: dict[tuple[ChannelKey, int], _Arrivals] = {}
         # In logs, a rank that prints nothing is not missing.
-        self._dumped = {rank for rank, view in job.views.items() if view.columns is None or view.columns.dump.origin != "torch-log"}
+        self._dumped = {rank for rank, view in job.views.items() if not view.is_log}
         self._todo: list[tuple[RankView, Block]] = []
         self._members = 0  # of all collectives in self._arrivals_of
         self._members_max = _EDGES_MAX + _EDGES_PER_RANK * len(job.views)
@@ -214,6 +214,8 @@ class _Builder:
                 issued = has_issued(other, key, number, since_ns)
                 if issued is False:
                     arrivals.absent.append(member)
+                elif issued is None and other.is_log:
+                    arrivals.no_record.append(member)
                 elif issued is None and (other.lost_newest or other.is_older_than(since_ns)):
                     # What blocks the rank of another tool's dump is among its oldest entries in flight, which were read.
                     blocked = other.columns is not None and any(block.stuck for block in other.blocks.values())

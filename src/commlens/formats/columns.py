@@ -27,6 +27,9 @@ COMPLETED: Final = 2
 RETIRED: Final = 3
 """``state``: the recorder no longer tracks it, for an unknown reason: it completed, failed or timed out."""
 
+TEXT_LOG: Final = "torch-log"
+"""``origin`` of a text log."""
+
 Status = tuple[int, int, int]
 """Last enqueued, started and completed sequence number of a process group; -1 if none."""
 
@@ -130,6 +133,7 @@ class RankColumns:
     timeouts: list[str] = field(default_factory=list)  # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
     unplaced: list[tuple[str, int]] = field(default_factory=list)  # wire op and number of the same, where no group is named
     timed_out: bool = False  # torch's watchdog found that a collective took longer than its timeout, according to a log
+    stuck_watchdog_s: int = 0  # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
     exception: str = ""  # cause of the process's death in a log: the last line of a traceback, a CUDA error
     exception_stack: Stack = ()
     observation: Observation = field(default_factory=Observation)  # how the process ended, according to a log

@@ -356,13 +356,45 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
         if sources not in instances:
             instances[sources] = most_waited(context.graph.edges_into(node)).instance
         stranger = context.job.strangers.get(node.rank)
-        why = stranger.unrecorded if stranger is not None else "damaged" if node.rank in context.job.views else ""
+        view = context.job.views.get(node.rank)
+        why = stranger.unrecorded if stranger is not None else "" if view is None else "silent" if view.is_log else "damaged"
+        why = "silent" if context.job.only_logs else why
         groups[(instances[sources], node.kind, why)].append(node)
     for (_, kind, why), members in sorted(groups.items()):
         edges = context.graph.edges_into(members[0])
         ranks, waiting = [node.rank for node in members], sorted({edge.rank for edge in edges})
         dead = kind == "no-record" and not why and not unknown
+        if why == "silent":
+            _silent(context, ranks, edges, context.blocked_by(members), others=others)
+            continue
         _unrecorded(context, ranks, waiting, edges, context.blocked_by(members), dead=dead, others=others)
+
+
+def _silent(context: Context, ranks: list[int], edges: Sequence[Edge], blocked: list[int], *, others: bool) -> None:
+    """Report ranks of which no line of a log tells that they came to the collective in which the others timed out.
+
+    The watchdog of a rank that waited as well would have told it, unless it could not run. So a single such rank is the suspect.
+    """
+    views = context.job.views
+    known = [rank for rank in ranks if rank in views]
+    stuck_s = max((views[rank].columns.dump.stuck_watchdog_s for rank in known), default=0)  # type: ignore[union-attr] # of logs
+    subject, op = ranks_phrase(ranks), most_waited(edges).op
+    cause = f"no line tells that {subject} came to it" if known else f"there is no line of {subject}"
+    why = f"If {verb(ranks, 'it has', 'they have')} not come to it, {verb(ranks, 'it holds', 'they hold')} up the others."
+    step = f"look at the output of {subject}, from the time when the others came to {op.op} on"
+    if stuck_s:
+        cause = f"{subject} did not, because {verb(ranks, 'its', 'their')} NCCL watchdog was stuck for {duration(stuck_s * 1_000_000_000)}"
+        why = f"A watchdog gets stuck if a CUDA call does not return or a thread holds the GIL: {subject} stood outside of the collective."
+        step = f"take a stack of {subject} (py-spy dump --native): a CUDA call does not return there, or a thread holds the GIL"
+    ends = [f"Rank {rank} {views[rank].exit.text}." for rank in known if views[rank].exit.ended]
+    they_wait = context.waits(edges, *(["timed out"] * 2 if context.job.only_logs else ["waits", "wait"]))
+    finding = Finding(
+        kind="missing", why="unknown", root_cause=not others, culprits=ranks if len(ranks) == 1 else [],
+        victims=sorted({*blocked} - {*ranks}), confidence="medium" if stuck_s and len(ranks) == 1 else "low",
+        summary=f"{they_wait}; {cause}", explanation=prose(why, *ends), next_step=step, evidence=context.aborted(blocked),
+        would_raise_confidence=f"A stack, or a dump of the Flight Recorder, would show where {verb(ranks, 'it', 'they')} stood.",
+    )  # fmt: skip
+    context.add(finding, op, None, blocked=len(blocked))
 
 
 def _unrecorded(

@@ -190,6 +190,8 @@ def _no_progress(context: Context, meeting: Meeting) -> Finding:
         rest = f"{_agreed(answer) if len(inside) > 1 else ''}, but no rank has completed it"
     if open_question:
         rest += f"; it is not known whether they agree on its {open_question}"
+    if others := _may_be_members(context, meeting):
+        rest += f"; no line tells whether {ranks_phrase(others)} {verb(others, 'is', 'are')} in that group"
     errors = _errors(meeting)
     more = "C++ stacks of these ranks (COMMLENS_CPP_STACK=1, py-spy --native) would show where they are stuck."
     if open_question:
@@ -198,11 +200,19 @@ def _no_progress(context: Context, meeting: Meeting) -> Finding:
         more += " If the job may still be running, a second dump would show whether it moves (commlens compare BEFORE AFTER)."
     return Finding(
         kind="stuck-inside", why="in-collective", root_cause=True, culprits=[], victims=meeting.blocked,
-        confidence="low" if open_question else "medium",
+        confidence="low" if open_question or others else "medium",
         summary=f"{ranks_and_verb(inside, 'is', 'are')} inside {meeting.name}{rest}", explanation=_explanation(context, meeting),
         next_step=compare_step(meeting.op, open_question) if open_question else stuck_step(meeting.op, meeting.views),
         evidence=errors, would_raise_confidence=more,
     )  # fmt: skip
+
+
+def _may_be_members(context: Context, meeting: Meeting) -> list[int]:
+    """Return the other ranks of which there are logs, if these do not list the group's ranks: some may be in it, and missing."""
+    group = meeting.op.channel.group
+    if not context.job.only_logs or meeting.instance.key not in context.job.unlisted:
+        return []
+    return sorted(set(context.job.views) - set(group.ranks))
 
 
 def _compared(context: Context, meeting: Meeting) -> Answer:

@@ -11,7 +11,7 @@ import io
 from typing import BinaryIO, Final
 
 from commlens.formats.columns import RankColumns
-from commlens.formats.torch_log.lines import INTERESTING
+from commlens.formats.torch_log.lines import INTERESTING, MENTION
 from commlens.formats.torch_log.log_parser import LogParser
 
 _LINE_MAX: Final = 1 << 16  # bytes of a line that are read
@@ -27,4 +27,6 @@ def read_torch_log(stream: BinaryIO, source: str) -> list[RankColumns]:
     while line := text.readline(_LINE_MAX):
         if parser.in_block or INTERESTING.search(line):
             parser.add_line(line.decode("utf-8", "replace").rstrip("\r\n"))
+        elif found := MENTION.match(line):
+            parser.add_mention(int(found[1]))
     return parser.columns()

@@ -14,9 +14,12 @@ from commlens.text import clean, printable
 
 INTERESTING: Final = re.compile(
     rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
-    rb"|CUDA out of memory|Fatal Python error|Stack trace of the failed"
+    rb"|CUDA out of memory|Fatal Python error|Stack trace of the failed|torch[./]distributed|NCCL (?:INFO|WARN)"
 )
 """Matches every line worth parsing, except those inside a traceback."""
+
+MENTION: Final = re.compile(rb"[^\[\n]{0,100}\[(?:rank|RANK) ?(\d{1,7})\]")
+"""Matches the beginning of a line that has a rank."""
 
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK: Final = re.compile(r"\[(?:rank|RANK) ?(\d{1,7})\]:? ?")
@@ -37,6 +40,8 @@ _PROGRESS: Final = re.compile(
     r"(?:, last started (?:NCCL )?work: (?P<started>-?\d{1,18}))?, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})",
     re.IGNORECASE,
 )
+_OF_A_JOB: Final = re.compile(r"torch[./]distributed|NCCL (?:INFO|WARN)|ProcessGroup|c10d|gloo")
+_STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
 _SIZE: Final = re.compile(r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b")
 _CHILD_RANK: Final = re.compile(r"\s+rank\s+: (\d{1,7}) \(local_rank: \d+\)")
 _CHILD_EXIT: Final = re.compile(r"\s+exitcode\s+: (-?\d{1,5}) \(pid: (\d+)\)")
@@ -138,6 +143,17 @@ def parse_progress(text: str) -> Progress | None:
         return None
     number = found["number"]
     return Progress(int(number) if number else None, int(found["enqueued"]), int(found["started"] or -1), int(found["completed"]))
+
+
+def is_of_a_job(text: str) -> bool:
+    """Return whether a line shows that its log is of a distributed job."""
+    return _OF_A_JOB.search(text) is not None
+
+
+def parse_stuck_watchdog(text: str) -> int:
+    """Return for how many seconds torch's watchdog thread made no progress, as its monitor tells; 0 in any other line."""
+    found = _STUCK_WATCHDOG.search(text)
+    return int(found[1]) if found else 0
 
 
 def parse_world_size(text: str) -> int:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from commlens.formats.columns import DTYPES, STARTED, RankColumns, stack_of
+from commlens.formats.columns import DTYPES, STARTED, TEXT_LOG, RankColumns, stack_of
 from commlens.formats.torch_log import lines as L
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.ops import COALESCED, POINT_TO_POINT, UNKNOWN_DTYPE, watchdog_wire_op
@@ -40,6 +40,7 @@ class _Rank:
     unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out in a group that is not yet known
     times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
     timed_out: bool = False
+    stuck_watchdog_s: int = 0
     stack: list[tuple[str, int, str]] = field(default_factory=list)  # of the failed collective, innermost first
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
     exception: str = ""
@@ -58,6 +59,7 @@ class LogParser:
         self._world_size = 0
         self._global: dict[int, int] = {}  # global rank by torchrun's local rank or srun's task, from lines with both
         self._only_local = False
+        self._is_of_a_job = False  # a line is of a distributed job
         self._tracebacks: set[int] = set()  # ranks inside a traceback
         self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
         self._worker: dict[str, str] = {}  # fields of a worker in torchrun's summary
@@ -67,6 +69,11 @@ class LogParser:
         """Whether a traceback or a stack is being read, so that every line matters."""
         return bool(self._tracebacks) or self._stack_of is not None
 
+    def add_mention(self, rank: int) -> None:
+        """Note a rank whose line tells nothing."""
+        if len(self._ranks) < _RANKS_MAX:
+            self._ranks.setdefault(rank, _Rank())
+
     def add_line(self, line: str) -> None:
         """Parse one line."""
         origin = L.parse_origin(line)
@@ -74,6 +81,7 @@ class LogParser:
             self._global[origin.local] = origin.rank
         group = L.parse_group(origin.text)
         rank = self._rank_of(origin, group)
+        self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))
         self._add_worker_field(origin.text)
         if rank not in self._ranks and len(self._ranks) >= _RANKS_MAX:
@@ -113,6 +121,7 @@ class LogParser:
             if timeout is not None:
                 known.failed[timeout.number] = timeout
                 about.unassigned.pop((timeout.group_rank, timeout.number), None)
+        about.stuck_watchdog_s = max(about.stuck_watchdog_s, L.parse_stuck_watchdog(text))
         if "Stack trace of the failed collective" in text and "not found" not in text:
             self._stack_of, about.stack = rank, []
         elif self._stack_of is not None and rank in (self._stack_of, -1):  # its lines have no prefix
@@ -170,14 +179,11 @@ class LogParser:
     # --- the result ---------------------------------------------------------------------------------------------
 
     def columns(self) -> list[RankColumns]:
-        """Return the columns of each rank with a message."""
+        """Return the columns of each rank that a line names, also of one of which it tells nothing; of no rank (-1) if there is none."""
         self._split_by_group_rank()
-        found = []
-        for rank, about in sorted(self._ranks.items()):
-            columns = self._columns_of(rank, about)
-            if len(columns) or columns.status or columns.timeouts or columns.exception or columns.observation.end is not End.UNKNOWN:
-                found.append(columns)
-        return found
+        found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
+        told = [columns for columns in found if columns.rank >= 0 or columns.timeouts or columns.exception or columns.stuck_watchdog_s]
+        return told or found[: self._is_of_a_job]
 
     def _split_by_group_rank(self) -> None:
         """Tell ranks apart by their rank in a group that is not named, if nothing else does: before torch 2.2, no line has another.
@@ -197,9 +203,9 @@ class LogParser:
         unknown.unassigned = {key: timeout for key, timeout in unknown.unassigned.items() if key[0] is None}
 
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
-        columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin="torch-log")
+        columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin=TEXT_LOG)
         columns.captured_ns = about.last_ns
-        columns.timed_out = about.timed_out
+        columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
         columns.exception = about.exception
         columns.exception_stack = stack_of(about.exception_frames)
         columns.observation = about.observation
