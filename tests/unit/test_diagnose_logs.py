@@ -249,3 +249,33 @@ def test_the_log_of_a_distributed_job_that_tells_no_fault_is_undetermined(tmp_pa
     verdict = commlens.diagnose(tmp_path / "job.log")
     assert (verdict.kind, verdict.culprits, verdict.confidence) == ("undetermined", [], "low")
     assert summary in verdict.summary and "Flight Recorder" in verdict.next_step
+
+
+@pytest.mark.parametrize(
+    ("line", "signal", "advice"),
+    [
+        ("elastic/agent/server/api.py:719] Received 1 death signal, shutting down workers", "SIGHUP", "nohup or setsid, in tmux"),
+        ("elastic/agent/server/api.py:719] Received Signals.SIGTERM death signal, shutting down workers", "SIGTERM", "scheduler's log"),
+        ("torch.distributed.elastic.multiprocessing.api.SignalException: Process 84933 got signal: 2", "SIGINT", "Ctrl-C"),
+    ],
+)
+def test_a_signal_that_ended_the_launcher_ended_the_job(tmp_path: Path, line: str, signal: str, advice: str) -> None:
+    (tmp_path / "job.log").write_text(f"  58%|#####8    | 1663/2840 [6:59:31<4:51:53]W0920 09:10:41.194000 84933 {line}\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.why, verdict.culprits) == ("dead", "killed", [])
+    assert verdict.summary == f"the job was ended from outside: its launcher was ended by {signal}"
+    assert advice in verdict.next_step
+
+
+def test_a_fault_counts_more_than_the_signal_that_ended_the_launcher_after_it(tmp_path: Path) -> None:
+    late = "elastic/agent/server/api.py:719] Received 15 death signal, shutting down workers\n"
+    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3), late]))
+    assert commlens.diagnose(tmp_path).culprits == [2]
+
+
+def test_memory_is_the_usual_reason_for_sigkill(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text(exits({5: -9}))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.summary) == ("dead", [5], "rank 5 died of SIGKILL")
+    assert "memory is the usual reason" in verdict.next_step and "dmesg" in verdict.next_step
+    assert verdict.missing_evidence == ["Ranks 0-4 of 6 have no line."]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
+from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
 from commlens.diagnosis.findings.stuck_inside import completed_on
 from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.joined_numbers import without_contradicted_numbers
@@ -112,7 +113,8 @@ def examine_dumps(
     waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
     chosen, notes = select_dumps(dumps)
     missing = [*problems, *notes]
-    if not chosen and not timeouts:
+    signals = sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal})
+    if not chosen and not timeouts and not signals:
         logs = [dump.source for dump in dumps if dump.is_log]
         return _nothing_told(logs, missing) if logs else _nothing_to_diagnose([*missing, "No rank's dump could be read."])
     if chosen:
@@ -125,6 +127,9 @@ def examine_dumps(
     if timeouts and not verdict.is_fault:
         numbers = {dump.rank: dump.unplaced for dump in dumps if dump.unplaced and dump.rank >= 0}
         finding = _behind(numbers, timeouts) or _timed_out(timeouts, waiting)
+        verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=verdict.looked_at)
+    elif signals and not verdict.is_fault:
+        finding = _launcher_ended(signals, sorted({dump.rank for dump in chosen}))
         verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=verdict.looked_at)
     elif timeouts:
         verdict.missing_evidence += [f"{text}." for text in timeouts]
@@ -247,6 +252,15 @@ def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
         next_step=_LOOK_AT_MORE,
         evidence=[f"{text}." for text in timeouts[1:]],
         would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
+    )  # fmt: skip
+
+
+def _launcher_ended(signals: Sequence[str], ranks: list[int]) -> Finding:
+    """Report a signal that ended the launcher, and with it the job: nothing else shows a fault."""
+    return Finding(
+        kind="dead", why="killed", root_cause=True, culprits=[], victims=ranks, confidence="high",
+        summary=f"the job was ended from outside: its launcher was ended by {' and '.join(signals)}",
+        explanation=outside_cause(signals[0]), next_step=outside_step(signals[0]),
     )  # fmt: skip
 
 

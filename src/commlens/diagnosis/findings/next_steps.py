@@ -145,6 +145,24 @@ def receives_step(ranks: Sequence[int], ops: Sequence[Collective]) -> str:
     return f"make one of {ranks_phrase(ranks)} send before it receives{f': all of them receive, at {lines}' if lines else ''}"
 
 
+def outside_cause(signal: str) -> str:
+    """Tell the usual reason for a signal that ended a whole job; empty if it has no usual one."""
+    causes = {
+        "SIGHUP": "The system sends SIGHUP to the programs of a terminal or an ssh session that goes away.",
+        "SIGINT": "Ctrl-C in the job's terminal sends SIGINT.",
+    }
+    return causes.get(signal, "")
+
+
+def outside_step(signal: str) -> str:
+    """Recommend a step for a job that a signal ended."""
+    steps = {
+        "SIGHUP": "start the job so that it outlives its terminal: with nohup or setsid, in tmux, or by a scheduler",
+        "SIGINT": "find out who interrupted the job: Ctrl-C in its terminal, or a program that sent SIGINT",
+    }
+    return steps.get(signal, "look at the scheduler's log (preemption, time limit), or for the sender of the signal")
+
+
 def death_step(view: RankView, frame: Frame | None) -> str:
     """Recommend a step for a process that died."""
     end, rank, line = view.exit, f"rank {view.rank}", frame_phrase(frame)
@@ -159,6 +177,9 @@ def death_step(view: RankView, frame: Frame | None) -> str:
                 f"call destroy_process_group at the end of the program: without it, threads of the process groups can crash {rank} on exit"
             )
         return f"look at the output of {rank} before it {'aborted' if 'SIGABRT' in end.text else 'crashed'}{after}"
+    if end.why == "killed" and "SIGKILL" in end.text and view.log.observation.oom_killed is None:
+        limits = "the memory limits of its cgroup and scheduler"
+        return f"look for the OOM killer in dmesg and at {limits}, for memory is the usual reason; then at {rank}'s last lines{after}"
     if end.why == "killed":
         where = f" ({line})" if line else ""
         kernel = "dmesg and " if view.log.observation.oom_killed is None else ""  # else it is known that its memory was not the reason

@@ -8,6 +8,7 @@ from typing import get_args
 
 from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
+from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
 from commlens.diagnosis.findings.sides import UNDECIDED, separation
 from commlens.diagnosis.index import RankView, Track
 from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
@@ -234,6 +235,7 @@ def find_ended(context: Context) -> None:
     if peers or not stopped:
         return
     first, text = stopped[0], views[stopped[0]].exit.text
+    signal = views[first].log.observation.signal or ""
     gone = sorted(rank for rank, view in views.items() if view.exit.kind == "gone")
     if gone:  # torchrun ends the others when one has failed
         finding = Finding(
@@ -248,8 +250,7 @@ def find_ended(context: Context) -> None:
     finding = Finding(
         kind="dead", why="killed", root_cause=True, culprits=[], victims=stopped, confidence="medium",
         summary=f"the job was ended from outside: {_ended_like(views, stopped)}",
-        explanation=f"{context.name(first)} {text}; {context.last(first)}.",
-        next_step="look at the scheduler's log (preemption, time limit), or for the sender of the signal",
+        explanation=prose(f"{context.name(first)} {text}; {context.last(first)}.", outside_cause(signal)), next_step=outside_step(signal),
     )  # fmt: skip
     context.add(finding, views[first].last_op, None)
 

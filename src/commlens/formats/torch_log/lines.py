@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import calendar
 import re
+import signal
 import time
 from typing import Final, NamedTuple
 
@@ -14,7 +15,7 @@ from commlens.text import clean, printable
 
 INTERESTING: Final = re.compile(
     rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
-    rb"|CUDA out of memory|Fatal Python error|Stack trace of the failed|torch[./]distributed|NCCL (?:INFO|WARN)"
+    rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the failed|torch[./]distributed|NCCL (?:INFO|WARN)"
 )
 """Matches every line worth parsing, except those inside a traceback."""
 
@@ -41,6 +42,7 @@ _PROGRESS: Final = re.compile(
     re.IGNORECASE,
 )
 _OF_A_JOB: Final = re.compile(r"torch[./]distributed|NCCL (?:INFO|WARN)|ProcessGroup|c10d|gloo")
+_LAUNCHER_SIGNAL: Final = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal|Process \d+ got signal: (?:Signals\.)?(\w{1,10})")
 _STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
 _SIZE: Final = re.compile(r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b")
 _CHILD_RANK: Final = re.compile(r"\s+rank\s+: (\d{1,7}) \(local_rank: \d+\)")
@@ -148,6 +150,21 @@ def parse_progress(text: str) -> Progress | None:
 def is_of_a_job(text: str) -> bool:
     """Return whether a line shows that its log is of a distributed job."""
     return _OF_A_JOB.search(text) is not None
+
+
+def parse_launcher_signal(text: str) -> str:
+    """Return the signal in ``Received 1 death signal, shutting down workers``: ``"SIGHUP"``; empty in any other line."""
+    found = _LAUNCHER_SIGNAL.search(text)
+    name = (found[1] or found[2]) if found else ""
+    return signal_name(int(name)) if name.isdecimal() else name
+
+
+def signal_name(number: int) -> str:
+    """Return ``"SIGKILL"`` for 9."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def parse_stuck_watchdog(text: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -59,6 +58,7 @@ class LogParser:
         self._world_size = 0
         self._global: dict[int, int] = {}  # global rank by torchrun's local rank or srun's task, from lines with both
         self._only_local = False
+        self._launcher_signal = ""
         self._is_of_a_job = False  # a line is of a distributed job
         self._tracebacks: set[int] = set()  # ranks inside a traceback
         self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
@@ -81,6 +81,7 @@ class LogParser:
             self._global[origin.local] = origin.rank
         group = L.parse_group(origin.text)
         rank = self._rank_of(origin, group)
+        self._launcher_signal = L.parse_launcher_signal(origin.text) or self._launcher_signal
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))
         self._add_worker_field(origin.text)
@@ -171,7 +172,7 @@ class LogParser:
             about.observation = Observation(
                 end=End.KILLED if code < 0 else End.FAILED,
                 exit_code=code if code >= 0 else None,
-                signal=_signal(-code) if code < 0 else None,
+                signal=L.signal_name(-code) if code < 0 else None,
                 ended_ns=L.parse_torchrun_time(self._worker.get("time", "")),
             )
             self._worker = {}
@@ -182,7 +183,7 @@ class LogParser:
         """Return the columns of each rank that a line names, also of one of which it tells nothing; of no rank (-1) if there is none."""
         self._split_by_group_rank()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
-        told = [columns for columns in found if columns.rank >= 0 or columns.timeouts or columns.exception or columns.stuck_watchdog_s]
+        told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s or one.launcher_signal]
         return told or found[: self._is_of_a_job]
 
     def _split_by_group_rank(self) -> None:
@@ -205,6 +206,7 @@ class LogParser:
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
         columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin=TEXT_LOG)
         columns.captured_ns = about.last_ns
+        columns.launcher_signal = self._launcher_signal
         columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
         columns.exception = about.exception
         columns.exception_stack = stack_of(about.exception_frames)
@@ -277,10 +279,3 @@ def _group_phrase(group: L.Group) -> str:
         return f" in group {group.description or group.name}"
     named = f" ({group.description})" if group.description else ""
     return f" in the process-local group number {group.number}{named}, which other ranks may number differently"
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
