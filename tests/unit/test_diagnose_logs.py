@@ -279,3 +279,14 @@ def test_memory_is_the_usual_reason_for_sigkill(tmp_path: Path) -> None:
     assert (verdict.kind, verdict.culprits, verdict.summary) == ("dead", [5], "rank 5 died of SIGKILL")
     assert "memory is the usual reason" in verdict.next_step and "dmesg" in verdict.next_step
     assert verdict.missing_evidence == ["Ranks 0-4 of 6 have no line."]
+
+
+@pytest.mark.parametrize("own", [(9, 900), (9, 8)])
+def test_the_counter_of_messages_is_not_compared_with_that_of_collectives(tmp_path: Path, own: tuple[int, int]) -> None:
+    """Of a group that also sends messages, the last enqueued work is numbered by one of two counters."""
+    lines = [timed_out(0), timed_out(1), progress(2, *own)]
+    if own == (9, 8):
+        lines.append(timed_out(1).replace("SeqNum=41, OpType=ALLREDUCE", "SeqNum=9, OpType=COALESCED").replace(": 41", ": 9"))
+    (tmp_path / "job.log").write_text("".join(lines))
+    verdict = commlens.diagnose(tmp_path)
+    assert "never reached" not in verdict.summary and verdict.confidence == "low"

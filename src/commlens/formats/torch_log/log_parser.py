@@ -32,6 +32,12 @@ class _Group:
     progress: L.Progress | None = None
     failed: dict[int, L.Timeout | None] = field(default_factory=dict)  # sequence number: its timeout, if logged
 
+    @property
+    def sends_messages(self) -> bool:
+        """Whether messages, which have a counter of their own, are seen to be among its work."""
+        timed_out = any(timeout is not None and watchdog_wire_op(timeout.op) in _CANNOT_PLACE for timeout in self.failed.values())
+        return timed_out or (self.progress is not None and self.progress.enqueued < self.progress.completed)
+
 
 @dataclass(slots=True)
 class _Rank:
@@ -182,9 +188,18 @@ class LogParser:
     def columns(self) -> list[RankColumns]:
         """Return the columns of each rank that a line names, also of one of which it tells nothing; of no rank (-1) if there is none."""
         self._split_by_group_rank()
+        self._forget_mixed_counters()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
         told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s or one.launcher_signal]
         return told or found[: self._is_of_a_job]
+
+    def _forget_mixed_counters(self) -> None:
+        """Forget the progress of groups that send messages: the counter is that of messages or of collectives, whichever was last."""
+        groups = [group for about in self._ranks.values() for group in about.groups.values()]
+        mixed = {one.group.name for one in groups if one.sends_messages}
+        for one in groups:
+            if one.group.name in mixed:
+                one.progress = None
 
     def _split_by_group_rank(self) -> None:
         """Tell ranks apart by their rank in a group that is not named, if nothing else does: before torch 2.2, no line has another.
