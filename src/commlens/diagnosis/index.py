@@ -126,6 +126,11 @@ class RankView:
         return self.columns is not None and self.columns.dump.is_log
 
     @property
+    def timed_out(self) -> bool:
+        """Whether a text log tells that a collective of the rank took longer than its timeout."""
+        return self.columns is not None and self.columns.dump.timed_out
+
+    @property
     def last_op(self) -> Collective | None:
         """The rank's newest record."""
         return self.history[-1] if self.history else None
@@ -486,7 +491,7 @@ def has_issued(view: RankView, key: ChannelKey, number: int, since_ns: int) -> b
     counts_messages = any(pair[0] == key for pair in (*view.pairs, *view.ended_messages))  # then the status counts messages, too
     if status is not None and not counts_messages and number <= status[0]:
         return True
-    if view.is_log and status is None and not view.died:
+    if view.is_log and status is None and track is None and not view.died:
         return None  # its lines tell of the collectives that timed out, not of all
     overwritten = track is None and view.first_ns > since_ns
     return None if overwritten or view.is_older_than(since_ns) else False

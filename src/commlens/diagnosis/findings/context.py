@@ -76,7 +76,8 @@ class Context:
         op = self.job.views[rank].last_op
         if op is None:
             return "it never issued a collective" if self.job.knows.completed_ops else "it has nothing in flight"
-        states = {State.COMPLETED: "completed", State.FAILED: "failed", State.UNKNOWN: "was issued"}
+        completed = "completed" if not self.job.views[rank].is_log else "was issued"
+        states = {State.COMPLETED: completed, State.FAILED: "failed", State.UNKNOWN: "was issued"}
         return f"its last collective, {op_phrase(op)}, {states.get(op.state, 'is in flight')}"
 
     def waiting(self, edges: Sequence[Edge]) -> str:

@@ -157,11 +157,15 @@ def _missing(context: Context, absence: Absence) -> None:
         )
     elif not sure:
         more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
+    only_issued = all(each.is_log and not each.timed_out for each in (context.job.views[rank] for rank in waiting))
+    if only_issued:
+        more = "NCCL's lines tell what a rank issued, not what completed: while a job runs, its ranks are a few collectives apart, too."
     certain = sure and not alone and not is_tie and not context.assumed(waiting)
     unknown = context.completion_unknown(waiting)
     if unknown:
         more = f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks: {COMPLETION_UNKNOWN}"
-    confidence: Confidence = "low" if too_long or unknown or not (culprits or is_tie) else "high" if certain else "medium"
+    unsure = too_long or only_issued or unknown or not (culprits or is_tie)
+    confidence: Confidence = "low" if unsure else "high" if certain else "medium"
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,

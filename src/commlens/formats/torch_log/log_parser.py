@@ -6,10 +6,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from commlens.formats.columns import DTYPES, STARTED, TEXT_LOG, RankColumns, stack_of
+from commlens.formats.columns import COMPLETED, DTYPES, SCHEDULED, STARTED, TEXT_LOG, RankColumns, stack_of
 from commlens.formats.torch_log import lines as L
+from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
-from commlens.model.ops import COALESCED, POINT_TO_POINT, UNKNOWN_DTYPE, watchdog_wire_op
+from commlens.model.ops import COALESCED, POINT_TO_POINT, REDUCING, ROOTED, UNKNOWN_DTYPE, watchdog_wire_op
 from commlens.model.ranklog import End, Observation
 
 _RANKS_MAX: Final = 100_000
@@ -22,6 +23,7 @@ _RAISED: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|W
 _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
+_UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 """Ops whose log lines contain neither the peer nor the counter of the sequence number."""
 
@@ -64,6 +66,8 @@ class LogParser:
         self._world_size = 0
         self._global: dict[int, int] = {}  # global rank by torchrun's local rank or srun's task, from lines with both
         self._only_local = False
+        self._nccl = NcclLines()
+        self._communicators: list[Communicator] = []
         self._launcher_signal = ""
         self._is_of_a_job = False  # a line is of a distributed job
         self._tracebacks: set[int] = set()  # ranks inside a traceback
@@ -87,6 +91,7 @@ class LogParser:
             self._global[origin.local] = origin.rank
         group = L.parse_group(origin.text)
         rank = self._rank_of(origin, group)
+        self._nccl.add(origin.text)
         self._launcher_signal = L.parse_launcher_signal(origin.text) or self._launcher_signal
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))
@@ -189,9 +194,17 @@ class LogParser:
         """Return the columns of each rank that a line names, also of one of which it tells nothing; of no rank (-1) if there is none."""
         self._split_by_group_rank()
         self._forget_mixed_counters()
+        self._add_nccl_ranks()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
         told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s or one.launcher_signal]
         return told or found[: self._is_of_a_job]
+
+    def _add_nccl_ranks(self) -> None:
+        """Add the ranks that NCCL's own lines tell, and what they issued."""
+        self._world_size = max(self._world_size, self._nccl.world_size())
+        for rank in self._nccl.ranks().values():
+            self.add_mention(rank)
+        self._communicators = self._nccl.communicators()
 
     def _forget_mixed_counters(self) -> None:
         """Forget the progress of groups that send messages: the counter is that of messages or of collectives, whichever was last."""
@@ -232,6 +245,8 @@ class LogParser:
         places: dict[Channel, int] = {}
         for known in about.groups.values():
             self._add_group(columns, lists, known, about, places)
+        for communicator in self._communicators:
+            _add_calls(columns, lists, communicator, places)
         columns.channels = list(places)
         for (group_rank, _), timeout in about.unassigned.items():
             rank_text = f" on rank {group_rank} of it" if rank < 0 and group_rank is not None else ""
@@ -266,14 +281,39 @@ class LogParser:
                 continue
             columns.args.append(_args(timeout))
             time_ns = about.times.get(number, 0)
-            values = {
-                "channel": places.setdefault(channel, len(places)), "args_index": len(columns.args) - 1, "stack": -1, "sequence": number,
-                "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1, "timeout_ms": timeout.timeout_ms,
-                "created_ns": max(0, time_ns - timeout.ran_ms * 1_000_000) if time_ns and timeout.ran_ms >= 0 else 0,
-                "state": STARTED if progress is not None and progress.started >= number else 0,
-            }  # fmt: skip
-            for column, content in lists.items():
-                content.append(values.get(column, 0))
+            _append(
+                lists, channel=places.setdefault(channel, len(places)), args_index=len(columns.args) - 1, sequence=number,
+                timeout_ms=timeout.timeout_ms,
+                created_ns=max(0, time_ns - timeout.ran_ms * 1_000_000) if time_ns and timeout.ran_ms >= 0 else 0,
+                state=STARTED if progress is not None and progress.started >= number else SCHEDULED,
+            )  # fmt: skip
+
+
+def _add_calls(columns: RankColumns, lists: dict[str, list[Any]], communicator: Communicator, places: dict[Channel, int]) -> None:
+    """Add what a rank issued on a communicator: those collectives that all its ranks issued alike have completed."""
+    channel = Channel(ProcessGroup(name=communicator.name, ranks=communicator.ranks, backend="nccl"), "cuda")
+    kinds: dict[Call, int] = {}
+    for number, call in communicator.calls.get(columns.rank, {}).items():
+        if call not in kinds:
+            kinds[call] = len(columns.args)
+            columns.args.append(_args_of_call(call))
+        _append(
+            lists, channel=places.setdefault(channel, len(places)), args_index=kinds[call], sequence=number,
+            record_id=len(lists["sequence"]), state=COMPLETED if number <= communicator.met else SCHEDULED,
+        )  # fmt: skip
+
+
+def _append(lists: dict[str, list[Any]], **values: int) -> None:
+    """Append a row to the columns; those without a value are unknown."""
+    for column, content in lists.items():
+        content.append(values.get(column, _UNKNOWN.get(column, 0)))
+
+
+def _args_of_call(call: Call) -> CollectiveArgs:
+    """Return the arguments of a collective in NCCL's words: the count is that of the tensor that every rank has."""
+    specs = (TensorSpec((call.elements,), call.dtype or UNKNOWN_DTYPE, "cuda"),)
+    reduce_op = call.reduce_op if call.op in REDUCING and call.reduce_op else None
+    return CollectiveArgs(call.op, call.op, specs, specs, reduce_op, call.root if call.op in ROOTED else None)
 
 
 def _args(timeout: L.Timeout) -> CollectiveArgs:

@@ -1,0 +1,161 @@
+"""Collect the collectives that NCCL prints with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL (2.18 to 2.28), and align them across ranks.
+
+A line tells that a rank issued a collective, not that it completed. So those that all ranks of a communicator issued alike count as
+completed, and those from the first difference on as in flight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from commlens.model.ops import POINT_TO_POINT, watchdog_wire_op
+
+_HEAD: Final = re.compile(r"(?P<host>[\w.-]{1,255}):(?P<pid>\d{1,10}):\d{1,10} \[\d{1,4}\] NCCL INFO (?P<text>.*)")
+_COMM: Final = re.compile(
+    r"\bcomm (?P<comm>0x[0-9a-f]{1,16}) rank (?P<rank>\d{1,7}) n[rR]anks (?P<size>\d{1,7})(?:.*?\bcommId (?P<id>0x[0-9a-f]{1,16}))?"
+)
+_CALL: Final = re.compile(
+    r"(?P<op>[A-Z]\w{2,30}): opCount (?P<number>[0-9a-f]{1,15}) .*?\bcount (?P<count>\d{1,18}) datatype (?P<dtype>\d{1,2}) "
+    r"op (?P<reduce>\d{1,10}) root (?P<root>\d{1,7}) comm (?P<comm>0x[0-9a-f]{1,16})"
+)
+_DTYPES: Final = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
+_REDUCE_OPS: Final = ("SUM", "PRODUCT", "MAX", "MIN", "AVG")
+_CALLS_MAX: Final = 1_000_000
+
+_Process = tuple[str, str]
+"""Host and pid."""
+
+
+class Call(NamedTuple):
+    """A collective that a rank issued."""
+
+    op: str  # wire op
+    elements: int
+    dtype: str  # "" if unknown
+    reduce_op: str
+    root: int  # rank in the communicator
+
+
+class Communicator(NamedTuple):
+    """A communicator, and what each of its ranks issued on it."""
+
+    name: str
+    ranks: tuple[int, ...]  # global ranks; empty if some of them are not known
+    calls: dict[int, dict[int, Call]]  # by global rank, by number
+    met: int  # the number up to which all ranks issued the same
+
+
+@dataclass(slots=True)
+class _Member:
+    rank: int = -1
+    size: int = 0
+    id: str = ""
+    order: int = 0  # among the process's communicators of this size
+    calls: list[tuple[int, Call]] = field(default_factory=list)
+    sends: bool = False
+
+
+class NcclLines:
+    """Collects lines of all processes in a log."""
+
+    def __init__(self) -> None:
+        self._members: dict[_Process, dict[str, _Member]] = defaultdict(dict)
+        self._count = 0
+
+    def add(self, line: str) -> None:
+        """Parse a line."""
+        head = _HEAD.search(line)
+        if head is None:
+            return
+        process, text = (head["host"], head["pid"]), head["text"]
+        if call := _CALL.search(text):
+            self._add_call(self._members[process].setdefault(call["comm"], _Member()), call)
+        elif comm := _COMM.search(text):
+            self._add_member(self._members[process], comm)
+
+    def _add_member(self, members: dict[str, _Member], comm: re.Match[str]) -> None:
+        member = members.setdefault(comm["comm"], _Member())
+        if not member.size:
+            member.order = sum(other.size == int(comm["size"]) for other in members.values())
+        member.rank, member.size, member.id = int(comm["rank"]), int(comm["size"]), comm["id"] or member.id
+
+    def _add_call(self, member: _Member, call: re.Match[str]) -> None:
+        op = watchdog_wire_op(call["op"])
+        member.sends = member.sends or op in POINT_TO_POINT
+        if op in POINT_TO_POINT or self._count >= _CALLS_MAX:
+            return
+        self._count += 1
+        dtype, reduce_op = int(call["dtype"]), int(call["reduce"])
+        member.calls.append(
+            (
+                int(call["number"], 16) + 1,
+                Call(
+                    op,
+                    int(call["count"]),
+                    _DTYPES[dtype] if dtype < len(_DTYPES) else "",
+                    _REDUCE_OPS[reduce_op] if reduce_op < len(_REDUCE_OPS) else "",
+                    int(call["root"]),
+                ),
+            )
+        )
+
+    def ranks(self) -> dict[_Process, int]:
+        """Return the global rank of each process: its rank in a communicator of the largest size."""
+        size = self.world_size()
+        return {
+            process: member.rank
+            for process, members in sorted(self._members.items())
+            for member in members.values()
+            if member.size == size and member.rank >= 0
+        }
+
+    def world_size(self) -> int:
+        """Return the size of the largest communicator; 0 if there is none."""
+        return max((member.size for members in self._members.values() for member in members.values()), default=0)
+
+    def communicators(self) -> list[Communicator]:
+        """Return the communicators on which at least two ranks issued collectives that can be aligned."""
+        ranks, found = self.ranks(), defaultdict[tuple[int, str, int], list[tuple[int, _Member]]](list)
+        for process, members in sorted(self._members.items()):
+            for member in members.values():
+                if process in ranks and member.size > 1:
+                    found[member.size, member.id, 0 if member.id else member.order].append((ranks[process], member))
+        several = [self._communicator(number, members) for number, (_, members) in enumerate(sorted(found.items(), key=_by_size))]
+        return [one for one in several if one is not None]
+
+    def _communicator(self, number: int, members: list[tuple[int, _Member]]) -> Communicator | None:
+        own = {member.rank: rank for rank, member in members}
+        used = {rank: member for rank, member in members if member.calls}
+        if len(own) < len(members) or len(used) < 2:
+            return None  # several of one size that nothing tells apart, or nothing to compare
+        size, name = members[0][1].size, members[0][1].id
+        ranks = tuple(own[rank] for rank in range(size)) if len(own) == size else ()
+        if size == self.world_size():
+            ranks = tuple(range(size))
+        firsts = {member.calls[0][0] for member in used.values()}
+        if len(firsts) > 1 and any(member.sends for member in used.values()):
+            return None  # messages count, too
+        calls = {
+            rank: {first + place: call for place, (_, call) in enumerate(member.calls)} if len(firsts) == 1 else dict(member.calls)
+            for rank, member in used.items()
+            for first in [member.calls[0][0]]
+        }
+        return Communicator(f"communicator {name or number}", ranks, calls, _met(calls))
+
+
+def _by_size(item: tuple[tuple[int, str, int], object]) -> tuple[int, str, int]:
+    (size, name, order), _ = item
+    return (-size, name, order)
+
+
+def _met(calls: dict[int, dict[int, Call]]) -> int:
+    """Return the number up to which all ranks issued the same."""
+    last = min(max(own) for own in calls.values())
+    for number in range(max(min(own) for own in calls.values()), last + 1):
+        issued = {call[:3] for own in calls.values() if (call := own.get(number)) is not None}
+        if len(issued) > 1:
+            return number - 1
+    return last
