@@ -46,3 +46,13 @@ def test_other_exceptions_keep_their_first_line() -> None:
     with pytest.raises(ValueError, match="bad") as caught:
         raise ValueError("bad batch\nin shard 7")
     assert recorded(caught.value)["text"] == "ValueError: bad batch"
+
+
+def test_the_error_of_the_rank_on_which_a_distributed_checkpoint_failed_is_kept() -> None:
+    text = (
+        "CheckpointException ranks:dict_keys([1])\nTraceback (most recent call last): (RANK 1)\n"
+        '  File "x.py", line 3, in read\n    raise EOFError\nEOFError: Ran out of input\n'
+    )
+    with pytest.raises(ValueError, match="ranks") as caught:
+        raise ValueError(text)
+    assert recorded(caught.value)["text"] == "ValueError: CheckpointException ranks:dict_keys([1]) (RANK 1) EOFError: Ran out of input"

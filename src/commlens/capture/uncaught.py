@@ -21,6 +21,8 @@ _RAY_THREAD_RUNNER = "ray.train.v2._internal.execution.worker_group.thread_runne
 _RAY_CATCHES = "construct_user_exception_with_traceback"
 _ORIGINAL = "Original Traceback (most recent call last):\n"
 _FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
+_RANK_TRACE = re.compile(r"^Traceback \(most recent call last\): \(RANK (\d{1,7})\)$", re.MULTILINE)  # torch 2.0 to 2.15
+_RANK_ERRORS_MAX = 3
 _OURS = re.compile(re.escape(str(Path(__file__).parents[1])) + "/(?!scenarios/)")  # the scenarios are user programs
 
 
@@ -33,7 +35,8 @@ def record_exception(writer: Any, kind: type[BaseException], error: BaseExceptio
         text, frames = first[0], [*first[1], *frames]
     else:
         told = " ".join(str(error).split()) if refusal is error else next(iter(str(error).strip().splitlines()), "")
-        text = f"{kind.__name__}: {told[:500]}" if told else kind.__name__
+        told = told[:500] + _of_ranks(str(error))
+        text = f"{kind.__name__}: {told}" if told else kind.__name__
     writer.word(L.EXCEPTION, writer.add_blob({"k": "exception", "text": text, "f": frames[:64]}))
     if refusal is not None:
         error_file.write(os.environ, str(refusal))
@@ -53,6 +56,19 @@ def _of_worker(text: str) -> tuple[str, list[list[Any]]] | None:
     error = next((line for line in after if line.strip() and not line.startswith(" ")), "an exception without a text")
     where = head.partition(" in ")[2].strip().rstrip(".")
     return f"{error[:500]} (in {where})", [[frame[1], int(frame[2]), frame[3]] for frame in reversed(frames)]
+
+
+def _of_ranks(text: str) -> str:
+    """Return the errors of ranks that a distributed checkpoint's exception contains: ``" (RANK 1) EOFError: Ran out of input"``.
+
+    Each follows a line with the rank and the frames, which are indented.
+    """
+    found = []
+    for head in list(_RANK_TRACE.finditer(text))[:_RANK_ERRORS_MAX]:
+        after = text[head.end() :].splitlines()
+        error = next((line for line in after if line.strip() and not line.startswith(" ")), "")
+        found.append(f" (RANK {head[1]}) {error[:500]}")
+    return ";".join(found)
 
 
 def hook(record: Callable[[type[BaseException], BaseException, TracebackType | None], None]) -> None:

@@ -31,14 +31,21 @@ def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
     return track is not None and track.last >= mismatch.number and not (mismatch.silent and track.completed >= mismatch.number)
 
 
-def find_deaths(context: Context, sinks: dict[int, Node]) -> None:
+def find_deaths(context: Context, sinks: dict[int, Node], *, told: frozenset[int] = frozenset()) -> None:
     """Make one finding for all ranks that ended in the same way.
 
     A rank that ended later, and not with an exception, may have ended because of the first one.
+
+    Args:
+        context: the evidence.
+        sinks: the nodes of ranks that died.
+        told: ranks whose end another finding tells.
     """
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for rank, view in sorted(context.job.views.items()):
         end = view.exit
+        if rank in told:
+            continue
         if (end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))) and not is_absorbed(context, rank):
             groups[(end.why, end.text, end.source.where if end.source else "")].append(rank)
     _keep_the_first(context, groups, sinks)

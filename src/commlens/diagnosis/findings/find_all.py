@@ -8,6 +8,7 @@ from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
 from commlens.diagnosis.findings.mismatch import find_mismatches
 from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
+from commlens.diagnosis.findings.named import find_named
 from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_setup_mismatch
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside, find_undecided, may_be_running
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
@@ -26,7 +27,8 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
     find_setup_mismatch(context)
     groups = len(context.cases)
     find_mismatches(context, {node.detail: node for node in sinks if node.kind == "mismatch"})
-    find_deaths(context, {node.rank: node for node in sinks if node.kind == "dead"})
+    dead = {node.rank: node for node in sinks if node.kind == "dead"}
+    find_deaths(context, dead, told=find_named(context, dead))
     find_skipped_writes(context)
     find_cycles(context)
     left = find_departures(context, sinks)

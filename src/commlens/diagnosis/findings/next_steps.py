@@ -9,6 +9,7 @@ from commlens.diagnosis.alignment import Mismatch
 from commlens.diagnosis.call_paths import Path
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.process_exit import CRASHES
+from commlens.matching.error_claims import worker_end
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, joined, key_phrase, ranks_phrase, verb
 
@@ -169,6 +170,9 @@ def death_step(view: RankView, frame: Frame | None) -> str:
     after = f", after {line}" if line else ""
     if end.why == "out-of-memory":
         return f"give {rank} more memory, or use less: the kernel killed it (dmesg)"
+    if end.why == "exception" and (ended := worker_end(view.log.exception)):
+        memory = "memory is the usual reason (dmesg, the limits of the job, /dev/shm); " if "Killed" in ended or "Bus" in ended else ""
+        return f"find out why a data loader's worker of {rank} {ended.replace('is', 'was', 1)}: {memory}num_workers=0 shows its own error"
     if end.why == "exception":
         return f"look at {line} on {rank}" if line else f"look at {rank}'s traceback"
     if end.why == "killed" and any(signal in end.text for signal in CRASHES):

@@ -20,6 +20,7 @@ _FRAMES_MAX: Final = 400
 _FRAME: Final = re.compile(r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})')
 _FAILED_FRAME: Final = re.compile(r"#(?P<place>\d{1,4}) (?P<function>.{1,400}) from (?P<file>.{1,4096}):(?P<line>\d{1,9})\s*$")
 _RAISED: Final = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout)\b")
+_OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\)")
 _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
@@ -50,6 +51,7 @@ class _Rank:
     stuck_watchdog_s: int = 0
     stack: list[tuple[str, int, str]] = field(default_factory=list)  # of the failed collective, innermost first
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
+    inner: str = ""  # the rank whose traceback, inside of the exception of another one, is being read
     exception: str = ""
     exception_frames: list[tuple[str, int, str]] = field(default_factory=list)
     observation: Observation = field(default_factory=Observation)
@@ -156,6 +158,8 @@ class LogParser:
 
     def _add_python_line(self, rank: int, about: _Rank, text: str) -> None:
         if "Traceback (most recent call last):" in text:
+            of_rank = _OF_RANK.search(text)
+            about.inner = f" {of_rank[0]}" if of_rank is not None and about.exception else ""
             about.traceback = []
             self._tracebacks.add(rank)
             return
@@ -166,7 +170,9 @@ class LogParser:
             if len(about.traceback) < _FRAMES_MAX:
                 about.traceback.append((found["file"], int(found["line"]), found["function"]))
         elif text and not text[0].isspace():
-            if _RAISED.match(text) and not _NO_WORKER.search(text[:120]):
+            if about.inner:
+                about.exception = f"{about.exception}{about.inner} {text[:500]}"
+            elif _RAISED.match(text) and not _NO_WORKER.search(text[:120]):
                 about.exception, about.exception_frames = text[:1000], about.traceback[::-1]
             about.traceback = None
             self._tracebacks.discard(rank)

@@ -1,0 +1,115 @@
+"""Read the ranks that an error's text names: what it says that they did, where the text is one that a library is known to raise.
+
+The texts are those of torch's sources (C++ and Python), versions as noted at each.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final, Literal, NamedTuple
+
+from commlens.model.ops import watchdog_wire_op
+
+About = Literal["op", "shape", "dtype", "parameters", "checkpoint", "worker"]
+"""The subject of a claim: ranks differ in an op, its shapes or dtypes, or in a model's parameters; a rank failed in a checkpoint; a
+data loader's worker ended."""
+
+_TEXT_MAX: Final = 4000
+_RANKS_MAX: Final = 10_000
+
+
+class Claim(NamedTuple):
+    """What an error's text says about ranks, as numbered in the group of the call."""
+
+    about: About
+    own: int = -1  # the rank that raised it, according to the text
+    values: tuple[tuple[int, str], ...] = ()  # what ranks did, where they differ
+    ranks: tuple[int, ...] = ()  # the ranks that failed
+    error: str = ""  # the error of the first of them; of a worker, how it ended
+
+
+_FINGERPRINT: Final = (
+    r"CollectiveFingerPrint\(SequenceNumber=\d+,? ?OpType=(?P<NAME_op>\w+)"
+    r"(?:, TensorShape=(?P<NAME_shape>\[[\d, \[\]]{0,200}\])(?:, TensorDtypes=(?P<NAME_dtype>\w+))?)?"
+)
+
+_DETAIL: Final = re.compile(  # torch 1.10 to 2.15 with TORCH_DISTRIBUTED_DEBUG=DETAIL: ProcessGroupWrapper.cpp
+    r"Detected mismatch between collectives on ranks\. Rank (?P<own>\d{1,7}) is running collective: "
+    + _FINGERPRINT.replace("NAME", "own")
+    + r".*?, but Rank (?P<other>\d{1,7}) is running collective: "
+    + _FINGERPRINT.replace("NAME", "other"),
+    re.DOTALL,
+)
+_ASPECTS: Final[tuple[About, ...]] = ("op", "shape", "dtype")
+
+_PARAMETERS: Final = re.compile(  # torch 1.11 to 2.15: reducer.cpp, verify_params_across_processes
+    r"DDP expects same model across all ranks, but Rank (?P<own>\d{1,7}) has (?P<mine>\d{1,12}) params, "
+    r"while rank (?P<other>\d{1,7}) has inconsistent (?P<theirs>\d{1,12}) params"
+)
+_CHECKPOINT: Final = re.compile(  # torch 2.0 to 2.15: torch/distributed/checkpoint/api.py
+    r"CheckpointException ranks: ?dict_keys\(\[(?P<ranks>\d{1,7}(?:, \d{1,7})*)\]\)(?P<rest>.*)", re.DOTALL
+)
+_OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\) (?P<error>[^\n;]+)")
+_WORKER: Final = re.compile(  # torch 1.0 to 2.15: DataLoader.cpp, torch/utils/data/dataloader.py
+    r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]{1,200})\) (?P<end>is killed by signal: \w+|exited unexpectedly)"
+)
+
+_BACKENDS: Final = re.compile(
+    r"gloo[/:]|\[gloo|ncclRemoteError|ncclSystemError|NCCL error|ProcessGroup(?:NCCL|Gloo)|TCPStore|DistNetworkError|DistBackendError"
+)
+"""Marks of the code of torch's backends and stores in an error."""
+
+
+def names_backend(text: str) -> bool:
+    """Return whether an error's text shows that a backend or a store of torch raised it, whatever the stack."""
+    return _BACKENDS.search(text) is not None
+
+
+def claim_of(text: str | None) -> Claim | None:
+    """Return what an error says about ranks; None if it is no text that does."""
+    text = (text or "")[:_TEXT_MAX]
+    for read in (_of_detail, _of_parameters, _of_checkpoint, _of_worker):
+        claim = read(text)
+        if claim is not None:
+            return claim
+    return None
+
+
+def worker_end(error: str | None) -> str:
+    """Return how a data loader's worker ended, if that is a rank's error; else nothing."""
+    claim = claim_of(error)
+    return claim.error if claim is not None and claim.about == "worker" else ""
+
+
+def _of_detail(text: str) -> Claim | None:
+    found = _DETAIL.search(text)
+    if found is None:
+        return None
+    alike: About = "op"
+    about = next((aspect for aspect in _ASPECTS if found[f"own_{aspect}"] != found[f"other_{aspect}"]), alike)
+    values = [found[f"{name}_{about}"] or "unknown" for name in ("own", "other")]
+    if about == "op":
+        values = [watchdog_wire_op(value) for value in values]
+    return Claim(about, int(found["own"]), ((int(found["own"]), values[0]), (int(found["other"]), values[1])))
+
+
+def _of_parameters(text: str) -> Claim | None:
+    found = _PARAMETERS.search(text)
+    if found is None:
+        return None
+    own, other = int(found["own"]), int(found["other"])
+    return Claim("parameters", own, ((own, f"{found['mine']} parameters"), (other, f"{found['theirs']} parameters")))
+
+
+def _of_checkpoint(text: str) -> Claim | None:
+    found = _CHECKPOINT.search(text)
+    if found is None:
+        return None
+    error = _OF_RANK.search(found["rest"])
+    ranks = tuple(int(rank) for rank in found["ranks"].split(", "))
+    return Claim("checkpoint", ranks=ranks[:_RANKS_MAX], error=error["error"].strip() if error is not None else "")
+
+
+def _of_worker(text: str) -> Claim | None:
+    found = _WORKER.search(text)
+    return Claim("worker", error=found["end"]) if found is not None else None
