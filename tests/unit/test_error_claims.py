@@ -102,6 +102,18 @@ def test_the_rank_that_a_checkpoint_failed_on_and_its_error(tmp_path: Path, rank
     assert len(verdict.findings) == 1
 
 
+CLOSED = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3211{}"
+
+
+@pytest.mark.parametrize(("ranks", "culprits"), [([0, 1, 3], [2]), ([0, 1, 2], []), ([0, 4], [])])
+def test_of_ranks_whose_connection_was_closed_the_one_without_a_line_is_the_suspect(
+    tmp_path: Path, ranks: list[int], culprits: list[int]
+) -> None:
+    verdict = judge(tmp_path, *(raised(rank, CLOSED.format(rank)) for rank in ranks))
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.confidence) == ("dead", culprits, ranks, "low")
+    assert len(verdict.findings) == 1
+
+
 def test_a_data_loaders_worker_that_was_killed(tmp_path: Path) -> None:
     verdict = judge(tmp_path, raised(1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "), "[rank0]: step 1\n")
     assert (verdict.kind, verdict.culprits) == ("dead", [1])

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from commlens.matching.error_claims import names_backend
 from commlens.matching.error_texts import is_mismatch_error, is_peer_error, is_refusal
 from commlens.model.collective import Frame, State, user_frame
 from commlens.model.ranklog import End, RankLog
@@ -107,7 +108,8 @@ def _from_exception(log: RankLog, exception: str, at: int) -> ProcessExit:
         return ProcessExit("own", "exit", at, f"exited with status {status}", frame)
     if is_refusal(exception):
         return ProcessExit("peer", "exception", at, "raised DistributedOperationException", frame, refused=True)
-    peer = is_peer_error(exception) and (_in_torch(log) or is_peer_error(_last_failure(log)) or name.startswith("Dist"))
+    of_torch = _in_torch(log) or names_backend(exception) or name.startswith("Dist")
+    peer = is_peer_error(exception) and (of_torch or is_peer_error(_last_failure(log)))
     mismatch = is_mismatch_error(exception)
     return ProcessExit("peer" if peer else "own", "exception", at, f"raised {_short(exception)}", frame, suggests_mismatch=mismatch)
 

@@ -222,11 +222,15 @@ def find_ended(context: Context) -> None:
     elif peers:
         first = min(peers, key=lambda rank: (views[rank].exit.at_ns or 1 << 62, rank))
         end, op = views[first].exit, views[first].last_op
+        silent = context.job.no_record if context.job.only_logs else []
+        suspects = silent if len(silent) == 1 else []
+        where = ranks_phrase(suspects) if suspects else "all ranks, and of the other nodes,"
+        which = f"there is no line of {ranks_phrase(silent)}" if silent else "no record shows which peer"
         finding = Finding(
-            kind="dead", why="exception", root_cause=True, culprits=[], victims=failed, confidence="low",
-            summary=f"{ranks_phrase(peers)} ended because a peer ended or did not answer; no record shows which peer",
+            kind="dead", why="exception", root_cause=True, culprits=suspects, victims=failed, confidence="low",
+            summary=f"{ranks_phrase(peers)} ended because a peer ended or did not answer; {which}",
             explanation=f"{context.name(first)} was the first to end: it {end.text}; {context.last(first)}.",
-            next_step="look at the output of all ranks, and of the other nodes, for the first error",
+            next_step=f"look at the output of {where} for the first error",
             evidence=[f"rank {rank} {views[rank].exit.text}." for rank in failed[:4]],
             would_raise_confidence="The records of the missing ranks would show it.",
         )  # fmt: skip
