@@ -102,6 +102,13 @@ def test_the_rank_that_a_checkpoint_failed_on_and_its_error(tmp_path: Path, rank
     assert len(verdict.findings) == 1
 
 
+def test_errors_that_differ_in_numbers_are_one_fault(tmp_path: Path) -> None:
+    texts = {rank: f"RuntimeError: rank {rank}: bad pointer 0x7f{rank}a of size {100 + rank}" for rank in range(3)}
+    verdict = judge(tmp_path, *(raised(rank, text) for rank, text in texts.items()), raised(3, "ValueError: another one", 40))
+    assert [(one.kind, one.culprits) for one in verdict.findings] == [("dead", [0, 1, 2]), ("dead", [3])]
+    assert "(on rank 0; the same on the others, but for numbers)" in verdict.findings[0].summary
+
+
 CLOSED = "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3211{}"
 
 

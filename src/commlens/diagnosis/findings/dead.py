@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 
 from commlens.diagnosis.alignment import Mismatch
@@ -15,6 +16,7 @@ from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, ranks_phrase, verb
 
 _SAME_MOMENT_NS = 1_000_000_000
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")  # in which the same error differs between ranks: a rank, a size, an address
 
 
 def is_absorbed(context: Context, rank: int) -> bool:
@@ -32,7 +34,7 @@ def _reached(context: Context, rank: int, mismatch: Mismatch) -> bool:
 
 
 def find_deaths(context: Context, sinks: dict[int, Node], *, told: frozenset[int] = frozenset()) -> None:
-    """Make one finding for all ranks that ended in the same way.
+    """Make one finding for all ranks that ended in the same way, but for the numbers in their errors.
 
     A rank that ended later, and not with an exception, may have ended because of the first one.
 
@@ -47,7 +49,8 @@ def find_deaths(context: Context, sinks: dict[int, Node], *, told: frozenset[int
         if rank in told:
             continue
         if (end.kind == "own" or (end.kind == "gone" and _is_missed(context, sinks.get(rank)))) and not is_absorbed(context, rank):
-            groups[(end.why, end.text, end.source.where if end.source else "")].append(rank)
+            text = _NUMBER.sub("#", end.text) if end.why == "exception" else end.text
+            groups[(end.why, text, end.source.where if end.source else "")].append(rank)
     _keep_the_first(context, groups, sinks)
     moments = {key: min(context.job.views[rank].exit.at_ns for rank in ranks) for key, ranks in groups.items()}
     first = min((moment for moment in moments.values() if moment), default=0)
@@ -113,6 +116,8 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
     if perhaps_aborted:
         summary += "; no line tells whether of an error, or because NCCL's watchdog gave up waiting for another rank"
     awaited = [node.rank for node in nodes] if undecided else ranks
+    if len({views[rank].exit.text for rank in ranks}) > 1:
+        summary += f" (on rank {ranks[0]}; the same on the others, but for numbers)"
     if end.source is not None:
         summary += f" at {frame_phrase(end.source)}"
     if edges:
