@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -290,3 +292,42 @@ def test_the_counter_of_messages_is_not_compared_with_that_of_collectives(tmp_pa
     (tmp_path / "job.log").write_text("".join(lines))
     verdict = commlens.diagnose(tmp_path)
     assert "never reached" not in verdict.summary and verdict.confidence == "low"
+
+
+def wrapped(log: str, width: int, *, spaces: bool) -> str:
+    """Wrap the lines like a terminal, or like a collector that breaks at spaces and drops them."""
+    lines = []
+    for line in log.splitlines():
+        parts = textwrap.wrap(line, width, break_on_hyphens=False) if spaces else [line[i : i + width] for i in range(0, len(line), width)]
+        lines += parts
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("width", [100, 120, 160, 200])
+@pytest.mark.parametrize("spaces", [True, False])
+def test_lines_that_were_wrapped(tmp_path: Path, width: int, spaces: bool) -> None:
+    log = "".join([timed_out(0), timed_out(1), progress(2, 40, 40), timed_out(3)])
+    (tmp_path / "job.log").write_text(wrapped(log, width, spaces=spaces))
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1, 3])
+    assert verdict.summary.startswith("rank 2 never reached all_reduce #41")
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "2025-11-22T03:14:15.926535897Z stderr F {}",
+        "trainer-worker-0-1  | {}",
+        "[pod/job-worker-0/pytorch] {}",
+        "> {}",
+        "2025-11-22 03:14:15,926 {}",
+        "json",
+    ],
+)
+def test_lines_with_the_prefix_of_a_collector(tmp_path: Path, prefix: str) -> None:
+    failed = '[rank2]: Traceback (most recent call last):\n[rank2]:   File "/w/train.py", line 5, in load\n[rank2]: ValueError: no batch\n'
+    log = "".join([timed_out(0), timed_out(1), timed_out(3), failed, exits({**ABORTED, 2: 1})])
+    lines = [prefix.format(line) if prefix != "json" else json.dumps({"log": line + "\n", "stream": "stderr"}) for line in log.splitlines()]
+    (tmp_path / "job.log").write_text("\n".join(lines) + "\n")
+    verdict = commlens.diagnose(tmp_path)
+    assert (verdict.kind, verdict.culprits, verdict.victims, verdict.source) == ("dead", [2], [0, 1, 3], "train.py:5")

@@ -6,6 +6,7 @@ Supports ProcessGroupNCCL's watchdog in torch 1.13 to 2.15, torchrun and srun. P
 from __future__ import annotations
 
 import calendar
+import json
 import re
 import signal
 import time
@@ -14,7 +15,7 @@ from typing import Final, NamedTuple
 from commlens.text import clean, printable
 
 INTERESTING: Final = re.compile(
-    rb"atchdog|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
+    rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
     rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the failed|torch[./]distributed|NCCL (?:INFO|WARN)"
 )
 """Matches every line worth parsing, except those inside a traceback."""
@@ -22,6 +23,14 @@ INTERESTING: Final = re.compile(
 MENTION: Final = re.compile(rb"[^\[\n]{0,100}\[(?:rank|RANK) ?(\d{1,7})\]")
 """Matches the beginning of a line that has a rank."""
 
+_COLLECTOR: Final = re.compile(
+    r"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:out|err) [FP] )?|"
+    r"\[pod/[^\]]{1,200}\] |[\w.-]{1,80} *\| |> )+"
+)
+"""What containerd, kubectl, docker compose, journals and quoting in an issue put before a line."""
+_JSON_LINE: Final = ("log", "message", "msg", "textPayload")  # keys of the line in collectors' JSON
+_BEGIN: Final = re.compile(r"\[(?:rank|RANK) ?\d|\[?[EWIF]\d{3,4} \d\d:|\[[EWIF] \w+\.cpp:|Traceback \(")
+_FROM_WATCHDOG: Final = "ProcessGroupNCCL.cpp:"
 _ANSI: Final = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RANK: Final = re.compile(r"\[(?:rank|RANK) ?(\d{1,7})\]:? ?")
 _LOCAL: Final = re.compile(r"\[([A-Za-z_]+)(\d{1,4})(?:\|\d+)?\]:")  # torchrun: the role's name and the local rank
@@ -33,8 +42,8 @@ _GROUP: Final = re.compile(
 )
 _BARE_RANK: Final = re.compile(r"\[Rank (\d{1,7})\]")
 _TIMEOUT: Final = re.compile(
-    r"WorkNCCL\(SeqNum=(?P<number>\d{1,18}), OpType=(?P<op>\w+)(?:, NumelIn=(?P<inputs>\d{1,18}), NumelOut=(?P<outputs>\d{1,18}))?"
-    r"(?:, TensorShape=\[(?P<shape>[\d, ]*)\])?, Timeout\(ms\)=(?P<timeout>\d{1,15})\)(?: ran for (?P<ran>\d{1,15}) milliseconds)?"
+    r"WorkNCCL\(SeqNum=(?P<number>\d{1,18}), ?OpType=(?P<op>\w+)(?:, ?NumelIn=(?P<inputs>\d{1,18}), ?NumelOut=(?P<outputs>\d{1,18}))?"
+    r"(?:, ?TensorShape=\[(?P<shape>[\d, ]*)\])?, ?Timeout\(ms\)=(?P<timeout>\d{1,15})\)(?: ran for (?P<ran>\d{1,15}) milliseconds)?"
 )
 _PROGRESS: Final = re.compile(
     r"(?:(?:at work(?: sequence id)?|NCCL work): (?P<number>\d{1,18})[.,]?.{0,40}?)?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18})"
@@ -97,7 +106,9 @@ class Progress(NamedTuple):
 
 def parse_origin(line: str) -> Origin:
     """Strip colours, and the prefixes of torch, torchrun and srun, from a line and return the rank in them."""
-    text = printable(_ANSI.sub("", line).expandtabs())
+    text = printable(_ANSI.sub("", _without_json(line)).expandtabs())
+    collector = _COLLECTOR.match(text)
+    text = text[collector.end() :] if collector is not None else text
     rank = local = None
     label = _LABEL.match(text)
     if label:
@@ -109,6 +120,34 @@ def parse_origin(line: str) -> Origin:
     if found:
         rank, text = int(found[1]), text[found.end() :]
     return Origin(rank, local, text)
+
+
+def _without_json(line: str) -> str:
+    """Return the line in a collector's JSON object; any other line as it is."""
+    if not line.startswith("{"):
+        return line
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    texts = [value[key] for key in _JSON_LINE if isinstance(value.get(key), str)] if isinstance(value, dict) else []
+    return texts[0].rstrip("\r\n") if texts else line
+
+
+def may_go_on(text: str) -> bool:
+    """Return whether a line of the watchdog tells nothing by itself: a terminal or a collector may have wrapped it."""
+    return _FROM_WATCHDOG in text and not is_whole(text)
+
+
+def is_whole(text: str) -> bool:
+    """Return whether a line tells a timeout or the progress of a group to its end."""
+    timeout = parse_timeout(text)
+    return (timeout is not None and timeout.ran_ms >= 0) or parse_progress(text) is not None
+
+
+def begins_message(text: str) -> bool:
+    """Return whether a line begins a message, so that it does not continue the line before."""
+    return _BEGIN.search(text, 0, 120) is not None
 
 
 def parse_group(text: str) -> Group | None:

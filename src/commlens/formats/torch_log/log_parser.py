@@ -16,6 +16,7 @@ from commlens.model.ranklog import End, Observation
 _RANKS_MAX: Final = 100_000
 _NOTES_MAX: Final = 20  # sentences per rank
 _FRAMES_MAX: Final = 400
+_PARTS_MAX: Final = 6  # of a wrapped line
 
 _FRAME: Final = re.compile(r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})')
 _FAILED_FRAME: Final = re.compile(r"#(?P<place>\d{1,4}) (?P<function>.{1,400}) from (?P<file>.{1,4096}):(?P<line>\d{1,9})\s*$")
@@ -72,6 +73,7 @@ class LogParser:
         self._communicators: list[Communicator] = []
         self._launcher_signal = ""
         self._is_of_a_job = False  # a line is of a distributed job
+        self._cut: list[str] = []  # the parts of a wrapped line, so far
         self._tracebacks: set[int] = set()  # ranks inside a traceback
         self._stack_of: int | None = None  # the rank whose failed collective's stack is being read
         self._worker: dict[str, str] = {}  # fields of a worker in torchrun's summary
@@ -79,7 +81,7 @@ class LogParser:
     @property
     def in_block(self) -> bool:
         """Whether a traceback or a stack is being read, so that every line matters."""
-        return bool(self._tracebacks) or self._stack_of is not None
+        return bool(self._tracebacks) or self._stack_of is not None or bool(self._cut)
 
     def add_mention(self, rank: int) -> None:
         """Note a rank whose line tells nothing."""
@@ -87,7 +89,34 @@ class LogParser:
             self._ranks.setdefault(rank, _Rank())
 
     def add_line(self, line: str) -> None:
-        """Parse one line."""
+        """Parse one line, or join it to the one before, whose message goes on in it."""
+        if self._cut and self._joins(line):
+            return
+        self._flush()
+        if L.may_go_on(line):
+            self._cut = [line]
+        else:
+            self._add_whole_line(line)
+
+    def _joins(self, line: str) -> bool:
+        """Join a line to the parts of a wrapped one, and parse that once it is whole. Return False if the line cannot be one of them."""
+        if L.begins_message(line) or len(self._cut) >= _PARTS_MAX:
+            return False
+        self._cut.append(L.parse_origin(line).text)
+        for joined in ("".join(self._cut), " ".join(part.strip() for part in self._cut)):
+            if L.is_whole(joined):
+                self._cut = []
+                self._add_whole_line(joined)
+                break
+        return True
+
+    def _flush(self) -> None:
+        """Parse the lines that were taken for one message whose end has not come, each as it is."""
+        parts, self._cut = self._cut, []
+        for part in parts:
+            self._add_whole_line(part)
+
+    def _add_whole_line(self, line: str) -> None:
         origin = L.parse_origin(line)
         if origin.rank is not None and origin.local is not None:
             self._global[origin.local] = origin.rank
@@ -198,6 +227,7 @@ class LogParser:
 
     def columns(self) -> list[RankColumns]:
         """Return the columns of each rank that a line names, also of one of which it tells nothing; of no rank (-1) if there is none."""
+        self._flush()
         self._split_by_group_rank()
         self._forget_mixed_counters()
         self._add_nccl_ranks()
