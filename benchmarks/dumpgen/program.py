@@ -145,7 +145,7 @@ def _layer(b: Builder, mesh: Mesh, direction: str, expert: int) -> None:
     part, whole = ((SEQUENCE // mesh.tp, 1, HIDDEN),), ((SEQUENCE, 1, HIDDEN),)
     b.add(Op("tp", "_all_gather_base", part, whole, site=f"attention_{direction}"))
     if mesh.ep > 1:
-        uneven = ((SEQUENCE + 16 * expert, HIDDEN),)
+        uneven = ((SEQUENCE + 16 * (2 * expert - (mesh.ep - 1)), HIDDEN),)  # of all ranks together, as much as they send
         b.add(Op("ep", "all_to_all", ((SEQUENCE, HIDDEN),), uneven, site=f"experts_{direction}"))
     b.add(Op("tp", "_reduce_scatter_base", whole, part, site=f"mlp_{direction}"))
 

@@ -13,7 +13,7 @@ from builders import Die, Job, S, Stay, Step, Wait, all_reduce, collective, recv
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.diagnosis.findings.mismatch import _and_so_on
 from commlens.diagnosis.live import find_disagreements
-from commlens.model.collective import Channel, Frame, FrameKind, State
+from commlens.model.collective import Channel, Frame, FrameKind, LearnedHow, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 from commlens.reports.json_report import schema
@@ -383,7 +383,8 @@ def test_nccls_watchdog_aborts_the_ranks_that_waited_for_their_groups_timeout(
     for log in logs:
         log.timeout_s = 600.0
         for op in log.collectives:
-            op.channel = Channel(op.channel.group, device)
+            op.channel = Channel(op.channel.group, device, runs_ahead=device != "cpu")
+            op.learned_how = LearnedHow.NATIVE_RECORDER if op.channel.runs_ahead else op.learned_how
         ended = logs[0].collectives[-1].announced_ns + waited_s * S
         log.observation = Observation(End.KILLED, signal="SIGTERM", ended_ns=ended + S)
         if log.rank == 2:
