@@ -1,0 +1,224 @@
+"""A backend for tests that behaves on tensors of the CPU as ProcessGroupNCCL does on a GPU. README.md says how to use it.
+
+``build()`` compiles it once, ``register()`` makes it known to torch.distributed. The other functions look into the simulated device.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import functools
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+NAME = "nccl_like"
+MODULE = "nccl_like_native"
+LIBRARY = "NCCL_LIKE_LIBRARY"  # the built library, for processes that shall not look for it
+CACHE = "COMMLENS_TEST_NATIVE"  # the folder in which `make test` keeps native builds
+TIMEOUT_S = 900
+OURS = (NAME, "undefined", "None", "gloo", "nccl", "cpu:gloo,cuda:nccl")  # the backends whose groups use it, where it takes over
+
+
+def build() -> Path:
+    """Return the library, compiled for this torch and Python if it was not yet.
+
+    Raises:
+        commlens.errors.NativeEngineError: there is no compiler, or it fails.
+    """
+    with _commlens():
+        from commlens.errors import NativeEngineError
+        from commlens.native import build as native
+        from commlens.native.cache import identity
+    compiler = native.find_compiler(os.environ)
+    command = [*compiler, str(HERE / "backend.cpp"), f"-I{HERE / 'include'}", *native.flags(), "-DFMT_HEADER_ONLY", "-fvisibility=hidden"]
+    about = repr((sorted(identity().items()), native.compiler_version(compiler), command[len(compiler) :]))
+    digest = hashlib.sha256(about.encode() + b"".join(path.read_bytes() for path in sources())).hexdigest()[:16]
+    folder = Path(os.environ.get(CACHE) or Path(tempfile.gettempdir()) / f"{NAME}-{os.getuid()}").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{MODULE}-{digest}.so"
+    with (folder / f".{NAME}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if library.exists():
+            return library
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / library.name
+            ended = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=TIMEOUT_S)
+            if ended.returncode:
+                lines = [line for line in ended.stderr.splitlines() if "error" in line] or ended.stderr.splitlines()[-1:]
+                raise NativeEngineError(f"The compiler failed on nccl_like: {lines[0] if lines else ended.returncode}")
+            made.replace(library)
+    return library
+
+
+def sources() -> list[Path]:
+    return sorted([*HERE.glob("*.cpp"), *HERE.glob("*.hpp"), *HERE.glob("include/**/*.hpp")])
+
+
+@contextlib.contextmanager
+def _commlens() -> Iterator[None]:
+    """commlens importable, also in a program that does not have it."""
+    source = str(HERE.parents[1] / "src")
+    sys.path.append(source)
+    try:
+        yield
+    finally:
+        sys.path.remove(source)
+
+
+@functools.cache
+def native() -> Any:
+    """The compiled module."""
+    import torch.distributed  # noqa: F401 - its types must be known first
+
+    path = Path(os.environ.get(LIBRARY) or build())
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@functools.cache
+def register(*, take_over: bool = False) -> None:
+    """Make the backend ``nccl_like`` known to torch.distributed in this process.
+
+    Args:
+        take_over: groups of the backends gloo and nccl use it, and those of the default backend. Only ``cpu:gloo`` stays gloo.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d
+
+    made = native()
+    dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    if hasattr(made, "_dump_nccl_trace"):
+        for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+            setattr(_distributed_c10d, name, made._dump_nccl_trace)
+            setattr(_distributed_c10d, f"{name}_json", made._dump_nccl_trace_json)
+    _settings_from_environment(made, torch.__version__)
+    made.intercept_in_this_thread()
+    _let_higher_order_operators_pass(torch)
+    _wait_outside_the_dispatcher(torch, made)
+    atexit.register(made.stop)
+    if take_over:
+        _take_over(dist)
+
+
+def _create(options: Any, backend_options: Any) -> Any:
+    timeout = options.timeout
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    ranks = list(options.global_ranks_in_group)
+    return native().create(options.store, options.group_rank, options.group_size, seconds, options.group_id, ranks)
+
+
+def _settings_from_environment(made: Any, version: str) -> None:
+    old = tuple(int(part) for part in version.split(".")[:2]) < (2, 8)
+    made.set_sync_returns_work(os.environ.get("NCCL_LIKE_SYNC_RETURNS_WORK", "1" if old else "0") == "1")
+    made.set_eager(os.environ.get("NCCL_LIKE_EAGER") == "1")
+    made.set_watchdogs_stuck(os.environ.get("NCCL_LIKE_STUCK_WATCHDOG") == "1")
+    made.set_peer_death_is_an_error(os.environ.get("NCCL_LIKE_PEER_DEATH") == "error")
+    made.set_device_delay(float(os.environ.get("NCCL_LIKE_DELAY_S", "0")))
+
+
+def _let_higher_order_operators_pass(torch: Any) -> None:
+    """Their dispatcher is in Python, and would look for a kernel at the key of the interception."""
+    key = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
+    defaults = getattr(torch._ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", None)
+    if defaults is not None and key not in defaults:
+        defaults.append(key)
+    for operator in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
+        operator.fallthrough(key)
+
+
+def _wait_outside_the_dispatcher(torch: Any, made: Any) -> None:
+    """What reads memory without an operator, or waits for the stream."""
+    numpy = torch.Tensor.numpy
+
+    @functools.wraps(numpy)
+    def numpy_of_finished_memory(self: Any, *arguments: Any, **named: Any) -> Any:
+        return numpy(self.resolve_conj(), *arguments, **named)
+
+    torch.Tensor.numpy = numpy_of_finished_memory
+    torch.cpu.synchronize = lambda device=None: made.synchronize()
+
+
+def _take_over(dist: Any) -> None:
+    from torch.distributed import distributed_c10d as module
+
+    original = module._new_process_group_helper
+    default_timeout = module._get_default_timeout
+
+    @functools.wraps(original)
+    def with_our_backend(size: int, rank: int, ranks: Any, backend: Any, *arguments: Any, **named: Any) -> Any:
+        if str(backend) in OURS:
+            backend = dist.Backend(NAME)
+        return original(size, rank, ranks, backend, *arguments, **named)
+
+    def ten_minutes(backend: Any) -> timedelta:  # NCCL's default
+        return timedelta(minutes=10) if backend is None or str(backend) in OURS else default_timeout(backend)
+
+    module._new_process_group_helper = with_our_backend
+    module._get_default_timeout = ten_minutes
+
+
+def synchronize() -> None:
+    """Wait as ``torch.cuda.synchronize()`` does: for everything that the compute stream waits for."""
+    native().synchronize()
+
+
+def queries() -> int:
+    """The number of event queries by others than the watchdogs."""
+    return int(native().queries())
+
+
+def works_alive() -> int:
+    """The number of Works that somebody holds."""
+    return int(native().works_alive())
+
+
+def pending() -> int:
+    """The number of kernels that were launched and are not done."""
+    return int(native().pending())
+
+
+def capturing(on: bool) -> None:
+    """Whether an event query ends the process with status 99, as it ruins a capture in the global mode."""
+    native().set_capturing(on)
+
+
+@contextlib.contextmanager
+def capture(*, mode: str = "global") -> Iterator[Any]:
+    """Capture the collectives of the block as a graph; ``graph.replay()`` launches them."""
+    graph = native().Graph()
+    graph.begin(mode == "global")
+    try:
+        yield graph
+    finally:
+        graph.end()
+
+
+def launch_kernel(seconds: float | None = None) -> None:
+    """Occupy the compute stream for so long, or for ever: until ``end_kernels()``."""
+    native().launch_kernel(seconds)
+
+
+def end_kernels() -> None:
+    """End the compute kernels under way."""
+    native().end_kernels()
+
+
+def device_delay(seconds: float) -> None:
+    """Make every communication kernel take so much longer."""
+    native().set_device_delay(seconds)
