@@ -108,8 +108,6 @@ def register(*, take_over: bool = False) -> None:
             setattr(_distributed_c10d, name, made._dump_nccl_trace)
             setattr(_distributed_c10d, f"{name}_json", made._dump_nccl_trace_json)
     _settings_from_environment(made, torch.__version__)
-    made.intercept_in_this_thread()
-    _let_higher_order_operators_pass(torch)
     _wait_outside_the_dispatcher(torch, made)
     atexit.register(made.stop)
     if take_over:
@@ -132,25 +130,22 @@ def _settings_from_environment(made: Any, version: str) -> None:
     made.set_device_delay(float(os.environ.get("NCCL_LIKE_DELAY_S", "0")))
 
 
-def _let_higher_order_operators_pass(torch: Any) -> None:
-    """Their dispatcher is in Python, and would look for a kernel at the key of the interception."""
-    key = torch._C._parse_dispatch_key("TESTING_ONLY_GenericMode")
-    defaults = getattr(torch._ops, "_HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS", None)
-    if defaults is not None and key not in defaults:
-        defaults.append(key)
-    for operator in list(getattr(torch._ops, "_higher_order_ops", {}).values()):
-        operator.fallthrough(key)
-
-
 def _wait_outside_the_dispatcher(torch: Any, made: Any) -> None:
     """What reads memory without an operator, or waits for the stream."""
-    numpy = torch.Tensor.numpy
 
-    @functools.wraps(numpy)
-    def numpy_of_finished_memory(self: Any, *arguments: Any, **named: Any) -> Any:
-        return numpy(self.resolve_conj(), *arguments, **named)
+    def wait_first(name: str) -> None:
+        method = getattr(torch.Tensor, name)
 
-    torch.Tensor.numpy = numpy_of_finished_memory
+        @functools.wraps(method)
+        def of_finished_memory(self: Any, *arguments: Any, **named: Any) -> Any:
+            if type(self) in (torch.Tensor, torch.nn.Parameter):
+                made.wait_for_memory(self)
+            return method(self, *arguments, **named)
+
+        setattr(torch.Tensor, name, of_finished_memory)
+
+    for name in ("numpy", "tolist", "cpu"):
+        wait_first(name)
     torch.cpu.synchronize = lambda device=None: made.synchronize()
 
 

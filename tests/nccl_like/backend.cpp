@@ -61,9 +61,7 @@ c10::intrusive_ptr<Backend> create(
 }  // namespace
 }  // namespace nccl_like
 
-TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, module) {
-  module.fallback(torch::CppFunction::makeFromBoxedFunction<&nccl_like::intercept>());
-}
+TORCH_LIBRARY_IMPL(aten, BackendSelect, library) { nccl_like::install_interception(library); }
 
 PYBIND11_MODULE(nccl_like_native, module) {
   using namespace nccl_like;
@@ -79,7 +77,7 @@ PYBIND11_MODULE(nccl_like_native, module) {
       .def("end", &Graph::end)
       .def("replay", &Graph::replay, no_gil());
   module.def("create", &create, no_gil());
-  module.def("intercept_in_this_thread", &intercept_in_this_thread);
+  module.def("wait_for_memory", [](const at::Tensor& tensor) { wait_for_memory(tensor); }, no_gil());
   module.def("synchronize", &synchronize, no_gil());
   module.def("launch_kernel", &launch_kernel, no_gil());
   module.def("end_kernels", [] { Device::get().end_compute_kernels(); });

@@ -56,7 +56,6 @@ class Backend : public c10d::Backend {
     blocking_wait_ = c10d::getCvarBool({"TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"}, false);
     if (!blocking_wait_) watchdog_ = std::make_unique<Watchdog>(group_);
     init();
-    intercept_in_this_thread();
     std::lock_guard<std::mutex> lock(all_mutex());
     all().insert(this);
     if (connects_eagerly.load()) eager_ = true;
@@ -357,7 +356,6 @@ class Backend : public c10d::Backend {
 
   WorkPtr collective(const Tensors& inputs, const Tensors& outputs, const Tensors& memory, Collective made, OpType type, bool async,
                      const char* title) {
-    intercept_in_this_thread();
     if (!coalescing_) ++seq_collective_;
     ++op_id_;
     auto comm = communicator("0", rank_, size_);
@@ -384,7 +382,6 @@ class Backend : public c10d::Backend {
 
   // The calls that take several tensors at once: one number, one entry, one kernel.
   WorkPtr collective_coalesced(const Tensors& inputs, const Tensors& outputs, std::vector<Collective> made, bool async, const char* title) {
-    intercept_in_this_thread();
     ++seq_collective_;
     ++op_id_;
     auto comm = communicator("0", rank_, size_);
@@ -406,7 +403,6 @@ class Backend : public c10d::Backend {
   }
 
   WorkPtr point_to_point(const at::Tensor& tensor, int peer, OpType type, const std::string& title) {
-    intercept_in_this_thread();
     const bool in_batch = open_groups() > 0, whole_group = eager_ || in_batch, to_self = peer == rank_;
     if (!in_batch && !coalescing_) ++seq_p2p_;
     ++op_id_;
