@@ -158,6 +158,11 @@ def serve():
 environment, arguments = serve()
 for key, value in environment.items():
     os.environ[key] = value
+if os.environ.get("NCCL_LIKE") == "1":
+    sys.path.append(str(Path(__file__).parents[1]))
+    import nccl_like  # torch's entry point would have called it, too, before that of commlens
+
+    nccl_like.register(take_over=True)
 if os.environ.get("COMMLENS") == "1":
     import commlens_autoload  # torch's entry point would have done this at the end of `import torch`
 

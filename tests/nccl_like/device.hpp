@@ -20,7 +20,8 @@ namespace nccl_like {
 
 inline std::atomic<bool> capture_forbids_queries{false};
 inline std::atomic<uint64_t> event_queries{0};
-inline thread_local bool is_internal_thread = false;  // the watchdog and the monitor may query events, even while a graph is captured
+// The watchdog and the monitor may query events, even while a graph is captured; the device's thread does not wait for itself.
+inline thread_local bool is_internal_thread = false;
 
 // A point on the device's time line, as a CUDA event. The Flight Recorder asks it, too.
 class Event {
@@ -158,6 +159,7 @@ class Device {
 
   void loop() {
     c10::setThreadName("nccl_like_gpu");
+    is_internal_thread = true;
     c10::InferenceMode no_autograd;
     std::unique_lock<std::mutex> lock(mutex_);
     while (true) {

@@ -68,7 +68,7 @@ inline void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
 
 template <bool needs_value>
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
-  if (Device::get().is_busy()) {
+  if (Device::get().is_busy() && !is_internal_thread) {
     if (needs_value) synchronize();
     const size_t count = op.schema().arguments().size();
     for (size_t i = stack->size() - count; i < stack->size(); ++i) wait_for_memory((*stack)[i]);
