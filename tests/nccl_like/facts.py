@@ -1,0 +1,894 @@
+"""Claims about NCCL on which commlens builds, each with a check that runs on the emulation and on a real GPU.
+
+    python tests/nccl_like/facts.py                                     # on the emulation
+    python tests/nccl_like/facts.py --backend nccl --json FILE          # on real NCCL, one rank on one GPU; --ranks 2 where there are two
+    python tests/nccl_like/facts.py --write                             # the table in docs/nccl.md, from both
+
+Every check runs in processes of its own, forks of this one, under a time limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parents[1] / "docs" / "nccl.md"
+REAL = HERE / "facts_on_nccl.json"  # what a run on a real GPU said, if there was one
+sys.path.insert(0, str(HERE.parent))
+
+Answer = tuple[bool, str]
+OCCUPIED_S = 0.8  # how long a kernel occupies the compute stream, so that collectives behind it stay in flight
+LIMIT_S = 40.0
+ABORTED = -signal.SIGABRT
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A claim and the function that checks it in each rank."""
+
+    name: str
+    claim: str
+    check: Callable[[Here], Answer]
+    ranks: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+    after: Callable[[Ended], Answer] | None = None  # judges when the ranks have ended, because they do not survive
+    only_emulated: bool = False  # nothing makes it happen on a GPU
+
+
+@dataclass
+class Ended:
+    """What is left of a check's ranks."""
+
+    statuses: list[int]
+    outputs: list[str]
+    answers: list[list[Any] | None]
+    folder: Path
+
+    def dump(self, rank: int) -> dict[str, Any] | None:
+        path = self.folder / f"dump_{rank}"
+        return _Plain(path.open("rb")).load() if path.exists() else None
+
+
+class _Plain(pickle.Unpickler):
+    """Reads data only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"{module}.{name}")
+
+
+FACTS: list[Fact] = []
+
+
+def fact(claim: str, **options: Any) -> Callable[[Callable[[Here], Answer]], Callable[[Here], Answer]]:
+    def add(check: Callable[[Here], Answer]) -> Callable[[Here], Answer]:
+        FACTS.append(Fact(check.__name__, claim, check, **options))
+        return check
+
+    return add
+
+
+class Here:
+    """A rank on one of the backends."""
+
+    def __init__(self, backend: str, rank: int, ranks: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        self.torch, self.dist, self.rank, self.ranks = torch, dist, rank, ranks
+        self.is_real = backend == "nccl"
+        self.backend_name = backend
+        if self.is_real:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        else:
+            import nccl_like
+
+            nccl_like.register()
+            self.device = torch.device("cpu")
+
+    def init(self, timeout_s: float = 30.0, **options: Any) -> None:
+        """The default group, with its communicator made and nothing in flight."""
+        self.begin(timeout_s, **options)
+        self.dist.all_reduce(self.tensor())
+        self.synchronize()
+        self.settle(self.group)
+
+    def begin(self, timeout_s: float = 30.0, **options: Any) -> None:
+        """The default group, without a communicator."""
+        self.dist.init_process_group(self.backend_name, timeout=timedelta(seconds=timeout_s), **options)
+
+    @property
+    def group(self) -> Any:
+        return self.dist.group.WORLD
+
+    @property
+    def backend(self) -> Any:
+        return self.backend_of(self.group)
+
+    def backend_of(self, group: Any) -> Any:
+        return group._get_backend(self.device)
+
+    def tensor(self, *sizes: int) -> Any:
+        return self.torch.ones(sizes or (4,), device=self.device)
+
+    def synchronize(self) -> None:
+        self.torch.cuda.synchronize() if self.is_real else self.torch.cpu.synchronize()
+
+    def occupy(self, seconds: float = OCCUPIED_S) -> None:
+        """A kernel on the compute stream, behind which later collectives stay."""
+        if self.is_real:
+            self.torch.cuda._sleep(int(seconds * 1.5e9))
+        else:
+            import nccl_like
+
+            nccl_like.launch_kernel(seconds)
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[Any]:
+        if self.is_real:
+            graph = self.torch.cuda.CUDAGraph()
+            with self.torch.cuda.graph(graph):
+                yield graph
+        else:
+            import nccl_like
+
+            with nccl_like.capture() as graph:
+                yield graph
+
+    def recorded(self, *, collectives: bool = True) -> dict[str, Any]:
+        made = self.torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=collectives)
+        return json.loads(made)
+
+    def entries(self) -> list[dict[str, Any]]:
+        return self.recorded().get("entries", [])
+
+    def status(self, group: Any = None) -> dict[str, int]:
+        """Last enqueued, started and completed."""
+        of = self.recorded(collectives=False)["pg_status"].get(str(self.backend_of(group or self.group).uid), {})
+        return {name.split("_")[1]: int(value) for name, value in of.items()}
+
+    def settle(self, group: Any) -> None:
+        """Wait until the watchdog has seen all that is complete."""
+        until(lambda: self.status(group).get("completed") == self.status(group).get("enqueued"))
+
+    def send_to_self(self) -> list[Any]:
+        dist, tensor, into = self.dist, self.tensor(), self.tensor()
+        return dist.batch_isend_irecv([dist.P2POp(dist.isend, tensor, self.rank), dist.P2POp(dist.irecv, into, self.rank)])
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.monotonic()
+    result = call()
+    return time.monotonic() - began, result
+
+
+# --- what a call returns, and when
+
+
+@fact("A synchronous collective returns no Work: the backend's call returns None (torch 2.8 and later).")
+def sync_returns_no_work(here: Here) -> Answer:
+    here.init()
+    options = here.torch._C._distributed_c10d.AllreduceOptions()
+    options.asyncOp = False
+    work = here.backend.allreduce([here.tensor()], options)
+    return work is None, f"returned {type(work).__name__}"
+
+
+@fact("An asynchronous collective returns a Work.")
+def async_returns_work(here: Here) -> Answer:
+    here.init()
+    work = here.dist.all_reduce(here.tensor(), async_op=True)
+    return isinstance(work, here.dist.Work), f"returned {type(work).__name__}"
+
+
+@fact("A synchronous collective returns before it has run.")
+def sync_returns_before_it_runs(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    seconds, _ = timed(lambda: here.dist.all_reduce(here.tensor()))
+    behind, _ = timed(here.synchronize)
+    return seconds < OCCUPIED_S / 2 < behind, f"the call took {seconds:.2f} s, synchronize() after it {behind:.2f} s"
+
+
+@fact("The host runs ahead without a bound: 2,000 synchronous calls return while the device is occupied.")
+def host_runs_ahead(here: Here) -> Answer:
+    here.init()
+    tensor = here.tensor()
+    here.occupy(3 * OCCUPIED_S)
+
+    def issue() -> None:
+        for _ in range(2000):
+            here.dist.all_reduce(tensor)
+
+    seconds, _ = timed(issue)
+    behind, _ = timed(here.synchronize)
+    return behind > 0.1, f"the calls took {seconds:.2f} s, synchronize() after them {behind:.2f} s"
+
+
+@fact("Work.wait() returns at once, while the collective has not run.")
+def wait_returns_at_once(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    work = here.dist.all_reduce(here.tensor(), async_op=True)
+    seconds, _ = timed(work.wait)
+    done = work.is_completed()
+    return seconds < OCCUPIED_S / 2 and not done, f"wait() took {seconds:.2f} s, is_completed() then: {done}"
+
+
+@fact("Work.is_completed() is true when the kernel is done, without a wait().")
+def is_completed_is_true_when_done(here: Here) -> Answer:
+    here.init()
+    work = here.dist.all_reduce(here.tensor(), async_op=True)
+    came = until(work.is_completed)
+    return came, f"is_completed(): {came}"
+
+
+@fact("Work.get_future() is done at once, while the collective has not run.")
+def future_is_done_at_once(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    work = here.dist.all_reduce(here.tensor(), async_op=True)
+    future, ran = work.get_future().done(), work.is_completed()
+    return future and not ran, f"get_future().done(): {future}, is_completed(): {ran}"
+
+
+@fact("Work.get_future_result() is marked SUCCESS (0) by the watchdog, soon after the kernel is done and not before.")
+def future_result_comes_from_the_watchdog(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    result = here.dist.all_reduce(here.tensor(), async_op=True).get_future_result()
+    early = result.done()
+    came = until(result.done)
+    value = result.value() if came else None
+    return not early and came and int(value) == 0, f"done at once: {early}, later: {came}, value {value}"
+
+
+@fact("The thread that reads a result stands in .item() until the collective has run.")
+def item_blocks(here: Here) -> Answer:
+    here.init()
+    tensor = here.tensor()
+    here.occupy()
+    call, _ = timed(lambda: here.dist.all_reduce(tensor))
+    seconds, _ = timed(lambda: tensor.sum().item())
+    return call < OCCUPIED_S / 2 < seconds, f"the call took {call:.2f} s, .item() {seconds:.2f} s"
+
+
+@fact("A thread that waits for the device spins: it uses the CPU, and other Python threads run meanwhile.")
+def waiting_thread_spins(here: Here) -> Answer:
+    here.init()
+    counted = [0]
+    stop = threading.Event()
+
+    def count() -> None:
+        while not stop.wait(0.01):
+            counted[0] += 1
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    here.occupy()
+    here.dist.all_reduce(here.tensor())
+    used = time.thread_time()
+    seconds, _ = timed(here.synchronize)
+    used = time.thread_time() - used
+    stop.set()
+    counter.join()
+    return used > 0.2 * seconds and counted[
+        0
+    ] > 5, f"{used / seconds:.0%} of a core for {seconds:.2f} s; another thread woke {counted[0]} times"
+
+
+# --- barrier
+
+
+@fact("barrier() blocks the caller until the device is done; it is an all_reduce of one element with a number of its own.")
+def barrier_blocks(here: Here) -> Answer:
+    here.init()
+    before = here.backend._get_sequence_number_for_group()
+    here.occupy()
+    seconds, _ = timed(here.dist.barrier)
+    last = here.entries()[-1]
+    numbers = here.backend._get_sequence_number_for_group() - before
+    said = f"took {seconds:.2f} s; {last['profiling_name']} {last['input_sizes']}, {numbers} number"
+    return seconds > OCCUPIED_S / 2 and numbers == 1 and (last["profiling_name"], last["input_sizes"]) == (
+        "nccl:all_reduce_barrier",
+        [[1]],
+    ), said
+
+
+@fact("barrier(async_op=True) returns at once; wait() of its Work blocks the caller.")
+def async_barrier_blocks_in_wait(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    call, work = timed(lambda: here.dist.barrier(async_op=True))
+    seconds, _ = timed(work.wait)
+    return call < OCCUPIED_S / 2 < seconds, f"the call took {call:.2f} s, wait() {seconds:.2f} s"
+
+
+# --- numbers and identities
+
+
+@fact("The backend object calls itself nccl, coalesces, and has a small number, uid: 0 for the first group, 1 for the second.")
+def uid_counts_backends(here: Here) -> Answer:
+    here.init()
+    second = here.backend_of(here.dist.new_group(list(range(here.ranks))))
+    found = (here.backend.name(), here.backend.supports_coalescing, here.backend.uid, second.uid)
+    return found == ("nccl", True, 0, 1), str(found)
+
+
+@fact("The recorder's status is keyed by uid, as text in JSON, and entries carry it as pg_id.")
+def status_is_keyed_by_uid(here: Here) -> Answer:
+    here.init()
+    second = here.dist.new_group(list(range(here.ranks)))
+    here.dist.all_reduce(here.tensor(), group=second)
+    here.synchronize()
+    keys = sorted(here.recorded(collectives=False)["pg_status"])
+    ids = sorted({entry["pg_id"] for entry in here.entries()})
+    return keys == ["0", "1"] and ids == [0, 1], f"keys {keys}, pg_id {ids}"
+
+
+@fact("The backend's sequence number counts collectives, not messages.")
+def sequence_number_counts_collectives(here: Here) -> Answer:
+    here.init()
+    before = here.backend._get_sequence_number_for_group()
+    for _ in range(3):
+        here.dist.all_reduce(here.tensor())
+    between = here.backend._get_sequence_number_for_group()
+    for work in here.send_to_self():
+        work.wait()
+    after = here.backend._get_sequence_number_for_group()
+    return (between - before, after - between) == (
+        3,
+        0,
+    ), f"+{between - before} for three all_reduce, +{after - between} for a batch of messages"
+
+
+@fact("A group that was used by nobody yet is neither in the recorder's status nor in its list of groups.")
+def unused_group_is_unknown(here: Here) -> Answer:
+    here.begin()
+    found = here.recorded()
+    return not found["pg_status"] and not found["pg_config"], f"pg_status {found['pg_status']}, pg_config {found['pg_config']}"
+
+
+@fact("The status says what is enqueued at once, and what is complete within a second; started stays -1 without timing.")
+def status_follows(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    here.dist.all_reduce(here.tensor())
+    early = here.status()
+    came = until(lambda: here.status()["completed"] == 2)
+    return early == {"enqueued": 2, "started": -1, "completed": 1} and came and here.status()[
+        "started"
+    ] == -1, f"{early}, then {here.status()}"
+
+
+@fact(
+    "With TORCH_NCCL_ENABLE_TIMING=1 the status says what has started, and entries have durations.",
+    environment={"TORCH_NCCL_ENABLE_TIMING": "1"},
+)
+def timing_gives_starts(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    here.dist.all_reduce(here.tensor())
+    early = here.status()
+    until(lambda: here.status()["completed"] == 2)
+    last = here.entries()[-1]
+    return early["started"] == 1 and here.status()[
+        "started"
+    ] == 2 and "duration_ms" in last, f"{early}, then {here.status()}; {sorted(last)}"
+
+
+@fact("An entry becomes retired and completed within a second after its kernel is done.")
+def entries_retire(here: Here) -> Answer:
+    here.init()
+    here.occupy()
+    here.dist.all_reduce(here.tensor())
+    early = here.entries()[-1]
+    came = until(lambda: bool(here.entries()[-1]["retired"]))
+    last = here.entries()[-1]
+    return (early["state"], early["retired"], last["state"]) == (
+        "scheduled",
+        False,
+        "completed",
+    ) and came, f"{early['state']}, then {last['state']}"
+
+
+@fact(
+    "TORCH_NCCL_TRACE_BUFFER_SIZE=0 switches the recorder off: no entries, and no status either.",
+    environment={"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"},
+)
+def recorder_can_be_off(here: Here) -> Answer:
+    here.begin()
+    here.dist.all_reduce(here.tensor())
+    here.synchronize()
+    found = here.recorded()
+    return not found["pg_status"] and "entries" not in found, str(sorted(found))
+
+
+# --- messages and groups of operations
+
+
+@fact("A batch of messages returns one Work, takes one message number, and its entry in the status is that number.")
+def batch_takes_one_number(here: Here) -> Answer:
+    here.init()
+    works = []
+    for _ in range(3):
+        works = here.send_to_self()
+    here.synchronize()
+    status = here.status()
+    numbers = [entry["p2p_seq_id"] for entry in here.entries()[1:]]
+    return len(works) == 1 and status["enqueued"] == 3 and numbers == [1, 1, 1, 2, 2, 2, 3, 3, 3], f"{len(works)} Work, {status}, {numbers}"
+
+
+@fact("A batch's members are is_p2p, and stay scheduled for ever; its closing entry nccl:coalesced is not is_p2p, and has the state.")
+def batch_closes_with_an_entry(here: Here) -> Answer:
+    here.init()
+    for work in here.send_to_self():
+        work.wait()
+    here.synchronize()
+    until(lambda: bool(here.entries()[-1]["retired"]))
+    found = [(e["profiling_name"], e["is_p2p"], e["state"], e["collective_seq_id"], e["p2p_seq_id"]) for e in here.entries()[1:]]
+    me = here.rank
+    wanted = [
+        (f"nccl:send {me}->{me}", True, "scheduled", 1, 1),
+        (f"nccl:recv {me}<-{me}", True, "scheduled", 1, 1),
+        ("nccl:coalesced", False, "completed", 1, 1),
+    ]
+    return found == wanted, str(found)
+
+
+@fact("Coalesced all_reduces take one number and one entry, nccl:allreduce_coalesced.")
+def coalesced_collectives_take_one_number(here: Here) -> Answer:
+    here.init()
+    with here.dist._coalescing_manager():
+        for _ in range(3):
+            here.dist.all_reduce(here.tensor())
+    here.synchronize()
+    found = [(e["profiling_name"], e["collective_seq_id"], len(e["input_sizes"])) for e in here.entries()[1:]]
+    return found == [("nccl:allreduce_coalesced", 2, 3)], str(found)
+
+
+@fact("An all_gather into a list is recorded with one output, the flattened list.")
+def all_gather_records_a_flat_output(here: Here) -> Answer:
+    here.init()
+    here.dist.all_gather([here.tensor(3) for _ in range(here.ranks)], here.tensor(3))
+    last = here.entries()[-1]
+    return last["output_sizes"] == [[here.ranks, 3]], f"{last['profiling_name']} {last['input_sizes']} {last['output_sizes']}"
+
+
+@fact("An all_gather of uneven sizes is a group of broadcasts, closed by nccl:ALLGATHER_coalesced, under one number.", ranks=2)
+def uneven_all_gather_is_a_group(here: Here) -> Answer:
+    here.init()
+    here.dist.all_gather([here.tensor(2), here.tensor(3)], here.tensor(2 + here.rank))
+    here.synchronize()
+    found = [(e["profiling_name"], e["collective_seq_id"]) for e in here.entries()[1:]]
+    return found == [("nccl:_broadcast_oop", 2), ("nccl:_broadcast_oop", 2), ("nccl:ALLGATHER_coalesced", 2)], str(found)
+
+
+@fact("A scatter is recorded with its output as input, and its inputs as outputs.", ranks=2)
+def scatter_is_recorded_in_reverse(here: Here) -> Answer:
+    here.init()
+    here.dist.scatter(here.tensor(3), [here.tensor(3), here.tensor(3)] if here.rank == 0 else None, src=0)
+    last = here.entries()[-1]
+    sizes = (last["input_sizes"], last["output_sizes"])
+    return here.rank != 0 or sizes == ([[3]], [[3], [3]]), str(sizes)
+
+
+@fact("Bitwise reductions and receiving from any rank are refused in the call.")
+def some_things_are_refused(here: Here) -> Answer:
+    here.init()
+    said = []
+    for call in (
+        lambda: here.dist.all_reduce(here.tensor().int(), op=here.dist.ReduceOp.BAND),
+        lambda: here.dist.recv(here.tensor()),
+    ):
+        try:
+            call()
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            said.append(type(error).__name__)
+    return len(said) == 2, str(said)
+
+
+# --- communicators
+
+
+@fact("A group's communicator is made at its first collective, which blocks in the call until all ranks join; later calls do not.", ranks=2)
+def communicator_is_made_at_first_use(here: Here) -> Answer:
+    made, _ = timed(here.begin)
+    if here.rank == 1:
+        time.sleep(1.5)
+    first, _ = timed(lambda: here.dist.all_reduce(here.tensor()))
+    here.synchronize()
+    if here.rank == 1:
+        time.sleep(1.0)
+    second, _ = timed(lambda: here.dist.all_reduce(here.tensor()))
+    said = f"the group {made:.2f} s, the first call {first:.2f} s, the second {second:.2f} s"
+    return here.rank == 1 or (first > 1.0 and second < 0.5), said
+
+
+# --- how a hang looks, and how it ends
+
+
+@fact("Sizes that differ hang the collective; nobody raises an error.", ranks=2)
+def sizes_that_differ_hang(here: Here) -> Answer:
+    here.init(timeout_s=30)
+    work = here.dist.all_reduce(here.tensor(4 + here.rank), async_op=True)
+    came = until(work.is_completed, 1.5)
+    return not came, f"complete after 1.5 s: {came}"
+
+
+@fact("Two groups that two ranks use in opposite order hang.", ranks=2)
+def opposite_order_hangs(here: Here) -> Answer:
+    here.init()
+    groups = [here.dist.new_group([0, 1]), here.dist.new_group([0, 1])]
+    for group in groups:
+        here.dist.all_reduce(here.tensor(), group=group)
+    here.synchronize()
+    for group in groups if here.rank == 0 else groups[::-1]:
+        here.dist.all_reduce(here.tensor(), group=group)
+    time.sleep(1.0)
+    here_done = [here.status(group)["completed"] for group in groups]
+    return here_done == [1, 1], f"completed in the two groups: {here_done}"
+
+
+def _hang(here: Here) -> Answer:
+    """Rank 0 waits for a collective; the others stand elsewhere. With one rank, the device is occupied."""
+    here.init(timeout_s=2)
+    if here.ranks == 1:
+        here.occupy(30)
+    if here.rank == 0:
+        here.dist.all_reduce(here.tensor())
+        here.synchronize()
+    time.sleep(25)
+    return False, "nobody ended it"
+
+
+_QUICK = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_FR_BUFFER_SIZE": "200"}
+
+
+def _ends_in_order(ended: Ended) -> Answer:
+    wanted = [
+        "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=2, OpType=ALLREDUCE, NumelIn=4, NumelOut=4, Timeout(ms)=2000)",
+        "failure detected by watchdog at work sequence id: 2",
+        "First PG on this rank to signal dumping",
+        "Received a dump signal due to a collective timeout from this local rank",
+        "preparing to dump debug info",
+        "taking the entire process down",
+        "terminate called after throwing",
+    ]
+    at = [ended.outputs[0].find(text) for text in wanted]
+    dump = ended.dump(0)
+    last = dump["entries"][-1]["state"] if dump else "no dump"
+    holds = -1 not in at and at == sorted(at) and ended.statuses[0] == ABORTED and last == "scheduled"
+    missing = [text for text, place in zip(wanted, at, strict=True) if place < 0]
+    return holds, f"status {ended.statuses[0]}, the dump's last entry is {last}" + (f"; not said: {missing}" if missing else "")
+
+
+@fact(
+    "At a collective's timeout the watchdog says so, signals the dump, the dump is written, and then SIGABRT ends the process.",
+    environment=_QUICK,
+    after=_ends_in_order,
+)
+def timeout_ends_with_sigabrt(here: Here) -> Answer:
+    return _hang(here)
+
+
+def _all_dumped(ended: Ended) -> Answer:
+    dumps = [ended.dump(rank) is not None for rank in range(2)]
+    return dumps == [True, True] and ended.statuses[0] == ABORTED, f"statuses {ended.statuses}, dumps {dumps}"
+
+
+@fact("At one rank's timeout all ranks write a dump, also those that wait for nothing.", ranks=2, environment=_QUICK, after=_all_dumped)
+def all_ranks_dump(here: Here) -> Answer:
+    return _hang(here)
+
+
+@fact(
+    "With TORCH_NCCL_BLOCKING_WAIT=1, wait() blocks and raises at the timeout; the status stays -1 and no watchdog ends the process.",
+    environment={"TORCH_NCCL_BLOCKING_WAIT": "1"},
+)
+def blocking_wait_raises(here: Here) -> Answer:
+    here.begin(timeout_s=1)
+    here.dist.all_reduce(here.tensor())
+    here.synchronize()
+    here.occupy(2.5)
+    work = here.dist.all_reduce(here.tensor(), async_op=True)
+    raised = ""
+    began = time.monotonic()
+    try:
+        work.wait()
+    except here.dist.DistBackendError as error:
+        raised = str(error).splitlines()[0]
+    seconds = time.monotonic() - began
+    status = here.status()
+    holds = "ran for" in raised and 0.8 < seconds < 2.4 and status == {"enqueued": -1, "started": -1, "completed": -1}
+    return holds, f"{raised[:60]!r} after {seconds:.1f} s, {status}"
+
+
+def _killed_by_monitor(ended: Ended) -> Answer:
+    said = "watchdog got stuck" in ended.outputs[0]
+    return ended.statuses == [ABORTED] and said, f"status {ended.statuses[0]}, said: {said}"
+
+
+@fact(
+    "A process whose watchdog is stuck is ended by the heartbeat monitor, after twice TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC.",
+    environment={"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "1", "NCCL_LIKE_STUCK_WATCHDOG": "1", **_QUICK},
+    after=_killed_by_monitor,
+    only_emulated=True,
+)
+def stuck_watchdog_is_noticed(here: Here) -> Answer:
+    here.begin()
+    here.dist.all_reduce(here.tensor())
+    time.sleep(15)
+    return False, "nobody ended it"
+
+
+@fact("Each group has a watchdog thread, pt_nccl_watchdg, and a monitor thread, pt_nccl_heartbt.")
+def threads_have_names(here: Here) -> Answer:
+    here.init()
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    found = {name: names.count(name) for name in ("pt_nccl_watchdg", "pt_nccl_heartbt")}
+    return set(found.values()) == {1}, str(found)
+
+
+# --- CUDA graphs
+
+
+@fact("Capturing a collective takes a number, but enqueues and records nothing; a replay does neither.")
+def capture_takes_numbers(here: Here) -> Answer:
+    here.init()
+    tensor = here.tensor()
+    entries = len(here.entries())
+    with here.capture() as graph:
+        here.dist.all_reduce(tensor)
+    captured = (here.backend._get_sequence_number_for_group(), here.status()["enqueued"], len(here.entries()) - entries)
+    for _ in range(3):
+        graph.replay()
+    here.synchronize()
+    replayed = (here.backend._get_sequence_number_for_group(), here.status()["enqueued"], len(here.entries()) - entries)
+    return captured == replayed == (2, 1, 0), f"number, enqueued, entries after the capture {captured}, after three replays {replayed}"
+
+
+WENT_WELL = "the capture went well"
+
+
+def _capture_failed(ended: Ended) -> Answer:
+    return WENT_WELL not in ended.outputs[0], f"status {ended.statuses[0]}, {ended.outputs[0].strip().splitlines()[-1:]}"
+
+
+@fact("A thread that queries a Work while a graph is captured ruins the capture.", after=_capture_failed)
+def query_ruins_a_capture(here: Here) -> Answer:
+    here.init()
+    tensor = here.tensor()
+    work = here.dist.all_reduce(tensor, async_op=True)
+    work.wait()
+    here.synchronize()
+
+    def query() -> None:
+        with contextlib.suppress(RuntimeError):
+            work.is_completed()
+
+    with here.capture():
+        here.dist.all_reduce(tensor)
+        thread = threading.Thread(target=query)
+        thread.start()
+        thread.join()
+    os.write(1, f"{WENT_WELL}\n".encode())
+    return False, WENT_WELL
+
+
+# --- running them
+
+
+def run(chosen: Fact, backend: str, ranks: int | None = None) -> dict[str, Any]:
+    """Run a check. Returns its row of the table."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as scratch:
+        ended = _run_ranks(chosen, backend, ranks or chosen.ranks, Path(scratch))
+        try:
+            holds, observed = _judge(chosen, ended)
+        except Exception as error:
+            holds, observed = False, f"{type(error).__name__}: {error}"
+        if not holds:
+            observed += "".join(f"\n--- rank {rank}\n{text[-2000:]}" for rank, text in enumerate(ended.outputs))
+    return {
+        "name": chosen.name,
+        "claim": chosen.claim,
+        "ranks": chosen.ranks,
+        "holds": holds,
+        "observed": observed,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+
+
+def _judge(chosen: Fact, ended: Ended) -> Answer:
+    if chosen.after is not None:
+        return chosen.after(ended)
+    for rank, answer in enumerate(ended.answers):
+        if answer is None:
+            return False, f"rank {rank} ended with status {ended.statuses[rank]} and said nothing"
+    wrong = [answer for answer in ended.answers if answer is not None and not answer[0]]
+    shown = (wrong or ended.answers)[0]
+    assert shown is not None
+    return not wrong, str(shown[1])
+
+
+def _run_ranks(chosen: Fact, backend: str, ranks: int, folder: Path) -> Ended:
+    port_file = folder / "port"
+    store = _fork(lambda: _serve_store(port_file), folder / "store.out", {})
+    pids = []
+    try:
+        assert until(lambda: port_file.exists() and port_file.read_text() != "", 20), "the store does not start"
+        for rank in range(ranks):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port_file.read_text(), "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0",
+                "TORCH_FR_DUMP_TEMP_FILE": str(folder / "dump_"), "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(folder / "dump_"),
+                "TORCH_NCCL_TRACE_BUFFER_SIZE": "200", **chosen.environment,
+            }  # fmt: skip
+            answer = folder / f"answer{rank}"
+            pids.append(
+                _fork(lambda rank=rank, answer=answer: _be_rank(chosen, backend, rank, ranks, answer), folder / f"{rank}.out", environment)
+            )
+        statuses = _await(pids, LIMIT_S)
+    finally:
+        _await([store], 0)
+    answers = [json.loads(path.read_text()) if path.exists() else None for path in (folder / f"answer{rank}" for rank in range(ranks))]
+    outputs = [(folder / f"{rank}.out").read_text(errors="replace") for rank in range(ranks)]
+    return Ended(statuses, outputs, answers, folder)
+
+
+def _fork(do: Callable[[], None], output: Path, environment: Mapping[str, str]) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        out = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        os.environ.update(environment)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        do()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def _be_rank(chosen: Fact, backend: str, rank: int, ranks: int, answer: Path) -> None:
+    written = answer.with_suffix(".new")
+    written.write_text(json.dumps(chosen.check(Here(backend, rank, ranks))))
+    written.replace(answer)
+    time.sleep(0.2 if ranks > 1 else 0)  # the others may still ask this rank
+
+
+def _serve_store(port_file: Path) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    written = port_file.with_suffix(".new")
+    written.write_text(str(store.port))
+    written.replace(port_file)
+    signal.pause()
+
+
+def _await(pids: list[int], seconds: float) -> list[int]:
+    """End all at the limit, and a few seconds after one was aborted. Returns exit statuses, or minus a signal's number."""
+    statuses: dict[int, int] = {}
+    end = time.monotonic() + seconds
+    while len(statuses) < len(pids):
+        for pid in pids:
+            if pid not in statuses:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    statuses[pid] = os.waitstatus_to_exitcode(status)
+                    if statuses[pid] < 0:
+                        end = min(end, time.monotonic() + 3)
+        if time.monotonic() > end:
+            for pid in pids:
+                if pid not in statuses:
+                    os.kill(pid, signal.SIGKILL)
+            end = time.monotonic() + 10
+        time.sleep(0.01)
+    return [statuses[pid] for pid in pids]
+
+
+def prepare(backend: str) -> None:
+    """Import what the forks need."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+    import torch.distributed
+
+    if backend != "nccl":
+        import nccl_like
+
+        os.environ[nccl_like.LIBRARY] = str(nccl_like.build())
+    torch.set_num_threads(1)
+
+
+def table(emulated: list[dict[str, Any]], real: Mapping[str, Any] | None) -> str:
+    on_nccl = {row["name"]: row for row in (real or {}).get("facts", [])}
+
+    not_there = {fact.name for fact in FACTS if fact.only_emulated}
+
+    def said(row: Mapping[str, Any] | None) -> str:
+        return "not run yet" if row is None else "yes" if row["holds"] else "**no**: " + str(row["observed"]).splitlines()[0]
+
+    rows = ["| claim | ranks | emulation | real NCCL |", "|---|---|---|---|"]
+    for row in emulated:
+        there = "cannot be provoked" if row["name"] in not_there else said(on_nccl.get(row["name"]))
+        rows.append(f"| {row['claim']} | {row['ranks']} | {said(row)} | {there} |")
+    if real:
+        rows += ["", f"Real NCCL: torch {real['torch']}, {real['device']}."]
+    return "\n".join(rows)
+
+
+BEGIN, END = "<!-- facts: written by tests/nccl_like/facts.py --write -->", "<!-- end of facts -->"
+
+
+def write_page(text: str) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", choices=["nccl_like", "nccl"], default="nccl_like")
+    parser.add_argument("--only", metavar="NAME", help="a part of the names to run")
+    parser.add_argument("--ranks", type=int, help="run only checks of at most so many ranks (with nccl: 1 unless given)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the answers here")
+    parser.add_argument("--write", action="store_true", help="write the table in docs/nccl.md")
+    arguments = parser.parse_args()
+    limit = arguments.ranks or (1 if arguments.backend == "nccl" else 99)
+    prepare(arguments.backend)
+    rows = []
+    for chosen in FACTS:
+        left_out = chosen.ranks > limit or (chosen.only_emulated and arguments.backend == "nccl")
+        if left_out or (arguments.only and arguments.only not in chosen.name):
+            continue
+        rows.append(run(chosen, arguments.backend))
+        print(f"{'yes' if rows[-1]['holds'] else 'NO '}  {chosen.name}: {rows[-1]['observed']} ({rows[-1]['seconds']} s)", flush=True)
+    import torch
+
+    device = torch.cuda.get_device_name() if arguments.backend == "nccl" else "emulation"
+    answers = {"torch": str(torch.__version__), "device": device, "facts": rows}
+    if arguments.json:
+        arguments.json.write_text(json.dumps(answers, indent=1) + "\n")
+    if arguments.write:
+        write_page(table(rows, json.loads(REAL.read_text()) if REAL.exists() else None))
+    return 0 if all(row["holds"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
