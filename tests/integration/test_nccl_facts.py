@@ -13,6 +13,7 @@ import pytest
 NCCL_LIKE = Path(__file__).parents[1] / "nccl_like"
 sys.path.append(str(NCCL_LIKE.parent))
 
+import nccl_like  # noqa: E402
 from nccl_like import facts  # noqa: E402
 
 pytestmark = pytest.mark.timeout(400)  # the first test runs all of them, and compiles the backend
@@ -21,15 +22,8 @@ pytestmark = pytest.mark.timeout(400)  # the first test runs all of them, and co
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What a run of all checks said."""
-    import nccl_like
-    from commlens.errors import NativeEngineError
-
-    try:
-        nccl_like.build()
-    except NativeEngineError as error:
-        if "failed on nccl_like" in str(error):
-            raise
-        pytest.skip(f"the backend cannot be built here: {error}")
+    if why_not := nccl_like.why_not():
+        pytest.skip(why_not)
     answers = tmp_path_factory.mktemp("facts") / "answers.json"
     ended = subprocess.run(
         [sys.executable, str(NCCL_LIKE / "facts.py"), "--json", str(answers)], capture_output=True, text=True, timeout=380

@@ -47,14 +47,9 @@ class Ended:
 @pytest.fixture(scope="module")
 def library() -> str:
     """The compiled backend."""
-    from commlens.errors import NativeEngineError
-
-    try:
-        return str(nccl_like.build())
-    except NativeEngineError as error:
-        if "failed on nccl_like" in str(error):
-            raise
-        pytest.skip(f"the backend cannot be built here: {error}")
+    if why_not := nccl_like.why_not():
+        pytest.skip(why_not)
+    return str(nccl_like.build())
 
 
 @pytest.fixture(scope="module")

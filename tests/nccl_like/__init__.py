@@ -27,6 +27,7 @@ MODULE = "nccl_like_native"
 LIBRARY = "NCCL_LIKE_LIBRARY"  # the built library, for processes that shall not look for it
 CACHE = "COMMLENS_TEST_NATIVE"  # the folder in which `make test` keeps native builds
 TIMEOUT_S = 900
+COMPILER_FAILED = "The compiler failed on nccl_like"
 OURS = (NAME, "undefined", "None", "gloo", "nccl", "cpu:gloo,cuda:nccl")  # the backends whose groups use it, where it takes over
 
 
@@ -56,9 +57,27 @@ def build() -> Path:
             ended = subprocess.run([*command, "-o", str(made)], capture_output=True, text=True, timeout=TIMEOUT_S)
             if ended.returncode:
                 lines = [line for line in ended.stderr.splitlines() if "error" in line] or ended.stderr.splitlines()[-1:]
-                raise NativeEngineError(f"The compiler failed on nccl_like: {lines[0] if lines else ended.returncode}")
+                raise NativeEngineError(f"{COMPILER_FAILED}: {lines[0] if lines else ended.returncode}")
             made.replace(library)
     return library
+
+
+def why_not() -> str:
+    """Say why it cannot be used here; empty if it can."""
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < (2, 8):
+        return "the emulation follows ProcessGroupNCCL of torch 2.8 and later"
+    with _commlens():
+        from commlens.errors import NativeEngineError
+    try:
+        build()
+    except NativeEngineError as error:
+        if COMPILER_FAILED in str(error):
+            raise
+        return f"the backend that behaves as NCCL does cannot be built here: {error}"
+    return ""
 
 
 def sources() -> list[Path]:
@@ -104,9 +123,9 @@ def register(*, take_over: bool = False) -> None:
     made = native()
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
     if hasattr(made, "_dump_nccl_trace"):
-        for name in ("_dump_nccl_trace", "_dump_fr_trace"):
-            setattr(_distributed_c10d, name, made._dump_nccl_trace)
-            setattr(_distributed_c10d, f"{name}_json", made._dump_nccl_trace_json)
+        # _dump_fr_trace stays what it is in a build for CUDA as well: the recorder of gloo, in libtorch_cpu.
+        for name in ("_dump_nccl_trace", "_dump_nccl_trace_json"):
+            setattr(_distributed_c10d, name, getattr(made, name))
     _settings_from_environment(made, torch.__version__)
     _wait_outside_the_dispatcher(torch, made)
     atexit.register(made.stop)

@@ -47,7 +47,6 @@ class Backend : public c10d::Backend {
     group_->uid = name;
     auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store_.get());
     group_->global_store = prefixed ? prefixed->getUnderlyingNonPrefixStore() : store_;
-    options_->group_name = name;
     setGroupUid(name);
     if (ranks_.empty())
       for (int i = 0; i < size; ++i) ranks_.push_back(static_cast<uint64_t>(i));
@@ -88,28 +87,31 @@ class Backend : public c10d::Backend {
   // --- what Backend offers
 
   uint64_t uid() const { return group_->local_id; }
+  // Not all marked as overrides: torch before 2.8 does not have them.
   const std::string getBackendName() const override { return "nccl"; }
-  // Not marked as overrides: torch before 2.7 does not have them.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() { return options_; }
   void setTimeout(Milliseconds timeout) { options_->timeout = timeout; }
-  bool supportsCoalescing() const override { return true; }
+  bool supportsCoalescing() const { return true; }
   void setSequenceNumberForGroup() override {}
   uint64_t getSequenceNumberForGroup() override { return seq_collective_; }
 
   // Wait for the kernels of this group, then end its threads: the normal end. Gives up at the group's timeout.
-  void shutdown() override {
+  void shutdown() {
     const auto end = Clock::now() + options_->timeout;
     while (last_kernel_ > Device::get().done() && Clock::now() < end && !Device::get().is_stopping()) std::this_thread::sleep_for(Milliseconds(1));
     abort();
     if (watchdog_) watchdog_->stop();
   }
 
-  // End the kernels of this group at once.
-  void abort() override {
+  // End the kernels of this group, and wait a moment for them.
+  void abort() {
     if (watchdog_) watchdog_->terminate();
-    std::lock_guard<std::mutex> lock(communicators_mutex_);
-    for (auto& named : communicators_) named.second->aborted.store(true);
-    if (connecting_) connecting_->aborted.store(true);
+    {
+      std::lock_guard<std::mutex> lock(communicators_mutex_);
+      for (auto& named : communicators_) named.second->aborted.store(true);
+      if (connecting_) connecting_->aborted.store(true);
+    }
+    for (int i = 0; i < 100 && last_kernel_ > Device::get().done() && !Device::get().is_stopping(); ++i) std::this_thread::sleep_for(Milliseconds(2));
   }
 
   void stop_threads() {
@@ -657,7 +659,8 @@ class Backend : public c10d::Backend {
 
   static at::Tensor real(const at::Tensor& tensor, const c10d::ReduceOp* how = nullptr) {
     if (!tensor.is_complex()) return tensor;
-    TORCH_CHECK(!how || c10d::isComplexViewAsRealAllowed(*how), "all_reduce does not support this operation on complex tensors");
+    const bool sums = !how || how->op_ == c10d::ReduceOp::SUM || how->op_ == c10d::ReduceOp::AVG || how->op_ == c10d::ReduceOp::PREMUL_SUM;
+    TORCH_CHECK(sums, "all_reduce does not support this operation on complex tensors");
     return at::view_as_real(tensor);
   }
 

@@ -51,7 +51,7 @@ inline at::Tensor reduced(Blobs& blobs, at::ScalarType type, const c10d::ReduceO
   for (auto& blob : blobs) all.push_back(at::from_blob(blob.data(), {static_cast<int64_t>(blob.size() / c10::elementSize(type))}, options));
   const ReduceOp::RedOpType op = how.op_;
   if (op == ReduceOp::PREMUL_SUM) {
-    const auto* by = static_cast<const c10d::PreMulSumSupplement*>(how.supplement_.get());
+    const auto* by = static_cast<const c10d::NCCLPreMulSumSupplement*>(how.supplement_.get());
     for (auto& each : all) by->tensor_factor.defined() ? each.mul_(by->tensor_factor) : each.mul_(by->double_factor);
   }
   at::Tensor sum = all[0];

@@ -18,6 +18,16 @@ inline float getDurationFromEvent<nccl_like::Event>(nccl_like::Event& start, ncc
 }  // namespace c10d
 #endif
 
+#if !defined(NCCL_LIKE_RECORDS)
+namespace c10d {
+struct ProcessGroupStatus {
+  int64_t lastEnqueuedSeq = -1, lastStartedSeq = -1, lastCompletedSeq = -1;
+  std::string lastEnqueuedWorkName, lastStartedWorkName, lastCompletedWorkName;
+  size_t lastEnqueuedNumelIn, lastEnqueuedNumelOut, lastCompletedNumelIn, lastCompletedNumelOut, lastStartedNumelIn, lastStartedNumelOut;
+};
+}  // namespace c10d
+#endif
+
 namespace nccl_like {
 
 using Status = std::shared_ptr<c10d::ProcessGroupStatus>;

@@ -11,14 +11,7 @@ namespace nccl_like {
 inline std::atomic<int64_t> works_alive{0};
 
 // Printed as ProcessGroupNCCL.cpp does, with the rank that torch puts before it.
-inline void log_line(int severity, const std::string& text) {
-#if defined(LOG_AT_FILE_LINE)
-  c10::MessageLogger(c10::SourceLocation::current("ProcessGroupNCCL.cpp", nullptr, 1), severity).stream() << text;
-#else
-  c10::MessageLogger("ProcessGroupNCCL.cpp", 1, severity).stream() << text;
-#endif
-}
-inline void log_error(const std::string& text) { log_line(c10::GLOG_ERROR, text); }
+inline void log_error(const std::string& text) { LOG_AT_FILE_LINE(ERROR, "ProcessGroupNCCL.cpp", 1) << text; }
 
 // Shared by the Work, if there is one, and the watchdog's list.
 struct Operation {
