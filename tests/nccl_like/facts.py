@@ -181,6 +181,30 @@ def async_barrier_blocks_in_wait(here: Here) -> Answer:
     return call < OCCUPIED_S / 2 < seconds, f"the call took {call:.2f} s, wait() {seconds:.2f} s"
 
 
+# --- what keeps memory
+
+
+@fact("A Work keeps its tensors alive; its get_future_result() alone does not.")
+def future_result_keeps_no_tensor(here: Here) -> Answer:
+    here.init()
+    storage = here.torch.UntypedStorage
+    tensor = here.tensor(1000)
+    known = tensor.untyped_storage()._weak_ref()
+    work = here.dist.all_reduce(tensor, async_op=True)
+    result = work.get_future_result()
+    work.wait()
+    del tensor
+    until(result.done)
+    time.sleep(0.3)  # the watchdog forgets it
+    here.dist.all_reduce(here.tensor())  # and the next call frees what it kept
+    here.synchronize()
+    held = not storage._expired(known)
+    del work
+    here.dist.all_reduce(here.tensor())
+    freed = storage._expired(known)
+    return held and freed and bool(result.done()), f"alive with the Work: {held}, freed with only the result: {freed}"
+
+
 # --- numbers and identities
 
 
@@ -380,6 +404,21 @@ def communicator_is_made_at_first_use(here: Here) -> Answer:
     second, _ = timed(lambda: here.dist.all_reduce(here.tensor()))
     said = f"the group {made:.2f} s, the first call {first:.2f} s, the second {second:.2f} s"
     return here.rank == 1 or (first > 1.0 and second < 0.5), said
+
+
+@fact("A send outside of a batch makes a communicator for the two ranks, which blocks in the call until the other rank receives.", ranks=2)
+def pair_communicator_blocks(here: Here) -> Answer:
+    here.init()
+    if here.rank == 1:
+        time.sleep(1.5)
+        first, _ = timed(lambda: here.dist.recv(here.tensor(), 0))
+    else:
+        first, _ = timed(lambda: here.dist.send(here.tensor(), 1))
+    here.synchronize()
+    second, _ = timed(lambda: here.dist.send(here.tensor(), 1) if here.rank == 0 else here.dist.recv(here.tensor(), 0))
+    numbers = [entry["p2p_seq_id"] for entry in here.entries()[1:]]
+    holds = numbers == [1, 2] and (here.rank == 1 or first > 1.0) and second < 0.5
+    return holds, f"the first {first:.2f} s, the second {second:.2f} s, numbers {numbers}"
 
 
 # --- how a hang looks, and how it ends
