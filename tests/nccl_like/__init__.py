@@ -128,6 +128,7 @@ def register(*, take_over: bool = False) -> None:
             setattr(_distributed_c10d, name, getattr(made, name))
     _settings_from_environment(made, torch.__version__)
     _wait_outside_the_dispatcher(torch, made)
+    _make_cuda_graphs(torch, made)
     atexit.register(made.stop)
     if take_over:
         _take_over(dist)
@@ -166,6 +167,25 @@ def _wait_outside_the_dispatcher(torch: Any, made: Any) -> None:
     for name in ("numpy", "tolist", "cpu"):
         wait_first(name)
     torch.cpu.synchronize = lambda device=None: made.synchronize()
+
+
+def _make_cuda_graphs(torch: Any, made: Any) -> None:
+    """``torch.cuda.CUDAGraph`` on the simulated device: a tool that patches its methods meets them here."""
+
+    class CUDAGraph:
+        def __init__(self, keep_graph: bool = False) -> None:
+            self._graph = made.Graph()
+
+        def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+            self._graph.begin(capture_error_mode == "global")
+
+        def capture_end(self) -> None:
+            self._graph.end()
+
+        def replay(self) -> None:
+            self._graph.replay()
+
+    torch.cuda.graphs.CUDAGraph = torch.cuda.CUDAGraph = CUDAGraph
 
 
 def _take_over(dist: Any) -> None:
@@ -215,12 +235,14 @@ def capturing(on: bool) -> None:
 @contextlib.contextmanager
 def capture(*, mode: str = "global") -> Iterator[Any]:
     """Capture the collectives of the block as a graph; ``graph.replay()`` launches them."""
-    graph = native().Graph()
-    graph.begin(mode == "global")
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(capture_error_mode=mode)
     try:
         yield graph
     finally:
-        graph.end()
+        graph.capture_end()
 
 
 def launch_kernel(seconds: float | None = None) -> None:

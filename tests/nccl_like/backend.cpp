@@ -68,6 +68,7 @@ PYBIND11_MODULE(nccl_like_native, module) {
   using no_gil = py::call_guard<py::gil_scoped_release>;
   py::class_<Backend, c10::intrusive_ptr<Backend>, c10d::Backend>(module, "ProcessGroupNCCL")
       .def_property_readonly("uid", &Backend::uid)
+      .def_property_readonly("options", &Backend::getBackendOptions)
       .def("_set_default_timeout", [](Backend& self, Milliseconds timeout) { self.setTimeout(timeout); }, no_gil())
       .def("abort", [](Backend& self) { self.abort(); }, no_gil())
       .def("shutdown", [](Backend& self) { self.shutdown(); }, no_gil());
