@@ -331,3 +331,29 @@ def test_lines_with_the_prefix_of_a_collector(tmp_path: Path, prefix: str) -> No
     (tmp_path / "job.log").write_text("\n".join(lines) + "\n")
     verdict = commlens.diagnose(tmp_path)
     assert (verdict.kind, verdict.culprits, verdict.victims, verdict.source) == ("dead", [2], [0, 1, 3], "train.py:5")
+
+
+RAS = """Warnings
+#0-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different collective operation counts
+  26 ranks have launched up to operation 6650
+  1 rank has launched up to operation 6649
+  Rank 3 -- GPU 3 managed by process 12345 on node 172.16.64.210
+"""
+VLLM = "INFO 11-22 03:14:15 [shm_broadcast.py:466] No available shared memory broadcast block found in 60 second(s).\n"
+TRACEBACK = 'Traceback (most recent call last):\n  File "/w/train.py", line 5, in load\n    read()\nValueError: no batch\n'
+
+
+@pytest.mark.parametrize(
+    ("log", "kind", "said"),
+    [
+        (RAS, "missing", "ranks of a communicator launched up to different operations, as NCCL's RAS reports: #6649 and #6650"),
+        (VLLM, "undetermined", "vLLM waited 60 s for a worker to read its broadcast in shared memory"),
+        (TRACEBACK, "dead", "a rank that the log does not name raised ValueError: no batch at train.py:5 load"),
+    ],
+)
+def test_what_a_log_tells_of_no_rank_names_nobody(tmp_path: Path, log: str, kind: str, said: str) -> None:
+    (tmp_path / "job.log").write_text(log)
+    verdict = commlens.diagnose(tmp_path / "job.log")
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == (kind, [], "low")
+    assert verdict.summary.startswith(said) and verdict.next_step

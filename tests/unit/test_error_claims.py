@@ -125,3 +125,12 @@ def test_a_data_loaders_worker_that_was_killed(tmp_path: Path) -> None:
     verdict = judge(tmp_path, raised(1, "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Killed. "), "[rank0]: step 1\n")
     assert (verdict.kind, verdict.culprits) == ("dead", [1])
     assert "a data loader's worker of rank 1 was killed by signal: Killed: memory is the usual reason" in verdict.next_step
+
+
+@pytest.mark.parametrize("prefix", ["[default1]:[rank1]: ", "[rank1]: "])
+def test_the_receiver_of_a_message_that_is_too_large_need_not_be_wrong(tmp_path: Path, prefix: str) -> None:
+    enforce = "[enforce fail at ../third_party/gloo/gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes. 8 vs 4"
+    lines = ["terminate called after throwing an instance of 'gloo::EnforceNotMet'", f"  what():  {enforce}"]
+    verdict = judge(tmp_path, *(f"{prefix}{line}\n" for line in lines), raised(0, CLOSED.format(0)))
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("mismatch/shape", [], [1])
+    assert verdict.summary.startswith("rank 1 received 8 bytes where it expects 4: ranks pass tensors of different sizes")

@@ -23,7 +23,7 @@ _LINES = 4  # of the user's code kept of each stack
 _KEPT = (
     "rank", "world_size", "host", "job", "source", "origin", "version", "captured_ns", "written_ns", "problems", "lost_entries",
     "channels", "groups", "timeouts", "unplaced", "timed_out", "exception", "exception_stack", "observation", "stuck_watchdog_s",
-    "launcher_signal",
+    "launcher_signal", "remarks",
 )  # fmt: skip
 
 

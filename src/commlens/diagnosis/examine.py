@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from commlens.diagnosis.alignment import Mismatch, align_records
 from commlens.diagnosis.astray import find_astray
 from commlens.diagnosis.findings.find_all import find_all
-from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
 from commlens.diagnosis.findings.stuck_inside import completed_on
 from commlens.diagnosis.index import JobIndex, index_logs
 from commlens.diagnosis.joined_numbers import without_contradicted_numbers
@@ -16,6 +15,7 @@ from commlens.diagnosis.pace import find_slow_in_records
 from commlens.diagnosis.select_job import select_job
 from commlens.diagnosis.step_times import StepTimes, step_times
 from commlens.diagnosis.straggler import straggler_verdict
+from commlens.diagnosis.told_by_logs import LOOK_AT_MORE, find_told, unplaced_timeouts
 from commlens.diagnosis.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.matching.answer import Disagree
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 
 _LOGS_NAMED = 3
-_LOOK_AT_MORE = (
-    "diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "
-    "/tmp/nccl_trace_rank_*)"
-)
 
 
 class ExaminedJob(NamedTuple):
@@ -109,12 +105,11 @@ def examine_dumps(
     from commlens.diagnosis.dump_index import index_dumps
     from commlens.diagnosis.select_dumps import select_dumps
 
-    timeouts = _timeouts(dumps)
-    waiting = sorted({dump.rank for dump in dumps if dump.timeouts and dump.rank >= 0})
+    timeouts = unplaced_timeouts(dumps)
     chosen, notes = select_dumps(dumps)
     missing = [*problems, *notes]
-    signals = sorted({dump.launcher_signal for dump in dumps if dump.launcher_signal})
-    if not chosen and not timeouts and not signals:
+    told = find_told(dumps, chosen, timeouts)
+    if not chosen and told is None:
         logs = [dump.source for dump in dumps if dump.is_log]
         return _nothing_told(logs, missing) if logs else _nothing_to_diagnose([*missing, "No rank's dump could be read."])
     if chosen:
@@ -124,13 +119,10 @@ def examine_dumps(
     else:
         examined = _nothing_to_diagnose(missing)
     verdict = examined.verdict if chosen else Verdict(missing_evidence=missing)
-    if timeouts and not verdict.is_fault:
-        numbers = {dump.rank: dump.unplaced for dump in dumps if dump.unplaced and dump.rank >= 0}
-        finding = _behind(numbers, timeouts) or _timed_out(timeouts, waiting)
-        verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=verdict.looked_at)
-    elif signals and not verdict.is_fault:
-        finding = _launcher_ended(signals, sorted({dump.rank for dump in chosen}))
-        verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=verdict.looked_at)
+    if told is not None and not verdict.is_fault:
+        looked_at = verdict.looked_at or count(len({dump.source for dump in dumps}), "text log")
+        verdict = Verdict.from_findings([told], missing_evidence=missing, looked_at=looked_at)
+        verdict.findings = verdict.findings if verdict.is_fault else []
     elif timeouts:
         verdict.missing_evidence += [f"{text}." for text in timeouts]
     return examined._replace(verdict=verdict)
@@ -171,7 +163,7 @@ def _nothing_told(logs: Sequence[str], missing: list[str]) -> ExaminedJob:
     """Return the verdict on logs of a distributed job of which no line tells a rank or a fault."""
     verdict = Verdict(
         kind="undetermined", summary=f"no line of {joined(logs[:_LOGS_NAMED])} tells a fault or a rank", confidence="low",
-        next_step=_LOOK_AT_MORE, missing_evidence=missing, looked_at=count(len(logs), "text log"),
+        next_step=LOOK_AT_MORE, missing_evidence=missing, looked_at=count(len(logs), "text log"),
     )  # fmt: skip
     return ExaminedJob(verdict, index_logs([], 0.0), [], Graph())
 
@@ -200,68 +192,11 @@ def _no_fault(job: JobIndex, missing: list[str], looked_at: str, unread: int) ->
     finding = Finding(
         kind=kind, why="unknown", root_cause=False, culprits=[], victims=[],
         confidence="low" if kind == "undetermined" else "high" if complete else "medium", summary=summary,
-        explanation=explanation, next_step=_LOOK_AT_MORE if job.only_logs else "",
+        explanation=explanation, next_step=LOOK_AT_MORE if job.only_logs else "",
     )  # fmt: skip
     verdict = Verdict.from_findings([finding], missing_evidence=missing, looked_at=looked_at)
     verdict.findings = []
     return verdict
-
-
-def _timeouts(dumps: Sequence[RankDump]) -> list[str]:
-    """Return the sentences about timeouts that cannot be aligned across ranks, each with the ranks that it is of."""
-    ranks: dict[str, set[int]] = {}
-    for dump in dumps:
-        for text in dump.timeouts:
-            ranks.setdefault(text, set()).add(dump.rank)
-    known = {text: sorted(rank for rank in of if rank >= 0) for text, of in ranks.items()}
-    ordered = sorted(known.items(), key=lambda item: (-len(item[1]), item[1], item[0]))
-    return [f"{ranks_phrase(of)}: {text}" if of else text for text, of in ordered]
-
-
-def _behind(numbers: Mapping[int, list[tuple[str, int]]], timeouts: Sequence[str]) -> Finding | None:
-    """Report the rank that timed out in an earlier collective than all others did, in logs that do not name the process group.
-
-    Args:
-        numbers: op and number of the collectives in which each rank timed out.
-        timeouts: sentences about them.
-    """
-    met: dict[tuple[str, int], list[int]] = {}
-    for rank, ops in sorted(numbers.items()):
-        for one in set(ops):
-            met.setdefault(one, []).append(rank)
-    (op, number), others = max(met.items(), key=lambda item: (len(item[1]), item[0]), default=(("", 0), []))
-    odd = [rank for rank in numbers if rank not in others]
-    last = max((own for rank in odd for name, own in numbers[rank] if name == op), default=number)
-    if len(odd) != 1 or len(others) < 2 or any(own >= number for _, own in numbers[odd[0]]) or last >= number:
-        return None
-    return Finding(
-        kind="missing", why="unknown", root_cause=True, culprits=odd, victims=others, confidence="low",
-        summary=f"rank {odd[0]} timed out in {op} #{last} and {ranks_phrase(others)} in #{number}: "
-        f"it is {count(number - last, 'collective')} behind, if these are of one process group",
-        next_step=f"look at the output of rank {odd[0]} before that, and at the Flight Recorder's dumps if there are any",
-        evidence=[f"{text}." for text in timeouts],
-        would_raise_confidence="The lines do not name the process group; those of torch 2.2 and later do.",
-    )  # fmt: skip
-
-
-def _timed_out(timeouts: Sequence[str], waiting: list[int]) -> Finding:
-    """Report a hang from text logs that do not name its process group: that it happened, with no culprit."""
-    return Finding(
-        kind="missing", why="unknown", root_cause=True, culprits=[], victims=waiting, confidence="low",
-        summary=f"{timeouts[0]}; the ranks that it waited for are unknown",
-        next_step=_LOOK_AT_MORE,
-        evidence=[f"{text}." for text in timeouts[1:]],
-        would_raise_confidence="The last collectives that each rank enqueued and completed in that group would show the missing ranks.",
-    )  # fmt: skip
-
-
-def _launcher_ended(signals: Sequence[str], ranks: list[int]) -> Finding:
-    """Report a signal that ended the launcher, and with it the job: nothing else shows a fault."""
-    return Finding(
-        kind="dead", why="killed", root_cause=True, culprits=[], victims=ranks, confidence="high",
-        summary=f"the job was ended from outside: its launcher was ended by {' and '.join(signals)}",
-        explanation=outside_cause(signals[0]), next_step=outside_step(signals[0]),
-    )  # fmt: skip
 
 
 def _unexplained_waits(graph: Graph) -> list[Node]:

@@ -30,6 +30,10 @@ RETIRED: Final = 3
 TEXT_LOG: Final = "torch-log"
 """``origin`` of a text log."""
 
+REMARKS: Final = ("broadcast-wait", "ras-behind")
+"""vLLM waits for a reader of its broadcast, for so many seconds; NCCL's RAS reports that ranks of a communicator launched fewer
+operations than others, the last up to this one."""
+
 Status = tuple[int, int, int]
 """Last enqueued, started and completed sequence number of a process group; -1 if none."""
 
@@ -133,6 +137,7 @@ class RankColumns:
     timeouts: list[str] = field(default_factory=list)  # sentences about timeouts that cannot be aligned across ranks, so they blame no rank
     unplaced: list[tuple[str, int]] = field(default_factory=list)  # wire op and number of the same, where no group is named
     timed_out: bool = False  # torch's watchdog found that a collective took longer than its timeout, according to a log
+    remarks: list[tuple[str, int]] = field(default_factory=list)  # what else a log shows, by REMARKS: kind and number
     launcher_signal: str = ""  # "SIGHUP": what ended the launcher, according to its log; the same for all ranks
     stuck_watchdog_s: int = 0  # seconds for which torch's watchdog thread had made no progress, as its monitor tells in a log
     exception: str = ""  # cause of the process's death in a log: the last line of a traceback, a CUDA error

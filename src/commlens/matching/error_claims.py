@@ -10,9 +10,9 @@ from typing import Final, Literal, NamedTuple
 
 from commlens.model.ops import watchdog_wire_op
 
-About = Literal["op", "shape", "dtype", "parameters", "checkpoint", "worker"]
+About = Literal["op", "shape", "dtype", "parameters", "checkpoint", "worker", "sizes"]
 """The subject of a claim: ranks differ in an op, its shapes or dtypes, or in a model's parameters; a rank failed in a checkpoint; a
-data loader's worker ended."""
+data loader's worker ended; a message had another size than its receiver expects."""
 
 _TEXT_MAX: Final = 4000
 _RANKS_MAX: Final = 10_000
@@ -25,7 +25,7 @@ class Claim(NamedTuple):
     own: int = -1  # the rank that raised it, according to the text
     values: tuple[tuple[int, str], ...] = ()  # what ranks did, where they differ
     ranks: tuple[int, ...] = ()  # the ranks that failed
-    error: str = ""  # the error of the first of them; of a worker, how it ended
+    error: str = ""  # the error of the first of them; of a worker, how it ended; of sizes, both
 
 
 _FINGERPRINT: Final = (
@@ -54,6 +54,10 @@ _WORKER: Final = re.compile(  # torch 1.0 to 2.15: DataLoader.cpp, torch/utils/d
     r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]{1,200})\) (?P<end>is killed by signal: \w+|exited unexpectedly)"
 )
 
+_SIZES: Final = re.compile(  # torch 1.8 to 2.15: gloo's transport/tcp/pair.cc
+    r"op\.preamble\.length <= op\.nbytes\. (?P<sent>\d{1,18}) vs (?P<expected>\d{1,18})"
+)
+
 _BACKENDS: Final = re.compile(
     r"gloo[/:]|\[gloo|ncclRemoteError|ncclSystemError|NCCL error|ProcessGroup(?:NCCL|Gloo)|TCPStore|DistNetworkError|DistBackendError"
 )
@@ -68,7 +72,7 @@ def names_backend(text: str) -> bool:
 def claim_of(text: str | None) -> Claim | None:
     """Return what an error says about ranks; None if it is no text that does."""
     text = (text or "")[:_TEXT_MAX]
-    for read in (_of_detail, _of_parameters, _of_checkpoint, _of_worker):
+    for read in (_of_detail, _of_parameters, _of_checkpoint, _of_worker, _of_sizes):
         claim = read(text)
         if claim is not None:
             return claim
@@ -108,6 +112,11 @@ def _of_checkpoint(text: str) -> Claim | None:
     error = _OF_RANK.search(found["rest"])
     ranks = tuple(int(rank) for rank in found["ranks"].split(", "))
     return Claim("checkpoint", ranks=ranks[:_RANKS_MAX], error=error["error"].strip() if error is not None else "")
+
+
+def _of_sizes(text: str) -> Claim | None:
+    found = _SIZES.search(text)
+    return Claim("sizes", error=f"{found['sent']} bytes where it expects {found['expected']}") if found is not None else None
 
 
 def _of_worker(text: str) -> Claim | None:

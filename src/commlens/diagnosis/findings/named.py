@@ -33,12 +33,17 @@ def find_named(context: Context, sinks: Mapping[int, Node]) -> frozenset[int]:
     claims: dict[About, dict[int, Claim]] = defaultdict(dict)
     for rank, view in sorted(views.items()):
         claim = claim_of(view.log.exception) if view.exit.failed and view.exit.why == "exception" else None
-        if claim is not None and (claim.values or claim.ranks) and not is_absorbed(context, rank):
+        if claim is not None and claim.about != "worker" and not is_absorbed(context, rank):
             claims[claim.about][rank] = claim
     for about, by_rank in claims.items():
         nodes = [sinks[rank] for rank in by_rank if rank in sinks]
         blocked = context.blocked_by(nodes)
-        finding = _failed(context, by_rank, blocked) if about == "checkpoint" else _differ(context, about, by_rank, blocked)
+        if about == "checkpoint":
+            finding = _failed(context, by_rank, blocked)
+        elif about == "sizes":
+            finding = _too_large(context, by_rank, blocked)
+        else:
+            finding = _differ(context, about, by_rank, blocked)
         context.add(finding, None, _line(context, finding.culprits or sorted(by_rank)), blocked=len(blocked))
     return frozenset(rank for by_rank in claims.values() for rank in by_rank)
 
@@ -96,6 +101,18 @@ def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
         explanation=f"{capital(ranks_and_verb(others, 'raises', 'raise'))} its error: a checkpoint fails on all ranks." if others else "",
         next_step=f"look at the files of the checkpoint that {subject} {verb(culprits, 'reads or writes', 'read or write')}",
         evidence=_texts(context, raised),
+    )  # fmt: skip
+
+
+def _too_large(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -> Finding:
+    """Report ranks that received more than they expect. Whether they or the senders are wrong does not show."""
+    raised = sorted(claims)
+    where = frame_phrase(_line(context, raised))
+    return Finding(
+        kind="mismatch/shape", why="exception", root_cause=True, culprits=[], victims=sorted({*raised, *blocked}), confidence="low",
+        summary=f"{ranks_phrase(raised)} received {claims[raised[0]].error}: ranks pass tensors of different sizes to one collective",
+        next_step=f"compare the sizes that all ranks pass{f' at {where}' if where else ' to their last collective'}",
+        evidence=_texts(context, raised), would_raise_confidence="The records of `commlens launch` would show the size on each rank.",
     )  # fmt: skip
 
 

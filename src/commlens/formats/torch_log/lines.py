@@ -16,6 +16,7 @@ from commlens.text import clean, printable
 
 INTERESTING: Final = re.compile(
     rb"atchdog|ProcessGroupNCCL|last enqueued|PG (?:ID|GUID|\d)|Traceback \(|CUDA error|  (?:exitcode|rank|host|time) +: |MEMBER: \d"
+    rb"|terminate called|enforce fail|shared memory broadcast block found|launched up to operation"
     rb"|death signal|got signal: |CUDA out of memory|Fatal Python error|Stack trace of the failed|torch[./]distributed|NCCL (?:INFO|WARN)"
 )
 """Matches every line worth parsing, except those inside a traceback."""
@@ -52,6 +53,8 @@ _PROGRESS: Final = re.compile(
 )
 _OF_A_JOB: Final = re.compile(r"torch[./]distributed|NCCL (?:INFO|WARN)|ProcessGroup|c10d|gloo")
 _LAUNCHER_SIGNAL: Final = re.compile(r"Received (?:Signals\.)?(\w{1,10}) death signal|Process \d+ got signal: (?:Signals\.)?(\w{1,10})")
+_BROADCAST_WAIT: Final = re.compile(r"No available shared memory broadcast block found in (\d{1,7}) second")
+_RAS: Final = re.compile(r"\d{1,7} ranks? (?:has|have) launched up to operation (\d{1,18})")
 _STUCK_WATCHDOG: Final = re.compile(r"watchdog got stuck for (\d{1,7}) seconds")
 _SIZE: Final = re.compile(r"(?:MEMBER: \d+/|default_pg\).*initialization options: size: |[Ss]tarting with )(\d{1,7})\b")
 _CHILD_RANK: Final = re.compile(r"\s+rank\s+: (\d{1,7}) \(local_rank: \d+\)")
@@ -204,6 +207,14 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def parse_remark(text: str) -> tuple[str, int] | None:
+    """Return what a line of vLLM's broadcast queue (0.6 to 0.11) or of NCCL's RAS report (2.24 to 2.28) shows: a kind of REMARKS."""
+    for kind, pattern in (("broadcast-wait", _BROADCAST_WAIT), ("ras-behind", _RAS)):
+        if found := pattern.search(text):
+            return kind, int(found[1])
+    return None
 
 
 def parse_stuck_watchdog(text: str) -> int:

@@ -25,6 +25,7 @@ _OF_RANK: Final = re.compile(r"\(RANK \d{1,7}\)")
 _NO_WORKER: Final = re.compile(r"ChildFailedError|SignalException|subprocess\.CalledProcessError")
 _CUDA_ERROR: Final = re.compile(r"CUDA error: [^\n]{1,200}|CUDA out of memory[^\n]{0,160}")
 _FATAL: Final = re.compile(r"Fatal Python error: [^\n]{1,160}")
+_UNCAUGHT: Final = re.compile(r"^\s*what\(\):\s+(?P<error>\[enforce fail at .{1,400})")  # of gloo, in C++
 _UNKNOWN: Final = {"stack": -1, "record_id": -1, "op_id": -1, "peer": -1, "duration_ns": -1}
 _CANNOT_PLACE: Final = POINT_TO_POINT | {COALESCED}
 """Ops whose log lines contain neither the peer nor the counter of the sequence number."""
@@ -69,6 +70,7 @@ class LogParser:
         self._world_size = 0
         self._global: dict[int, int] = {}  # global rank by torchrun's local rank or srun's task, from lines with both
         self._only_local = False
+        self._remarks: list[tuple[str, int]] = []
         self._nccl = NcclLines()
         self._communicators: list[Communicator] = []
         self._launcher_signal = ""
@@ -123,6 +125,8 @@ class LogParser:
         group = L.parse_group(origin.text)
         rank = self._rank_of(origin, group)
         self._nccl.add(origin.text)
+        if (remark := L.parse_remark(origin.text)) is not None and len(self._remarks) < _NOTES_MAX:
+            self._remarks.append(remark)
         self._launcher_signal = L.parse_launcher_signal(origin.text) or self._launcher_signal
         self._is_of_a_job = self._is_of_a_job or L.is_of_a_job(origin.text)
         self._world_size = max(self._world_size, L.parse_world_size(origin.text))
@@ -169,6 +173,8 @@ class LogParser:
             self._stack_of, about.stack = rank, []
         elif self._stack_of is not None and rank in (self._stack_of, -1):  # its lines have no prefix
             self._add_stack_line(text)
+        if uncaught := _UNCAUGHT.match(text):
+            about.exception, about.exception_frames = f"RuntimeError: {uncaught['error']}", []
         found = _FATAL.search(text) or ("atchdog" in text and _CUDA_ERROR.search(text)) or None
         if found:
             about.exception, about.exception_frames = found[0], []
@@ -232,7 +238,8 @@ class LogParser:
         self._forget_mixed_counters()
         self._add_nccl_ranks()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
-        told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s or one.launcher_signal]
+        told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s]
+        told = told or [one for one in found if one.launcher_signal or one.remarks]
         return told or found[: self._is_of_a_job]
 
     def _add_nccl_ranks(self) -> None:
@@ -270,7 +277,7 @@ class LogParser:
     def _columns_of(self, rank: int, about: _Rank) -> RankColumns:
         columns = RankColumns(rank=max(rank, -1), world_size=self._world_size, host=about.host, source=self._source, origin=TEXT_LOG)
         columns.captured_ns = about.last_ns
-        columns.launcher_signal = self._launcher_signal
+        columns.launcher_signal, columns.remarks = self._launcher_signal, self._remarks
         columns.timed_out, columns.stuck_watchdog_s = about.timed_out, about.stuck_watchdog_s
         columns.exception = about.exception
         columns.exception_stack = stack_of(about.exception_frames)
