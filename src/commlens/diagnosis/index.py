@@ -364,7 +364,8 @@ def _find_blocks(
     elif not view.blocks and not loose:
         _find_unknown(view, groups, limit)
     for op in failed:
-        was_blocked = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind != "clean")
+        # A rank that lives on after a refusal has caught it, and waits no more.
+        was_blocked = is_peer_error(op.error) or (is_refusal(op.error) and view.exit.kind not in ("clean", "alive"))
         if was_blocked and op.issue_thread not in view.blocks and _is_last_of_thread(view, op):
             _add_block(view, op, op.wait_thread or op.issue_thread, op.wait_began_ns or op.announced_ns, "failed", groups, limit)
     if loose and _main_may_wait_in_cpp(view, loose[0]):
