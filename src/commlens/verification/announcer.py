@@ -180,6 +180,8 @@ class Announcer:
         slot = self._board.add_channel(key, {**description, "ranks": list(members)})
         if not slot:
             log.warning("commlens: more than %d channels are in use; collectives on further ones are not verified", B.CHANNELS)
+        if channel.runs_ahead:
+            self._peers.await_boards(members)  # init_process_group returned without having met the other ranks
         peers = self._peers.among(members)
         self._peers.warn_about(members, peers)
         return VerifiedChannel(group, key, slot, members, peers, family)

@@ -19,6 +19,7 @@ log = logging.getLogger("commlens")
 HAS_FINISHED: Final = "has finished"
 FRESH_NS: Final = 1_500_000_000  # three beats of a relay: what is older may be a cut network
 GIVE_UP_NS: Final = 7_000_000_000  # the relay itself gives up a node that is silent for 5 s; it may be stopped, too
+AWAIT_BOARDS_S: Final = 10.0
 ANSWER_S: Final = 1.0  # the longest wait for another node's answer
 _LOW_HALF: Final = (1 << 32) - 1
 
@@ -48,6 +49,7 @@ class Peers:
         self._own_start = job_dirs.start_ticks(os.getpid())
         self._questions = 0
         self._warned: set[int] = set()
+        self._awaited: set[int] = set()
 
     def get(self, rank: int) -> PeerBoard | None:
         """Return a rank's board; None if the rank does not verify, or is on a node that is not linked."""
@@ -75,6 +77,28 @@ class Peers:
     def among(self, members: Iterable[int]) -> list[int]:
         """Return those of a group's other ranks whose boards can be read here."""
         return [rank for rank in members if rank != self.rank and self.get(rank) is not None]
+
+    def await_boards(self, members: Iterable[int]) -> None:
+        """Wait until those of a group's ranks that live on this node have their boards, for ten seconds at most, once for each rank.
+
+        gloo's groups come to be only when all ranks are there; NCCL's do not.
+        """
+        here = _ranks_of_this_node(self.rank)
+        missing = {rank for rank in members if rank != self.rank and rank in here and rank not in self._boards} - self._awaited
+        self._awaited |= missing
+        until = time.monotonic() + AWAIT_BOARDS_S
+        while missing and time.monotonic() < until:
+            self.unverified -= missing
+            missing = {rank for rank in missing if self.get(rank) is None}
+            if missing <= self._ended_ranks():
+                break
+            if missing:
+                time.sleep(0.01)
+
+    def _ended_ranks(self) -> set[int]:
+        """Return the ranks of this node that had a black box, and whose processes have all ended."""
+        owners = list(filter(None, map(job_dirs.owner, job_dirs.boxes(self._folder))))
+        return {owner.rank for owner in owners} - {owner.rank for owner in owners if not owner.has_ended and not owner.closed}
 
     def known(self, rank: int) -> PeerBoard | None:
         """Return a rank's board, or this rank's own, if it has been opened."""
