@@ -41,10 +41,18 @@ def test_nothing_is_loaded_where_nothing_was_built(nothing_loaded: Path):
     assert cache.load() is None
 
 
-@pytest.mark.parametrize("what", ["torch", "torch_git", "cxx11_abi", "python", "machine", "sources"])
+@pytest.mark.parametrize("what", ["torch", "torch_git", "cxx11_abi", "pybind11_abi", "python", "machine", "sources"])
 def test_a_build_for_something_else_is_not_taken(nothing_loaded: Path, what: str):
     put(nothing_loaded, **{"for": {**cache.identity(), what: "another"}})
     assert cache.load() is None
+
+
+def test_a_build_beside_a_newer_c_library_is_not_taken(nothing_loaded: Path, monkeypatch: pytest.MonkeyPatch):
+    """A home folder may be shared by machines with different systems."""
+    put(nothing_loaded, glibc="2.36")
+    for here, fits in (("2.36", True), ("2.41", True), ("2.9", False), ("2.31", False)):
+        monkeypatch.setattr(cache, "glibc", lambda here=here: here)
+        assert (cache.find() is not None) is fits, here
 
 
 def test_a_changed_file_is_not_loaded(nothing_loaded: Path):

@@ -30,7 +30,9 @@ from commlens.native.cache import (
     Build,
     builds_in,
     cache_directory,
+    fits,
     folder_of,
+    glibc,
     identity,
     read_build,
     sources,
@@ -59,7 +61,7 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
             found = read_build(folder)
-            if found is not None and found.about.get("for") == wanted and found.is_whole() and not force:
+            if found is not None and fits(found, wanted) and found.is_whole() and not force:
                 return found, False
             return _build(folder, compiler, version, wanted, progress), True
     except OSError as error:
@@ -185,6 +187,7 @@ def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str,
         made.replace(library)
         about = {
             "for": dict(wanted),
+            "glibc": glibc(),
             "compiler": version,
             "library": library.name,
             "sha256": checksum,

@@ -76,10 +76,12 @@ def identity() -> dict[str, str]:
     """
     import torch
 
+    pybind11 = [str(getattr(torch._C, f"_PYBIND11_{name}", None) or "") for name in ("COMPILER_TYPE", "STDLIB", "BUILD_ABI")]
     return {
         "torch": _FLAVOUR.sub("", str(torch.__version__)),
         "torch_git": str(getattr(torch.version, "git_version", ""))[:12],
         "cxx11_abi": str(int(torch._C._GLIBCXX_USE_CXX11_ABI)),
+        "pybind11_abi": "".join(pybind11),  # which modules share types; torch 2.13 names none, there its headers decide
         "python": str(sysconfig.get_config_var("SOABI") or sys.implementation.cache_tag),
         "machine": platform.machine(),
         "sources": sources_digest(),
@@ -101,11 +103,29 @@ def folder_of(wanted: Mapping[str, str]) -> str:
     return re.sub(r"[^\w.+-]", "_", f"torch-{wanted['torch']}-{wanted['python']}-{digest}")
 
 
+def fits(build: Build, wanted: Mapping[str, str]) -> bool:
+    """Return whether a build is for this identity, and was not made beside a newer glibc than this one: its symbols may be missing."""
+    return build.about.get("for") == wanted and _numbers(str(build.about.get("glibc", ""))) <= _numbers(glibc())
+
+
+def glibc() -> str:
+    """Return the version of the C library that this process runs with, such as ``2.36``; empty if it is another library."""
+    try:
+        name, _, version = (os.confstr("CS_GNU_LIBC_VERSION") or "").partition(" ")
+    except (ValueError, OSError):
+        return ""
+    return version if name == "glibc" else ""
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
 def find() -> Build | None:
     """Return the newest build for this process, in the package or in the cache."""
     wanted = identity()
     candidates = [BUILT / folder_of(wanted), *builds_in(cache_directory() / folder_of(wanted))]
-    found = [build for folder in candidates if (build := read_build(folder)) is not None and build.about.get("for") == wanted]
+    found = [build for folder in candidates if (build := read_build(folder)) is not None and fits(build, wanted)]
     return max(found, key=lambda build: str(build.about.get("built", "")), default=None)
 
 
