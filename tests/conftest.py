@@ -40,6 +40,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.
             monkeypatch.delenv(name)
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "no-config"))
+    monkeypatch.setenv("COMMLENS_AUTO_BUILD", "0")  # no launched job builds the native engine, except in the tests of that
     monkeypatch.setenv("COMMLENS_NATIVE_DIR", str(tmp_path_factory.getbasetemp() / "no-native"))
 
 
@@ -138,6 +139,7 @@ def _left_behind(mark: str) -> Iterator[tuple[int, str]]:
 
 
 def pytest_sessionstart() -> None:
+    os.environ["COMMLENS_AUTO_BUILD"] = "0"  # for fixtures of a module, too
     os.environ[MARK] = uuid.uuid4().hex
 
 

@@ -72,6 +72,7 @@ class Settings:
     verify_timeout: float | None = None  # seconds to wait for a peer while verifying; None: the process group's timeout
     on_mismatch: str = "warn"  # if the watcher sees a mismatch: "warn" or "abort"
     engine: str = "auto"  # "python", "native" (built by `commlens build-native`), or "auto": native if it was built
+    auto_build: bool = True  # `commlens launch` builds the native engine in the background where none was built
     cpp_stack: bool = False  # also record C++ frames
     timing: bool = False  # record durations
     dump_signal: str | None = None  # install a handler that dumps, e.g. on "SIGUSR2"
@@ -306,6 +307,7 @@ ACCEPTED: Final[dict[str, Accepts]] = {
     "verify_timeout": Accepts(_seconds, "a number of seconds above 0"),
     "on_mismatch": Accepts(_one_of("warn", "abort"), "warn or abort"),
     "engine": Accepts(_one_of("auto", "python", "native"), "auto, python or native"),
+    "auto_build": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "cpp_stack": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "timing": Accepts(_boolean, "1 or 0 (true, false, yes, no, on, off)"),
     "dump_signal": Accepts(_signal, "the name of a signal that can be caught, such as SIGUSR2"),

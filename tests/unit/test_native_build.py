@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,23 @@ def test_a_build_beside_a_newer_c_library_is_not_taken(nothing_loaded: Path, mon
     for here, fits in (("2.36", True), ("2.41", True), ("2.9", False), ("2.31", False)):
         monkeypatch.setattr(cache, "glibc", lambda here=here: here)
         assert (cache.find() is not None) is fits, here
+
+
+def test_the_build_needs_neither_cudas_headers_nor_its_libraries():
+    """A torch for CUDA is often installed where no CUDA toolkit is."""
+    if why_not := build.obstacle():
+        pytest.skip(why_not)
+    options = build.flags()
+    assert [option for option in options if option.startswith("-l")] == ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python"]
+    compiler = build.find_compiler(os.environ)
+    unit = next(path for path in cache.sources() if path.suffix == ".cpp")
+    found = subprocess.run([*compiler, "-M", str(unit), *options], capture_output=True, text=True, timeout=100)
+    assert found.returncode == 0, found.stderr
+    headers = [Path(word).as_posix() for word in found.stdout.replace("\\\n", " ").split()[1:]]
+    assert len(headers) > 500
+    own = ("/ATen/ops/", "/ATen/detail/")  # declarations in every build of torch
+    foreign = [path for path in headers if re.search("cuda|nccl|hip|cudnn", path, re.IGNORECASE) and not any(part in path for part in own)]
+    assert foreign == []
 
 
 def test_a_changed_file_is_not_loaded(nothing_loaded: Path):

@@ -90,7 +90,7 @@ def run_job(scenario: Scenario, world_size: int, stall_timeout: float, dump_dir:
     command = [sys.executable, "-m", "commlens", "launch"]
     command += ["--stall-timeout", str(stall_timeout), "--on-stall", "abort", "--dump-dir", str(dump_dir)]
     command += ["--nproc-per-node", str(world_size), "-m", "commlens.scenarios", scenario.name]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": _python_path()}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COMMLENS_AUTO_BUILD": "0", "PYTHONPATH": _python_path()}
     environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if sys.stdout.isatty():  # the launcher's output passes through a pipe
         environment.update(FORCE_COLOR="1", COLUMNS=str(shutil.get_terminal_size().columns))

@@ -134,11 +134,24 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
     if module is None:
         if wanted == "native":
             report.problems.append(f"The setting engine is native, but {native.NOT_BUILT}.")
-        return f"python, because {native.NOT_BUILT}; {said}\nthe cache of builds is {cache}"
+        return f"python, because {_not_built(resolved.settings)}; {said}\nthe cache of builds is {cache}"
     build = native.find()
     assert build is not None
     about = f"built on {build.about['built']} with {build.about['compiler']}"
     return f"native, because it was built for this torch and Python; {said}\n{build.library}\n{about}"
+
+
+def _not_built(settings: config.Settings) -> str:
+    from commlens.launch import background_build
+
+    not_built = "the native engine was not built for this torch and Python"
+    if background_build.is_building():
+        return f"{not_built}; it is being built in the background now"
+    if not settings.auto_build:
+        return f"{not_built}, and auto_build is off; commlens build-native builds it"
+    if why_not := background_build.why_not():
+        return f"{not_built}; commlens launch does not build it: {why_not}"
+    return f"{not_built}; the next commlens launch builds it in the background, commlens build-native at once"
 
 
 def _shared_memory(report: Report, settings: config.Settings) -> str:

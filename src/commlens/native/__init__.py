@@ -1,6 +1,7 @@
 """The native engine: its C++ sources, building them, and finding and loading a build.
 
-A build is for one torch, one Python and one version of the sources. Only ``commlens build-native`` makes one, never the start of a job.
+A build is for one torch, one Python and one version of the sources. ``commlens build-native`` makes one, and ``commlens launch`` in the
+background; never a rank.
 docs/native.md explains.
 """
 

@@ -1,4 +1,4 @@
-"""Compile the native engine once, into the cache. Only ``commlens build-native`` calls this; no job does when it starts.
+"""Compile the native engine once, into the cache, for ``commlens build-native`` and for ``commlens launch``'s build in the background.
 
 The sources are one translation unit, so the compiler is called directly, with the include paths, the language standard and the
 macros with which torch itself was built (those that torch.utils.cpp_extension passes to ninja).
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from commlens.errors import NativeEngineError
+from commlens.native import attempts
 from commlens.native.cache import (
     ABOUT,
     LIBRARY_PREFIX,
@@ -42,6 +43,7 @@ from commlens.native.cache import (
 TIMEOUT_S = 900.0
 _COMPILERS = ("c++", "g++", "clang++")
 _LOAD_S = 120.0
+_SCRATCH = ".building-"
 Progress = Callable[[str], None]
 
 
@@ -60,10 +62,12 @@ def build(directory: Path | None = None, *, force: bool = False, progress: Progr
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(folder, progress):
-            found = read_build(folder)
-            if found is not None and fits(found, wanted) and found.is_whole() and not force:
-                return found, False
-            return _build(folder, compiler, version, wanted, progress), True
+            _remove_unfinished(folder)
+            found, is_new = read_build(folder), False
+            if force or found is None or not fits(found, wanted) or not found.is_whole():
+                found, is_new = _build(folder, compiler, version, wanted, progress), True
+            attempts.forget_failure(folder.parent)
+            return found, is_new
     except OSError as error:
         raise NativeEngineError(f"The native engine cannot be saved in {folder}: {error.strerror or error}.") from None
 
@@ -131,6 +135,16 @@ def compiler_version(compiler: list[str]) -> str:
     return lines[0].strip()
 
 
+def obstacle() -> str:
+    """Return why the engine cannot be built here, as far as that can be seen without calling the compiler; empty if it can."""
+    try:
+        find_compiler(os.environ)
+        flags()
+    except NativeEngineError as error:
+        return str(error)
+    return ""
+
+
 def flags() -> list[str]:
     """Return the compiler's options besides the files: torch's own C++ standard, ABI and paths."""
     import torch
@@ -171,14 +185,22 @@ def _name(version: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", version)[:40].strip("-") + f"-{digest}"
 
 
+def _remove_unfinished(folder: Path) -> None:
+    """Remove the temporary folders of builds that were killed. A running one is at most as old as a compilation may take."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if time.time() - scratch.stat().st_mtime > TIMEOUT_S + _LOAD_S:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
 def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str, str], progress: Progress) -> Build:
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".building-") as scratch:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_SCRATCH) as scratch:
         made = Path(scratch) / "made.so"
         unit = next(path for path in sources() if path.suffix == ".cpp")
         options = flags()
         progress("compiling")
-        _compile([*compiler, str(unit), "-o", str(made), *options])
+        _compile([*compiler, str(unit), "-o", str(made), *options], scratch)
         checksum = hashlib.sha256(made.read_bytes()).hexdigest()
         progress("loading the build")
         _try_to_load(made, checksum)
@@ -205,9 +227,12 @@ def _build(folder: Path, compiler: list[str], version: str, wanted: Mapping[str,
     return Build(folder, about)
 
 
-def _compile(command: list[str]) -> None:
+def _compile(command: list[str], scratch: str) -> None:
+    """Run the compiler. Its temporary files go to ``scratch``, too, so that nothing is left in /tmp if it is killed."""
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, cwd=SOURCES)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, cwd=SOURCES, env={**os.environ, "TMPDIR": scratch}
+        )
     except subprocess.TimeoutExpired:
         raise NativeEngineError(f"The compiler {command[0]} did not finish within {TIMEOUT_S:.0f} s.") from None
     if ended.returncode:
