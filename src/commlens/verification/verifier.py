@@ -446,4 +446,5 @@ def _is_about(posted: dict[str, Any], channel: VerifiedChannel, op: Collective) 
 def _is_capturing() -> bool:
     import torch
 
-    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    # Not is_available, which starts CUDA's driver: a process that then forks has children in which CUDA cannot be used.
+    return bool(torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())

@@ -1,0 +1,91 @@
+"""Nothing of commlens starts an accelerator's driver in a rank: a program may still fork, or choose its devices."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Bench
+
+pytest.importorskip("torch")
+
+from conftest import SOURCE
+
+ELSEWHERE = ("launch/environment.py", "tracing/preview/", "scenarios/")
+"""No rank: ``commlens doctor``, previews, which pretend to have GPUs, and programs that stand for a user's."""
+
+HARMLESS = {"is_initialized", "is_current_stream_capturing", "is_built"}
+"""These read a flag; ``is_current_stream_capturing`` is called after ``is_initialized`` only."""
+
+
+def asked(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield the line and the name of everything that is taken from torch.cuda, torch.xpu or torch.accelerator."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, (ast.Attribute, ast.Name)):
+            owner = node.value.attr if isinstance(node.value, ast.Attribute) else node.value.id
+            if owner in ("cuda", "xpu", "accelerator"):
+                yield node.lineno, node.attr
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            names = [name for name in names if name != "torch.cuda.graphs"]  # whose class is patched
+            if any(name.startswith(("torch.cuda", "torch.xpu", "torch.accelerator")) for name in names):
+                yield node.lineno, "an import"
+
+
+def test_no_module_of_a_rank_asks_for_devices() -> None:
+    package = SOURCE / "commlens"
+    found = [
+        f"{path.relative_to(package)}:{line} {name}"
+        for path in sorted(package.rglob("*.py"))
+        if not str(path.relative_to(package)).startswith(ELSEWHERE)
+        for line, name in asked(ast.parse(path.read_text(encoding="utf-8")))
+        if name not in HARMLESS
+    ]
+    assert found == []
+
+
+def test_the_search_finds_what_it_looks_for() -> None:
+    text = "import torch\nif torch.cuda.is_available():\n    from torch.cuda import current_device\ntorch.accelerator.device_count()\n"
+    assert sorted(asked(ast.parse(text))) == [(2, "is_available"), (3, "an import"), (4, "device_count")]
+
+
+WATCHED = """
+import os, sys
+import torch, torch.distributed as dist
+
+def noted(name, answer):
+    def ask(*args, **kwargs):
+        frame = sys._getframe(1)
+        if f"{os.sep}commlens{os.sep}" in frame.f_code.co_filename:
+            os.write(1, f"asked {name} {frame.f_code.co_filename}:{frame.f_lineno}\\n".encode())
+        return answer
+    return ask
+
+for name, answer in (("is_available", False), ("device_count", 0), ("_lazy_init", None), ("current_device", 0), ("get_device_name", "")):
+    setattr(torch.cuda, name, noted(name, answer))
+dist.init_process_group("gloo")
+for _ in range(3):
+    dist.all_reduce(torch.ones(4))
+dist.barrier()
+dist.all_gather_object([None, None], dist.get_rank())
+peer = 1 - dist.get_rank()
+dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(1), peer), dist.P2POp(dist.irecv, torch.ones(1), peer)])
+dist.new_group([0, 1])
+import commlens
+commlens.verify_operation(lambda tensor: None)(torch.ones(3))
+dist.destroy_process_group()
+os.write(1, b"finished\\n")
+"""
+
+
+@pytest.mark.parametrize("options", [["--debug"], ["--trace=all"]], ids=["verified", "traced"])
+def test_a_recorded_rank_asks_for_no_device(tmp_path: Path, options: list[str]) -> None:
+    bench = Bench(tmp_path)
+    (tmp_path / "watched.py").write_text(WATCHED)
+    program = bench.launch(*options, "watched.py")
+    assert program.end() == 0, program.report()
+    assert program.out.count("finished") == 2
+    assert [line for line in program.out if line.startswith("asked")] == []
+    bench.close()
