@@ -6,15 +6,12 @@ ops in flight does query events, so it is read only while a program stands still
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch._C._distributed_c10d as _c10d
+from commlens.tap import torch_offers
 
 NEVER = -1
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _DEFAULT_SIZE = 2000
 
@@ -38,7 +35,7 @@ class InFlight(NamedTuple):
 
 def statuses() -> dict[str, Status]:
     """Return the status of each backend by its ``uid``; empty if torch's recorder is missing, switched off or of another form."""
-    for answer in _answers(includeCollectives=False):
+    for answer in torch_offers.read_recorders(entries=False, only_active=True):
         status = answer.get("pg_status", {})
         try:
             return {
@@ -56,7 +53,7 @@ def statuses() -> dict[str, Status]:
 
 def in_flight() -> dict[str, InFlight] | None:
     """Return each backend's collectives in flight by its ``uid``, without messages; None if torch's recorder does not tell."""
-    for answer in _answers(includeCollectives=True):
+    for answer in torch_offers.read_recorders(entries=True, only_active=True):
         if "pg_status" not in answer:
             continue
         found: dict[str, tuple[set[int], set[int], set[int]]] = {uid: (set(), set(), set()) for uid in answer["pg_status"]}
@@ -83,16 +80,3 @@ def capacity() -> int:
         if text.isdigit():
             return int(text)
     return _DEFAULT_SIZE
-
-
-def _answers(**what: bool) -> Iterator[dict[str, Any]]:
-    for name in _DUMPS:
-        dump = getattr(_c10d, name, None)
-        if dump is None:
-            continue
-        try:
-            answer = json.loads(dump(onlyActive=True, **what))
-        except Exception:  # an interface of another form: nothing is known
-            continue
-        if isinstance(answer, dict):
-            yield answer

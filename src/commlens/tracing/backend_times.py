@@ -7,28 +7,19 @@ belong together. Tried on torch 2.13.0 with gloo, whose entries have moments but
 from __future__ import annotations
 
 import bisect
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
-
 from commlens.model.trace import TraceEvent
+from commlens.tap import torch_offers
 
 _MS = 1_000_000
 
 
 def entries() -> list[dict[str, Any]]:
     """Return the entries of torch's recorders; none if this torch has none, or none is on."""
-    c10d = torch._C._distributed_c10d
-    found: list[dict[str, Any]] = []
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        try:
-            found += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", []) if dump is not None else []
-        except Exception:
-            continue
-    return found
+    found = (content.get("entries") for content in torch_offers.read_recorders(entries=True))
+    return [entry for entries in found if isinstance(entries, list) for entry in entries]
 
 
 def add_durations(events: Iterable[TraceEvent], recorded: Sequence[dict[str, Any]], started_unix_ns: int) -> None:

@@ -1,0 +1,138 @@
+"""What this torch and a backend offer to learn from: the dump functions of torch's recorder, hooks, ids and futures.
+
+Torch's versions and its backends differ, so all of it is asked of the objects, never concluded from a backend's name:
+
+* torch 2.6 has ``_dump_nccl_trace_json`` in builds with NCCL. From 2.8 on, ``_dump_fr_trace_json`` is in every build, and reads another
+  recorder, that of gloo and other backends. In 2.15 it takes the name of a backend that has a recorder of its own.
+* The recorder is off by default until about torch 2.10.
+* NCCL's backend object has an ``uid``, under which its status is filed (2.8); gloo's has none (2.13).
+* ``ProcessGroup`` has hooks before and after each collective from 2.14 on.
+
+Tried on 2.13.0; the rest is from torch's sources. Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+_JSON_DUMPS: Final = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
+_DEFAULT_SIZE: Final = re.compile(r"max_entries_\s*=\s*getCvarInt\(\s*\{([^}]*)\},\s*(\d+)\)")
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A function of torch that returns the content of one of its recorders as JSON."""
+
+    name: str
+    keywords: frozenset[str]  # those of its parameters
+    function: Callable[..., Any]
+
+    def read(self, *, entries: bool, only_active: bool = False, backend: str | None = None) -> dict[str, Any]:
+        """Return the recorder's content; empty if the recorder is off, or answers in another form.
+
+        Args:
+            entries: with the collectives; without them, only the groups and their status.
+            only_active: without the collectives that are complete.
+            backend: whose recorder to read; ignored where the function takes none.
+        """
+        wanted = {"includeCollectives": entries, "onlyActive": only_active, "backend": backend}
+        try:
+            found = json.loads(
+                self.function(**{name: value for name, value in wanted.items() if name in self.keywords and value is not None})
+            )
+        except Exception:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def dumps() -> tuple[Dump, ...]:
+    """Return the dump functions of this torch."""
+    try:
+        import torch._C._distributed_c10d as c10d
+    except ImportError:
+        return ()
+    functions = [(name, getattr(c10d, name, None)) for name in _JSON_DUMPS]
+    return tuple(Dump(name, _keywords(function), function) for name, function in functions if function is not None)
+
+
+def read_recorders(*, entries: bool, only_active: bool = False, backends: Iterable[str] = ()) -> Iterator[dict[str, Any]]:
+    """Yield the content of each of torch's recorders that is on, NCCL's first. Two functions may read the same one: it comes once.
+
+    Args:
+        entries: with the collectives; without them, only the groups and their status.
+        only_active: without the collectives that are complete.
+        backends: names of backends that may have a recorder of their own.
+    """
+    seen: list[dict[str, Any]] = []
+    for dump in dumps():
+        for backend in (None, *(backends if "backend" in dump.keywords else ())):
+            content = dump.read(entries=entries, only_active=only_active, backend=backend)
+            if content and content not in seen:
+                seen.append(content)
+                yield content
+
+
+@dataclass(frozen=True)
+class Offers:
+    """What this torch offers, for ``commlens doctor`` and for choosing a way to learn that a collective is complete."""
+
+    dumps: tuple[str, ...]  # names of the dump functions
+    takes_backend: bool  # whether one of them takes a backend's name
+    backends_with_uid: tuple[str, ...]  # names of the backend classes with an ``uid``
+    hooks: tuple[str, ...]  # names of ProcessGroup's methods that register hooks around collectives
+    future_result: bool  # whether a Work has ``get_future_result``
+    default_entries: int | None  # size of the recorder if no variable is set; 0: off; None: unknown
+    variables: tuple[str, ...]  # that set the size, the one to prefer first; empty: unknown
+
+
+@functools.lru_cache(maxsize=1)
+def offers() -> Offers:
+    """Examine this torch. Reads one of its header files, so this is not for a rank."""
+    import torch._C._distributed_c10d as c10d
+
+    default_entries, variables = _default_size()
+    return Offers(
+        dumps=tuple(dump.name for dump in dumps()),
+        takes_backend=any("backend" in dump.keywords for dump in dumps()),
+        backends_with_uid=tuple(sorted(name for name in dir(c10d) if _is_backend(getattr(c10d, name), c10d.Backend, "uid"))),
+        hooks=tuple(name for name in dir(c10d.ProcessGroup) if re.search(r"(pre|post)_?hook", name, re.IGNORECASE)),
+        future_result=hasattr(c10d.Work, "get_future_result"),
+        default_entries=default_entries,
+        variables=variables,
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _keywords(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the parameters' names of a function, which pybind11 writes into the first line of its documentation."""
+    signature = (function.__doc__ or "").strip().partition("\n")[0]
+    found = re.findall(r"[(,]\s*(\w+):", signature)
+    with contextlib.suppress(TypeError, ValueError):
+        found = found or list(inspect.signature(function).parameters)
+    return frozenset(found)
+
+
+def _is_backend(value: Any, base: type, attribute: str) -> bool:
+    return isinstance(value, type) and issubclass(value, base) and hasattr(value, attribute)
+
+
+def _default_size() -> tuple[int | None, tuple[str, ...]]:
+    """Return the recorder's default size and the variables that set it, from the header that every wheel of torch includes."""
+    import torch
+
+    header = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d" / "FlightRecorder.hpp"
+    try:
+        found = _DEFAULT_SIZE.search(header.read_text(encoding="utf-8"))
+    except OSError:
+        found = None
+    if found is None:
+        return None, ()
+    return int(found[2]), tuple(re.findall(r'"(\w+)"', found[1]))
