@@ -39,8 +39,18 @@ CONFIG_FILE_VARIABLE: Final = "COMMLENS_CONFIG_FILE"
 WARNED_VARIABLE: Final = "COMMLENS_WARNED"
 """Marks the warnings that a parent process has printed."""
 PREFIX: Final = "COMMLENS_"
+RECORDER_VARIABLES: Final = ("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE")
+"""Torch's variables for the size of its recorder, the newer name last."""
+
+RECORDER_ENTRIES: Final = 2000
+"""The size that commlens gives torch's recorder, which is torch's own default where the recorder is on by default."""
+
+RECORDER_MARK: Final = "COMMLENS_RECORDER_SET"
+"""Marks that commlens, not the user, set that size: it says nothing about the user's wishes."""
+
 NOT_SETTINGS: Final = frozenset(
     {
+        RECORDER_MARK,
         CONFIG_FILE_VARIABLE,
         WARNED_VARIABLE,
         "COMMLENS_TEST_DATA",
@@ -436,7 +446,9 @@ def _apply_torch_variables(layers: _Layers, environ: Mapping[str, str]) -> None:
     def given(*variables: str) -> list[tuple[str, str]]:
         return [(variable, environ[variable].strip()) for variable in variables if environ.get(variable, "").strip()]
 
-    for variable, text in given("TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_FR_BUFFER_SIZE"):
+    for variable, text in given(*RECORDER_VARIABLES):
+        if RECORDER_MARK in environ and text == str(RECORDER_ENTRIES):
+            continue
         if not re.fullmatch(r"\d{1,18}", text):
             layers.warnings.append(f"{variable} is {_shown(text)}, which is not a number of entries. It is ignored.")
         elif int(text) == 0:

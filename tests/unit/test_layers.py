@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "native",
         "processes",
         "reports",
+        "tap",
         "text",
         "traces",
         "tracing",

@@ -237,3 +237,12 @@ def test_doctor_says_what_would_not_work(run_commlens: RunCommlens, tmp_path: Pa
     ):
         assert words in problems, words
     assert os.pathsep not in done.stderr
+
+
+def test_doctor_says_how_torchs_recorder_is_read(run_commlens: RunCommlens):
+    said = run_commlens("doctor").stdout
+    [line] = [line for line in said.splitlines() if line.startswith("recorder ")]
+    assert "by default" in line and "; read through _dump_" in line
+    off = run_commlens("doctor", environ={"TORCH_FR_BUFFER_SIZE": "0"}).stdout
+    assert "\nrecorder         torch's own: off by TORCH_FR_BUFFER_SIZE" in off
+    assert "nothing tells which are complete" in off.split("What would not work here:")[1]

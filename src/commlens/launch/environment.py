@@ -52,6 +52,7 @@ def examine(config_file: str | None = None) -> Report:
         ("backends", _backends),
         ("GPUs", _gpus),
         ("engine", lambda report: _engine(report, resolved)),
+        ("recorder", _torch_recorder),
         ("shared memory", lambda report: _shared_memory(report, resolved.settings)),
         ("other processes", _ptrace),
         ("autoload", _autoload),
@@ -139,6 +140,40 @@ def _engine(report: Report, resolved: config.Resolved) -> str:
     assert build is not None
     about = f"built on {build.about['built']} with {build.about['compiler']}"
     return f"native, because it was built for this torch and Python; {said}\n{build.library}\n{about}"
+
+
+def _torch_recorder(report: Report) -> str:
+    if not _has_torch():
+        return "unknown without torch"
+    from commlens.tap import torch_offers
+
+    offers = torch_offers.offers()
+    if not offers.dumps:
+        return "this torch has none"
+    default = {None: "on or off by default, which this torch does not say", 0: "off by default, commlens switches it on"}.get(
+        offers.default_entries, f"on by default, {offers.default_entries} entries"
+    )
+    given = [name for name in reversed(config.RECORDER_VARIABLES) if os.environ.get(name, "").strip()]
+    if given:
+        off = os.environ[given[0]].strip() == "0"
+        default = f"{'off' if off else f'{os.environ[given[0]].strip()} entries'} by {given[0]}"
+        if off:
+            report.problems.append(
+                f"The recorder of torch is off ({given[0]}=0): of collectives on an accelerator, nothing tells which are complete."
+            )
+    lines = [f"torch's own: {default}; read through {' and '.join(offers.dumps)}"]
+    extras = []
+    if offers.takes_backend:
+        extras.append("a recorder for each backend")
+    if offers.backends_with_uid:
+        extras.append(f"a number for each group of {', '.join(offers.backends_with_uid)}")
+    if offers.future_result:
+        extras.append("the result of an asynchronous collective without asking the device")
+    if offers.hooks:
+        extras.append("hooks before and after each collective")
+    if extras:
+        lines.append(f"this torch also offers {', '.join(extras)}")
+    return "\n".join(lines)
 
 
 def _not_built(settings: config.Settings) -> str:

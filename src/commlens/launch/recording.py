@@ -17,6 +17,7 @@ from commlens import config
 from commlens.capture import session
 from commlens.capture.session import expect_slow
 from commlens.errors import CommandError, ConfigError, MissingDependency
+from commlens.launch import torch_recorder
 from commlens.launch.new_warnings import new_warnings
 
 if TYPE_CHECKING:
@@ -122,6 +123,8 @@ def start(settings: config.Settings, *, joins: bool = False) -> None:
     """Record with these settings; :func:`commlens.capture.session.start` has the details."""
     if not session.is_started() and (alone := lone_worker(os.environ)) is not None and _is_child_of(b"accelerate"):
         log.warning("commlens: %s", alone)
+    if settings.box_entries:
+        torch_recorder.switch_on_here()
     session.start(settings, make_verifier=_make_verifier, dump=_dump, joins=joins)
 
 

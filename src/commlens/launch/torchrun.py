@@ -23,7 +23,7 @@ from commlens import error_file
 from commlens.blackbox import job_dirs
 from commlens.config import SWITCH, Settings, settings_environment
 from commlens.errors import CommandError, MissingDependency
-from commlens.launch import autoload, background_build, trace_summary
+from commlens.launch import autoload, background_build, torch_recorder, trace_summary
 from commlens.launch.new_warnings import new_warnings
 from commlens.launch.options import add_settings, own_options, program_from, settings_from, usage_error
 from commlens.launch.worker import check_program
@@ -122,6 +122,7 @@ def launch(argv: Sequence[str]) -> int:
             _record_workers(arguments)
         os.environ.update(settings_environment(settings))
         os.environ[SWITCH] = "1"
+        torch_recorder.switch_on()
         if building := background_build.start(settings):
             print(f"commlens: {building}", file=sys.stderr)
         watching = _watching(settings, failures, end_job)
