@@ -1,168 +1,241 @@
-"""Measure recording on one rank of NCCL on one GPU, and check that CUDA graphs and torch's own recorder work with it.
+"""Check on one GPU that recording tells the truth about NCCL, disturbs nothing, and what it costs.
 
-    python benchmarks/gpu_check.py [--quick] [--json FILE]
+    python benchmarks/gpu_check.py --prepare build/gpu                          # here: wheels for a machine without a network
+    python benchmarks/gpu_check.py --from build/gpu --json FILE                 # there: nine minutes at most
+    python benchmarks/gpu_check.py --write FILE                                 # here: the results go to docs/performance.md
+    python benchmarks/gpu_check.py --device cpu --backend gloo --quick          # anywhere: a dry run, which judges nothing
 
-Without a GPU, it reports that and measures nothing.
+Each check runs in processes of its own with a limit, so none that fails or hangs stops the others. Results are written as they come:
+one line of JSON each to FILE with the ending .jsonl, a summary to .md, and all to FILE. Without a GPU, nothing is measured.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import json
 import os
-import statistics
-import subprocess
+import signal
 import sys
 import tempfile
 import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _report import Goal, Report, arguments, command, finish, us
+from _gpu_checks import CHECKS, Bench, Check, NoResultError, SkippedError
+from _gpu_machine import REPOSITORY, Processes, install, prepare
+from _report import Goal, Report, arguments, command
 
-SIZES = {"4 B": 1, "1 MB": 262_144, "64 MB": 16_777_216}
+LIMIT_S = 540.0
+RESERVE_S = 6.0  # for the end: the last lines are written, and processes ended
 
-
-def cuda() -> str:
-    """Return why nothing can be measured; empty if it can."""
-    import torch
-    import torch.distributed as dist
-
-    if not torch.cuda.is_available():
-        return "this torch sees no GPU"
-    return "" if dist.is_nccl_available() else "this torch has no NCCL"
-
-
-def rank(way: str, folder: str, rounds: int, ops: int) -> dict[str, Any]:
-    """Run the process that uses the GPU, bare or recorded by an engine."""
-    os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    os.environ.update(TORCH_NCCL_TRACE_BUFFER_SIZE="2000", TORCH_FR_BUFFER_SIZE="2000")
-    import torch
-    import torch.distributed as dist
-
-    session = None
-    if way != "bare":
-        import _modes
-
-        from commlens import config
-        from commlens.capture import session
-        from commlens.launch import recording
-
-        recording.start(config.Settings(box_dir=folder, dump_dir=folder, job="gpu", **_modes.recorded(way)))
-        session = session.session()
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.FileStore(f"{folder}/store-{way}", 1), rank=0, world_size=1)
-    result: dict[str, Any] = {"issue_us": {}, "done_us": {}}
-    for name, numel in SIZES.items():
-        tensor = torch.ones(numel, device="cuda")
-        for _ in range(20):
-            dist.all_reduce(tensor)
-        torch.cuda.synchronize()
-        issued, done = [], []
-        for _ in range(rounds):
-            began = time.perf_counter_ns()
-            for _ in range(ops):
-                dist.all_reduce(tensor)
-            issued.append((time.perf_counter_ns() - began) / ops / 1000)
-            torch.cuda.synchronize()
-            done.append((time.perf_counter_ns() - began) / ops / 1000)
-        result["issue_us"][name], result["done_us"][name] = statistics.median(issued), statistics.median(done)
-    result["graph"] = captured_and_replayed()
-    dist.barrier()
-    torch.cuda.synchronize()
-    if session is not None:
-        result["recorded"] = session.recorder.writer.last_index
-        result["lost"] = session.recorder.lost
-    dump = Path(folder) / f"native-{way}"
-    dump.mkdir()
-    (dump / "nccl_trace_rank_0").write_bytes(torch._C._distributed_c10d._dump_nccl_trace())
-    result["dump"] = str(dump)
-    dist.destroy_process_group()
-    return result
+MACHINE = """
+import json, os, platform, subprocess, sys
+import torch, torch.distributed as dist
+on_gpu = torch.cuda.is_available()
+said = ""
+ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+try:
+    said = subprocess.run(ask, capture_output=True, text=True, timeout=15).stdout
+except (OSError, subprocess.TimeoutExpired):
+    pass
+print(json.dumps({
+    "gpu": torch.cuda.get_device_name(0) if on_gpu else "",
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() and on_gpu else "",
+    "has_nccl": dist.is_nccl_available(), "driver": said.strip(), "cuda": torch.version.cuda or "", "torch": torch.__version__,
+    "python": platform.python_version(), "cores": os.cpu_count(),
+}))
+"""
 
 
-def captured_and_replayed() -> str:
-    """Capture three all_reduces in a CUDA graph, in the mode in which any query of an event fails the capture, and replay it."""
-    import torch
-    import torch.distributed as dist
+@dataclass
+class Result:
+    """The result of one check."""
 
-    tensor, stream = torch.ones(1024, device="cuda"), torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            dist.all_reduce(tensor)
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, capture_error_mode="global"):
-            tensor.mul_(2)
-            for _ in range(3):
-                dist.all_reduce(tensor)
-            time.sleep(1.0)  # whoever looks at works from another thread would do so now, and end the capture
-        tensor.fill_(1)
-        for _ in range(5):
-            graph.replay()
-        torch.cuda.synchronize()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "" if tensor[0].item() == 32.0 else f"the result is {tensor[0].item()}, not 32"
+    check: str
+    claim: str
+    status: str  # "yes", "no", "seen" (nothing to judge), "dry run", "skipped", "hung", "failed", "no time"
+    words: str
+    seconds: float = 0.0
+    finds: dict[str, Any] = field(default_factory=dict)
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = arguments(__doc__)
-    parser.add_argument("--rank", nargs=2, metavar=("WAY", "FOLDER"), help="(internal: runs one rank)")
-    given = parser.parse_args()
-    rounds, ops = (5, 50) if given.quick else (30, 200)
-    if given.rank:
-        print(json.dumps(rank(*given.rank, rounds, ops)))
-        return
-    report = Report("On a GPU", "", command())
-    why = cuda()
-    if why:
-        report.left_out.append(f"Nothing was measured on a GPU: {why}.")
-        finish(report, given)
-        return
-    import torch
+@dataclass
+class Run:
+    """A run of all checks, whose results are written as they come."""
 
-    report.about = (
-        f"One rank of NCCL on {torch.cuda.get_device_name(0)}, one process per configuration, one after the other: microseconds for one "
-        f"all_reduce until the call returns, and until the device is done; medians of {rounds} blocks of {ops}."
+    bench: Bench
+    machine: dict[str, Any]
+    json_path: Path | None
+    results: list[Result] = field(default_factory=list)
+
+    def check(self, check: Check, left_s: float) -> Result:
+        """Run one check. Never raises."""
+        began = time.monotonic()
+        if left_s < 10:
+            result = Result(check.name, check.claim, "no time", "there was no time left")
+        else:
+            self.bench.limit_s = min(check.limit_s, left_s)
+            result = self._measured(check)
+        result.seconds = round(time.monotonic() - began, 1)
+        with contextlib.suppress(Exception):
+            self.bench.processes.end_all()
+        self.results.append(result)
+        self.write()
+        return result
+
+    def _measured(self, check: Check) -> Result:
+        finds: dict[str, Any] = {}
+        try:
+            finds = check.measure(self.bench)
+            right, words = check.judge(finds)
+            status = "dry run" if self.bench.is_dry else {True: "yes", False: "no", None: "seen"}[right]
+        except SkippedError as why:
+            status, words = "skipped", str(why)
+        except NoResultError as why:
+            status, words = "hung" if why.hung else "failed", str(why)
+        except Exception as error:  # of ours: the other checks go on
+            status, words = "failed", f"{type(error).__name__}: {error}"
+        plain = " ".join(words.replace("|", "/").split())  # for a cell of a table
+        return Result(check.name, check.claim, status, plain, finds=finds)
+
+    def report(self) -> Report:
+        """Return the report of the results so far."""
+        report = Report("On a GPU", about(self.machine, is_dry=self.bench.is_dry), command())
+        rows = [[one.check, one.claim, one.status, one.words[:700]] for one in self.results]
+        report.table("", ["check", "claim", "", "seen"], rows)
+        report.rows = [asdict(one) for one in self.results]
+        report.goals = [
+            Goal(one.claim, one.words[:300], one.status == "yes") for one in self.results if one.status in ("yes", "no", "hung", "failed")
+        ]
+        if self.bench.is_dry:
+            report.goals = []
+            report.left_out.append("This was a dry run without a GPU: it shows only that the checks run.")
+        return report
+
+    def write(self) -> None:
+        """Write what is known so far."""
+        if self.json_path is None:
+            return
+        report = self.report()
+        with self.json_path.with_suffix(".jsonl").open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(asdict(self.results[-1]) if self.results else self.machine) + "\n")
+        self.json_path.with_suffix(".md").write_text(f"# {report.title}\n\n{report.about}\n{report.markdown}", encoding="utf-8")
+        self.json_path.write_text(json.dumps(as_json(report, self.machine), indent=1), encoding="utf-8")
+
+
+def about(machine: dict[str, Any], *, is_dry: bool) -> str:
+    """Return what was checked, and on which card and versions."""
+    where = "no GPU" if is_dry else f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, NCCL {machine['nccl']}"
+    return (
+        f"Each check runs in processes of its own on one GPU: {where}, torch {machine['torch']}. *yes*: the claim holds; "
+        "*no*: it does not; *seen*: there is nothing to judge. Times of a call are medians over blocks in which all ways take turns."
     )
-    found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory(prefix="commlens-gpu-") as folder:
-        for way in ("bare", "python", "native", "bare again"):
-            here = Path(folder) / way.replace(" ", "-")
-            here.mkdir()
-            quick = ["--quick"] if given.quick else []
-            ended = subprocess.run(
-                [sys.executable, "-W", "ignore", __file__, *quick, "--rank", way.split()[0], str(here)],
-                stdout=subprocess.PIPE, text=True, timeout=300, check=False,
-            )  # fmt: skip
-            if ended.returncode:
-                report.left_out.append(f"{way} ended with status {ended.returncode}.")
-                continue
-            found[way] = json.loads(ended.stdout.strip().splitlines()[-1])
-            report.rows.append({"way": way, **found[way]})
-        rows = [
-            [way, *(f"{us(one['issue_us'][size])} / {us(one['done_us'][size])}" for size in SIZES), one["graph"] or "captured and replayed",
-             str(one.get("recorded", ""))]
-            for way, one in found.items()
-        ]  # fmt: skip
-        report.table("", ["", *(f"{size}: returned / done" for size in SIZES), "CUDA graph", "records"], rows)
-        for way, one in found.items():
-            if way in ("python", "native"):
-                report.goals.append(
-                    Goal(f"CUDA graphs are captured and replayed with the {way} engine on, and no event is queried meanwhile",
-                         one["graph"] or "yes", not one["graph"])
-                )  # fmt: skip
-        if "python" in found:
-            read = subprocess.run([sys.executable, "-m", "commlens", "diagnose", found["python"]["dump"], "--json"],
-                                  capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
-            kind = json.loads(read.stdout).get("kind", "") if read.stdout.lstrip().startswith("{") else read.stderr.strip()[-300:]
-            report.goals.append(Goal("commlens diagnose reads the dump of NCCL's own recorder", str(kind), kind == "healthy"))
-    finish(report, given)
+
+
+def as_json(report: Report, machine: dict[str, Any]) -> dict[str, Any]:
+    """Return the report in the form that run_all.py keeps."""
+    words = f"{machine.get('cores')} cores, Python {machine.get('python')}, torch {machine.get('torch')}"
+    return {"machine": words, **asdict(report)}
+
+
+def run(given: argparse.Namespace) -> int:
+    """Run the checks. Return the exit status: 0 also if a claim is false, since that is a result."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="commlens-gpu-", ignore_cleanup_errors=True) as scratch:
+        target, installed = Path(scratch) / "packages", []
+        path = [str(REPOSITORY / "src")]
+        if given.wheels is not None:
+            installed = install(given.wheels, target)
+            path = [str(target)]
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PATH": os.pathsep.join([str(target / "bin"), os.environ.get("PATH", "")]),
+            "COMMLENS_NATIVE_DIR": os.environ.get("COMMLENS_NATIVE_DIR", str(Path(scratch) / "native")),
+            "COMMLENS_AUTO_BUILD": "0", "TORCH_CPP_LOG_LEVEL": "ERROR",
+        }  # fmt: skip
+        bench = Bench(Processes(environ, Path(scratch)), Path(scratch), given.device, given.backend, given.quick)
+        with ended_with_us(bench.processes):
+            asked = bench.processes.run([sys.executable, "-W", "ignore", "-c", MACHINE], 120)
+            machine = {"installed": installed, **(asked.result or {"torch": f"unknown: {asked.reason}"})}
+            if not bench.is_dry and not (machine.get("gpu") and machine.get("has_nccl")):
+                why = "this torch has no NCCL" if machine.get("gpu") else "this torch sees no GPU"
+                return nothing_measured(why if "unknown" not in machine["torch"] else machine["torch"], machine, given.json)
+            print(about(machine, is_dry=bench.is_dry), flush=True)
+            if given.json is not None:
+                given.json.with_suffix(".jsonl").unlink(missing_ok=True)
+            running = Run(bench, machine, given.json)
+            running.write()
+            for check in CHECKS:
+                if given.only and not any(check.name.startswith(name) for name in given.only):
+                    continue
+                result = running.check(check, given.limit - RESERVE_S - (time.monotonic() - began))
+                print(f"{result.status:8} {result.seconds:5.1f} s  {check.name}: {result.words[:400]}", flush=True)
+    if bench.is_dry:
+        return 1 if any(one.status in ("hung", "failed") for one in running.results) else 0
+    return 0
+
+
+@contextlib.contextmanager
+def ended_with_us(processes: Processes) -> Any:
+    """End all processes of the checks when this one ends, also by SIGTERM."""
+
+    def leave(number: int, _: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        processes.end_all()
+
+
+def nothing_measured(why: str, machine: dict[str, Any], json_path: Path | None) -> int:
+    """Report that there is no GPU."""
+    report = Report("On a GPU", "", command(), left_out=[f"Nothing was measured on a GPU: {why}."])
+    print(f"# {report.title}\n\n{report.left_out[0]}")
+    if json_path is not None:
+        json_path.write_text(json.dumps(as_json(report, machine), indent=1), encoding="utf-8")
+    return 0
+
+
+def write(results: Path) -> int:
+    """Put the results of a run on a GPU into docs/performance.md and its data."""
+    import run_all
+
+    found = json.loads(results.read_text(encoding="utf-8"))
+    if not found.get("rows"):
+        raise SystemExit(f"{results} holds no results: {' '.join(found.get('left_out', []))}")
+    kept = json.loads(run_all.FIGURES.read_text(encoding="utf-8"))
+    kept["gpu_check"] = {**found, "name": "gpu_check", "seconds": round(sum(row["seconds"] for row in found["rows"]))}
+    run_all.FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    page = run_all.page([kept[benchmark.name] for benchmark in run_all.BENCHMARKS if benchmark.name in kept])
+    run_all.PAGE.write_text(page, encoding="utf-8")
+    print(f"Wrote the section On a GPU of {run_all.PAGE}.")
+    return 0
+
+
+def main() -> int:
+    """Do what the options ask for."""
+    parser = arguments(__doc__)
+    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="put the wheels for another machine into this folder")
+    parser.add_argument("--python-version", default="3.12", help="of that machine (default 3.12)")
+    parser.add_argument("--from", type=Path, dest="wheels", metavar="FOLDER", help="use the wheels in this folder")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
+    parser.add_argument("--backend", default="nccl", help="nccl; gloo for a dry run")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", help="run the checks whose names begin so")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="of the whole run (default 540)")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the results in this file to docs/performance.md")
+    given = parser.parse_args()
+    if given.prepare is not None:
+        prepare(given.prepare, given.python_version)
+        return 0
+    if given.write is not None:
+        return write(given.write)
+    return run(given)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -112,6 +112,11 @@ def run(benchmark: Benchmark, quick: bool) -> dict[str, Any]:
     return report
 
 
+def is_less(report: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Return whether a report must not replace an earlier one: it failed, or found nothing to measure, as gpu_check does without a GPU."""
+    return bool(report.get("failed")) or (not report.get("rows") and bool(before.get("rows")))
+
+
 def page(reports: list[dict[str, Any]]) -> str:
     """Return the page: the goals, then each benchmark."""
     lines = ["# Performance", "", ABOUT, ""]
@@ -150,7 +155,7 @@ def main() -> int:
             print(f"{WORDS[goal['met']].strip('*')}: {goal['goal']}: {goal['measured']}", flush=True)
         print(f"({report['seconds']} s)", flush=True)
     if given.write:
-        kept = {**before, **{name: report for name, report in found.items() if not (report.get("failed") and name in before)}}
+        kept = {**before, **{name: report for name, report in found.items() if not (name in before and is_less(report, before[name]))}}
         FIGURES.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         _readme.write(kept)
         PAGE.write_text(page([kept[benchmark.name] for benchmark in BENCHMARKS if benchmark.name in kept]), encoding="utf-8")
