@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -115,6 +115,7 @@ class Harness:
         environment: Mapping[str, str] | None = None,
         timeout_s: float = JOB_TIMEOUT_S,
         on_stall: str = "abort",
+        arguments: Sequence[str] = (),
     ) -> JobResult:
         """Run one scenario to its end, its abort or the timeout.
 
@@ -128,6 +129,7 @@ class Harness:
             environment: more variables for every rank.
             timeout_s: after which everything is killed.
             on_stall: as the setting.
+            arguments: of Python, for another program than the scenario.
         """
         began = time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
@@ -153,7 +155,7 @@ class Harness:
         ranks = [
             {
                 "environment": {**common, "RANK": str(r), "LOCAL_RANK": str(r), "GROUP_RANK": "0"},
-                "arguments": ["-m", "commlens.scenarios", scenario.name],
+                "arguments": list(arguments) or ["-m", "commlens.scenarios", scenario.name],
             }
             for r in range(world_size)
         ]
