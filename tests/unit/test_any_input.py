@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from boxes import busy_box
 from builders import Job, Stay
+from flight_recorder_dumps import dump, entry
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_diagnose_findings import at, training
@@ -105,6 +106,70 @@ def test_any_files(command: str, capsys: pytest.CaptureFixture[str], found: dict
         assert said.out or said.err
         assert "Traceback" not in said.out + said.err
         said.out.encode()
+    finally:
+        shutil.rmtree(folder)
+
+
+ODD = "</script><script>alert(1)</script>\u2028\"'`--><!-- 0->1 <-2 "
+OPS = [
+    "all_reduce", "broadcast", "reduce_scatter", "all_to_all", "gather", "barrier", "coalesced", "send 0->1", "recv 1<-0", "send 2->2",
+    "recv 9<-0", "send ->", "recv -1<--1", f"all_reduce{ODD}", f"send 0->1{ODD}", ODD, "", "all_reduce\n#3",
+]  # fmt: skip
+NUMBERS = st.integers(0, 4) | st.sampled_from([-1, 9, 1 << 31, (1 << 63) - 1, -(1 << 63)])
+GROUPS = [("0", "default_pg"), ("1", "dp"), ("1", "tp"), ("1", ODD), (ODD, ODD), ("", "")]
+RANKS = ["[0, 1, 2]", "[0, 1]", "[2, 1, 0]", "[]", "[0, 0]", "[7]", "0", "", None]
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> dict[str, object]:
+    """One entry, of a form that torch writes, with values that it does not."""
+    number = draw(st.integers(0, 5))
+    made = entry(number, draw(st.sampled_from(["nccl:", "gloo:", "mpi:", ""])) + draw(st.sampled_from(OPS)))
+    made |= draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "process_group": st.sampled_from(GROUPS), "pg_id": NUMBERS, "collective_seq_id": NUMBERS, "p2p_seq_id": NUMBERS,
+                "record_id": NUMBERS, "op_id": NUMBERS, "is_p2p": st.booleans(), "state": st.sampled_from(["scheduled", "started", ODD]),
+                "retired": st.booleans(), "time_created_ns": NUMBERS, "time_discovered_completed_ns": NUMBERS | st.none(),
+                "input_sizes": st.sampled_from([[], [[]], [[1 << 62, 8]], [[-1]], "x", [[4], [4]]]), "input_dtypes": st.just([ODD]),
+                "frames": st.sampled_from([[], [{"name": ODD, "filename": ODD, "line": -1}], [{}]]),
+            },
+        )
+    )  # fmt: skip
+    return made
+
+
+@st.composite
+def flight_recorders(draw: st.DrawFn) -> dict[str, object]:
+    """A dump with gaps, repeated numbers, and odd names, groups and states."""
+    config = draw(st.dictionaries(st.sampled_from(["0", "1", ODD, ""]), st.sampled_from(RANKS), max_size=3))
+    status = {"last_enqueued_collective": draw(NUMBERS), "last_started_collective": -1, "last_completed_collective": draw(NUMBERS)}
+    return dump(
+        draw(st.lists(entries(), max_size=7)),
+        pg_config={
+            name: {"name": name, "desc": draw(st.sampled_from(["default_pg", "dp", ODD])), "ranks": each} for name, each in config.items()
+        },
+        pg_status=draw(st.sampled_from([{}, {"0": status}, {"0": status, "1": status}, {"x": ODD}])),
+        **({"comm_lib_version": ODD} if draw(st.booleans()) else {}),
+    )
+
+
+@pytest.mark.parametrize("json_too", [False, True], ids=["terminal", "page and json"])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(dumps=st.lists(flight_recorders(), min_size=1, max_size=4))
+def test_any_flight_recorder_dump(json_too: bool, capsys: pytest.CaptureFixture[str], dumps: list[dict[str, object]]) -> None:
+    """No number, name or group of a dump needs to have a counterpart in it or in another rank's."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for rank, content in enumerate(dumps):
+            (folder / f"rank_{rank}").write_bytes(pickle.dumps(content, protocol=2))
+        more = ["--json", "--html", str(folder / "page.html")] if json_too else ["--entries", "5"]
+        status = commands.main(["diagnose", str(folder), *more])
+        said = capsys.readouterr()
+        assert status in (0, 1, 3)
+        assert said.out or said.err
+        assert "Traceback" not in said.out + said.err
     finally:
         shutil.rmtree(folder)
 

@@ -73,6 +73,19 @@ class TestFlightRecorder:
     def test_groups_that_no_recorder_writes(self, changes: dict[str, object]) -> None:
         assert len(columns(entry(0), **changes)) == 1
 
+    def test_a_group_that_a_dump_describes_in_two_ways(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """The backend is part of an operation's name: with an odd name, it is another one, of the same group."""
+        stuck = {"state": "started", "retired": False, "time_discovered_completed_ns": None}
+        odd = "nccl:all_reduce</script>:all_reduce"
+        for rank in (0, 1):
+            entries = [entry(number, odd if number != 3 else "nccl:all_reduce") for number in range(8 - rank)]
+            if rank == 0:
+                entries[-1].update(stuck)
+            config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+            (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_config=config, pg_status={}), protocol=2))
+        assert main(["diagnose", str(tmp_path)]) == 1
+        assert "rank 1 never reached all_reduce #8 of the default group [0-1]; rank 0 waits" in " ".join(capsys.readouterr().out.split())
+
     def test_a_dump_of_no_rank_is_too_little_evidence(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "dump").write_bytes(pickle.dumps(dump([]), protocol=2))
         assert main(["diagnose", str(tmp_path / "dump")]) == 3

@@ -6,7 +6,7 @@ enqueued behind the head has not started, unless the dump records its start.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -240,11 +240,13 @@ def _index(view: RankView, columns: RankOps, limit: int) -> dict[ChannelKey, Cha
     known: dict[ChannelKey, Channel] = {}
     message = is_message(dump.args, dump.args_index)
     codes = dump.channel.astype("int64")
+    by_key: dict[ChannelKey, list[int]] = defaultdict(list)  # a dump may describe one group in several ways
     for number in np.unique(codes).tolist():
         channel = columns.channels[number]
-        key = channel.key
-        known[key] = channel
-        rows = np.flatnonzero((codes == number) & ~message)
+        known.setdefault(channel.key, channel)
+        by_key[channel.key].append(number)
+    for key, numbers in by_key.items():
+        rows = np.flatnonzero(((codes == numbers[0]) if len(numbers) == 1 else np.isin(codes, numbers)) & ~message)
         if len(rows):
             view.tracks[key] = _track(ColumnOps(columns, rows))
     _index_messages(view, columns, message)
@@ -298,7 +300,10 @@ def _index_messages(view: RankView, columns: RankOps, message: Integers) -> None
     sends = np.array([one.op == "send" for one in dump.args])[dump.args_index[over]]
     code = (dump.channel[over].astype("int64") * (1 << 32) + dump.peer[over] + 1) * 2 + sends
     _, first, counts = np.unique(code, return_index=True, return_counts=True)
-    view.ended_messages = {pair(int(over[at])): int(many) for at, many in zip(first, counts, strict=True)}
+    ended_messages: Counter[PairKey] = Counter()
+    for at, many in zip(first, counts, strict=True):
+        ended_messages[pair(int(over[at]))] += int(many)
+    view.ended_messages = dict(ended_messages)
     for row in np.flatnonzero(message & ~ended).tolist():
         op = columns.op(row)
         view.pairs.setdefault(pair(row), []).append(op)

@@ -141,15 +141,15 @@ class _Builder:
     def _follow_collective(self, view: RankView, node: Node, op: Collective) -> None:
         key = op.channel.key
         track = view.tracks.get(key)
-        numbers = [n for n in (track.open if track else []) if n < op.sequence_number]
+        earlier = [track.ops.get(n) for n in track.open if n < op.sequence_number] if track is not None else []
         # An op behind an incomplete one of its channel waits for that one.
-        for number in [*numbers, op.sequence_number]:
-            if self._add_collective(view, node, key, number, last=number == op.sequence_number):
+        for candidate in [*filter(None, earlier), op]:
+            if self._add_collective(view, node, key, candidate, last=candidate is op):
                 return
 
-    def _add_collective(self, view: RankView, node: Node, key: ChannelKey, number: int, *, last: bool) -> bool:
+    def _add_collective(self, view: RankView, node: Node, key: ChannelKey, op: Collective, *, last: bool) -> bool:
         """Add the edge to one collective. Return False if no rank holds it up and it is not the last candidate."""
-        op = view.tracks[key].ops[number]
+        number = op.sequence_number
         edge = Edge(op, Instance(key, number), view.rank)
         arrivals = self._arrivals(key, number, op.announced_ns)
         mismatch = self._mismatch(key, number, arrivals.absent)
