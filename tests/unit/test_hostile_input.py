@@ -86,6 +86,24 @@ class TestFlightRecorder:
         assert main(["diagnose", str(tmp_path)]) == 1
         assert "rank 1 never reached all_reduce #8 of the default group [0-1]; rank 0 waits" in " ".join(capsys.readouterr().out.split())
 
+    def test_a_group_of_more_ranks_than_any_job_has(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        ranks = f"[{', '.join(map(str, range(300_000)))}]"
+        (write_dumps(tmp_path) / "rank_0").write_bytes(
+            pickle.dumps(dump([entry(0)], pg_config={"0": {"desc": "default_pg", "ranks": ranks}}), 2)
+        )
+        main(["diagnose", str(tmp_path), "--json"])
+        out = capsys.readouterr().out
+        assert "a group lists 300,000 ranks, more than any job has (262,144): its ranks are left out" in out
+        assert len(out) < 10_000
+
+    def test_a_rank_that_no_job_has(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_dumps(tmp_path)
+        (tmp_path / "rank_1").rename(tmp_path / "rank_5000000")
+        main(["diagnose", str(tmp_path), "--json"])
+        out = capsys.readouterr().out
+        assert "1 dump of rank 5000000 is left out, because no job has so many ranks (at most 262,144)" in out
+        assert len(out) < 10_000
+
     def test_a_dump_of_no_rank_is_too_little_evidence(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "dump").write_bytes(pickle.dumps(dump([]), protocol=2))
         assert main(["diagnose", str(tmp_path / "dump")]) == 3

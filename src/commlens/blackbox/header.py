@@ -10,10 +10,10 @@ import msgspec
 
 from commlens.blackbox import layout as L
 from commlens.errors import FormatError
+from commlens.model.limits import WORLD_MAX
 from commlens.text import clean_json
 
 SIZE_MAX: Final = L.box_size(L.CAPACITY_MAX) + (16 << 20)  # largest box in bytes; a header that claims more is rejected
-WORLD_MAX: Final = 1 << 20  # most ranks of a job; a larger number means damage
 INT_MAX: Final = (1 << 63) - 1  # largest integer that all JSON encoders support
 _LIVE: Final = struct.Struct("<18Q")  # from HEARTBEAT_MONO to EXPIRES
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from commlens.diagnosis.columns import RankDump
+from commlens.model.limits import WORLD_MAX
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase
 
@@ -26,6 +27,7 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
         The dumps by rank, and sentences about what was left out.
     """
     notes: list[str] = []
+    dumps = _without_impossible_ranks(dumps, notes)
     text_logs = [dump for dump in dumps if dump.is_log]
     dumps = [dump for dump in dumps if not dump.is_log]
     _infer_ranks(dumps)
@@ -46,6 +48,24 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
             )
     kept = _one_per_rank(chosen, notes)
     return sorted(_add_text_logs(kept, text_logs), key=lambda dump: dump.rank), notes
+
+
+def _without_impossible_ranks(dumps: Sequence[RankDump], notes: list[str]) -> list[RankDump]:
+    """Leave out the dumps of ranks that no job has, and world sizes of that kind: a sentence each."""
+    beyond = [dump for dump in dumps if dump.rank >= WORLD_MAX]
+    if beyond:
+        names = ", ".join(sorted({dump.source for dump in beyond})[:3])
+        left_out = (
+            f"{count(len(beyond), 'dump')} of {ranks_phrase(dump.rank for dump in beyond)} {'is' if len(beyond) == 1 else 'are'} left out"
+        )
+        notes.append(f"{left_out}, because no job has so many ranks (at most {WORLD_MAX:,}): {names}.")
+    kept = [dump for dump in dumps if dump.rank < WORLD_MAX]
+    sizes = [dump.world_size for dump in kept if dump.world_size > WORLD_MAX]
+    for dump in kept:
+        dump.world_size = dump.world_size if dump.world_size <= WORLD_MAX else 0
+    if sizes:
+        notes.append(f"A world size of {max(sizes):,} is not used, because no job has so many ranks (at most {WORLD_MAX:,}).")
+    return kept
 
 
 def _folder(dump: RankDump) -> str:

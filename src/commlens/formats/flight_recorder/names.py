@@ -6,6 +6,7 @@ import re
 from functools import lru_cache
 from typing import Final, NamedTuple
 
+from commlens.model.limits import WORLD_MAX
 from commlens.model.ops import COALESCED, recorder_wire_op
 
 _DEVICES: Final = {
@@ -64,11 +65,16 @@ def dtype_of(name: str) -> str:
     return DTYPES.get(name, name.lower() if name.startswith("Float8") else name)
 
 
+def has_too_many(text: str) -> bool:
+    """Return whether a list of ranks is longer than that of any job."""
+    return text.count(",") >= WORLD_MAX
+
+
 @lru_cache(maxsize=4096)
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in ``"[0, 1, 5]"``; none for any other text. Nothing is evaluated."""
+    """Return the ranks in ``"[0, 1, 5]"``; none for any other text, or if there are more than a job has. Nothing is evaluated."""
     inside = text.strip()
-    if not (inside.startswith("[") and inside.endswith("]")):
+    if not (inside.startswith("[") and inside.endswith("]")) or has_too_many(text):
         return ()
     try:
         ranks = tuple(int(part) for part in inside[1:-1].split(",") if len(part) < 12) if inside[1:-1].strip() else ()

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 
 from commlens.formats.columns import COMPLETED, RETIRED, Integers, RankColumns, StackTable, Status
-from commlens.formats.flight_recorder.names import ProfilingName, dtype_of, parse_ranks, read_name
+from commlens.formats.flight_recorder.names import ProfilingName, dtype_of, has_too_many, parse_ranks, read_name
 from commlens.formats.flight_recorder.table import Signature, Table
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
+from commlens.model.limits import WORLD_MAX
 from commlens.model.ops import UNKNOWN_DTYPE
 from commlens.text import TEXT_MAX, clean
 
@@ -30,6 +31,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     columns.problems += [*_problems(table, columns.version), *_clean_texts(table)]
     columns.lost_entries = table.truncated or table.malformed > 0
     config = _config(table.about.get("pg_config"))
+    columns.problems += _too_large(table.about.get("pg_config"))
     names = [read_name(name) for name in table.names]
     length = len(table)
 
@@ -148,6 +150,13 @@ def _config(value: Any) -> _Config:
     for (name, description), members in config.ranks.items():
         config.by_name.setdefault(name, []).append((description, members))
     return config
+
+
+def _too_large(value: Any) -> list[str]:
+    """Return a problem if groups list more ranks than a job has."""
+    lists = [about.get("ranks") for about in value.values() if isinstance(about, dict)] if isinstance(value, dict) else []
+    longest = max((ranks.count(",") + 1 for ranks in lists if isinstance(ranks, str) and has_too_many(ranks)), default=0)
+    return [f"a group lists {longest:,} ranks, more than any job has ({WORLD_MAX:,}): its ranks are left out"] if longest else []
 
 
 def _description(value: Any) -> str:
