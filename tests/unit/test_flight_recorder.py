@@ -252,11 +252,11 @@ def test_names(name, expected):
 
 def test_an_entry_that_is_none_is_left_out_and_counted():
     odd = [None, 3, {}, entry(1, process_group=[1, 2]), entry(1, input_sizes=[["a"]]), entry(1, profiling_name=None), entry(1, frames=[5])]
-    rows = columns_from_table(dump([entry(0), *odd, entry(2, state="lost", record_id=1 << 80)]))
+    rows = columns_from_table(dump([entry(0), *odd, entry(1, state="lost"), entry(2, record_id=1 << 80)]))
     assert rows.sequence.tolist() == [1, 3] and rows.record_id.tolist() == [0, -1]
     assert rows.problems == [
         "7 entries are malformed and were skipped",
-        "1 entries are in an unknown state and were treated as not completed",
+        "1 entries are in an unknown state and were skipped",
     ]
 
 

@@ -114,8 +114,33 @@ class TestFlightRecorder:
         folder = write_dumps(tmp_path / "dumps")
         entries = [entry(number, collective_seq_id=next(numbers)) for number in range(3)]
         (folder / "rank_0").write_bytes(pickle.dumps(dump(entries), protocol=2))
-        assert main(["diagnose", str(folder)]) in (0, 1)
-        assert "Traceback" not in capsys.readouterr().err
+        assert main(["diagnose", str(folder)]) == 3
+        said = capsys.readouterr()
+        assert "3 entries have no readable sequence number" in " ".join(said.out.split())
+        assert "Traceback" not in said.err
+
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {"state": "paused", "retired": False},
+            {"collective_seq_id": "4"},
+            {"process_group": 7},
+            {"input_sizes": "x"},
+            {"profiling_name": 5},
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_read_is_not_healthy(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object]
+    ) -> None:
+        """Nor is it a fault of its rank."""
+        config = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}
+        for rank in (0, 1):
+            entries = [entry(number, **(changes if (rank, number) == (1, 3) else {})) for number in range(4)]
+            (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps(dump(entries, pg_config=config, pg_status={}), protocol=2))
+        assert main(["diagnose", str(tmp_path)]) == 3
+        out = " ".join(capsys.readouterr().out.split())
+        assert "no fault shows, but" in out and "Rank 1: 1 entries" in out and "nothing is wrong" not in out
 
 
 def sources(path: Path) -> tuple[dict[str, int], list[str]]:

@@ -34,6 +34,10 @@ class _Malformed(Exception):
     """An entry lacks a required key, or a value has the wrong type."""
 
 
+class _UnknownState(_Malformed):
+    """An entry's state has a name that no known version of torch writes, so that it is not known whether it has ended."""
+
+
 class _Builder:
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -51,6 +55,8 @@ class _Builder:
         """Add an entry; a malformed one is counted and skipped."""
         try:
             self.rows.append(self._row(entry))
+        except _UnknownState:
+            self.table.unknown_states += 1
         except _Malformed:
             self.table.malformed += 1
 
@@ -74,7 +80,7 @@ class _Builder:
         state = get("state")
         known = STATES.get(state) if type(state) is str else None
         if known is None:
-            self.table.unknown_states += 1
+            raise _UnknownState
         created = get("time_created_ns")
         if created is None and type(micros := get("time_created_us")) is int:
             created = micros * 1000  # torch 2.2
@@ -88,7 +94,7 @@ class _Builder:
             _index(self.names, name),
             _index(self.signatures, signature),
             stack,
-            known or 0,
+            known,
             get("retired") is True,
             get("is_p2p") is True,
             _integer(get("pg_id")),

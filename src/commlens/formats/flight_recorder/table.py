@@ -47,7 +47,7 @@ class Table:
     duration_ms: Any = ()  # float64, -1 for none
 
     malformed: int = 0  # entries that were skipped
-    unknown_states: int = 0  # entries in an unknown state, treated as scheduled
+    unknown_states: int = 0  # entries in an unknown state, which were skipped
     truncated: bool = False
 
     def __len__(self) -> int:

@@ -29,7 +29,7 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     """Return the table's entries as columns that can be compared across ranks."""
     columns = RankColumns(source=source, version=_text(table.about.get("version")))
     columns.problems += [*_problems(table, columns.version), *_clean_texts(table)]
-    columns.lost_entries = table.truncated or table.malformed > 0
+    columns.lost_entries = table.truncated or table.malformed > 0 or table.unknown_states > 0
     config = _config(table.about.get("pg_config"))
     columns.problems += _too_large(table.about.get("pg_config"))
     names = [read_name(name) for name in table.names]
@@ -53,6 +53,9 @@ def columns_from_table(table: Table, source: str) -> RankColumns:
     is_message = _ints(table.is_p2p, "bool", length) | _which(names, name, lambda one: one.own_rank is not None)
     is_p2p = _closed_batches(channel, is_message, numbers, closes, lost=lost)
     sequence = np.where(is_p2p & (numbers.message >= 0), numbers.message, numbers.collective)
+    if unnumbered := int((~is_p2p & (sequence < 0)).sum()):
+        columns.problems.append(f"{unnumbered} entries have no readable sequence number and are compared with no others")
+        columns.lost_entries = True
     coalesced = _coalesced(channel, is_p2p, sequence, closes)
     completed = np.maximum(_ints(table.completed_ns, "int64", length), 0)
     _end_with_their_group(coalesced, closes, state, completed)
@@ -124,7 +127,7 @@ def _problems(table: Table, version: str) -> list[str]:
     if table.malformed:
         found.append(f"{table.malformed} entries are malformed and were skipped")
     if table.unknown_states:
-        found.append(f"{table.unknown_states} entries are in an unknown state and were treated as not completed")
+        found.append(f"{table.unknown_states} entries are in an unknown state and were skipped")
     if version not in KNOWN_VERSIONS and (version or not table.truncated):
         found.append(f"the format version {version or '(none)'} is unknown; it was read like 2.10")
     return found
