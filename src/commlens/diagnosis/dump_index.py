@@ -79,7 +79,7 @@ def index_dumps(dumps: Sequence[RankDump], stalled_after_s: float) -> JobIndex:
         view.history = ColumnHistory(columns)
         view.wrapped = dump.wrapped
         view.first_ns = 0 if dump.only_active or not len(dump) else int(dump.created_ns[0])
-        view.written_ns = 0 if dump.origin == "torch-log" else written[dump.rank]
+        view.written_ns = 0 if dump.is_log else written[dump.rank]
         full = dump.unbroken == fullest or dump.lost_entries  # it may have been
         view.head_lost = dump.only_active and full and _may_be_buffer_size(fullest)
         for key, channel in _index(view, columns, limit).items():
@@ -138,7 +138,7 @@ def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
     The rank's last operation does not count: its recorder may have given it up because it failed.
     """
     ops = view.tracks[key].ops
-    if view.columns is None or view.columns.dump.origin == "torch-log" or not isinstance(ops, ColumnOps):
+    if view.columns is None or view.columns.dump.is_log or not isinstance(ops, ColumnOps):
         return None
     done = ops.rows[view.columns.dump.state[ops.rows] == COMPLETED]
     for row in done[::-1][:_RECENT_MAX].tolist():
@@ -151,7 +151,7 @@ def _newest_left(view: RankView, key: ChannelKey) -> Collective | None:
 def _lacks(view: RankView, op: Collective) -> bool:
     """Return whether a rank's dump, which is not damaged, ends before the rank issued this collective."""
     track = view.tracks.get(op.channel.key)
-    if view.columns is None or view.columns.dump.origin == "torch-log" or view.lost_newest or (track is None and view.wrapped):
+    if view.columns is None or view.columns.dump.is_log or view.lost_newest or (track is None and view.wrapped):
         return False
     return (track is None or track.last < op.sequence_number) and has_issued(
         view, op.channel.key, op.sequence_number, op.announced_ns
