@@ -11,6 +11,7 @@ import pytest
 from flight_recorder_dumps import dump, entry
 
 import commlens
+from commlens.commands import main
 from commlens.reports.terminal import render
 
 TIMEOUT = (
@@ -357,3 +358,64 @@ def test_what_a_log_tells_of_no_rank_names_nobody(tmp_path: Path, log: str, kind
     verdict = commlens.diagnose(tmp_path / "job.log")
     assert (verdict.kind, verdict.culprits, verdict.confidence) == (kind, [], "low")
     assert verdict.summary.startswith(said) and verdict.next_step
+
+
+def timed_out_with(rank: int, fields: str) -> str:
+    """A timeout with other fields, and the progress."""
+    head = HEAD.format(rank=rank)
+    told = f"{head} Watchdog caught collective operation timeout: WorkNCCL({fields}) ran for 600029 milliseconds before timing out.\n"
+    return told + progress(rank, 41, 40)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "SeqNum=41, OpType=ALLREDUCE, NumelIn=18446744073709551615, NumelOut=18446744073709551615, Timeout(ms)=600000",
+        "SeqNum=41, OpType=ALLREDUCE, NumelIn=-1, NumelOut=?, Timeout(ms)=600000",
+        "SeqNum=41, OpType=ALLREDUCE, Stream=7, Shapes=[[1, 2], [3]], Timeout(ms)=600000, NumelIn=4",
+        "SeqNum=41, OpType=ALLREDUCE, Timeout(ms)=never",
+    ],
+)
+def test_a_timeout_is_told_whatever_its_other_fields_are(tmp_path: Path, fields: str) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("".join([timed_out_with(0, fields), timed_out_with(1, fields), progress(2, 40, 40)]))
+    verdict = commlens.diagnose(log)
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [2], [0, 1])
+    assert verdict.collective is not None and (verdict.collective.op, verdict.collective.sequence_number) == ("all_reduce", 41)
+
+
+def test_a_timeout_of_unknown_size_is_no_agreement_on_it(tmp_path: Path) -> None:
+    log = tmp_path / "job.log"
+    fields = "SeqNum=41, OpType=ALLREDUCE, NumelIn=18446744073709551615, NumelOut=18446744073709551615, Timeout(ms)=600000"
+    log.write_text("".join(timed_out_with(rank, fields) for rank in range(2)))
+    verdict = commlens.diagnose(log)
+    assert verdict.is_fault and verdict.kind == "stuck-inside"
+    assert "it is not known whether they agree" in verdict.summary
+
+
+UNREAD = [
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=99999999999999999999999, OpType=ALLREDUCE, Timeout(ms)=6) ran for 1 s",
+    "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=41, OpType=, Timeout(ms)=6) ran for 7 milliseconds",
+    "Watchdog caught collective operation timeout: Work[41]",
+    "failure detected by watchdog at work sequence id: 41 PG status: last enqueued work: many, last completed work: 40",
+]
+
+
+@pytest.mark.parametrize("line", UNREAD)
+@pytest.mark.parametrize("head", [HEAD, "[E ProcessGroupNCCL.cpp:587]"], ids=["of a rank", "of no rank"])
+def test_a_line_of_the_watchdog_that_cannot_be_read_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, head: str
+) -> None:
+    log = tmp_path / "job.log"
+    log.write_text("".join(f"{head.format(rank=rank)} {line}.\n" for rank in range(2)))
+    assert main(["diagnose", str(log)]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    assert "of torch's watchdog could not be read: " in out and line[:40] in out
+    assert "nothing is wrong" not in out
+
+
+def test_a_rank_is_not_missing_whose_line_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("".join([timed_out(0), timed_out(1), progress(2, 40, 40), f"{HEAD.format(rank=2)} {UNREAD[0]}.\n"]))
+    verdict = commlens.diagnose(tmp_path)
+    assert verdict.culprits == []
+    assert any("Rank 2: 1 line of torch's watchdog could not be read" in text for text in verdict.missing_evidence)

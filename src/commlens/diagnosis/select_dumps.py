@@ -30,6 +30,7 @@ def select_dumps(dumps: Sequence[RankDump]) -> tuple[list[RankDump], list[str]]:
     dumps = _without_impossible_ranks(dumps, notes)
     text_logs = [dump for dump in dumps if dump.is_log]
     dumps = [dump for dump in dumps if not dump.is_log]
+    notes += [f"{log.source}: {text}." for log in text_logs if log.rank < 0 for text in log.problems]
     _infer_ranks(dumps)
     unnamed = [dump for dump in dumps if dump.rank < 0]
     if unnamed:

@@ -363,6 +363,7 @@ def find_unrecorded(context: Context, nodes: list[Node]) -> None:
         view = context.job.views.get(node.rank)
         why = stranger.unrecorded if stranger is not None else "" if view is None else "silent" if view.is_log else "damaged"
         why = "silent" if context.job.only_logs else why
+        why = "damaged" if view is not None and view.is_log and view.lost_newest else why  # a line that could not be read may tell it
         groups[(instances[sources], node.kind, why)].append(node)
     for (_, kind, why), members in sorted(groups.items()):
         edges = context.graph.edges_into(members[0])

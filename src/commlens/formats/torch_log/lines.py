@@ -43,9 +43,11 @@ _GROUP: Final = re.compile(
 )
 _BARE_RANK: Final = re.compile(r"\[Rank (\d{1,7})\]")
 _TIMEOUT: Final = re.compile(
-    r"WorkNCCL\(SeqNum=(?P<number>\d{1,18}), ?OpType=(?P<op>\w+)(?:, ?NumelIn=(?P<inputs>\d{1,18}), ?NumelOut=(?P<outputs>\d{1,18}))?"
-    r"(?:, ?TensorShape=\[(?P<shape>[\d, ]*)\])?, ?Timeout\(ms\)=(?P<timeout>\d{1,15})\)(?: ran for (?P<ran>\d{1,15}) milliseconds)?"
+    r"WorkNCCL\((?P<fields>[^()\n]{0,2000}Timeout\(ms\)=[^()\n]{1,2000})\)(?: ran for (?P<ran>\d{1,15}) milliseconds)?"
 )
+_FIELD: Final = re.compile(r"(\w{1,40})(?:\(ms\))?=(\[[^\]]{0,1000}\]|[^,]{0,1000})")
+_HEAD: Final = re.compile(r"(?:\[[^\]]{0,200}\] ?){1,8}")
+_INT_MAX: Final = (1 << 63) - 1
 _PROGRESS: Final = re.compile(
     r"(?:(?:at work(?: sequence id)?|NCCL work): (?P<number>\d{1,18})[.,]?.{0,40}?)?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,18})"
     r"(?:, last started (?:NCCL )?work: (?P<started>-?\d{1,18}))?, last completed (?:NCCL )?work: (?P<completed>-?\d{1,18})",
@@ -93,7 +95,7 @@ class Timeout(NamedTuple):
     op: str  # OpType
     inputs: int | None  # elements
     outputs: int | None
-    timeout_ms: int
+    timeout_ms: int  # 0 if unknown
     ran_ms: int  # -1 if unknown
     group_rank: int | None  # of the process that wrote the line, in an unnamed group
 
@@ -166,18 +168,27 @@ def parse_group(text: str) -> Group | None:
 def parse_timeout(text: str) -> Timeout | None:
     """Parse ``WorkNCCL(SeqNum=8, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000)``."""
     found = _TIMEOUT.search(text)
-    if not found:
+    fields = dict(_FIELD.findall(found["fields"])) if found else {}
+    number, op = _number(fields.get("SeqNum", "")), fields.get("OpType", "").strip()
+    if not found or number is None or not re.fullmatch(r"\w{1,80}", op):
         return None
     rank = _BARE_RANK.search(text)
     return Timeout(
-        int(found["number"]),
-        found["op"],
-        int(found["inputs"]) if found["inputs"] else None,
-        int(found["outputs"]) if found["outputs"] else None,
-        int(found["timeout"]),
+        number,
+        op,
+        _number(fields.get("NumelIn", "")),
+        _number(fields.get("NumelOut", "")),
+        _number(fields.get("Timeout", "")) or 0,
         int(found["ran"]) if found["ran"] else -1,
         int(rank[1]) if rank else None,
     )
+
+
+def _number(text: str) -> int | None:
+    """Return a number that fits in 64 bits; None for any other text: some torch versions print sizes of -1 as 18446744073709551615."""
+    text = text.strip()
+    value = int(text) if text.isdecimal() and text.isascii() and len(text) < 20 else -1
+    return value if 0 <= value <= _INT_MAX else None
 
 
 def parse_progress(text: str) -> Progress | None:
@@ -187,6 +198,18 @@ def parse_progress(text: str) -> Progress | None:
         return None
     number = found["number"]
     return Progress(int(number) if number else None, int(found["enqueued"]), int(found["started"] or -1), int(found["completed"]))
+
+
+def is_unread(text: str) -> bool:
+    """Return whether a line of the watchdog tells a timeout or the progress of a group in a form that is not known here."""
+    if ("WorkNCCL(" in text or "collective operation timeout" in text) and parse_timeout(text) is None:
+        return True
+    return "last enqueued" in text.lower() and "work" in text and parse_progress(text) is None
+
+
+def without_head(text: str) -> str:
+    """Return a C++ line without ``[E1122 07:21:08 ProcessGroupNCCL.cpp:632] [Rank 1] ``."""
+    return _HEAD.sub("", text, count=1)
 
 
 def is_of_a_job(text: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from textwrap import shorten
 from typing import Any, Final
 
 from commlens.formats.columns import COMPLETED, DTYPES, SCHEDULED, STARTED, TEXT_LOG, RankColumns, stack_of
@@ -12,10 +13,12 @@ from commlens.formats.torch_log.nccl_lines import Call, Communicator, NcclLines
 from commlens.model.collective import Channel, CollectiveArgs, ProcessGroup, TensorSpec
 from commlens.model.ops import COALESCED, POINT_TO_POINT, REDUCING, ROOTED, UNKNOWN_DTYPE, watchdog_wire_op
 from commlens.model.ranklog import End, Observation
+from commlens.text import count
 
 _RANKS_MAX: Final = 100_000
 _NOTES_MAX: Final = 20  # sentences per rank
 _FRAMES_MAX: Final = 400
+_UNREAD_MAX: Final = 200  # characters of a line that are quoted
 _PARTS_MAX: Final = 6  # of a wrapped line
 
 _FRAME: Final = re.compile(r'\s+File "(?P<file>[^"]{1,4096})", line (?P<line>\d{1,9}), in (?P<function>.{1,400})')
@@ -50,6 +53,8 @@ class _Rank:
     unassigned: dict[tuple[int | None, int], L.Timeout] = field(default_factory=dict)  # timed out in a group that is not yet known
     times: dict[int, int] = field(default_factory=dict)  # sequence number: Unix ns of its line
     timed_out: bool = False
+    unread: int = 0  # lines of the watchdog whose form is not known
+    first_unread: str = ""
     stuck_watchdog_s: int = 0
     stack: list[tuple[str, int, str]] = field(default_factory=list)  # of the failed collective, innermost first
     traceback: list[tuple[str, int, str]] | None = None  # being read, outermost first
@@ -168,6 +173,9 @@ class LogParser:
             if timeout is not None:
                 known.failed[timeout.number] = timeout
                 about.unassigned.pop((timeout.group_rank, timeout.number), None)
+        if L.is_unread(text):
+            about.unread += 1
+            about.first_unread = about.first_unread or L.without_head(text)
         about.stuck_watchdog_s = max(about.stuck_watchdog_s, L.parse_stuck_watchdog(text))
         if "Stack trace of the failed collective" in text and "not found" not in text:
             self._stack_of, about.stack = rank, []
@@ -238,7 +246,7 @@ class LogParser:
         self._forget_mixed_counters()
         self._add_nccl_ranks()
         found = [self._columns_of(rank, about) for rank, about in sorted(self._ranks.items())]
-        told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s]
+        told = [one for one in found if one.rank >= 0 or one.timeouts or one.exception or one.stuck_watchdog_s or one.lost_entries]
         told = told or [one for one in found if one.launcher_signal or one.remarks]
         return told or found[: self._is_of_a_job]
 
@@ -284,6 +292,10 @@ class LogParser:
         columns.observation = about.observation
         if self._only_local and rank >= 0:
             columns.problems.append("the log has only local ranks, which were used as ranks")
+        if about.unread:
+            quoted = shorten(about.first_unread, _UNREAD_MAX, placeholder=" ...")
+            columns.problems.append(f"{count(about.unread, 'line')} of torch's watchdog could not be read: {quoted}")
+            columns.lost_entries = True
         lists: dict[str, list[Any]] = {name: [] for name in DTYPES}
         places: dict[Channel, int] = {}
         for known in about.groups.values():
@@ -369,7 +381,8 @@ def _elements(count: int | None) -> tuple[TensorSpec, ...]:
 
 
 def _timed_out(timeout: L.Timeout) -> str:
-    return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out after {timeout.timeout_ms / 1000:g} s"
+    after = f" after {timeout.timeout_ms / 1000:g} s" if timeout.timeout_ms else ""
+    return f"{watchdog_wire_op(timeout.op)} #{timeout.number} timed out{after}"
 
 
 def _group_phrase(group: L.Group) -> str:
