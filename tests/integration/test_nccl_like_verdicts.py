@@ -108,6 +108,14 @@ def test_a_late_rank_and_both_lines_of_the_others(run: Run, engine: str) -> None
         assert states[rank] == [*states[1], *in_flight], "None has completed by returning."
 
 
+def test_a_host_that_ran_ahead_further_than_the_ring_buffer_holds(run: Run) -> None:
+    result = run("asleep", box_entries=40)
+    verdict = result.verdict
+    assert verdict is not None
+    assert (verdict.kind, verdict.culprits, verdict.victims) == ("missing", [1], [0, 2])
+    assert any("ranks 0,2: the collective in which their devices wait is overwritten" in note.lower() for note in verdict.missing_evidence)
+
+
 def test_sizes_that_differ(run: Run) -> None:
     verdict = run("other_size").verdict
     assert verdict is not None

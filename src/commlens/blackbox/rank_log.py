@@ -201,6 +201,7 @@ class BoxReader:
             main_stack_since_ns=self.unix(status.main_stack_since_mono_ns),
             heartbeat_ns=status.heartbeat_ns,
             captured_ns=self.captured_ns,
+            head_lost=0 < status.oldest_index <= self.issued - self.identity.capacity,
             steps=status.steps,
             expecting=expecting,
             closed=status.closed,

@@ -24,6 +24,7 @@ QUIET_NS = 2_000_000_000
 ASK_AGAIN_NS = 1_000_000_000
 ASK_WHILE_BUSY_NS = 10_000_000_000
 _MESSAGES_AT_ONCE = 512
+_ADDED_MAX = 16_384  # between two looks of the watchdog thread; the native engine has the same limit
 _FAILURES = {1: "its process group timed out", 2: "its communicator failed", 3: "another rank reported an error"}
 
 
@@ -92,7 +93,7 @@ class DeviceQueues:
         self._failed = failed
         self._newest = newest
         self._capacity = capacity
-        self._added: collections.deque[Token] = collections.deque(maxlen=capacity)
+        self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[Channel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
         self._asked_ns = 0

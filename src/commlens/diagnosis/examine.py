@@ -249,6 +249,12 @@ def _missing_evidence(job: JobIndex) -> list[str]:
             f"only those{of} are here."
         )
     by_text: dict[str, list[int]] = {}
+    if lost := [rank for rank, view in job.views.items() if view.log.head_lost]:
+        device, entries = verb(lost, "its device waits", "their devices wait"), max(len(job.views[rank].history) for rank in lost)
+        notes.append(
+            f"{capital(ranks_phrase(lost))}: the collective in which {device} is overwritten, since more than {entries} were issued "
+            "after it; it is older than the one named here (COMMLENS_BOX_ENTRIES)."
+        )
     for rank, view in job.views.items():
         log = view.log
         for text in log.problems:

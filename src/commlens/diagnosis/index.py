@@ -95,7 +95,7 @@ class RankView:
     routine_since: int | None = None  # position in the history from which the rank may have left its routine
     first_ns: int = 0  # time of the oldest record; 0 if only ops in flight were recorded
     routine_from: int = 0  # index of the op from which on the program has done several steps; 0: not determined yet
-    head_lost: bool = False  # all records are in flight: the op that blocks the rank may be older, and overwritten
+    head_lost: bool = False  # the op that blocks the rank is, or in a dump with nothing but ops in flight may be, older and overwritten
     written_ns: int = 0  # the dump is not newer than this, Unix ns; 0 if unknown
     outdated: bool = False  # other ranks' records show that it has issued more collectives than its dump holds
 
@@ -292,6 +292,7 @@ def _index_log(log: RankLog, end: ProcessExit, job: JobIndex) -> RankView:
     main = log.main_stack
     view = RankView(log.rank, log, end, now, main_thread=(main.thread if main is not None else 0) or log.pid, history=log.collectives)
     view.wrapped = log.issued > len(log.collectives) or bool(log.problems) or log.joined
+    view.head_lost = log.head_lost
     closers: dict[int, Collective] = {}
     groups: dict[int, list[Collective]] = {}
     for op in log.collectives:

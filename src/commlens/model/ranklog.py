@@ -86,6 +86,7 @@ class RankLog(msgspec.Struct):
     main_stack_since_ns: int = 0  # Unix ns of the last change of the main thread's stack; 0 if unknown
     heartbeat_ns: int = 0  # Unix ns of the watchdog thread's last sign of life
     captured_ns: int = 0  # Unix ns when the box was read or dumped
+    head_lost: bool = False  # the collective that its device waits in is overwritten
     steps: int = 0  # optimizer steps completed
     expecting: str | None = None  # label of an open `with commlens.expect_slow(...)`
     closed: bool = False  # the process ran its atexit handlers

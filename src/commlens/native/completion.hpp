@@ -135,6 +135,7 @@ class Completion {
 
  private:
   static constexpr uint64_t HOLD_WEAKLY_AFTER_NS = 200000000;
+  static constexpr size_t ENQUEUED_MAX = 16384;  // between two looks of the watchdog thread
 
   // Leaves it to torch's recorder to tell when the device is done: no Work is held, since it would keep tensors alive, and none is polled,
   // since that queries an event.
@@ -153,7 +154,7 @@ class Completion {
     TokenPtr former;
     std::lock_guard<std::mutex> lock(mutex_);
     enqueued_.push_back(token);
-    if (enqueued_.size() > box_.capacity()) {
+    if (enqueued_.size() > ENQUEUED_MAX) {
       former = std::move(enqueued_.front());
       enqueued_.pop_front();
     }
