@@ -69,7 +69,8 @@ bench: $(VENV)/.ready ## Measure what commlens costs and how often it is right, 
 MINUTES := 60
 soak: $(VENV)/.ready ## Run random jobs with and without faults, and count what commlens says (MINUTES=60; SEED=n replays one; ARGS=--write)
 	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python -m commlens build-native >/dev/null || echo "The native engine is left out."
-	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache $(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	COMMLENS_NATIVE_DIR=$(CURDIR)/$(VENV)/native-cache COMMLENS_TEST_NATIVE=$(VENV)/native-cache \
+		$(VENV)/bin/python benchmarks/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 compat: ## Run all tests on another torch, in a separate environment: make compat TORCH=2.15.0
 	@test -n "$(TORCH)" || { echo "Which torch? For example: make compat TORCH=2.15.0"; exit 2; }

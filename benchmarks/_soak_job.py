@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
@@ -17,8 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from _soak_program import Program, Truth, generate
+from _soak_program import GLOO, NCCL_LIKE, Program, Truth, generate
 
+TESTS = Path(__file__).parents[1] / "tests"
+NCCL_LIKE_SHARE = 1 / 3  # of the jobs, if both backends are asked for
+
+DUMPS = "commlens-dumps"
 START_S = 60  # how long the ranks may take to come to their first step on a loaded machine
 END_S = 45  # how long a launcher may take to end: torchrun gives its workers 30 s
 
@@ -66,8 +71,8 @@ class Outcome:
     leftovers: list[str] = field(default_factory=list)
 
 
-def draw(seed: int) -> tuple[Program, Setting]:
-    """Return the program and the settings of a seed."""
+def draw(seed: int, backend: str) -> tuple[Program, Setting]:
+    """Return the program and the settings of a seed. The seed draws the backend, too, if it is "both"."""
     rng = random.Random(-1 - seed)
     stall_timeout_s = rng.choice([3.0, 5.0, 8.0])
     variables = {
@@ -77,7 +82,30 @@ def draw(seed: int) -> tuple[Program, Setting]:
         "COMMLENS_ON_MISMATCH": rng.choice(["warn", "warn", "abort"]),
         "COMMLENS_DEBUG_MODE": rng.choice(["0", "0", "0", "1"]),
     }
-    return generate(seed, stall_timeout_s), Setting(rng.choice(["launch", "env", "run"]), stall_timeout_s, variables)
+    setting = Setting(rng.choice(["launch", "env", "run"]), stall_timeout_s, variables)
+    if backend == "both":
+        backend = NCCL_LIKE if rng.random() < NCCL_LIKE_SHARE else GLOO
+    return generate(seed, stall_timeout_s, backend), setting
+
+
+@functools.cache
+def nccl_like() -> dict[str, str]:
+    """Build the backend that behaves as NCCL does, and return the variables that make a program use it.
+
+    Raises:
+        RuntimeError: it cannot be built here.
+    """
+    sys.path.append(str(TESTS))
+    try:
+        import nccl_like
+    finally:
+        sys.path.remove(str(TESTS))
+    if why_not := nccl_like.why_not():
+        raise RuntimeError(why_not)
+    path = os.pathsep.join([str(nccl_like.HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {"NCCL_LIKE": "1", nccl_like.LIBRARY: str(nccl_like.build()), "PYTHONPATH": path}
+    # Without this, a process whose collective timed out waits a minute before it ends.
+    return {**variables, "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "300"}
 
 
 class Job:
@@ -138,6 +166,9 @@ class Job:
     def _environment(self) -> dict[str, str]:
         usual = {name: value for name, value in os.environ.items() if not name.startswith("COMMLENS") or name == "COMMLENS_NATIVE_DIR"}
         ours = {"COMMLENS_BOX_DIR": str(self.boxes), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+        if self.program.backend == NCCL_LIKE:
+            ours |= {**nccl_like(), "TORCH_FR_DUMP_TEMP_FILE": str(self.folder.absolute() / "nccl_trace_rank_")}
+            ours["COMMLENS_DUMP_DIR"] = DUMPS  # else dumps are saved beside those of torch's recorder
         if self.setting is None:
             return usual | ours
         return usual | ours | self.setting.variables | ({"COMMLENS": "1"} if self.setting.mode == "env" else {})
@@ -175,7 +206,7 @@ class Job:
 
     def _read_verdicts(self) -> None:
         """Add each verdict that was saved: a later one overwrites an earlier one's file."""
-        for path in sorted(self.folder.glob("commlens-dumps/*/verdict.json")):
+        for path in sorted(self.folder.glob(f"{DUMPS}/*/verdict.json")):
             with suppress(OSError, ValueError):
                 text = path.read_text()
                 verdict = json.loads(text)
@@ -222,9 +253,9 @@ def _command_line(pid: int) -> str:
     return ""
 
 
-def try_seed(seed: int, folder: Path) -> Outcome:
+def try_seed(seed: int, folder: Path, backend: str) -> Outcome:
     """Run a seed's program, bare too if it is healthy, and judge the outcome."""
-    program, setting = draw(seed)
+    program, setting = draw(seed, backend)
     job = Job(program, setting, folder / "recorded")
     outcome = job.run()
     bare = Job(program, None, folder / "bare").run() if program.truth.fault == "none" else None

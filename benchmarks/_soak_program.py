@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 HISTORY = 3  # steps after which a rank has a routine
 
+GLOO, NCCL_LIKE = "gloo", "nccl-like"  # the second one is the backend of tests/nccl_like
+
 HEADER = '''\
 import os, random, signal, subprocess, sys, tempfile, threading, time
 from datetime import timedelta
@@ -91,6 +93,7 @@ class Program:
     source: str
     truth: Truth
     pieces: tuple[str, ...]
+    backend: str = GLOO
 
 
 GROUPS = {
@@ -218,7 +221,7 @@ def _pipeline(rng: random.Random, number: int) -> Piece:
             if RANK > 0:
                 dist.recv(t, RANK - 1, tag=3)
             if RANK < SIZE - 1:
-                dist.send(t + 1, RANK + 1, tag={{odd:3|4:p2p}})
+                dist.send(t + 1, RANK + 1, tag={{odd:3|4:tag}})
         for micro in range({microbatches}):
             if RANK < SIZE - 1:
                 dist.recv(t, RANK + 1, tag=5)
@@ -226,7 +229,7 @@ def _pipeline(rng: random.Random, number: int) -> Piece:
                 dist.send(t, RANK - 1, tag=5)
         return float(t.sum())"""
     culprits = lambda size: tuple(range(size - 1))  # noqa: E731  # the last stage only answers
-    return Piece(f"pipeline_{number}", _lines(step), variants=("p2p",), of_all=False, culprits=culprits)
+    return Piece(f"pipeline_{number}", _lines(step), variants=("tag",), of_all=False, culprits=culprits)
 
 
 def _ring(rng: random.Random, number: int) -> Piece:
@@ -311,13 +314,26 @@ AT_START = {  # name: (source before init_process_group, source after it)
 }  # fmt: skip
 
 
-def generate(seed: int, stall_timeout_s: float) -> Program:
-    """Return the program of a seed."""
+# NCCL makes a group's communicator at its first collective, and these groups have none; new_group() itself waits for nobody.
+HARMLESS_ON_NCCL = ("new-group-order",)
+# Groups are numbered: a rank that makes more or fewer of them misses those that are made later, if any.
+PERHAPS_HARMLESS_ON_NCCL = ("new-group-on-some", "mesh-shape")
+
+
+def generate(seed: int, stall_timeout_s: float, backend: str = GLOO) -> Program:
+    """Return the program of a seed.
+
+    Not all is drawn over a backend that behaves as NCCL does: HARMLESS_ON_NCCL says which starts, and NCCL has no tags that could differ.
+    Two things are drawn over neither: asynchronous ops on two groups in another order on each rank, which are legal but a deadlock on one
+    device, and throttled CPUs, which would slow the emulated device down as well.
+    """
     rng = random.Random(seed)
     size = rng.choice([2, 2, 3, 4, 4, 4, 5, 6])
     pieces: list[Piece] = []
     while len(pieces) < rng.choice([1, 2, 3, 4, 5]):
         piece = rng.choice(PIECES)(rng, len(pieces))
+        if backend == NCCL_LIKE:
+            piece = replace(piece, variants=tuple(name for name in piece.variants if name != "tag"))
         if piece.worlds(size):
             pieces.append(piece)
     if all(piece.every > 1 for piece in pieces):
@@ -325,13 +341,14 @@ def generate(seed: int, stall_timeout_s: float) -> Program:
     load = rng.choice(LOADS).format(third=stall_timeout_s / 3, long=stall_timeout_s * 1.5)
     style = rng.choice(["none", "none", "stop", "stop", "calls", "calls", "calls", "start", "runner", *["halves"] * (size % 2 == 0)])
     steps = rng.randint(8, 12)
-    return _Builder(rng, seed, size, steps, pieces, load).build(style)
+    return _Builder(rng, seed, size, steps, pieces, load, backend).build(style)
 
 
 class _Builder:
     """Puts one fault into the pieces, and writes the script."""
 
-    def __init__(self, rng: random.Random, seed: int, size: int, steps: int, pieces: list[Piece], load: str) -> None:
+    def __init__(self, rng: random.Random, seed: int, size: int, steps: int, pieces: list[Piece], load: str, backend: str) -> None:
+        self.backend = backend
         self.rng, self.seed, self.size, self.steps, self.pieces, self.load = rng, seed, size, steps, pieces, load
         self.culprit, self.fault_step = -1, -1
         self.half: list[int] = []  # the ranks that have the fault if it is of one half
@@ -344,7 +361,7 @@ class _Builder:
             "none": self._none, "stop": self._stop, "calls": self._change_calls, "start": self._fail_at_start, "runner": self._signal,
             "halves": self._part_halves,
         }[style]()  # fmt: skip
-        return Program(self.seed, self.size, self._source(truth), truth, tuple(piece.name for piece in self.pieces))
+        return Program(self.seed, self.size, self._source(truth), truth, tuple(piece.name for piece in self.pieces), self.backend)
 
     def _none(self) -> Truth:
         return Truth("none")
@@ -388,11 +405,17 @@ class _Builder:
 
     def _fail_at_start(self) -> Truth:
         names = [name for name in AT_START if not (name.startswith("new-group") and self.size < 3)]
+        if self.backend == NCCL_LIKE:
+            names = [name for name in names if name not in HARMLESS_ON_NCCL]
         name = self.rng.choice([name for name in names if name != "mesh-shape" or self.size in (4, 6)])
         self.before, self.after = AT_START[name]
         self.culprit = self.rng.randrange(2 if name == "new-group-on-some" else self.size)  # nobody waits there for one outside
         kinds = ("dead",) if "before-init" in name and "never" not in name else ("missing", "mismatch", "cycle")
-        return Truth(f"start: {name}", self.culprit, kinds)
+        return Truth(f"start: {name}", self.culprit, kinds, silent=self._may_pass(name))
+
+    def _may_pass(self, name: str) -> bool:
+        """Return whether nothing may come of a start that differs."""
+        return self.backend == NCCL_LIKE and name in PERHAPS_HARMLESS_ON_NCCL
 
     def _change_calls(self) -> Truth:
         number = self.rng.randrange(len(self.pieces))
@@ -433,8 +456,10 @@ class _Builder:
         number = self.rng.randrange(len(self.pieces))
         piece = self.pieces[number]
         self.fault_step = piece.every - 1
-        changes = ["skip", "extra", *(name for name in piece.variants if name != "p2p")]
+        changes = ["skip", "extra", *(name for name in piece.variants if name not in ("p2p", "tag"))]
         at_start = ["new-group-order"] * (self.size > 2) + ["mesh-shape"] * (self.size in (4, 6))
+        if self.backend == NCCL_LIKE:
+            at_start = [name for name in at_start if name not in HARMLESS_ON_NCCL]
         change = self.rng.choice(changes + at_start)
         call = self.calls[number][0]
         if change in at_start:
@@ -445,7 +470,7 @@ class _Builder:
             self.calls[number] = [call, f"if bad(step):\n    {call}"]
         else:
             self.odd = number, change
-        silent = change in ("skip", "extra") or not piece.of_all  # the half may be a whole group of the piece
+        silent = change in ("skip", "extra") or not piece.of_all or self._may_pass(change)  # the half may be a whole group of the piece
         return Truth(f"halves: {change}", kinds=("mismatch", "missing", "cycle", "stuck-inside"), silent=silent)
 
     def _resolve(self, number: int, source: str) -> str:

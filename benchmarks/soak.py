@@ -1,6 +1,7 @@
 """Run random distributed jobs, healthy and with one fault, and count what commlens says about them: ``make soak MINUTES=60``.
 
-Every job is a real one of 2 to 6 gloo processes. A miss keeps its folder, with the program, the output and the dump; its seed replays it.
+Every job is a real one of 2 to 6 processes, over gloo or over a backend that behaves as NCCL does (tests/nccl_like). A miss keeps its
+folder, with the program, the output and the dump; its seed replays it.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from datetime import datetime, timezone
 from pathlib import Path
 
-from _soak_job import FINE, OUTCOMES, Outcome, try_seed
+from _soak_job import FINE, NCCL_LIKE_SHARE, OUTCOMES, Outcome, nccl_like, try_seed
+from _soak_program import GLOO, NCCL_LIKE
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "reliability.md"
-BEGIN, END = "<!-- soak -->", "<!-- end of soak -->"
+BEGIN, END = "<!-- soak over {} -->", "<!-- end of soak over {} -->"
 
 
 def main() -> int:
@@ -31,27 +33,41 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=10**6, help="the number of jobs")
     parser.add_argument("--first", type=int, default=int(time.time()), help="the first seed; the next jobs have the next ones")
     parser.add_argument("--seed", type=int, help="run this seed alone, and print all that it printed")
+    parser.add_argument(
+        "--backend",
+        choices=[GLOO, NCCL_LIKE, "both"],
+        default="both",
+        help=f"of the jobs; both: one job in {1 / NCCL_LIKE_SHARE:.0f} is over {NCCL_LIKE}, as the seed draws",
+    )
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
     parser.add_argument("--keep", type=Path, default=Path("soak-misses"), help="the folder for misses")
-    parser.add_argument("--write", action="store_true", help=f"write the table into {DOCUMENT.name}")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {DOCUMENT.name}")
     arguments = parser.parse_args()
+    if arguments.backend != GLOO:
+        try:
+            nccl_like()
+        except RuntimeError as error:
+            parser.error(f"--backend {arguments.backend}: {error}. --backend {GLOO} runs without it.")
     if arguments.seed is not None:
-        return _replay(arguments.seed, arguments.keep)
+        return _replay(arguments.seed, arguments.keep, arguments.backend)
     load = _Load()
     outcomes = _run(arguments)
-    table = _table(outcomes, load.mean())
-    print(table)
-    if arguments.write:
-        text = DOCUMENT.read_text(encoding="utf-8")
-        before, after = text.partition(BEGIN)[0], text.partition(END)[2]
-        DOCUMENT.write_text(f"{before}{BEGIN}\n{table}{END}{after}", encoding="utf-8")
+    for backend in (GLOO, NCCL_LIKE):
+        if of_backend := [outcome for outcome in outcomes if outcome.program.backend == backend]:
+            table = _table(of_backend, load.mean(), backend)
+            print(table)
+            if arguments.write:
+                begin, end = BEGIN.format(backend), END.format(backend)
+                text = DOCUMENT.read_text(encoding="utf-8")
+                before, after = text.partition(begin)[0], text.partition(end)[2]
+                DOCUMENT.write_text(f"{before}{begin}\n{table}{end}{after}", encoding="utf-8")
     return int(any(outcome.outcome not in FINE for outcome in outcomes))
 
 
-def _replay(seed: int, keep: Path) -> int:
+def _replay(seed: int, keep: Path, backend: str) -> int:
     folder = keep / f"seed-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    outcome = try_seed(seed, folder)
+    outcome = try_seed(seed, folder, backend)
     print(outcome.text)
     print(_line(outcome))
     print(f"The program and its dump are in {folder}.")
@@ -67,7 +83,7 @@ def _run(arguments: argparse.Namespace) -> list[Outcome]:
     with ThreadPoolExecutor(arguments.at_once) as pool:
         while True:
             while len(running) < arguments.at_once and time.monotonic() < end and (seed := next(seeds, None)) is not None:
-                running.add(pool.submit(_one, seed, arguments.keep))
+                running.add(pool.submit(_one, seed, arguments.keep, arguments.backend))
             if not running:
                 return outcomes
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -76,11 +92,11 @@ def _run(arguments: argparse.Namespace) -> list[Outcome]:
                 print(_line(outcomes[-1]), flush=True)
 
 
-def _one(seed: int, keep: Path) -> Outcome:
+def _one(seed: int, keep: Path, backend: str) -> Outcome:
     """Run a seed; keep the folder of a miss."""
     folder = keep / f"seed-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
-    outcome = try_seed(seed, folder)
+    outcome = try_seed(seed, folder, backend)
     if outcome.outcome in FINE:
         shutil.rmtree(folder)
     else:
@@ -95,7 +111,7 @@ def _line(outcome: Outcome) -> str:
     pieces = ",".join(program.pieces)
     judged = outcome.outcome if outcome.outcome in FINE else outcome.outcome.upper()
     return (
-        f"{judged:10} seed {program.seed}: {what}; {program.size} ranks; "
+        f"{judged:10} seed {program.seed}: {what}; {program.size} ranks over {program.backend}; "
         f"{outcome.setting}; {pieces}; {outcome.seconds:.0f} s{'; ' * bool(outcome.why)}{outcome.why}"
     )
 
@@ -117,7 +133,7 @@ class _Load(threading.Thread):
         return sum(self._samples) / max(1, len(self._samples))
 
 
-def _table(outcomes: list[Outcome], load: float) -> str:
+def _table(outcomes: list[Outcome], load: float, backend: str) -> str:
     """Return the counts as Markdown: one row for each class of fault, one column for each outcome."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
@@ -131,8 +147,8 @@ def _table(outcomes: list[Outcome], load: float) -> str:
 
     when = datetime.now(timezone.utc).date().isoformat()
     lines = [
-        f"{len(outcomes)} jobs on {when}: commlens {commlens.__version__}, torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{os.cpu_count()} cores with a mean load of {load:.1f}.",
+        f"{len(outcomes)} jobs over {backend} on {when}: commlens {commlens.__version__}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}, {os.cpu_count()} cores with a mean load of {load:.1f}.",
         "",
         f"| fault | jobs | {' | '.join(columns)} |",
         "|---|---:|" + "---:|" * len(columns),
@@ -150,8 +166,8 @@ def _fault_class(fault: str) -> str:
     name = re.sub(r" in \w+$", "", fault)
     if name in ("skip", "extra", "reorder"):
         return f"a collective: {name}"
-    if name in ("shape", "dtype", "reduce-op", "root", "op", "p2p"):
-        return f"another {name}" if name != "p2p" else "another tag or peer"
+    if name in ("shape", "dtype", "reduce-op", "root", "op", "p2p", "tag"):
+        return f"another {name}" if name not in ("p2p", "tag") else "another tag or peer"
     return "none: healthy" if name == "none" else name
 
 
