@@ -9,6 +9,7 @@ what has completed, and no more, because what is in flight now may complete long
 from __future__ import annotations
 
 import collections
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ from commlens.tap.token import Token
 QUIET_NS = 2_000_000_000
 ASK_AGAIN_NS = 1_000_000_000
 ASK_WHILE_BUSY_NS = 10_000_000_000
+LONGEST_QUERY_S = 1.0
 _MESSAGES_AT_ONCE = 512
 _ADDED_MAX = 16_384  # between two looks of the watchdog thread; the native engine has the same limit
 _FAILURES = {1: "its process group timed out", 2: "its communicator failed", 3: "another rank reported an error"}
@@ -70,7 +72,7 @@ class Queue:
 
 
 class DeviceQueues:
-    """All queues of a rank. Any thread may call :meth:`add`, and only the watchdog thread the others.
+    """All queues of a rank. Any thread may call :meth:`add` and those about captures, and only the watchdog thread the others.
 
     Args:
         mark: writes a life word: offset, index, outcome, how it was learned.
@@ -98,11 +100,22 @@ class DeviceQueues:
         self._messages: collections.deque[Token] = collections.deque()
         self._asked_ns = 0
         self._asked_of: dict[Channel, int] = {}  # when asked on a system where a stall may be asked about only once: newest_ns
-        self.capturing = False  # a CUDA graph is being captured: nothing may query the device
+        self._capturing = False  # a CUDA graph is being captured: nothing may query the device
+        self._querying = threading.Lock()
 
     def add(self, token: Token) -> None:
         """Add a collective whose call has returned. What nothing can tell about stays unknown."""
         self._added.append(token)
+
+    def capture_begins(self) -> None:
+        """Note that a CUDA graph is being captured. Return when the watchdog thread queries the device no longer, within a second."""
+        self._capturing = True
+        if self._querying.acquire(timeout=LONGEST_QUERY_S):
+            self._querying.release()
+
+    def capture_ends(self) -> None:
+        """Note that the capture has ended."""
+        self._capturing = False
 
     def _sort_in(self, token: Token) -> None:
         channel = token.args.channel
@@ -132,8 +145,10 @@ class DeviceQueues:
                 mixed.append(queue)
             else:
                 self._apply_status(queue, status, now)
-        if not self.capturing and any(queue.is_quiet(now) for queue in mixed):
-            self._apply_entries(mixed, now)
+        if any(queue.is_quiet(now) for queue in mixed):
+            with self._querying:
+                if not self._capturing:
+                    self._apply_entries(mixed, now)
 
     def oldest(self) -> Token | None:
         """Return the oldest collective that torch's recorder reports as in flight."""

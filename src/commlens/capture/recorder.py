@@ -234,12 +234,12 @@ class Recorder(CompletionTracker):
     def capture_begins(self) -> None:
         """Note that a CUDA graph is being captured: no collective runs, and nothing may query the device."""
         self.capture_flag = L.FLAG_CAPTURE
-        self.device_queues.capturing = True
+        self.device_queues.capture_begins()
 
     def capture_ends(self, graph: Any) -> None:
         """Note that the capture of a graph has ended."""
         self.capture_flag = 0
-        self.device_queues.capturing = False
+        self.device_queues.capture_ends()
         try:
             self.graphs.ends(graph)
         except Exception as error:
