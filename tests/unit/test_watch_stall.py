@@ -52,6 +52,15 @@ def test_a_stall_is_confirmed_and_reported_once() -> None:
     assert not detector.add_verdict(check, MISSING), "it was reported before"
 
 
+def test_the_processes_are_observed_before_a_wait_that_is_long_already_when_it_is_seen() -> None:
+    detector = StallDetector(Settings(stall_timeout=10.0))
+    members = [member(1, since_s=100.0), member(2)]
+    assert update(detector, members, 101) is None
+    assert update(detector, members, 120) is None and detector.stall is not None, "samples are taken from now on"
+    assert update(detector, members, 120.4) is None
+    assert update(detector, members, 120.6) is not None
+
+
 def test_a_pause_of_the_whole_job_is_no_wait() -> None:
     detector = StallDetector(Settings(stall_timeout=10.0))
     members = [member(1, since_s=100.0), member(2)]
@@ -59,6 +68,7 @@ def test_a_pause_of_the_whole_job_is_no_wait() -> None:
     assert not detector.add_pause(106 * S)
     assert not detector.add_pause(107 * S)
     assert update(detector, members, 112) is None
+    assert update(detector, members, 116) is None
     check = update(detector, members, 117.1)
     assert check is not None and not check.is_early
 
@@ -115,6 +125,7 @@ def test_a_notice_is_not_repeated_until_the_wait_is_twice_as_long() -> None:
 def test_the_end_of_a_reported_wait_is_seen_once() -> None:
     detector = StallDetector(Settings(stall_timeout=1.0))
     members = [member(1, since_s=100.0), member(2)]
+    update(detector, members, 100.4)
     for at_s in (101.0, 101.3):
         check = update(detector, members, at_s)
         assert check is not None

@@ -18,6 +18,12 @@ from commlens.watch.strangers import why_unrecorded
 
 SAMPLE_S: Final = 0.1  # between samples of the processes while a stall is suspected
 SLOW_SAMPLE_S: Final = 0.5  # once it has lasted for long
+OBSERVED_S: Final = 0.5
+"""How long the processes are sampled before a diagnosis: shorter observations do not show whether a rank works.
+
+A wait may already be long when it is first seen: torch's recorder is asked about a device seconds after the last collective, and on a
+busy machine the watcher itself may get no core for seconds.
+"""
 CONFIRM_S: Final = 0.25  # a verdict on a stall must be reached twice, this far apart, because boxes are not read at the same moment
 RECHECK_MAX_S: Final = 20.0
 FINISHED_SETTLE_S: Final = 1.0  # time for the others to finish after one rank has
@@ -239,7 +245,7 @@ class StallDetector:
             if self.stall is None or self.stall.verdict is None:  # else the job was paused meanwhile
                 self.stall = None
             return None
-        stall = self.stall = self.stall or Stall(oldest_ns)
+        stall = self.stall = self.stall or Stall(oldest_ns, next_check=now + OBSERVED_S)
         if stall.verdict is None:
             stall.since_ns = max(stall.since_ns, oldest_ns)
         finished = self._finished_due is not None and now >= self._finished_due and any(member.alive for member in members)
