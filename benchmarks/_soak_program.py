@@ -149,7 +149,7 @@ def _collective(rng: random.Random, number: int) -> Piece:
 
 
 def _or_other(body: str, other: str) -> str:
-    return f"if {{odd:False|True:op}}:\n    {other}\nelse:\n{textwrap.indent(body, '    ')}"
+    return f"if {{odd:False|True:op}}:\n{textwrap.indent(other, '    ')}\nelse:\n{textwrap.indent(body, '    ')}"
 
 
 def _objects(rng: random.Random, number: int) -> Piece:
@@ -264,11 +264,26 @@ def _evaluate(rng: random.Random, number: int) -> Piece:
     return Piece(f"evaluate_{number}", _lines(step), every=rng.choice([2, 3]))
 
 
+def _ahead(rng: random.Random, number: int) -> Piece:
+    """Return collectives whose results are read only every few steps: until then, a rank runs ahead of its device and of the others."""
+    group, times, read = rng.choice(["world", "again"]), rng.choice([1, 2, 3]), rng.choice([2, 4])
+    tensor = "torch.full(({odd:8|11:shape},), float(RANK), dtype={odd:torch.float32|torch.float64:dtype})"
+    body = f"""
+        t = {tensor}
+        for _ in range({times}):
+            dist.all_reduce(t, op={{odd:dist.ReduceOp.SUM|dist.ReduceOp.MAX:reduce-op}}, group=group)
+        total = float(t.sum()) if step % {read} == {read - 1} else 0.0"""
+    other = "total = 0.0\ndist.all_gather([torch.empty(5) for _ in range(SIZE)], torch.ones(5), group=group)"
+    step = f"group = GROUPS['{group}']\n{_or_other(_lines(body), other)}\nreturn total"
+    return Piece(f"ahead_{group}_{number}", step, GROUPS[group], ("shape", "dtype", "reduce-op", "op"))
+
+
 def _lines(source: str) -> str:
     return textwrap.dedent(source).strip("\n")
 
 
 PIECES = (_collective, _collective, _collective, _objects, _ddp, _fsdp2, _tensor_parallel, _pipeline, _ring, _save, _evaluate)
+PIECES_ON_NCCL = (*PIECES, _ahead, _ahead)
 
 LOADS = (
     "pass",
@@ -331,7 +346,7 @@ def generate(seed: int, stall_timeout_s: float, backend: str = GLOO) -> Program:
     size = rng.choice([2, 2, 3, 4, 4, 4, 5, 6])
     pieces: list[Piece] = []
     while len(pieces) < rng.choice([1, 2, 3, 4, 5]):
-        piece = rng.choice(PIECES)(rng, len(pieces))
+        piece = rng.choice(PIECES_ON_NCCL if backend == NCCL_LIKE else PIECES)(rng, len(pieces))
         if backend == NCCL_LIKE:
             piece = replace(piece, variants=tuple(name for name in piece.variants if name != "tag"))
         if piece.worlds(size):
