@@ -114,6 +114,29 @@ def test_an_unknown_option_is_named(capsys):
         (["launch", "--no-python", "nope"], "The command nope cannot be run: there is no such executable file."),
         (["compare"], "commlens compare needs BEFORE, AFTER. `commlens compare --help` shows how to call it."),
         (["view", "--rank", "x", "y"], "--rank: 'x' is not a number. `commlens view --help` shows how to call it."),
+        (["launch", "--nproc-per-node", "abc", "t.py"], "--nproc-per-node takes a number of workers, auto, cpu, gpu or xpu, not 'abc'."),
+        (["launch", "--nproc-per-node=0", "t.py"], "--nproc-per-node takes a number of workers from 1 on, not 0."),
+        (["launch", "--nnodes", "two", "t.py"], "--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not 'two'."),
+        (
+            ["launch", "torchrun", "--nproc-per-node", "2", "t.py"],
+            "commlens launch takes the place of torchrun: leave it out, as in `commlens launch --nproc-per-node 2 t.py`.",
+        ),
+        (
+            ["run", "torchrun", "--nproc-per-node", "2", "t.py"],
+            "commlens run starts one worker, and torchrun is a launcher: `commlens launch --nproc-per-node 2 t.py` "
+            "takes its options and records its workers.",
+        ),
+        (
+            ["run", "-m", "torch.distributed.run", "t.py"],
+            "commlens run starts one worker, and torch.distributed.run is a launcher: `commlens launch t.py` "
+            "takes its options and records its workers.",
+        ),
+        (
+            ["run", "accelerate", "launch", "t.py"],
+            "commlens run starts one worker, and accelerate is a launcher: it starts them, as in "
+            "`accelerate launch -m commlens run train.py`.",
+        ),
+        (["run", "python3", "t.py", "--lr", "1"], "commlens run starts Python itself: `commlens run t.py --lr 1`."),
         (["demo", "stoped"], "There is no scenario 'stoped'. Did you mean stopped? `commlens demo --list` lists them."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -124,6 +147,16 @@ def test_wrong_usage_is_one_sentence_and_exit_status_2(arguments, message, capsy
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", f"commlens: {message}\n")
+
+
+def test_a_file_in_the_place_of_a_command_gets_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("train.py", "dump.pkl"):
+        (tmp_path / name).write_text("")
+    assert main(["train.py", "--lr", "1"]) == 2
+    assert capsys.readouterr().err == "commlens: commlens needs a command before 'train.py': `commlens launch train.py` runs it.\n"
+    assert main(["dump.pkl"]) == 2
+    assert "`commlens diagnose dump.pkl` diagnoses a dump" in capsys.readouterr().err
 
 
 class Failing:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from flight_recorder_dumps import dump, entry
 
+from commlens.commands import main
 from commlens.errors import CommandError
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import End, Observation, RankLog, ThreadStack
@@ -134,6 +135,29 @@ def test_no_rank_is_named_where_stacks_do_not_decide(frames: list[list[SeenFrame
     found = verdict(*frames)
     assert found.culprits == []
     assert found.is_fault and found.confidence in ("low", "medium")
+
+
+@pytest.mark.parametrize("verb", ["status", "top", "dump"])
+def test_a_job_that_nothing_records_gets_the_command_that_looks_at_it(verb: str, tmp_path: Path, monkeypatch, capsys):
+    def ranks(first: int, numbers: list[int]) -> FoundJob:
+        return FoundJob([RankProcess(rank, 2, rank, first + at, 1, "python train.py", ()) for at, rank in enumerate(numbers)], [])
+
+    monkeypatch.setenv("COMMLENS_BOX_DIR", str(tmp_path))
+    for jobs, said in (
+        (
+            [ranks(41, [0, 1])],
+            "Ranks 0-1 of train.py (pid 41) run here without commlens, so nothing is recorded: `commlens attach 41` says",
+        ),
+        ([ranks(41, [1])], "Rank 1 of train.py (pid 41) runs here without commlens, so nothing is recorded: `commlens attach 41` says"),
+        ([ranks(41, [0]), ranks(51, [-1, -1])], "2 processes of train.py (pid 51). `commlens attach PID` says whether one is stuck"),
+        ([], "Start one with `commlens launch`"),
+    ):
+        monkeypatch.setattr("commlens.outside.find_ranks.find_jobs", lambda jobs=jobs: jobs)
+        assert main([verb]) == 3
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr("commlens.outside.find_ranks.find_job", lambda wanted: ranks(41, [0, 1]))
+    assert main([verb, str(os.getpid())]) == 3
+    assert "`commlens attach 41` says whether they are stuck, and where" in capsys.readouterr().err
 
 
 def test_of_two_that_wait_for_each_other_the_one_ahead_left_something_out():

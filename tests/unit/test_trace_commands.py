@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from boxes import Box
 from traces import Recorder, one_event, training
 
 import commlens
@@ -43,6 +44,17 @@ def test_the_summary(x, capsys):
     status, out, err = run(capsys, "view", x)
     assert status == 0 and err == ""
     assert out.startswith("32 collectives, 340 kB on the wire, over 2 optimizer steps (16 and 170 kB each),")
+
+
+def test_a_dump_gets_the_command_that_reads_it(tmp_path, capsys):
+    dump = tmp_path / "dump"
+    dump.mkdir()
+    Box(0, 1).write(dump)
+    for path, said in ((dump, "holds a dump"), (next(dump.iterdir()), "is a dump")):
+        status, _, err = run(capsys, "view", path)
+        assert status == 2 and err == f"commlens: {path} {said} of a job, not a trace: `commlens diagnose {path}` diagnoses it.\n"
+    (tmp_path / "notes.txt").write_text("nothing of a job")
+    assert "commlens diagnose" not in run(capsys, "view", tmp_path / "notes.txt")[2]
 
 
 def test_a_trace_without_measured_times_gets_the_estimate_on_a_network(x, tmp_path, capsys):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -196,6 +197,10 @@ def _entry(verb: str) -> Entry:
     names = [entry.name for entry in COMMANDS]
     if verb in names:
         return COMMANDS[names.index(verb)]
+    if os.path.exists(verb):  # noqa: PTH110 - pathlib takes long to import
+        name = shlex.quote(verb)
+        do = f"`commlens launch {name}` runs it" if verb.endswith(".py") else f"`commlens diagnose {name}` diagnoses a dump"
+        raise CommandError(f"commlens needs a command before {verb!r}: {do}.")
     what = "has no option" if verb.startswith("-") else "has no command"
     raise CommandError(f"commlens {what} {verb!r}." + (did_you_mean(verb, names) or f" The commands are {', '.join(names)}."))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from commlens.commands.naming_jobs import find_recorded_jobs
+
 
 class DumpCommand:
     """Save a dump of a running, stuck or dead job on this node.
@@ -19,11 +21,10 @@ class DumpCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.config import load_settings
-        from commlens.watch.jobs import find_jobs
         from commlens.watch.snapshot import dump
 
         settings = load_settings(overrides={"dump_dir": arguments.output}).settings
-        for job in find_jobs(arguments.job, settings.box_dir):
+        for job in find_recorded_jobs(arguments.job, settings.box_dir):
             folder = dump(settings.dump_dir, job, window_s=1.0, keep=settings.keep_dumps, mode=int(settings.dump_mode, 8))
             print(folder)
             print(f"  commlens diagnose {folder}")

@@ -3,8 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
 
 from commlens.commands import add_program, program_of
+from commlens.errors import CommandError
+
+_THROUGH: Final = {
+    "accelerate": "accelerate launch -m commlens run train.py",
+    "deepspeed": "COMMLENS=1 deepspeed train.py",
+    "srun": "srun commlens run train.py",
+    "mpirun": "mpirun commlens run train.py",
+    "mpiexec": "mpiexec commlens run train.py",
+}
+"""How other launchers start workers that are recorded."""
+_TORCHRUN: Final = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 class RunCommand:
@@ -26,6 +43,7 @@ class RunCommand:
         from commlens.launch.options import OPTIONS, settings_from
 
         program = program_of(arguments, "run train.py --lr 0.1")
+        refuse_launcher(program, module=arguments.module)
         given = settings_from(arguments)
         # Pass on only what was given here: the worker finds the rest in the same places.
         chosen = {name for name in OPTIONS if given.origins[name] == "command line"}
@@ -34,3 +52,24 @@ class RunCommand:
         if arguments.commlens_config_file:
             environment["COMMLENS_CONFIG_FILE"] = arguments.commlens_config_file
         worker.run(program, module=arguments.module, environment=environment)
+
+
+def refuse_launcher(program: Sequence[str], *, module: bool) -> None:
+    """Refuse a launcher, which is no worker, unless it is a file of that name.
+
+    Raises:
+        CommandError: the program is a launcher, or Python itself; the message says how to record its workers.
+    """
+    first = program[0]
+    name = os.path.basename(first)  # noqa: PTH119 - a module's name is no path
+    if re.fullmatch(r"python[\d.]*", name) and len(program) > 1:
+        raise CommandError(f"commlens run starts Python itself: `commlens run {shlex.join(program[1:])}`.")
+    if not module and Path(first).exists():
+        return
+    if name in _TORCHRUN:
+        raise CommandError(
+            f"commlens run starts one worker, and {name} is a launcher: `commlens launch {shlex.join(program[1:])}` "
+            "takes its options and records its workers."
+        )
+    if name in _THROUGH:
+        raise CommandError(f"commlens run starts one worker, and {name} is a launcher: it starts them, as in `{_THROUGH[name]}`.")

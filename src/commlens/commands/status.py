@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commlens.commands.naming_jobs import add_recorded_job
+from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 
 if TYPE_CHECKING:
     from commlens.diagnosis.status import JobStatus
@@ -32,13 +32,12 @@ class StatusCommand:
         from concurrent.futures import ThreadPoolExecutor
 
         from commlens.config import load_settings
-        from commlens.watch.jobs import find_jobs
 
         if arguments.watch:
             from commlens.commands.top import TopCommand
 
             return TopCommand().run(argparse.Namespace(job=arguments.job, interval=1.0))
-        jobs = find_jobs(arguments.job, load_settings().settings.box_dir)
+        jobs = find_recorded_jobs(arguments.job, load_settings().settings.box_dir)
         if arguments.step:
             return _show_steps(jobs, as_json=arguments.json)
         with ThreadPoolExecutor(_JOBS_AT_ONCE) as pool:  # each is observed for a moment

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from commlens.commands.naming_jobs import add_recorded_job
+from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
@@ -47,11 +47,10 @@ class TopCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.config import load_settings
-        from commlens.watch.jobs import find_jobs
 
         if not 0.1 <= arguments.interval <= 3600:
             raise CommandError(f"--interval takes 0.1 to 3600 seconds, not {arguments.interval:g}.")
-        jobs = find_jobs(arguments.job, load_settings().settings.box_dir)
+        jobs = find_recorded_jobs(arguments.job, load_settings().settings.box_dir)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
             raise CommandError("commlens top needs a terminal. `commlens status` prints the same once.")
         with contextlib.suppress(KeyboardInterrupt):

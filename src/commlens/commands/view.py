@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commlens.errors import CommandError
+from commlens.errors import CommandError, CommlensError, FormatError
 from commlens.text import printable, ranks_phrase, size
 
 if TYPE_CHECKING:
@@ -73,8 +74,11 @@ class ViewCommand:
 
         if not arguments.paths:
             return _empty_viewer(arguments)
-        with working("Reading traces"):
-            read = read_ranks(arguments.paths)
+        try:
+            with working("Reading traces"):
+                read = read_ranks(arguments.paths)
+        except FormatError as error:
+            raise _unless_dump(arguments.paths, error) from None
         ranks, wanted = read.ranks, self._wanted(arguments)
         for note in read.notes:
             _print_note(note)
@@ -140,6 +144,21 @@ class ViewCommand:
             if any(trace.data.preview for trace in ranks):
                 _print_note("This trace is a preview without a network: its times mean nothing.")
         return bool(arguments.csv or arguments.perfetto)
+
+
+def _unless_dump(paths: list[str], error: FormatError) -> CommlensError:
+    """Return the error, or one that names ``commlens diagnose`` if the paths hold dumps of a job."""
+    from commlens.dumps.detect import TEXT
+    from commlens.dumps.discover import discover
+
+    try:
+        found = discover(paths)
+    except CommlensError:
+        return error
+    if not found.own and found.kinds.keys() <= {TEXT.name}:
+        return error
+    them, is_dump = ("them", "hold dumps") if len(paths) > 1 else ("it", "is a dump" if Path(paths[0]).is_file() else "holds a dump")
+    return CommandError(f"{', '.join(paths)} {is_dump} of a job, not a trace: `commlens diagnose {shlex.join(paths)}` diagnoses {them}.")
 
 
 def _write_page(ranks: RankTraces, notes: list[str], arguments: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ import dataclasses
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
 import threading
@@ -84,6 +85,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def check_counts(arguments: argparse.Namespace) -> None:
+    """Refuse numbers of nodes and of workers that torchrun cannot use: it would say so with a traceback.
+
+    Raises:
+        CommandError: one is wrong.
+    """
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    workers, nodes = str(arguments.nproc_per_node), str(arguments.nnodes)
+    try:
+        if determine_local_world_size(workers) < 1:
+            raise CommandError(f"--nproc-per-node takes a number of workers from 1 on, not {workers}.")
+    except ValueError as error:
+        if not str(error).startswith("Unsupported"):  # there is no such device here
+            raise CommandError(f"--nproc-per-node {workers}: {str(error).rstrip('.')}.") from None
+        raise CommandError(f"--nproc-per-node takes a number of workers, auto, cpu, gpu or xpu, not {workers!r}.") from None
+    try:
+        fewest, most = parse_min_max_nnodes(nodes)
+    except (ValueError, RuntimeError):
+        fewest, most = 0, 0
+    if not 0 < fewest <= most:
+        raise CommandError(f"--nnodes takes a number of nodes, such as 2, or MIN:MAX, such as 2:4, not {nodes!r}.")
+
+
 def launch(argv: Sequence[str]) -> int:
     """Run torchrun with these arguments.
 
@@ -91,6 +116,10 @@ def launch(argv: Sequence[str]) -> int:
         torchrun's exit status. An exception of torchrun is printed as torchrun prints it, without the frames of commlens.
     """
     arguments = parse(argv)
+    check_counts(arguments)
+    if arguments.training_script in ("torchrun", "torch.distributed.run") and not Path(arguments.training_script).exists():
+        rest = shlex.join(arguments.training_script_args)
+        raise CommandError(f"commlens launch takes the place of torchrun: leave it out, as in `commlens launch {rest}`.")
     check_program([arguments.training_script], module=arguments.module, command=arguments.no_python)
     resolved = settings_from(arguments, trace=arguments.commlens_trace, trace_dir=arguments.commlens_trace_dir)
     for warning in new_warnings(resolved.warnings):

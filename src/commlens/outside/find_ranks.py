@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from commlens.blackbox import job_dirs
 from commlens.errors import CommandError, EvidenceError
 from commlens.processes import process
-from commlens.text import INLINE_CODE, printable, ranks_phrase
+from commlens.text import INLINE_CODE, count, printable, ranks_phrase
 from commlens.watch.strangers import has_torch
 
 _RANK: Final = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
@@ -54,7 +54,9 @@ class FoundJob(NamedTuple):
     def label(self) -> str:
         """``"4 ranks of train.py (pid 4121)"``."""
         first = self.ranks[0]
-        return f"{ranks_phrase(one.rank for one in self.ranks)} of {script_of(first.command)} (pid {first.pid})"
+        known = all(one.rank >= 0 for one in self.ranks)
+        who = ranks_phrase(one.rank for one in self.ranks) if known else count(len(self.ranks), "process", "processes")
+        return f"{who} of {script_of(first.command)} (pid {first.pid})"
 
 
 def find_job(wanted: str | None, job_name: str | None = None) -> FoundJob:
