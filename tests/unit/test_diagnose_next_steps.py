@@ -9,7 +9,7 @@ import pytest
 from builders import Die, Job, Stay, Step, all_reduce, recv
 
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.model.collective import State
+from commlens.model.collective import Frame, FrameKind, State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
 
@@ -90,6 +90,43 @@ def test_no_network_within_a_host_and_no_other_backends_log(hosts: list[str], ba
 def test_the_signal_decides_where_to_look(seen: Observation, said: str, not_said: str) -> None:
     verdict = judge(Job(4).run(training(Die(seen))).logs())
     assert said in verdict.next_step and not_said not in verdict.next_step
+
+
+@pytest.mark.parametrize(
+    ("function", "inner", "said"),
+    [
+        ("load_batch", (), "look at load_batch (train.py:57) on rank 1"),
+        ("save_checkpoint", (), "look at save_checkpoint (train.py:57) on rank 1"),
+        (
+            "step",
+            ("/env/lib/torch/utils/data/dataloader.py", 700, "_next_data"),
+            "the storage or the data loader's workers deliver no data",
+        ),
+        ("step", ("/env/lib/torch/serialization.py", 70, "save"), "the file system that it writes to"),
+    ],
+)
+def test_only_a_librarys_frame_tells_a_cause(function: str, inner: tuple[str, int, str], said: str) -> None:
+    """A function's name is the user's: load_batch may as well compute."""
+    frames = (Frame("/home/me/train.py", 57, function), Frame("/home/me/train.py", 90, "main"))
+    library = (Frame(*inner, FrameKind.TORCH),) if inner else ()
+    seen = Observation(End.RUNNING, window_s=5, cpu_s=0.0, stack_moved=False)
+    logs = Job(4).run(training(Stay(57, function, seen, (*library, *frames)))).logs()
+    verdict = judge(logs)
+    if verdict.kind != "waiting":  # of a checkpoint that is written, none is sure
+        assert verdict.next_step.endswith(said)
+        assert ("storage" in verdict.next_step) == ("storage" in said)
+
+
+def test_no_advice_about_a_job_that_is_being_ended() -> None:
+    """Ctrl-C ends the ranks one by one: there is no process left to watch or to take a stack of."""
+    logs = Job(4).run(training(Stay(57, "tune", Observation(End.RUNNING)))).logs()
+    running = judge(logs)
+    assert "commlens dump" in (running.findings[0].would_raise_confidence or "")
+    logs[1].exception, logs[1].observation = "KeyboardInterrupt", Observation(End.KILLED, signal="SIGINT")
+    ended = judge(logs)
+    assert (ended.culprits, ended.source) == (running.culprits, running.source)
+    assert ended.findings[0].would_raise_confidence == "Whether it made progress was not observed before the job was ended."
+    assert "py-spy" not in ended.next_step
 
 
 def test_a_debugger_is_not_resumed_by_a_signal() -> None:

@@ -6,6 +6,7 @@ A pure function of the rank's stacks, the observations of its process, and its l
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import msgspec
 
@@ -56,6 +57,14 @@ _INIT_NAMES = frozenset(
 DEBUGGED = "is stopped by a debugger"
 
 
+class FrameClass(NamedTuple):
+    """The class of a stack: what its innermost frame that has a class is for."""
+
+    why: Why | None = None
+    named: str = ""  # a sentence that names the frame
+    by_name: bool = False  # it is the user's frame, and its name suggests the class; else a library's, or it is observed
+
+
 class Activity(msgspec.Struct):
     """What a rank is doing."""
 
@@ -66,6 +75,7 @@ class Activity(msgspec.Struct):
     signs: list[str] = []  # the evidence, in sentences
     observed: bool = False  # the process was watched for movement
     unclear: bool = False  # nothing shows work or a fault: it may wait for a disk or a server
+    by_name: bool = False  # only a name in the user's code suggests the reason
 
 
 def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_after_ns: int = 1_000_000_000) -> Activity:
@@ -91,7 +101,11 @@ def activity_of(log: RankLog, end: ProcessExit, *, quiet_ns: int = 0, stalled_af
     suspended = _suspended(log.observation, frame, since)
     if suspended is not None:
         return suspended
-    return _running(log, end, stack.frames if stack is not None else (), frame, since, quiet_ns if quiet_ns < stalled_after_ns else 0)
+    frames = stack.frames if stack is not None else ()
+    kind = classify_frames(log, frames)
+    doing = _running(log, end, frames, kind, frame, since, quiet_ns if quiet_ns < stalled_after_ns else 0)
+    doing.by_name = kind.by_name
+    return doing
 
 
 def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity | None:
@@ -109,19 +123,22 @@ def _suspended(seen: Observation, frame: Frame | None, since: str) -> Activity |
     return None
 
 
-def _running(log: RankLog, end: ProcessExit, frames: Stack, frame: Frame | None, since: str, active_ns_ago: int) -> Activity:
+def _running(
+    log: RankLog, end: ProcessExit, frames: Stack, kind: FrameClass, frame: Frame | None, since: str, active_ns_ago: int
+) -> Activity:  # fmt: skip
     """Classify a process that could run, by its frames and its movement.
 
     Args:
         log: the rank's log.
         end: alive, or terminated from outside.
         frames: the main thread's stack.
+        kind: its class.
         frame: the user's innermost frame.
         since: " for 31 s", or nothing.
         active_ns_ago: when the rank was last active, if that was recently; else 0.
     """
     seen, where = log.observation, frame_phrase(frame)
-    why, named = classify_frames(log, frames)
+    why, named = kind.why, kind.named
     otherwise: Why = "user-code" if frame is not None else "unknown"
     signs, moves, watched = movement(seen, device_is_busy=device_is_busy(log))
     phrase = _phrase(why, where, since) if log.source or frames or log.collectives else "has not called init_process_group yet"
@@ -173,30 +190,30 @@ def torch_is_innermost(stack: Stack) -> bool:
     return innermost is None or innermost.kind is FrameKind.TORCH
 
 
-def classify_frames(log: RankLog, frames: Stack) -> tuple[Why | None, str]:
-    """Return the class of the innermost frame that has one, and a sentence that names the frame."""
+def classify_frames(log: RankLog, frames: Stack) -> FrameClass:
+    """Return the class of the innermost frame that has one."""
     for frame in frames:
         file = frame.file.replace("\\", "/")
         named = f"{frame_phrase(frame)} is on its stack"
         if frame.kind is not FrameKind.USER:
             if _COMPILING.search(file) and frame.function != "<module>":  # else it is being imported
-                return "compilation", named
+                return FrameClass("compilation", named)
             if frame.function in _INIT_NAMES and "torch/" in file:
-                return "initialising", named
+                return FrameClass("initialising", named)
             if _CHECKPOINT_FILES.search(file):
-                return "checkpoint-io", named
+                return FrameClass("checkpoint-io", named)
             if _DATA_FILES.search(file):
-                return "data-loading", named
+                return FrameClass("data-loading", named)
             continue
         if _CHECKPOINT_NAMES.search(frame.function):
-            return "checkpoint-io", named
+            return FrameClass("checkpoint-io", named, by_name=True)
         if _DATA_NAMES.search(frame.function) or _DATA_FILES.search(file):
-            return "data-loading", named
+            return FrameClass("data-loading", named, by_name=True)
         if frame.function in _INIT_NAMES:
-            return "initialising", named
+            return FrameClass("initialising", named, by_name=True)
     if not log.initialised and not log.collectives and not frames:
-        return "initialising", "it has not returned from init_process_group"
-    return None, ""
+        return FrameClass("initialising", "it has not returned from init_process_group")
+    return FrameClass()
 
 
 _DEVICE_WAITS = frozenset({"synchronize", "item", "tolist", "cpu", "numpy", "wait_event", "wait_stream", "nonzero"})

@@ -420,7 +420,7 @@ def _main_waits_for_device(view: RankView, head: Collective) -> bool:
         return True
     if activity.waits_for_device(stack.frames):
         return True
-    return activity.classify_frames(view.log, stack.frames)[0] is None and activity.may_wait_for_device(view.log.observation)
+    return activity.classify_frames(view.log, stack.frames).why is None and activity.may_wait_for_device(view.log.observation)
 
 
 def _add_block(
@@ -458,8 +458,7 @@ def _main_may_wait_in_cpp(view: RankView, oldest: Collective) -> bool:
     stack = view.log.main_stack
     if stack is None or not stack.frames or (stack.taken_ns and stack.taken_ns < oldest.announced_ns):
         return True
-    state, _ = activity.classify_frames(view.log, stack.frames)
-    if state is not None:
+    if activity.classify_frames(view.log, stack.frames).why is not None:
         return False
     return activity.torch_is_innermost(stack.frames)
 

@@ -150,7 +150,7 @@ def straggler_verdict(
         evidence.append(
             f"{who} spends {hotspot.share:.0%} of the time in {frame_phrase(source)}, rank {hotspot.other} {hotspot.share_other:.0%}"
         )
-        kind, _ = classify_frames(ours[0], hotspot.stack)
+        kind = classify_frames(ours[0], hotspot.stack).why
         why = why if cause or kind is None else kind
         next_step = next_step or f"look at {source.function} ({source.where}) on {who}"
     elif stretch is not None and stretch.extra_s > lost_s / 4:

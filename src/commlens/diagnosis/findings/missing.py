@@ -155,6 +155,8 @@ def _missing(context: Context, absence: Absence) -> None:
         more = (
             f"A recorder of collectives does not show what a rank does between them; a stack of {ranks_phrase(ranks)} (py-spy dump) would."
         )
+    elif not sure and any(context.job.views[rank].exit.ended for rank in ranks):
+        more = "Whether it made progress was not observed before the job was ended."
     elif not sure:
         more = "Whether it makes progress was not observed: run `commlens dump` on its node, which watches the process for a moment."
     only_issued = all(each.is_log and not each.timed_out for each in (context.job.views[rank] for rank in waiting))

@@ -39,7 +39,10 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
         else "make all ranks run as many iterations (uneven data: Join, or drop the last batches)",
         "initialising": f"find out why {subject} {verb(ranks, 'has', 'have')} not returned from {where}",
     }
-    if doing.why in steps and (doing.why != "initialising" or doing.frame is not None):
+    told = (
+        doing.frame is not None if doing.why == "initialising" else not (doing.by_name and doing.why in ("data-loading", "checkpoint-io"))
+    )
+    if doing.why in steps and told:
         return steps[doing.why]
     if doing.frame is not None:
         return f"look at {where} on {subject}"
@@ -65,9 +68,16 @@ def stuck_step(op: Collective, views: Sequence[RankView]) -> str:
         logs = "NCCL_DEBUG=INFO, " if "ccl" in backend else "" if backend else "NCCL_DEBUG=INFO or GLOO logs, "
         between = f"between {', '.join(sorted(hosts))}" if 1 < len(hosts) <= _HOSTS_MAX and "" not in hosts else "between these ranks"
         return f"look at the network and the drivers {between} ({logs}dmesg, link counters)"
-    if op.channel.device == "cpu":
-        return "take C++ stacks of these ranks (py-spy dump --native): they share a host, so no network is between them"
+    if not _on_devices(op):
+        stacks = "C++ stacks of these ranks (py-spy dump --native)"
+        when = f"in the next run, take {stacks} while they hang" if any(view.exit.ended for view in views) else f"take {stacks}"
+        return f"{when}: they share a host, so no network is between them"
     return "look at the devices and drivers of these ranks (NCCL_DEBUG=INFO, dmesg, nvidia-smi -q): they share a host"
+
+
+def _on_devices(op: Collective) -> bool:
+    """Return whether a collective runs on accelerators. The calls that make groups have no device of their own."""
+    return op.channel.device != "cpu" and "gloo" not in op.channel.group.backend and not (op.is_setup or op.is_store_wait)
 
 
 def compare_step(op: Collective, aspects: str) -> str:
@@ -90,7 +100,7 @@ def left_behind_step(op: Collective, ranks: Sequence[int]) -> str:
     """Recommend a step for ranks that do not come out of a collective that completed on others."""
     subject = ranks_phrase(ranks)
     output = f"the output of {verb(ranks, 'its', 'their')} {verb(ranks, 'process', 'processes')}"
-    if op.channel.device == "cpu":
+    if not _on_devices(op):
         return f"look at {output} on {subject}, and at C++ stacks (py-spy dump --native)"
     return f"look at the GPU of {subject} (dmesg for Xid errors, nvidia-smi -q), and at {output}"
 
