@@ -940,10 +940,46 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
                 op.wait_began_ns, op.wait_thread = op.announced_ns, op.issue_thread
     verdict = judge(job.logs())
     assert (verdict.kind, verdict.culprits) == ("mismatch/op", [] if on_all else [0])
-    assert ("two threads of each rank race" in verdict.summary) is on_all
+    assert ("two threads use the default group" in verdict.summary) is on_all
     if on_all:
-        assert "all_gather at train.py:70 log and all_reduce at train.py:20 step" in verdict.summary
+        assert "all_gather at train.py:70 log and, in the main thread, all_reduce at train.py:20 step" in verdict.summary
         assert "from one thread" in verdict.next_step
+
+
+@pytest.mark.parametrize(("size", "first"), [(2, [0]), (3, [0, 2]), (3, [1]), (4, [0, 1])])
+def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[int]) -> None:
+    """The thread has no line of the user. On the ranks ``first`` it comes first, on the others the main thread does."""
+    library = "/env/lib/python3.11/site-packages/torch/distributed/"
+    stack = tuple(
+        Frame(library + file, line, function, FrameKind.TORCH)
+        for file, line, function in [
+            ("distributed_c10d.py", 3631, "gather_object"),
+            ("checkpoint/utils.py", 135, "gather_object"),
+            ("checkpoint/state_dict_saver.py", 196, "save"),
+            ("checkpoint/_async_thread_executor.py", 30, "save_wrapper"),
+        ]
+    )
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 4, line=20)
+        saved = collective("all_gather", job.world, 1, line=1, dtype="int64", is_async=True, handle="saved", thread=7777)
+        trained = collective("all_gather", job.world, 100, line=27, is_async=True, handle="trained")
+        yield from [saved, trained] if rank in first else [trained, saved]
+        yield Stay(27, "main")
+
+    job = Job(size).run(program)
+    for one in job.ranks:
+        for op in one.log.collectives[-2:]:
+            op.wait_began_ns, op.wait_thread = op.announced_ns, op.issue_thread
+            if op.issue_thread == 7777:
+                op.stack = stack
+    verdict = judge(job.logs())
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [], "high")
+    assert verdict.summary.startswith(f"two threads use the default group [0-{size - 1}] without an order between them, on every rank: ")
+    assert "torch/distributed/checkpoint/state_dict_saver.py:196 save (a checkpoint)" in verdict.summary
+    assert "train.py:27" in verdict.summary and "branch" not in verdict.next_step
+    assert verdict.next_step.startswith("give the checkpoint a group of its own")
 
 
 def test_asynchronous_orders_are_legal() -> None:

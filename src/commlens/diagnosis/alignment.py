@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, takewhile
+from typing import NamedTuple
 
 from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
 from commlens.diagnosis.out_of_step import Departure, Shift, departure_of, find_shifts
@@ -26,6 +27,14 @@ _RANKS_OF_A_SIDE = 16  # whose records are looked at closely: each takes a while
 _TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
 
+class Race(NamedTuple):
+    """Two collectives of one group that two threads of a rank had in flight at once."""
+
+    other: Collective  # issued by a thread beside the main one
+    main: Collective
+    ranks: tuple[int, ...]  # on which such a pair was seen
+
+
 @dataclass
 class Mismatch:
     """Ranks that disagree under one sequence number of a channel, or a rank that is out of step from that number on."""
@@ -44,7 +53,7 @@ class Mismatch:
     repeats: int = 0  # later mismatches that are the same
     silent: bool = False  # no rank hangs because of it
     uncertain: bool = False  # several threads issued the collectives, so their order is uncertain
-    racing: tuple[Collective, Collective] | None = None  # what two threads of a rank issue in any order; the main thread's is second
+    racing: Race | None = None  # what two threads of each rank issue in any order
     pair: tuple[Collective, Collective] | None = None  # a send and the receive that it met
     astray: str | None = None  # how it is known that the two never meet: their tags differ, or one names the wrong rank
     refused: bool = False  # strict verification raised on these ranks before anything was sent
@@ -197,7 +206,7 @@ def _disagreement(
         mismatch.by_history, mismatch.by_groups = bool(odd) and not peers, bool(odd and peers)
         if here and odd and here[0].rank not in odd:
             mismatch.shift = None
-    mismatch.racing = _racing(job, key, number, answer)
+    mismatch.racing = _racing(job, key, number, met, answer)
     mismatch.uncertain = mismatch.racing is not None or any(op.concurrent for op in met.values())
     mismatch.silent = all(op.state is State.COMPLETED for op in met.values()) and not _is_stuck_after(job, key, number)
     shift = mismatch.shift
@@ -212,30 +221,53 @@ def _may_be_tie(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, C
     return len(set(met) - set(answer.minority)) * 2 <= len(key[2]) or is_outvoted(job, key, number, answer.minority)
 
 
-def _racing(job: JobIndex, key: ChannelKey, number: int, answer: Disagree) -> tuple[Collective, Collective] | None:
-    """Return two collectives that two threads have in flight at once, if ranks that disagree each run both threads."""
-    found: dict[Hashable, tuple[Collective, Collective]] = {}
-    for party in answer.parties[:2]:
-        overlaps = [
-            pair for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views for pair in _overlaps(job.views[rank], key, number)
-        ]
-        found = {lines: pair for lines, pair in overlaps if not found or lines in found}
-        if not found:
-            return None
-    return next(iter(found.values()))
+def _racing(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Collective], answer: Disagree) -> Race | None:
+    """Return two collectives that two threads had in flight at once, if nothing orders the threads of the ranks that disagree.
+
+    Either ranks of both sides had the same two in flight at once. Or what differs is the thread that came first: on one side the main
+    thread, on the other side a second one, which most of the ranks run and which was seen beside the main thread on one of them.
+    """
+    sides = [[rank for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views] for party in answer.parties[:2]]
+    seen = {rank: dict(_overlaps(job.views[rank], key, number)) for side in sides for rank in side}
+    on = tuple(sorted(rank for rank, pairs in seen.items() if pairs))
+    if not on:
+        return None
+    places = [set().union(*(seen[rank] for rank in side)) for side in sides]
+    both = next((lines for rank in on for lines in seen[rank] if all(lines in of_side for of_side in places)), None)
+    if both is not None:
+        return Race(*next(pairs[both] for pairs in seen.values() if both in pairs), on)
+    first = {rank: met[rank] for rank in seen if rank in met}
+    ahead = {_place(op) for rank, op in first.items() if op.issue_thread != job.views[rank].main_thread}
+    if not ahead or all(op.issue_thread != job.views[rank].main_thread for rank, op in first.items()):
+        return None
+    running = [rank for rank in seen if not ahead.isdisjoint(_beside_main(job.views[rank], key, number))]
+    pairs = [pair for rank in on for pair in seen[rank].values() if _place(pair[0]) in ahead]
+    return Race(*pairs[-1], on) if pairs and len(running) * 2 > len(seen) else None
+
+
+def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
+    track = view.tracks.get(key) if view.columns is None else None  # dumps do not record threads
+    numbers = range(number - _NEAR, number + _NEAR) if track is not None else ()
+    return [op for n in numbers if track is not None and (op := track.ops.get(n)) is not None and op.stack]
+
+
+def _place(op: Collective) -> Hashable:
+    """Return the user's lines that issued an op; in a library's thread, all of its lines."""
+    return op.call_lines or tuple((frame.file, frame.line) for frame in op.stack)
+
+
+def _beside_main(view: RankView, key: ChannelKey, number: int) -> set[Hashable]:
+    """Return the places from which other threads than the main one issued collectives near a number."""
+    return {_place(op) for op in _near(view, key, number) if op.issue_thread != view.main_thread}
 
 
 def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
-    """Yield the collectives near a number that two Python threads of a rank had in flight at the same time, and their lines."""
-    track = view.tracks.get(key) if view.columns is None else None  # dumps do not record threads
-    near = [
-        op for n in range(number - _NEAR, number + _NEAR) if track is not None and (op := track.ops.get(n)) is not None and op.call_lines
-    ]
-    for own, other in combinations(near, 2):
+    """Yield the collectives near a number that two Python threads of a rank had in flight at the same time, and their places."""
+    for own, other in combinations(_near(view, key, number), 2):
         end = own.wait_ended_ns if own.wait_began_ns and own.wait_thread == own.issue_thread else own.returned_ns
         if own.issue_thread != other.issue_thread and (not end or other.announced_ns < end):
             pair = (other, own) if own.issue_thread == view.main_thread else (own, other)
-            yield frozenset((own.call_lines, other.call_lines)), pair
+            yield frozenset((_place(own), _place(other))), pair
 
 
 def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:

@@ -96,7 +96,7 @@ def _path(frames: list[Frame], others: Stack, last: Frame | None, *, alone: bool
         line = next((frame for frame in reversed(lines) if frame not in others), lines[0])
         return Path(line, " -> ".join(parts), frame_phrase(line), frame_phrase(lines[0]))
     inner = _library_line(frames) if alone else None
-    phrase = " -> ".join(filter(None, [frame_phrase(last), _in_package(inner) if inner is not None else ""]))
+    phrase = " -> ".join(filter(None, [frame_phrase(last), in_package(inner) if inner is not None else ""]))
     return Path(last, phrase, phrase)
 
 
@@ -106,7 +106,8 @@ def _library_line(frames: list[Frame]) -> Frame | None:
     return by_kind.get(FrameKind.LIBRARY) or by_kind.get(FrameKind.TORCH)
 
 
-def _in_package(frame: Frame) -> str:
+def in_package(frame: Frame) -> str:
+    """``"torch/distributed/checkpoint/utils.py:135 gather_object"``: a library's line, without the path to its packages."""
     file = frame.file.rpartition("-packages/")[2] if "-packages/" in frame.file else frame.file.rpartition("/")[2]
     return f"{file}:{frame.line} {frame.function}"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.call_paths import Path, part, path_of
+from commlens.diagnosis.alignment import Mismatch, Race
+from commlens.diagnosis.call_paths import Path, in_package, part, path_of
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
@@ -13,12 +13,13 @@ from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, separat
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.out_of_step import steps_ahead
 from commlens.diagnosis.wait_graph import Node
-from commlens.model.collective import Collective
+from commlens.model.collective import Collective, FrameKind
 from commlens.model.verdict import Confidence, Finding, Kind, Why
 from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _ASPECTS = {"reduce-op": "reduce op", "layout": "memory layout"}
 _EVIDENCE_MAX = 8
+_CHECKPOINT = "torch/distributed/checkpoint/"
 _WHY: dict[str, Why] = {"skipped": "skipped", "extra": "extra"}
 _DEPARTURES = {
     "skipped": "; it looks like a skipped collective",
@@ -40,7 +41,12 @@ def find_mismatches(context: Context, sinks: dict[int, Node]) -> None:
         shown = mismatch.shift.skipped if mismatch.shift is not None and mismatch.answer is None else op
         if mismatch.racing is not None:
             context.add(
-                _race(mismatch, *mismatch.racing), op, mismatch.racing[0].source, blocked=len(blocked), order=order, mismatch=mismatch
+                _race(context, mismatch, mismatch.racing),
+                op,
+                mismatch.racing.main.source,
+                blocked=len(blocked),
+                order=order,
+                mismatch=mismatch,
             )
             continue
         paths = _paths(context, mismatch, op)
@@ -81,19 +87,52 @@ def _paths(context: Context, mismatch: Mismatch, op: Collective) -> tuple[Path, 
     return part(context.job, culprit, op, min(members), mismatch.ops[min(members)])
 
 
-def _race(mismatch: Mismatch, own: Collective, other: Collective) -> Finding:
+def _race(context: Context, mismatch: Mismatch, race: Race) -> Finding:
     """Make a finding of two threads on each rank whose collectives come in any order: no rank is to blame."""
     group, answer = group_phrase(mismatch.channel.group), mismatch.answer
-    first, second = (f"{op.op} at {frame_phrase(op.source)}" for op in (own, other))
-    detail = answer.detail if answer is not None else ""
+    detail = f": {answer.detail}" if answer is not None else ""
+    second, main = (f"{op.op} at {_thread_line(op)}" for op in (race.other, race.main))
+    is_checkpoint = any(_CHECKPOINT in frame.file for frame in race.other.stack)
+    every = set(mismatch.ops) <= set(race.ranks)
+    unseen = ranks_phrase(set(mismatch.ops) - set(race.ranks)) if not every else ""
     return Finding(
         kind=f"mismatch/{answer.aspect}" if answer is not None else "mismatch/op", why="in-collective", root_cause=True, culprits=[],  # type: ignore[arg-type]
-        victims=sorted(mismatch.ops), confidence="medium",
-        summary=f"two threads of each rank race on {group}: {first} and {second} come in a different order on some ranks",
-        explanation=f"The ranks disagree in #{mismatch.number} of {group}: {detail}. On both sides, a rank had the two in flight at once. "
-        "Which thread comes first changes from run to run, so no rank is at fault.",
-        next_step=f"issue the collectives of {group} from one thread, or give each thread a group of its own (new_group)",
+        victims=sorted(mismatch.ops), confidence="high" if every else "medium",
+        summary=f"two threads use {group} without an order between them{', on every rank' * every}: {second} and, in the main thread, "
+        f"{main} come in any order",
+        explanation=prose(
+            f"The ranks disagree in #{mismatch.number}{detail}.",
+            f"{capital(ranks_phrase(race.ranks))} had collectives of both threads in flight at once.",
+            "Which thread comes first changes from run to run, so no rank is at fault.",
+            *_aborted_by_it(context, mismatch),
+        ),
+        next_step=f"give {'the checkpoint' if is_checkpoint else 'one of the threads'} a group of its own "
+        + ("(process_group=dist.new_group() of the call that saves)" if is_checkpoint else "(new_group)")
+        + f", or issue all collectives of {group} from one thread",
+        would_raise_confidence=f"{capital(unseen)} had not both in flight at once, as far as is recorded." if unseen else None,
     )  # fmt: skip
+
+
+def _aborted_by_it(context: Context, mismatch: Mismatch) -> list[str]:
+    """``["Rank 0 died of SIGABRT because of it."]``: gloo aborts a process whose tensor has the wrong size."""
+    by_text: dict[str, list[int]] = {}
+    for rank in mismatch.key[2]:
+        view = context.job.views.get(rank)
+        if view is not None and view.exit.kind == "own" and is_absorbed(context, rank):
+            by_text.setdefault(view.exit.text, []).append(rank)
+    return [f"{capital(ranks_phrase(ranks))} {text} because of it." for text, ranks in by_text.items()][:3]
+
+
+def _thread_line(op: Collective) -> str:
+    """Return the user's line that issued an op; in a thread of torch's, the line that tells its purpose."""
+    if op.source is not None:
+        return frame_phrase(op.source)
+    frames = [frame for frame in op.stack if frame.kind is FrameKind.TORCH]
+    told = [frame for frame in frames if _CHECKPOINT in frame.file] or frames
+    if not told:
+        return "an unknown line"
+    place = told[-1] if _CHECKPOINT not in told[-1].file else next((one for one in told if one.function.endswith("save")), told[0])
+    return f"{in_package(place)}{' (a checkpoint)' * (_CHECKPOINT in place.file)}"
 
 
 def _odd_op(mismatch: Mismatch) -> Collective:
