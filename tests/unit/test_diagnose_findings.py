@@ -946,6 +946,39 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
         assert "from one thread" in verdict.next_step
 
 
+def test_what_is_said_of_several_ranks_holds_for_each() -> None:
+    """The sides of a cycle are in groups of the same kind, which have numbers for names."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        column = job.group(str(rank % 2 + 1), [rank % 2, rank % 2 + 2])
+        if rank >= 2:
+            yield all_reduce(column, 4, line=17, function="reduce_tracker")
+        yield all_reduce(job.world, 1, line=45, function="main")
+
+    verdict = judge(Job(4).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [])
+    assert "anks 2-3 issue all_reduce of their groups 1 [0,2] and 2 [1,3] at train.py:17 reduce_tracker" in verdict.explanation
+    assert "anks 0-1 issue all_reduce of the default group at train.py:45 main" in verdict.explanation
+
+
+def test_culprits_that_differ_are_told_apart() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(3):
+            yield all_reduce(job.world, 4, line=20)
+        if rank == 1:
+            yield collective("broadcast", job.world, 4, line=30, root=0)
+        elif rank == 2:
+            yield collective("barrier", job.world, line=31)
+        else:
+            yield all_reduce(job.world, 4, line=20 + rank)
+
+    verdict = judge(Job(6).run(program).logs())
+    assert (verdict.kind, verdict.culprits) == ("mismatch/op", [1, 2])
+    assert verdict.summary.startswith("rank 1 issued broadcast and rank 2 issued barrier where the others issued all_reduce")
+    for rank in (0, 3, 4):
+        assert f"ank {rank} issued all_reduce float32[4] SUM at train.py:{20 + rank}" in verdict.explanation
+
+
 @pytest.mark.parametrize(("size", "first"), [(2, [0]), (3, [0, 2]), (3, [1]), (4, [0, 1])])
 def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[int]) -> None:
     """The thread has no line of the user. On the ranks ``first`` it comes first, on the others the main thread does."""

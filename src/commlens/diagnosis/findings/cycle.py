@@ -6,14 +6,14 @@ from typing import Literal
 
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step, receives_step
-from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, separation, tie_step
+from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, kinds_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
 from commlens.diagnosis.routine import expected_next, leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, group_phrase, op_phrase, ranks_phrase, verb
+from commlens.text import capital, duration, group_phrase, joined, op_phrase, ranks_phrase, verb
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one finding
 How = Literal["history", "order", "tie"]
@@ -80,7 +80,7 @@ def _departed(context: Context, departures: Departures, absent: list[Node]) -> N
     edges = [edge for node in absent for edge in context.graph.edges_into(node)]
     finding = Finding(
         kind="cycle", why="in-collective", root_cause=True, culprits=culprits, victims=blocked, confidence="medium",
-        summary=f"{ranks_phrase(culprits)} moved on to {op_phrase(op)}, not to {_without_number(usual)} as before",
+        summary=_moved_on(culprits, departures, "history"),
         explanation=prose(context.waiting(edges), context.waiting_behind(sorted({edge.rank for edge in edges}), blocked)),
         next_step=cycle_step(culprits, op, usual),
         evidence=[
@@ -135,18 +135,27 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
 
 def _summary(ranks: list[int], departures: Departures, how: How) -> str:
     culprits = sorted(departures)
-    op, usual = departures[culprits[0]]
+    usual = departures[culprits[0]][1]
     they_wait = f"{ranks_phrase(ranks)} wait for each other"
-    if how == "history" and usual is not None and usual.op == "send" and usual.peer in ranks:
+    if how == "history" and len(culprits) == 1 and usual is not None and usual.op == "send" and usual.peer in ranks:
         return f"rank {culprits[0]} did not send to rank {usual.peer} this time, as it always had before; {they_wait}"
-    same = len({departures[rank][0].channel.key for rank in culprits}) == 1
-    name = op_phrase(op) if same else kind_phrase(op)
+    return f"{_moved_on(culprits, departures, how)}; {they_wait}"
+
+
+def _moved_on(culprits: list[int], departures: Departures, how: How) -> str:
+    """``"rank 1 moved on to all_reduce #7 of group dp [0-3], not to all_gather of group tp [0-1] as before"``."""
+    own, usual = [departures[rank][0] for rank in culprits], [departures[rank][1] for rank in culprits]
+    kinds = {kind_phrase(op) for op in own}
+    same = len({(op.channel.key, op.op, op.peer, op.sequence_number) for op in own}) == 1
+    name = op_phrase(own[0]) if same else kinds_phrase(own) if len({op.op for op in own}) == 1 else joined(sorted(kinds)[:3])
     instead = ""
-    if usual is not None and how == "history":
-        instead = f", not to {_without_number(usual) if same else kind_phrase(usual)} as before"
-    elif usual is not None:
-        instead = f" where the others issued {kind_phrase(usual)}"
-    return f"{ranks_phrase(culprits)} moved on to {name}{instead}; {they_wait}"
+    before = [op for op in usual if op is not None]
+    if before and len(before) == len(usual) and len({op.op for op in before}) == 1:
+        alike = len({(op.channel.key, op.peer) for op in before}) == 1
+        instead = f", not to {_without_number(before[0]) if alike else kinds_phrase(before)} as before"
+        if how != "history":
+            instead = f" where the others issued {kinds_phrase(before)}"
+    return f"{ranks_phrase(culprits)} moved on to {name}{instead}"
 
 
 def _how_decided(how: How, culprits: list[int]) -> str:

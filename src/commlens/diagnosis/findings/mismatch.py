@@ -9,13 +9,13 @@ from commlens.diagnosis.call_paths import Path, in_package, part, path_of
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
-from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, separation, tie_step
+from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, separation, tie_step, told_apart
 from commlens.diagnosis.index import RankView
 from commlens.diagnosis.out_of_step import steps_ahead
 from commlens.diagnosis.wait_graph import Node
 from commlens.model.collective import Collective, FrameKind
 from commlens.model.verdict import Confidence, Finding, Kind, Why
-from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase, verb
+from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 _ASPECTS = {"reduce-op": "reduce op", "layout": "memory layout"}
 _EVIDENCE_MAX = 8
@@ -199,8 +199,14 @@ def _sides(
     odd = "; ".join(
         f"{context.name(rank)} {_issued(op, paths[0].phrase if op.source == first else frame_phrase(op.source))}" for rank, op in shown
     )
-    others = f"{capital(ranks_phrase(members))} {_issued(mismatch.ops[min(members)], paths[1].phrase)}." if members else ""
-    return [f"{odd}." if odd else "", others]
+    usual = mismatch.ops[min(members)].source if members else None
+
+    def said(rank: int) -> str:
+        op = mismatch.ops[rank]
+        return _issued(op, paths[1].phrase if op.source == usual else frame_phrase(op.source))
+
+    others = "; ".join(f"{ranks_phrase(ranks)} {text}" for ranks, text in told_apart(members, said)[:3])
+    return [f"{odd}." if odd else "", f"{capital(others)}." if others else ""]
 
 
 def _issued(op: Collective, where: str) -> str:
@@ -269,17 +275,19 @@ def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective,
     skip = _DEPARTURES.get(mismatch.departure, "")
     if answer.aspect == "op":
         group = group_phrase(mismatch.channel.group)
-        return f"{subject} issued {op.op} where the others issued {usual.op} (#{mismatch.number} of {group}){skip}"
+        theirs = joined(sorted({own.op for rank, own in mismatch.ops.items() if rank not in culprits}), "or")
+        odd = told_apart([rank for rank in culprits if rank in mismatch.ops], lambda rank: mismatch.ops[rank].op)
+        issued = joined([f"{ranks_phrase(ranks)} issued {name}" for ranks, name in odd[:3]])
+        return f"{issued} where the others issued {theirs} (#{mismatch.number} of {group}){skip}"
     if answer.aspect == "p2p":
         return f"{name} does not match: {answer.detail}"
-    odd, theirs = answer.parties[-1].phrase, answer.parties[0].phrase
-    for party in answer.parties:
-        if set(party.ranks) & set(culprits):
-            odd = party.phrase
-        elif set(party.ranks) - set(culprits):
-            theirs = party.phrase
+    odd_parties = [party for party in answer.parties if set(party.ranks) & set(culprits)] or [answer.parties[-1]]
+    theirs = joined([party.phrase for party in answer.parties if party not in odd_parties][:3], "or")
+    own = odd_parties[0].phrase
+    if len(odd_parties) > 1:
+        own = ", ".join(f"{party.phrase} ({ranks_phrase(party.ranks)})" for party in odd_parties[:3])
     aspect = _ASPECTS.get(answer.aspect, answer.aspect)
-    return f"{subject} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {odd}, the others {theirs}{skip}"
+    return f"{subject} {verb(culprits, 'disagrees', 'disagree')} on the {aspect} of {name}: {own}, the others {theirs}{skip}"
 
 
 def _has_been_there(view: RankView | None, op: Collective) -> bool:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from commlens.diagnosis.findings.context import Context
 from commlens.model.collective import Collective
-from commlens.text import args_phrase, capital, frame_phrase, group_label, joined, op_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import args_phrase, capital, frame_phrase, group_label, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase
 
 _SHOWN = 4  # sides
 UNDECIDED = "Neither a majority nor their routine tells which side is at fault."
@@ -33,15 +33,41 @@ def kind_phrase(op: Collective) -> str:
 
 
 def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
-    """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM); ranks 4-7 issue ..."``."""
+    """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM); ranks 4-7 issue ..."``.
+
+    A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ are told apart.
+    """
+    told = [said for ranks in sides for said in told_apart(ranks, lambda rank: _at_line(ops[rank]))]
     parts = []
-    for ranks in sides[:_SHOWN]:
-        op = ops[min(ranks)]
-        args, line = args_phrase(op), frame_phrase(op.source)
-        where = f" at {line}" if line else ""
-        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {kind_phrase(op)}{where}{f' ({args})' if args else ''}")
-    more = [rank for ranks in sides[_SHOWN:] for rank in ranks]
+    for ranks, where in told[:_SHOWN]:
+        parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {kinds_phrase([ops[rank] for rank in ranks])}{where}")
+    more = [rank for ranks, _ in told[_SHOWN:] for rank in ranks]
     return capital("; ".join(parts)) + (f"; {ranks_phrase(more)} issue others." if more else ".")
+
+
+def told_apart(ranks: Iterable[int], said: Callable[[int], str]) -> list[tuple[list[int], str]]:
+    """Return what is said of each rank, and the ranks of which the same is said; most ranks first."""
+    same: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks):
+        same[said(rank)].append(rank)
+    return sorted(((of, text) for text, of in same.items()), key=lambda one: (-len(one[0]), one[0]))
+
+
+def kinds_phrase(ops: Sequence[Collective]) -> str:
+    """``"all_reduce of group dp"``; ``"all_reduce of their groups 1 [0,2] and 2 [1,3]"`` where the groups have no name in common."""
+    peers = {op.peer for op in ops if op.peer is not None}
+    if ops[0].is_point_to_point and len(peers) > 1:
+        return f"{ops[0].op} {'to' if ops[0].op == 'send' else 'from'} {ranks_phrase(peers)}"
+    groups = {op.channel.key: op.channel.group for op in ops}
+    if len({group_label(group, "") for group in groups.values()}) == 1 or ops[0].is_point_to_point:
+        return kind_phrase(ops[0])
+    names = [group_phrase(group).removeprefix("group ") for group in groups.values()]
+    return f"{ops[0].op} of their groups {joined(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
+
+
+def _at_line(op: Collective) -> str:
+    args, line = args_phrase(op), frame_phrase(op.source)
+    return f"{f' at {line}' if line else ''}{f' ({args})' if args else ''}"
 
 
 def tie_step(ops: Sequence[Collective]) -> str:

@@ -9,12 +9,12 @@ from typing import get_args
 from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
-from commlens.diagnosis.findings.sides import UNDECIDED, separation
+from commlens.diagnosis.findings.sides import UNDECIDED, separation, told_apart
 from commlens.diagnosis.index import RankView, Track
 from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
 from commlens.model.verdict import Finding, Kind
-from commlens.text import capital, count, duration, frame_phrase, group_phrase, op_phrase, ranks_and_verb, ranks_phrase
+from commlens.text import capital, count, duration, frame_phrase, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase
 
 MOTIONLESS = 3  # stall timeouts
 _IDLE = frozenset({"serve_forever", "wait_for_termination", "main_loop"})  # of servers, gRPC and Ray, which wait for requests
@@ -125,10 +125,11 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
     name = usual.op if usual.op == "init_process_group" else f"{usual.op} #{usual.sequence_number}"
     lines = []
     for side in sides[:4]:
-        op = ops[side[0]]
-        mesh = f" for {op.module}" if op.op == "new_group" and op.module else ""
-        where = frame_phrase(op.source) or "an unknown line"
-        lines.append(f"{capital(ranks_and_verb(side, 'asks', 'ask'))} for {_asked(op)}{mesh} at {where}.")
+        for ranks, where in told_apart(side, lambda rank: frame_phrase(ops[rank].source) or "an unknown line")[:2]:
+            op = ops[ranks[0]]
+            mesh = f" for {op.module}" if op.op == "new_group" and op.module else ""
+            lines.append(f"{capital(ranks_and_verb(ranks, 'asks', 'ask'))} for {_asked(op)}{mesh} at {where}.")
+    odd_ones = joined([f"{ranks_and_verb(side, 'asks', 'ask')} for {_asked(ops[side[0]])}" for side in sides[1:4]])
     differs = _how_it_differs(context, usual, odd, sides)
     how = f"{capital(ranks_phrase(sides[1]))} {differs}." if differs else ""
     finding = Finding(
@@ -136,7 +137,7 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
         victims=sorted({*held, *ops} - set(culprits)), confidence="low" if is_tie else "high",
         summary=f"ranks disagree in {name}: " + " against ".join(f"{_asked(ops[side[0]])} ({ranks_phrase(side)})" for side in sides[:3])
         if is_tie
-        else f"{ranks_and_verb(culprits, 'asks', 'ask')} for {_asked(odd)} in {name}, the others for {_asked(usual)}",
+        else f"{odd_ones} in {name}, the others for {_asked(usual)}",
         explanation=prose(*lines, how, separation(context, sides) if is_tie else ""),
         next_step=f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with {frame_phrase(usual.source) or name} on "
         f"{ranks_phrase(sides[0])}",
