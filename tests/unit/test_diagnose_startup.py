@@ -303,3 +303,31 @@ def test_a_rank_whose_other_threads_go_on_is_not_stuck_in_the_store() -> None:
         op = log.collectives[0]
         op.state, op.issue_thread, op.announced_ns = State.COMPLETED, log.pid + 1, log.captured_ns - MS
     assert verdict(*logs).kind == "healthy"
+
+
+def test_ranks_that_were_never_started() -> None:
+    """All meet at an address that only this machine reaches, and nobody else came."""
+
+    def waiting(number: int, meeting: str, **more: object) -> RankLog:
+        log = RankLog(number, WORLD, "job-1", "n03", 1000 + number, None, script=SCRIPT, captured_ns=START + 60 * S, **more)  # type: ignore[arg-type]
+        return rank(number, init(asked=meeting), log=log)
+
+    for known, launcher, origin in (
+        (4, "", "4 comes from the variable WORLD_SIZE"),
+        (4, "torchrun", "4 comes from the options of torchrun"),
+        (2, "torchrun", "4 comes from world_size in the call of init_process_group at train.py:5 build, although WORLD_SIZE is 2"),
+        (None, "", "correct the number of ranks"),
+    ):
+        here = [waiting(number, "tcp://127.0.0.1:29500", launcher=launcher, size_in_environment=known) for number in (0, 1)]
+        found = verdict(*here)
+        assert found.summary == "ranks 2-3 of 4 were never started: ranks 0-1 wait in init_process_group for them"
+        assert found.next_step.endswith(origin) and found.culprits == []
+        assert not any("another node" in text for text in found.missing_evidence)
+    elsewhere = verdict(*(waiting(number, "tcp://node7:29500", launcher="", size_in_environment=4) for number in (0, 1)))
+    assert "never started" not in elsewhere.summary and "another node" in elsewhere.next_step
+    assert any("probably run on another node" in text for text in elsewhere.missing_evidence)
+
+
+def test_no_gpu_tools_for_a_call_that_makes_groups() -> None:
+    found = verdict(*(rank(number, init()) for number in range(WORLD)))
+    assert found.kind == "stuck-inside" and "nvidia" not in found.next_step

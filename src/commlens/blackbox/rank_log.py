@@ -191,6 +191,8 @@ class BoxReader:
             pid=status.pid,
             local_rank=status.local_rank,
             restart=status.restart,
+            launcher=about_text(about, "launcher"),
+            size_in_environment=int(about_number(about, "env_world_size")) if "env_world_size" in about else None,
             collectives=collectives,
             setups=[op for op in setups if not op.is_store_wait],
             store_wait=next((op for op in setups[-1:] if op.is_store_wait and op.in_flight), None),

@@ -178,6 +178,8 @@ def _about(job: str) -> dict[str, Any]:
         "host": platform.node(),
         **job_dirs.this_machine()._asdict(),
         "restart": max(rank_environment.number("TORCHELASTIC_RESTART_COUNT"), 0),
+        "launcher": rank_environment.launcher(),
+        "env_world_size": max(rank_environment.number("WORLD_SIZE"), 0),
         "script": " ".join([INLINE_CODE, *sys.argv[1:]] if sys.argv[:1] == ["-c"] else sys.argv)[:300],
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -77,6 +77,12 @@ def ranks_of_this_node(rank: int) -> range:
     return range(rank - local, rank - local + size) if local >= 0 and size > 0 else range(dist.get_world_size())
 
 
+def launcher() -> str:
+    """Return the launcher that made this process a rank; empty if the environment shows none. Accelerate uses torchrun's."""
+    names = {"TORCHELASTIC_RUN_ID": "torchrun", "SLURM_PROCID": "srun", "OMPI_COMM_WORLD_RANK": "mpirun", "PMI_RANK": "mpirun"}
+    return next((launcher for name, launcher in names.items() if os.environ.get(name)), "")
+
+
 def default_timeout_ms() -> int:
     """Return the timeout of the default process group in ms; 0 if torch does not say."""
     try:

@@ -241,7 +241,9 @@ def _missing_evidence(job: JobIndex) -> list[str]:
     notes += [f"Rank {rank} (pid {log.pid}) is not recorded: {log.unrecorded}." for rank, log in sorted(job.strangers.items())]
     if any(view.log.joined and view.pairs for view in job.views.values()):
         notes.append("Recording was switched on while the job ran: which send belongs to which receive is not known.")
-    if job.elsewhere:
+    if job.elsewhere and job.meets_here:
+        notes.append(f"{capital(ranks_phrase(job.elsewhere))} of {job.size} left no record.")
+    elif job.elsewhere:
         hosts = sorted({view.log.host for view in job.views.values() if view.log.host})
         of = f" of {', '.join(hosts[:4])}" if hosts else ""
         notes.append(

@@ -173,6 +173,9 @@ FOREIGN_DUMPS = Capabilities(
 )  # fmt: skip
 
 
+_LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
+
+
 @dataclass
 class JobIndex:
     """All ranks of a job, indexed."""
@@ -196,6 +199,16 @@ class JobIndex:
     def unrecorded(self) -> frozenset[int]:
         """``no_record`` as a set."""
         return frozenset(self.no_record)
+
+    @cached_property
+    def meets_here(self) -> str:
+        """The address at which the ranks meet, if only one machine, of which there are records, reaches it; otherwise empty."""
+        if len({view.log.host for view in self.views.values()}) != 1:
+            return ""
+        calls = (op for view in self.views.values() for op in view.log.setups if op.op == "init_process_group")
+        addresses = {(op.module or "").removeprefix("tcp://").partition("?")[0] for op in calls}
+        address = addresses.pop() if len(addresses) == 1 else ""
+        return address if address.rpartition(":")[0] in _LOOPBACK else ""
 
     @cached_property
     def group_kinds(self) -> dict[ChannelKey, GroupKind]:

@@ -75,6 +75,8 @@ class RankLog(msgspec.Struct):
     pid: int = 0
     local_rank: int | None = None
     restart: int = 0  # torchelastic's restart count
+    launcher: str = ""  # "torchrun", "srun", "mpirun"; empty if its environment shows none
+    size_in_environment: int | None = None  # WORLD_SIZE, 0 if it is not set; None: not recorded
     collectives: list[Collective] = []  # oldest first, by index; a wrapped ring buffer starts late
     unrecorded: str = ""  # why the process keeps no black box although it has loaded torch, and what to do, in a clause
     setups: list[Collective] = []  # calls that make process groups, oldest first; their arguments are the group and the label in "module"

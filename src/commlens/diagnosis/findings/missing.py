@@ -18,6 +18,7 @@ from commlens.diagnosis.routine import ever_leaves_routine
 from commlens.diagnosis.wait_graph import Edge, Instance, Node
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import Collective, State, user_lines
+from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Confidence, Finding
 from commlens.text import (
     capital,
@@ -410,6 +411,8 @@ def _unrecorded(
     op = most_waited(edges).op
     subject, they_wait = ranks_phrase(ranks), context.waits(edges, "waits", "wait")
     strangers = [context.job.strangers[rank] for rank in ranks if rank in context.job.strangers]
+    confidence: Confidence = "medium" if dead else "low"
+    why, more = prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), None
     if strangers:
         pids = joined([f"pid {log.pid}" for log in strangers[:8]])
         runs = verb(ranks, "runs on this node but is", "run on this node but are")
@@ -432,13 +435,37 @@ def _unrecorded(
         if len(ranks) > 1:
             ended = "they ended before they could record anything, or their black boxes are lost"
         step = f"look at the output of {subject}: {ended}"
+    elif op.op == "init_process_group":
+        size, here = len(op.channel.group.ranks), context.job.meets_here
+        why, origin = context.waiting(edges), _origin_of_size(context.job.views[waiting[0]].log, op)
+        started = f"start {subject}, or correct the number of ranks{f': {origin}' if origin else ''}"
+        summary = f"{they_wait} for {size} ranks, like all with a record; there is no record of {subject}"
+        step = f"{started}; if {verb(ranks, 'it was', 'they were')} started on another node, dump that node too (`commlens dump`)"
+        if here:
+            summary = f"{subject} of {size} {verb(ranks, 'was', 'were')} never started: {they_wait} for {verb(ranks, 'it', 'them')}"
+            step, confidence = started, "medium"
+            why = prose(why, f"All ranks meet at {here}, so they must be on this machine, where only {ranks_phrase(waiting)} came.")
+            more = f"A process of {subject} that has not loaded torch yet would leave no record either."
     else:
         summary = f"{they_wait}, like all ranks with a record; there is no record of {subject}"
         step = f"dump the node of {subject} too (`commlens dump`), and diagnose all nodes' dumps together"
     culprits = ranks if dead or (len(ranks) == 1 and ranks[0] not in context.job.views) else []
     finding = Finding(
         kind="dead" if dead else "missing", why="unknown", root_cause=(dead and context.job.knows.every_process) or not others,
-        culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence="medium" if dead else "low", summary=summary,
-        explanation=prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), next_step=step,
+        culprits=culprits, victims=sorted(set(blocked) - set(culprits)), confidence=confidence, summary=summary,
+        explanation=why, next_step=step, would_raise_confidence=more,
     )  # fmt: skip
     context.add(finding, op, None, blocked=len(blocked))
+
+
+def _origin_of_size(log: RankLog, op: Collective) -> str:
+    """Say where the number of ranks comes from: the launcher, the environment, or the call; empty if that is not recorded."""
+    size, known = len(op.channel.group.ranks), log.size_in_environment
+    if known is None:
+        return ""
+    if known == size:
+        where = f"the options of {log.launcher}" if log.launcher in ("torchrun", "mpirun") else "the variable WORLD_SIZE"
+        return f"{size} comes from {where}"
+    line = frame_phrase(op.source)
+    but = f", although WORLD_SIZE is {known}" if known else ""
+    return f"{size} comes from world_size in the call of init_process_group{f' at {line}' if line else ''}{but}"
