@@ -946,6 +946,37 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
         assert "from one thread" in verdict.next_step
 
 
+@pytest.mark.parametrize(("size", "savers"), [(2, [0]), (3, [0]), (4, [0]), (4, [0, 1, 3])])
+def test_a_barrier_in_a_branch_meets_that_of_another_line(size: int, savers: list[int]) -> None:
+    """Only the lines show it: the barrier that is left over is at a line that all ranks reach."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4):
+            yield all_reduce(job.world, 4, line=14)
+        if rank in savers:
+            caller = (Frame("/home/me/train.py", 27, "main"),)
+            yield collective("barrier", job.world, line=19, function="save_checkpoint", callers=caller)
+        yield collective("barrier", job.world, line=28, function="main")
+
+    verdict = judge(Job(size).run(program).logs())
+    others = sorted(set(range(size)) - set(savers))
+    assert verdict.culprits == ([] if size == 2 else savers if len(savers) < len(others) else others)
+    assert "barrier #5 of the default group" in verdict.summary and "train.py:19 save_checkpoint" in verdict.summary
+    assert "train.py:19 save_checkpoint" in verdict.next_step and "train.py:28" not in verdict.next_step
+    assert (verdict.source, verdict.collective.sequence_number) == ("train.py:19", 5)
+    assert verdict.confidence == ("medium" if size == 2 else "high")
+
+
+def test_one_more_round_of_the_same_lines_has_no_line_of_its_own() -> None:
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for _ in range(4 + (rank == 0)):
+            yield all_reduce(job.world, 4, line=14)
+            yield collective("barrier", job.world, line=28)
+
+    verdict = judge(Job(3).run(program).logs())
+    assert "alone issued" not in verdict.summary and verdict.source == "train.py:14"
+
+
 def test_what_is_said_of_several_ranks_holds_for_each() -> None:
     """The sides of a cycle are in groups of the same kind, which have numbers for names."""
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from commlens.diagnosis.activity import Activity, longest_gap_ns
-from commlens.diagnosis.call_paths import parted
+from commlens.diagnosis.call_paths import Path, part, parted, path_of
 from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import ended_step, missing_step
 from commlens.diagnosis.findings.sides import UNDECIDED
@@ -163,7 +163,17 @@ def _missing(context: Context, absence: Absence) -> None:
     only_issued = all(each.is_log and not each.timed_out for each in (context.job.views[rank] for rank in waiting))
     if only_issued:
         more = "NCCL's lines tell what a rank issued, not what completed: while a job runs, its ranks are a few collectives apart, too."
-    certain = sure and not alone and not is_tie and not context.assumed(waiting)
+    extra, path = _unmatched_line(context, absence) if finished else None, Path(None, "", "")
+    if extra is not None:
+        frame = extra.source
+        path = _path_of_unmatched(context, absence, extra)
+        met = context.job.tracks_on(op.channel.key)[ranks[0]].ops.get(extra.sequence_number)
+        left = f"{op.op} at {frame_phrase(op.source)}, a line that {ranks_phrase({*ranks, *waiting})} reach, is left over"
+        paired = (
+            f"{extra.op} #{extra.sequence_number} of {ranks_phrase(waiting)} met the one at {frame_phrase(met.source)}; " if met else ""
+        )
+        evidence.insert(0, f"{paired}{left}.")
+    certain = sure and (not alone or extra is not None) and not is_tie and not context.assumed(waiting)
     unknown = context.completion_unknown(waiting)
     if unknown:
         more = f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks: {COMPLETION_UNKNOWN}"
@@ -172,18 +182,57 @@ def _missing(context: Context, absence: Absence) -> None:
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
-        summary=_summary(context, absence, alone),
+        summary=_unmatched_summary(absence, extra, path) if extra is not None else _summary(context, absence, alone),
         explanation=prose(
             f"{lead}{context.name(ranks[0])} {doing.phrase}; {context.last(ranks[0])}.",
             *_waits(context, absence),
         ),
-        next_step=ended_step(op, ranks, waiting)
+        next_step=ended_step(extra, ranks, waiting, path.with_caller)
+        if extra is not None
+        else ended_step(op, ranks, waiting)
         if finished and not (op.is_setup or op.is_store_wait) and _is_first_of_its_line(context, absence.edge)
         else lock_step or missing_step(doing, culprits or sorted([*ranks, *waiting]), op, ended=over),
         evidence=evidence, would_raise_confidence=more,
         certain=all(context.job.views[rank].exit.kind == "clean" for rank in ranks) and not unknown,
     )  # fmt: skip
-    context.add(finding, op, frame, blocked=len(absence.blocked))
+    context.add(finding, extra or op, frame, blocked=len(absence.blocked))
+
+
+def _unmatched_line(context: Context, absence: Absence) -> Collective | None:
+    """Return the first collective from the line that only the waiting ranks reach, or reach more often, if it is not where they wait.
+
+    Collectives of one op pair up in order, wherever they are issued. So the one that is left over comes from a line that all ranks
+    reach, and the one too many met another line's.
+    """
+    op = absence.edge.op
+    if op.is_point_to_point or op.is_setup or op.is_store_wait:
+        return None
+    tracks = context.job.tracks_on(op.channel.key)
+    both = (absence.waiting, absence.ranks)
+    if any(rank not in tracks or context.job.views[rank].wrapped for ranks in both for rank in ranks):
+        return None
+    going, ended = ([Counter((one.op, one.call_lines) for one in tracks[rank].ops.values()) for rank in ranks] for ranks in both)
+    if any(each != going[0] for each in going) or any(each != ended[0] for each in ended):
+        return None
+    more = going[0] - ended[0]
+    if len(more) != 1 or ended[0] - going[0] or (op.op, op.call_lines) in more or any(not lines for _, lines in more):
+        return None
+    own = tracks[absence.edge.rank].ops
+    reached = [number for number in sorted(own) if (own[number].op, own[number].call_lines) in more]
+    return own[reached[len(reached) - more.total()]]
+
+
+def _unmatched_summary(absence: Absence, extra: Collective, path: Path) -> str:
+    alone = f"{ranks_phrase(absence.waiting)} alone issued {op_phrase(extra)} at {path.place}"
+    waits = ranks_and_verb(absence.waiting, "waits", "wait")
+    return f"{alone}; what follows pairs up wrongly, and {waits} in #{absence.edge.op.sequence_number} when the others have finished"
+
+
+def _path_of_unmatched(context: Context, absence: Absence, extra: Collective) -> Path:
+    """Return the path to a line that only the waiting ranks reach, from where it leaves the others' path to what it met there."""
+    rank, other = absence.edge.rank, absence.ranks[0]
+    met = context.job.tracks_on(extra.channel.key)[other].ops.get(extra.sequence_number)
+    return part(context.job, rank, extra, other, met)[0] if met is not None else path_of(extra)
 
 
 def _culprits_of_end(context: Context, absence: Absence) -> tuple[list[int], list[str]]:

@@ -51,9 +51,17 @@ def missing_step(doing: Activity, ranks: Sequence[int], op: Collective | None = 
     return f"take a stack of {subject} (py-spy dump): it shows what holds {verb(ranks, 'it', 'them')} up"
 
 
-def ended_step(op: Collective, ended: Sequence[int], waiting: Sequence[int]) -> str:
-    """Recommend a step for ranks that finished without a collective, whose line the waiting ranks had not reached before."""
-    where = f" at {frame_phrase(op.source)}" if op.source is not None else ""
+def ended_step(op: Collective, ended: Sequence[int], waiting: Sequence[int], path: str = "") -> str:
+    """Recommend a step for ranks that finished without a collective, whose line the waiting ranks had not reached before.
+
+    Args:
+        op: the collective.
+        ended: ranks that finished.
+        waiting: ranks that wait.
+        path: of the collective, if more than its line is known.
+    """
+    path = path or frame_phrase(op.source)
+    where = f" at {path}" if path else ""
     without = f"{ranks_phrase(ended)} {verb(ended, 'ends', 'end')} without {op.op}{where}"
     alone = f"{ranks_phrase(waiting)} alone {verb(waiting, 'issues', 'issue')} {op.op}{where}"
     sides = {1: without, -1: alone}.get((len(ended) < len(waiting)) - (len(ended) > len(waiting)), f"{without}, or {alone}")
