@@ -29,7 +29,9 @@ def training(fault: object = None, extra: bool = False, backend: str = "gloo") -
 
 
 def judge(logs: list[RankLog]) -> Verdict:
-    return diagnose_logs(logs)
+    verdict = diagnose_logs(logs)
+    assert all(finding.confidence == "high" or finding.would_raise_confidence for finding in verdict.findings), "no reason is given"
+    return verdict
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,9 @@ def rank(number: int, *calls: Collective, inside: bool = True, issued: str = "",
 
 
 def verdict(*logs: RankLog) -> Verdict:
-    return diagnose_logs(logs)
+    found = diagnose_logs(logs)
+    assert all(finding.confidence == "high" or finding.would_raise_confidence for finding in found.findings), "no reason is given"
+    return found
 
 
 def test_a_rank_that_never_comes_to_init() -> None:

@@ -220,6 +220,7 @@ def _unexplained(job: JobIndex, graph: Graph, waits: Sequence[Node]) -> Finding:
     return Finding(
         kind="missing", why="unknown", root_cause=True, culprits=[], victims=stuck, confidence="low", summary=summary,
         next_step="check that these are dumps of one job, and of one moment",
+        would_raise_confidence="Nothing in these records shows for which rank they wait.",
     )  # fmt: skip
 
 

@@ -79,6 +79,7 @@ def _swapped(job: JobIndex, key: ChannelKey, swap: SwappedOrder) -> Finding:
         f"{capital(ranks_phrase(others))}: {', '.join(frame_phrase(op.source) for op in swap.others[:4])}. "
         "Ops and shapes are the same, so nothing hangs: the results are mixed up.",
         next_step=f"find out why rank {swap.rank} reaches {frame_phrase(first.source)} first here",
+        would_raise_confidence="Only the source lines show it: the program may issue them in either order on purpose.",
     )  # fmt: skip
     return locate(finding, first, first.source)
 

@@ -168,6 +168,7 @@ def straggler_verdict(
         summary=f"{ranks_and_verb(slow.ranks, 'makes', 'make')} the job slow: all others{f' on {some}' if some else ''} wait for "
         f"{slow.cost:.0%} of the time",
         explanation=" ".join(f"{capital(each)}." for each in evidence), next_step=next_step,
+        would_raise_confidence="That others wait for a rank shows that it is later, not why.",
         source=source.where if source is not None else None,
         source_file=f"{source.file}:{source.line}" if source is not None else None,
         function=source.function if source is not None else None,

@@ -112,6 +112,7 @@ def _raised(log: RankDump) -> Finding:
         kind="dead", why="exception", root_cause=True, culprits=[], victims=[], confidence="low",
         summary=f"a rank that the log does not name raised {log.exception[:160].rstrip('. ')}{where}",
         next_step=f"look at {frame_phrase(frame)}, and in the whole log for the rank" if frame is not None else LOOK_AT_MORE,
+        would_raise_confidence="No line of the traceback names the rank.",
     )  # fmt: skip
 
 
@@ -132,4 +133,5 @@ def _broadcast_wait(seconds: int, ranks: list[int]) -> Finding:
         kind="undetermined", why="unknown", root_cause=False, culprits=[], victims=ranks, confidence="low",
         summary=f"vLLM waited {seconds} s for a worker to read its broadcast in shared memory; no line tells which worker, or why",
         next_step="take stacks of the engine's workers (py-spy dump): one of them hangs, or works for long (compilation, quantization)",
+        would_raise_confidence="The line tells only that a worker did not read.",
     )  # fmt: skip

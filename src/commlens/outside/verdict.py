@@ -128,7 +128,7 @@ class _Case:
             summary=f"{ranks_and_verb(self.absent, 'has', 'have')} no {one} any more" + self._waiting_words("; "),
             explanation="Its launcher's environment says that it should run on this machine.",
             next_step=f"look at the end of {ranks_phrase(self.absent)}'s output; dmesg shows whether the kernel ended it for its memory",
-            evidence=self._stands(),
+            evidence=self._stands(), would_raise_confidence="Nobody saw how it ended.",
         )  # fmt: skip
 
     def _missing(self) -> list[Finding]:
@@ -165,7 +165,13 @@ class _Case:
             next_step=self._absence_step(doing, members[0], works=works),
             source=frame.where if frame is not None else None, source_file=f"{frame.file}:{frame.line}" if frame is not None else None,
             function=frame.function if frame is not None else None, evidence=self._stands(),
-            would_raise_confidence="Which ranks are in the group of that call cannot be seen from outside." if sure == "medium" else None,
+            would_raise_confidence="Which ranks are in the group of that call cannot be seen from outside."
+            if sure == "medium"
+            else "More ranks stand outside of calls than wait, or at several places."
+            if sure == "low"
+            else "It works, so it may still arrive."
+            if works
+            else None,
         )  # fmt: skip
 
     def _absence_step(self, doing: Activity, one: RankSample, *, works: bool) -> str:
@@ -183,6 +189,7 @@ class _Case:
             explanation="Every rank that could be read waits, so the cause may be where none could be read. "
             + unmoved(self.stuck, self.window_s),
             next_step="look again, or as root", evidence=self._stands(),
+            would_raise_confidence="The stacks that could not be read would show it.",
         )  # fmt: skip
 
     def _partly(self) -> Finding:
@@ -190,6 +197,7 @@ class _Case:
             kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=ranks_of(self.stuck), confidence="low",
             summary=f"{ranks_and_verb(ranks_of(self.moving), 'moves', 'move')} on{self._waiting_words(', while ')}",
             next_step="look again with --window 30: if the same ranks still wait, they are stuck", evidence=self._stands(),
+            would_raise_confidence="A longer look would show whether the ranks that wait move on, too.",
         )  # fmt: skip
 
     # --- words

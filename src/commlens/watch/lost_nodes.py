@@ -91,6 +91,7 @@ def _with_silent(finding: Finding, silent: Sequence[Lost]) -> Finding:
     hosts = joined(node.beat.host for node in nodes)
     return msgspec.structs.replace(
         finding, culprits=[], confidence="low",
+        would_raise_confidence="Whether the machine, the connection or only commlens's watcher is lost does not show from here.",
         summary=f"{wait}; {_names(nodes)} no longer {verb(range(len(nodes)), 'answers', 'answer')}",
         next_step=f"look at {hosts} and the network: a machine is lost, or the connection to it, or only commlens's watcher there. If its "
         "ranks still run, `commlens dump` there shows what they do",

@@ -248,6 +248,7 @@ class MismatchReporter:
         for finding in confirmed:
             if self._add(finding, shifts[0]):
                 finding.confidence = "medium"
+                finding.would_raise_confidence = "Only the source lines and the optimizer steps show it."
                 finding.evidence.append("Ops and shapes agree: only the source lines and the optimizer steps show it. It is a warning.")
                 verdicts.append(self._verdict(finding, logs))
         return verdicts
@@ -291,6 +292,7 @@ def _finding_without_records(discrepancy: Discrepancy) -> Finding:
         confidence="medium",
         summary=f"ranks disagree in {where} of {group_phrase(group)}: {answer.detail}",
         explanation="The records have been overwritten since: only their signatures are known.",
+        would_raise_confidence="Only signatures are left of the records, without lines.",
         next_step="increase box_entries, so that the source lines are still recorded when the watcher reads them",
         group=GroupRef(group.name, group.label, list(group.ranks)),
         collective=CollectiveRef("collective", number),

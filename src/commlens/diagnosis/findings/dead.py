@@ -142,6 +142,8 @@ def _death(context: Context, ranks: list[int], nodes: list[Node], moment: int, *
         evidence=[*(f"rank {rank} {views[rank].exit.text}." for rank in others), *context.aborted(peers)][:4],
         would_raise_confidence="The system's log (dmesg, the scheduler) may show how it ended; `commlens launch` records it."
         if unseen
+        else "No line tells how it ended; the records of `commlens launch` do."
+        if undecided
         else None,
     )  # fmt: skip
     context.add(finding, op, frame, blocked=len(blocked), order=(moment,))

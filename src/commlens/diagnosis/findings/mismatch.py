@@ -251,7 +251,11 @@ def _confidence(mismatch: Mismatch) -> tuple[Confidence, str | None]:
         record = "The other ranks' records, or a" if len(mismatch.key[2]) > len(mismatch.ops) and mismatch.pair is None else "A"
         return "low", f"{record} run with more steps before the fault would show which one is wrong."
     few = mismatch.answer is None and mismatch.shift is not None and mismatch.shift.matches < 2
-    return "medium" if mismatch.by_history or mismatch.by_groups or few else "high", None
+    if mismatch.by_history:
+        return "medium", "The routine decides, not a majority: a program may change its routine on purpose."
+    if mismatch.by_groups:
+        return "medium", "Other groups of the kind decide, not a majority: a program may use one group differently."
+    return ("medium", "A single collective fits the shift; more of them would make it sure.") if few else ("high", None)
 
 
 def _summary(mismatch: Mismatch, name: str, culprits: list[int], op: Collective, usual: Collective | None) -> str:

@@ -179,6 +179,8 @@ def _missing(context: Context, absence: Absence) -> None:
         more = f"Whether {ranks_phrase(waiting)} wait at all is inferred from their stacks: {COMPLETION_UNKNOWN}"
     unsure = too_long or only_issued or unknown or not (culprits or is_tie)
     confidence: Confidence = "low" if unsure else "high" if certain else "medium"
+    if confidence != "high" and more is None:
+        more = _why_unsure(absence, is_tie=is_tie, alone=alone, refused=not (culprits or is_tie))
     finding = Finding(
         kind="missing", why=doing.why, root_cause=True, culprits=culprits, victims=sorted(set(absence.blocked) - set(culprits)),
         confidence=confidence,
@@ -196,6 +198,17 @@ def _missing(context: Context, absence: Absence) -> None:
         certain=all(context.job.views[rank].exit.kind == "clean" for rank in ranks) and not unknown,
     )  # fmt: skip
     context.add(finding, extra or op, frame, blocked=len(absence.blocked))
+
+
+def _why_unsure(absence: Absence, *, is_tie: bool, alone: bool, refused: bool) -> str:
+    """Return the reason for a confidence that is not high, where nothing else limits it."""
+    if refused:
+        return "Strict verification ended their waits elsewhere first, and what they waited for is not in these records."
+    if is_tie:
+        return "A run with more steps before the fault would show which side departs from its routine."
+    if alone:
+        return f"That {ranks_phrase(absence.ranks)} are right is an assumption: most ranks finished."
+    return f"That {ranks_and_verb(absence.waiting, 'waits', 'wait')} is inferred: an op is in flight, but no thread was seen in a wait."
 
 
 def _unmatched_line(context: Context, absence: Absence) -> Collective | None:
@@ -317,6 +330,11 @@ def _waiting(context: Context, absence: Absence, blocked: int) -> None:
         ),
         next_step=f"wait; if {subject} should not take this long, look at {frame_phrase(doing.frame)}" if doing.frame else "wait",
         evidence=_signs(absence),
+        would_raise_confidence="Nothing shows work or a fault: it may wait for a disk or a server."
+        if doing.unclear
+        else None
+        if doing.observed
+        else "It was not watched for long enough to see that it moves.",
     )  # fmt: skip
     context.add(finding, op, doing.frame, blocked=blocked)
 
@@ -461,7 +479,7 @@ def _unrecorded(
     subject, they_wait = ranks_phrase(ranks), context.waits(edges, "waits", "wait")
     strangers = [context.job.strangers[rank] for rank in ranks if rank in context.job.strangers]
     confidence: Confidence = "medium" if dead else "low"
-    why, more = prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), None
+    why, more = prose(context.waiting(edges), context.waiting_behind(waiting, blocked)), f"What {subject} did last is not recorded."
     if strangers:
         pids = joined([f"pid {log.pid}" for log in strangers[:8]])
         runs = verb(ranks, "runs on this node but is", "run on this node but are")

@@ -80,6 +80,11 @@ def _differ(context: Context, about: About, claims: Mapping[int, Claim], blocked
             f"{capital(ranks_phrase(raised))} raised its error{f' at {where}' if where else ''}.",
             "" if global_ranks else "The numbers in the texts are those of a smaller group's ranks.",
         ),
+        would_raise_confidence=None
+        if culprits and len(told) == context.job.size
+        else f"The texts tell what {ranks_phrase(told)} did, not the others."
+        if culprits
+        else "The texts do not tell which side is wrong.",
         next_step=steps.get(about, f"find the branch in which {subject} {verb(culprits or raised, 'comes', 'come')} to another collective"),
         evidence=_texts(context, raised),
     )  # fmt: skip
@@ -100,7 +105,7 @@ def _failed(context: Context, claims: Mapping[int, Claim], blocked: list[int]) -
         summary=f"{subject} failed in a distributed checkpoint{f' at {where}' if where else ''}{f': {error}' if error else ''}",
         explanation=f"{capital(ranks_and_verb(others, 'raises', 'raise'))} its error: a checkpoint fails on all ranks." if others else "",
         next_step=f"look at the files of the checkpoint that {subject} {verb(culprits, 'reads or writes', 'read or write')}",
-        evidence=_texts(context, raised),
+        evidence=_texts(context, raised), would_raise_confidence=None if culprits else "The texts do not name one rank of the whole job.",
     )  # fmt: skip
 
 

@@ -102,6 +102,7 @@ def _went_on_without(context: Context, ops: dict[int, Collective], others: list[
         ),
         next_step=f"find the branch that leads {ranks_phrase(others)} past {where}",
         evidence=[_RULE] + [UNDECIDED] * (not odd),
+        would_raise_confidence=None if odd else "As many ranks called it as did not: the program tells which is meant.",
     )  # fmt: skip
     context.add(finding, op, later.source if odd == others else op.source, blocked=len(context.job.views), order=(0,))
 
@@ -142,6 +143,7 @@ def _disagree(context: Context, ops: dict[int, Collective], sides: list[list[int
         next_step=f"compare {frame_phrase(odd.source) or name} on {ranks_phrase(sides[1])} with {frame_phrase(usual.source) or name} on "
         f"{ranks_phrase(sides[0])}",
         evidence=["No side has a majority, so the ranks at fault cannot be determined."] * is_tie + [_RULE] * (usual.op == "new_group"),
+        would_raise_confidence="No side has a majority: the program tells which is meant." if is_tie else None,
     )  # fmt: skip
     context.add(finding, odd, odd.source, blocked=len(context.job.views), order=(0,))
     for rank in held[:8]:
@@ -256,6 +258,7 @@ def find_ended(context: Context) -> None:
         kind="dead", why="killed", root_cause=True, culprits=[], victims=stopped, confidence="medium",
         summary=f"the job was ended from outside: {_ended_like(views, stopped)}",
         explanation=prose(f"{context.name(first)} {text}; {context.last(first)}.", outside_cause(signal)), next_step=outside_step(signal),
+        would_raise_confidence="The signal is known, its sender is not.",
     )  # fmt: skip
     context.add(finding, views[first].last_op, None)
 
@@ -297,6 +300,7 @@ def _ended_early(context: Context, ended: list[int], teller: RankView, victims: 
         explanation=prose(*(f"{context.name(rank)} {context.job.views[rank].exit.text}; {context.last(rank)}." for rank in known[:2])),
         next_step=f"look at the end of the output of {ranks_phrase(ended)}",
         evidence=[f"rank {rank} {context.job.views[rank].exit.text}." for rank in victims[:4]],
+        would_raise_confidence="Only the refusals tell it: nobody saw how it ended.",
     )  # fmt: skip
 
 

@@ -149,6 +149,7 @@ def _still_moving(context: Context, meeting: Meeting, busy: list[int]) -> Findin
         kind="waiting", why="in-collective", root_cause=False, culprits=[], victims=meeting.blocked, confidence="medium",
         summary=f"{ranks} are in {meeting.name}, which still moves data, {duration(context.longest_wait(meeting.waiting))} so far",
         explanation=context.waiting(meeting.edges), next_step="wait", evidence=[f"{ranks_and_verb(busy, 'uses', 'use')} CPU inside it."],
+        would_raise_confidence="CPU time shows work, not that it ends.",
     )  # fmt: skip
 
 
@@ -176,6 +177,7 @@ def _never_started(context: Context, meeting: Meeting, ranks: list[int]) -> Find
         summary=f"{ranks_phrase(ranks)} enqueued {meeting.name}, but {device} not started it"
         + (f"; {ranks_and_verb(started, 'has started it and waits', 'have started it and wait')}" if started else ""),
         explanation=_explanation(context, meeting), next_step=not_started_step(meeting.op, ranks), evidence=_errors(meeting),
+        would_raise_confidence="What the device does before it is not recorded.",
     )  # fmt: skip
 
 
