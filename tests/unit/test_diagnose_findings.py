@@ -26,6 +26,7 @@ def judge(logs: list[RankLog], **options: object) -> Verdict:
     """Diagnose; hold the result to the schema, the terminal, and the order of the logs."""
     verdict = diagnose_logs(logs, **options)
     jsonschema.validate(msgspec.json.decode(verdict.to_json()), SCHEMA)
+    assert all(finding.confidence == "high" or finding.would_raise_confidence for finding in verdict.findings), "no reason is given"
     shuffled = list(logs)
     random.Random(3).shuffle(shuffled)
     assert diagnose_logs(shuffled, **options) == verdict
@@ -944,6 +945,53 @@ def test_two_threads_that_race_on_a_group(size: int, on_all: bool) -> None:
     if on_all:
         assert "all_gather at train.py:70 log and, in the main thread, all_reduce at train.py:20 step" in verdict.summary
         assert "from one thread" in verdict.next_step
+
+
+@pytest.mark.parametrize("first", ["send", "recv"])
+def test_a_message_that_the_other_side_issues_only_after_a_collective(first: str) -> None:
+    """Five messages of one side in front of a collective, four of the other: no rank is to blame, but the fifth is named."""
+    mine, theirs = (send, recv) if first == "send" else (recv, send)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        make = mine if rank == 0 else theirs
+        for _ in range(5 if rank == 0 else 4):
+            yield make(job.world, 1 - rank, line=8)
+        yield all_reduce(job.world, 1, line=25)
+
+    job = Job(2).run(program)
+    if first == "send":  # gloo's sends of small tensors do not wait, those of large ones do
+        job = Job(2)
+
+        def blocked(job: Job, rank: int) -> Iterator[object]:
+            yield from program(job, rank) if rank else [send(job.world, 1, line=8) for _ in range(5)]
+            yield Stay(8, "exchange")
+
+        job.run(blocked)
+        last = job.ranks[0].log.collectives[-1]
+        last.state, last.done_ns, last.wait_ended_ns = State.ISSUED, 0, 0
+        last.wait_began_ns, last.wait_thread = last.announced_ns, last.issue_thread
+    verdict = judge(job.logs())
+    assert (verdict.kind, verdict.culprits) == ("cycle", [])
+    lacks = "receives" if first == "send" else "sends"
+    assert f"which rank 1 {lacks} only after all_reduce #1 of the default group [0-1]" in verdict.summary
+    assert any(text.startswith(f"Rank 0 issued 5 {first.replace('recv', 'receive')}s") for text in verdict.findings[0].evidence)
+    assert "before all_reduce at train.py:25" in verdict.next_step
+
+
+def test_two_sides_are_told_with_their_call_paths() -> None:
+    """The innermost lines are the model's: where the ranks part is further out."""
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        yield all_reduce(job.world, 4, line=20)
+        main, generate = ((Frame("/home/me/train.py", line, name),) for line, name in ((60 + rank, "main"), (45, "generate")))
+        inner = {"line": 31, "function": "forward"}
+        yield collective("all_gather", job.world, 8 + rank, callers=generate + main if rank == 0 else main, **inner)  # type: ignore[arg-type]
+
+    verdict = judge(Job(2).run(program).logs())
+    assert verdict.culprits == []
+    assert "at train.py:60 main -> train.py:45 generate -> train.py:31 forward" in verdict.explanation
+    assert "at train.py:61 main -> train.py:31 forward" in verdict.explanation
+    assert "called at train.py:60 main" in verdict.next_step
 
 
 @pytest.mark.parametrize(("size", "savers"), [(2, [0]), (3, [0]), (4, [0]), (4, [0, 1, 3])])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from commlens.diagnosis.findings.context import Context, prose
-from commlens.diagnosis.findings.next_steps import cycle_step, receives_step
+from commlens.diagnosis.findings.next_steps import cycle_step, receives_step, unmet_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, kinds_phrase, separation, tie_step
 from commlens.diagnosis.out_of_step import keeps_routine
 from commlens.diagnosis.peer_order import find_reordered
@@ -13,7 +13,7 @@ from commlens.diagnosis.routine import expected_next, leaves_routine_at
 from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
-from commlens.text import capital, duration, group_phrase, joined, op_phrase, ranks_phrase, verb
+from commlens.text import capital, count, duration, frame_phrase, group_phrase, joined, op_phrase, ranks_phrase, verb
 
 _DEPARTURES_MAX = 1024  # ranks whose routines are looked at for one finding
 How = Literal["history", "order", "tie"]
@@ -130,7 +130,52 @@ def _cycle(context: Context, path: Path, waits: list[Node]) -> None:
     firsts = [ops[side[0]] for side in sides]
     finding.next_step = receives_step(ranks, firsts) if all(op.op == "recv" for op in ops.values()) else tie_step(firsts)
     finding.evidence.insert(0, UNDECIDED)
+    unmet = _unmet_message(context, path)
+    if unmet is not None:
+        finding.summary, finding.next_step = _unmet_summary(unmet), unmet_step(unmet.op, unmet.rank, unmet.stands_in)
+        finding.evidence.insert(0, f"{_counts(unmet)}.")
     context.add(finding, path[0][2].op, None, blocked=len({*blocked, *ranks}))
+
+
+class Unmet(NamedTuple):
+    """A message of a cycle whose other side is not issued: its rank waits in a collective first, for the rank of the message."""
+
+    rank: int  # that waits for the message
+    op: Collective
+    issued: int  # messages of the other side to match, of which none is left
+    stands_in: Collective  # where the other side waits
+
+
+def _unmet_message(context: Context, path: Path) -> Unmet | None:
+    """Return the first message of a cycle that the other side has not issued; None without complete records."""
+    for node, target, edge in path:
+        op, other = edge.op, context.job.views[target.rank]
+        if not op.is_point_to_point or op.peer != target.rank or op.tag or not context.job.knows.completed_ops or other.wrapped:
+            continue
+        back = "recv" if op.op == "send" else "send"
+        issued = len(other.pairs.get((op.channel.key, node.rank, back), []))
+        stands_in = context.graph.blocks[target].op
+        unsorted = (op.channel.key, -1, "recv") in other.pairs  # a receive from any rank may have met it
+        if issued < op.sequence_number and not unsorted and not context.job.views[node.rank].wrapped and not stands_in.is_point_to_point:
+            return Unmet(node.rank, op, issued, stands_in)
+    return None
+
+
+def _unmet_summary(unmet: Unmet) -> str:
+    op, peer = unmet.op, unmet.op.peer
+    lacks = "receives" if op.op == "send" else "sends"
+    return (
+        f"rank {unmet.rank} waits in {op_phrase(op)}, which rank {peer} {lacks} only after {op_phrase(unmet.stands_in)}, if at all; "
+        f"rank {peer} waits there for rank {unmet.rank}"
+    )
+
+
+def _counts(unmet: Unmet) -> str:
+    op, peer = unmet.op, unmet.op.peer
+    did, other = ("send", "receive") if op.op == "send" else ("receive", "send")
+    before = f"before {unmet.stands_in.op} at {frame_phrase(unmet.stands_in.source)}" if unmet.stands_in.source else "before it waited"
+    one = f"Rank {unmet.rank} issued {count(op.sequence_number, did)} {'to' if did == 'send' else 'from'} rank {peer} up to then"
+    return f"{one}, rank {peer} {count(unmet.issued, other)} {'to' if other == 'send' else 'from'} rank {unmet.rank} {before}"
 
 
 def _summary(ranks: list[int], departures: Departures, how: How) -> str:

@@ -164,6 +164,15 @@ def receives_step(ranks: Sequence[int], ops: Sequence[Collective]) -> str:
     return f"make one of {ranks_phrase(ranks)} send before it receives{f': all of them receive, at {lines}' if lines else ''}"
 
 
+def unmet_step(op: Collective, rank: int, stands_in: Collective) -> str:
+    """Recommend a step for a message whose other side comes only after a collective that its rank has not reached."""
+    before = f"{stands_in.op}{f' at {frame_phrase(stands_in.source)}' if stands_in.source is not None else ''}"
+    line = f" at {frame_phrase(op.source)}" if op.source is not None else ""
+    if op.op == "send":
+        return f"receive it on rank {op.peer} before {before}, or send it on rank {rank} after that: compare the numbers of messages{line}"
+    return f"send it on rank {op.peer} before {before}, or receive it on rank {rank} after that: compare the numbers of messages{line}"
+
+
 def outside_cause(signal: str) -> str:
     """Tell the usual reason for a signal that ended a whole job; empty if it has no usual one."""
     causes = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from commlens.diagnosis.call_paths import Path, parted
 from commlens.diagnosis.findings.context import Context
-from commlens.model.collective import Collective
+from commlens.model.collective import Collective, Stack
 from commlens.text import args_phrase, capital, frame_phrase, group_label, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase
 
 _SHOWN = 4  # sides
@@ -35,9 +36,11 @@ def kind_phrase(op: Collective) -> str:
 def describe_sides(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> str:
     """``"Ranks 0-3 issue all_reduce of the default group at train.py:20 step (float32[4] SUM); ranks 4-7 issue ..."``.
 
-    A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ are told apart.
+    A sentence about several ranks holds for each: ranks of a side whose lines or arguments differ are told apart. Of two sides, the
+    call paths are told from where they part.
     """
-    told = [said for ranks in sides for said in told_apart(ranks, lambda rank: _at_line(ops[rank]))]
+    paths = _paths(sides, ops)
+    told = [said for ranks in sides for said in told_apart(ranks, lambda rank: _at_line(ops[rank], paths.get(ops[rank].stack)))]
     parts = []
     for ranks, where in told[:_SHOWN]:
         parts.append(f"{ranks_and_verb(ranks, 'issues', 'issue')} {kinds_phrase([ops[rank] for rank in ranks])}{where}")
@@ -65,14 +68,27 @@ def kinds_phrase(ops: Sequence[Collective]) -> str:
     return f"{ops[0].op} of their groups {joined(names[:_SHOWN])}" + (f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN))
 
 
-def _at_line(op: Collective) -> str:
-    args, line = args_phrase(op), frame_phrase(op.source)
+def _paths(sides: Sequence[Sequence[int]], ops: Mapping[int, Collective]) -> dict[Stack, Path]:
+    """Return the call paths of two sides, from where they part, by the stacks of their first ranks; nothing if they do not part."""
+    if len(sides) != 2:
+        return {}
+    first, second = (ops[min(ranks)].stack for ranks in sides)
+    paths = parted(first, second)
+    return dict(zip((first, second), paths, strict=True)) if paths is not None else {}
+
+
+def _at_line(op: Collective, path: Path | None) -> str:
+    args, line = args_phrase(op), path.phrase if path is not None else frame_phrase(op.source)
     return f"{f' at {line}' if line else ''}{f' ({args})' if args else ''}"
 
 
 def tie_step(ops: Sequence[Collective]) -> str:
     """Recommend a step for sides that disagree, with an op of each."""
     lines = list(dict.fromkeys(frame_phrase(op.source) for op in ops if op.source is not None))
+    paths = parted(ops[0].stack, ops[1].stack) if len(ops) == 2 else None
+    if paths is not None and all(path.place for path in paths) and any(path.with_caller != path.place for path in paths):
+        here, there = (path.with_caller for path in paths)
+        return f"find out why one side comes to {here}, and the other to {there}: compare their configuration, versions and data"
     if len(lines) > 1:
         return f"compare {joined(lines[:3])}, and the configuration, versions and data that lead the sides there"
     if len(ops) == 1:
