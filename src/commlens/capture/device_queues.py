@@ -3,7 +3,7 @@
 The host runs ahead of the device, so the return of a call says nothing, and no Work is held: it would keep tensors alive, and polling
 it queries an event, which breaks the capture of a CUDA graph. torch's own recorder knows how far each backend is. It is asked only when
 a group has issued nothing for seconds while something of it may be in flight, and rarely while the group is busy: then the answer tells
-what has completed, and no more, because what is in flight now may complete long before the next answer.
+what has completed, and of the rest only what has long been in flight, because it may complete long before the next answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from commlens.tap.token import Token
 
 QUIET_NS = 2_000_000_000
 ASK_AGAIN_NS = 1_000_000_000
-ASK_WHILE_BUSY_NS = 10_000_000_000
+ASK_WHILE_BUSY_NS = 30_000_000_000
 LONGEST_QUERY_S = 1.0
 _MESSAGES_AT_ONCE = 512
 _ADDED_MAX = 16_384  # between two looks of the watchdog thread; the native engine has the same limit
@@ -98,7 +98,7 @@ class DeviceQueues:
         self._added: collections.deque[Token] = collections.deque(maxlen=_ADDED_MAX)
         self._queues: dict[Channel, Queue] = {}
         self._messages: collections.deque[Token] = collections.deque()
-        self._asked_ns = 0
+        self._asked_ns = time.monotonic_ns()  # not while a job makes its groups: torch's status is read without its lock
         self._asked_of: dict[Channel, int] = {}  # when asked on a system where a stall may be asked about only once: newest_ns
         self._capturing = False  # a CUDA graph is being captured: nothing may query the device
         self._querying = threading.Lock()
@@ -188,7 +188,8 @@ class DeviceQueues:
             self._complete(queue.tokens.popleft(), now)
         if queue.dropped is not None:
             queue.dropped.waiting = queue.dropped.backend_number > status.completed
-        if not queue.is_quiet(now):
+        is_stuck = bool(queue.tokens) and now - queue.tokens[0].since >= ASK_WHILE_BUSY_NS
+        if not (queue.is_quiet(now) or is_stuck):
             return
         for token in queue.tokens:
             if token.backend_number > status.enqueued:
