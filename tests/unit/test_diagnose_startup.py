@@ -333,3 +333,20 @@ def test_ranks_that_were_never_started() -> None:
 def test_no_gpu_tools_for_a_call_that_makes_groups() -> None:
     found = verdict(*(rank(number, init()) for number in range(WORLD)))
     assert found.kind == "stuck-inside" and "nvidia" not in found.next_step
+
+
+def test_ranks_that_exist_twice() -> None:
+    """Whatever the processes of such a job do to each other is a consequence, also where one of them ended."""
+    for log in (logs := [rank(number, init()) for number in range(WORLD)])[:2]:
+        log.twins = [(2000 + log.rank, 1000), (2010 + log.rank, 1001)]
+    logs[3].observation = Observation(End.KILLED, signal="SIGABRT")
+    found = verdict(*logs)
+    assert (found.kind, found.culprits, found.confidence) == ("mismatch/group", [], "high")
+    assert found.summary.startswith("ranks 0-1 exist twice: the launcher starts ranks")
+    assert "ank 0: pid 2000, started by pid 1000, pid 2010, started by pid 1001" in found.explanation
+    assert found.next_step.startswith("start train.py without the launcher")
+    assert [finding.root_cause for finding in found.findings[1:]] == [False] * (len(found.findings) - 1)
+    for log in (logs := [rank(number, init(), inside=False, issued="") for number in range(WORLD)]):
+        log.twins = [(2000 + log.rank, 1000), (2010 + log.rank, 1001)]
+        log.observation, log.closed = Observation(End.CLEAN), True
+    assert verdict(*logs).kind == "healthy", "they met one after the other"

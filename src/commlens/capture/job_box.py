@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from commlens import config
-from commlens.blackbox import job_dirs
+from commlens.blackbox import job_dirs, rank_claims
 from commlens.capture import rank_environment
 from commlens.capture.rank_environment import Place
 from commlens.text import INLINE_CODE
@@ -52,6 +52,33 @@ def folder_of(settings: config.Settings, place: Place, *, early: bool) -> str | 
         if parent.setup:
             return None
     return settings.job or job_dirs.job_identity(os.environ, place.meeting)
+
+
+def twin_of(settings: config.Settings, place: Place) -> str:
+    """Say that another process has this one's rank; empty if none does.
+
+    A script that spawns its ranks may be started by a launcher as well. Then each of the launcher's workers spawns all ranks. They may
+    come at the same moment, so each notes its claim before it looks for others. Processes that are no children of ranks note nothing.
+    """
+    box = _box_of_ancestor(settings)
+    parent = job_dirs.owner(box) if box is not None else None
+    if box is None or parent is None or place.rank < 0 or not place.meeting:
+        return ""
+    mine = rank_claims.claim_rank(box.parent, place.rank, place.meeting, place.world_size, parent.pid)
+    ranks = {job_dirs.box_pid(one): job_dirs.box_rank(one) for one in job_dirs.boxes(box.parent)}
+    for other in rank_claims.twins(box.parent).get(place.rank, []):
+        if (
+            other.group == mine.group
+            and other.started_by != mine.started_by
+            and not job_dirs.process_has_ended(other.pid, other.start_ticks)
+        ):
+            started = [f"process {one.pid}, which rank {ranks.get(one.started_by)} (pid {one.started_by}) started" for one in (mine, other)]
+            script = Path(sys.argv[0]).name if sys.argv[0] not in ("", "-c") else "the script"
+            return (
+                f"rank {place.rank} exists twice: {started[0]}, and {started[1]}. The launcher starts ranks, and so does {script}: "
+                f"start {script} without the launcher"
+            )
+    return ""
 
 
 def make_box(

@@ -191,11 +191,19 @@ class Session:
 
     def before_init(self, place: Place) -> After:
         """``init_process_group`` was called."""
+        if not place.is_pretended:
+            self._warn_of_twin(place)
         self.begin(place)
         if not self.is_recording:
             return None
         self.setups.init_began(place.world_size, place.backend, place.meeting or None)
         return self._after_init
+
+    def _warn_of_twin(self, place: Place) -> None:
+        from commlens.capture import job_box
+
+        if twin := safely(job_box.twin_of, self.settings, place):
+            log.warning("commlens: %s.", twin)
 
     def _after_init(self, raised: bool, _: Any) -> None:
         self.setups.init_ended(raised)

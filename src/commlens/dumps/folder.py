@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.blackbox import board, refusal_log
+from commlens.blackbox import board, rank_claims, refusal_log
 from commlens.blackbox.reader import reason
 from commlens.dumps.detect import (
     BLACK_BOX,
@@ -172,4 +172,6 @@ def _is_own(folder: int, name: str) -> bool:
             return detect_kind(head) is kind or (kind is BLACK_BOX and not any(head))  # all zero: its process died creating it
     if _BOARD_NAME.fullmatch(name):
         return head[:8] == board.MAGIC.to_bytes(8, "little") or not any(head)
+    if rank_claims.NAME.fullmatch(name):
+        return not head
     return bool(_TEMPORARY_NAME.fullmatch(name)) or (name in _JOB_FILES and not head) or name == refusal_log.NAME

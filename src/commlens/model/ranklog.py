@@ -78,6 +78,7 @@ class RankLog(msgspec.Struct):
     launcher: str = ""  # "torchrun", "srun", "mpirun"; empty if its environment shows none
     size_in_environment: int | None = None  # WORLD_SIZE, 0 if it is not set; None: not recorded
     collectives: list[Collective] = []  # oldest first, by index; a wrapped ring buffer starts late
+    twins: list[tuple[int, int]] = []  # processes that have this rank: the pid, and that of the launcher's rank which started it
     unrecorded: str = ""  # why the process keeps no black box although it has loaded torch, and what to do, in a clause
     setups: list[Collective] = []  # calls that make process groups, oldest first; their arguments are the group and the label in "module"
     store_wait: Collective | None = None  # the present wait for a key in the job's store; its group's name is the key

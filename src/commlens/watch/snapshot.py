@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from commlens.blackbox import rank_claims
 from commlens.errors import FormatError
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes.observer import Observer, Pulse
@@ -58,7 +59,17 @@ def read_logs(members: list[Member], observations: dict[int, Observation], *, ne
             log = log_without_records(member, joined=joined)
         log.observation = observations.get(member.pid, Observation())
         logs.append(log)
+    _add_twins(logs, {member.box.path.parent for member in members if member.box is not None})
     return one_run(logs), problems
+
+
+def _add_twins(logs: Sequence[RankLog], folders: Iterable[Path]) -> None:
+    """Add the processes that have a rank, where there are several."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            twins = rank_claims.twins(folder)
+            for log in logs if twins else ():
+                log.twins = [(claim.pid, claim.started_by) for claim in twins.get(log.rank, [])] or log.twins
 
 
 def have_joined(members: Sequence[Member]) -> bool:

@@ -11,6 +11,7 @@ from commlens.diagnosis.findings.missing import find_missing, find_unrecorded
 from commlens.diagnosis.findings.named import find_named
 from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer, find_motionless, find_setup_mismatch
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside, find_undecided, may_be_running
+from commlens.diagnosis.findings.twins import find_twins
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
 from commlens.diagnosis.index import JobIndex
 from commlens.diagnosis.wait_graph import Graph
@@ -57,6 +58,7 @@ def find_all(job: JobIndex, mismatches: list[Mismatch], graph: Graph) -> list[Fi
 
         find_stragglers(context)
     _demote_consequences(context.cases)
+    find_twins(context)
     _demote_ended_victims(context)
     context.cases.sort(key=_weight)
     _add_refusals(context)
