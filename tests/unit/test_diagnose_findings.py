@@ -1025,6 +1025,26 @@ def test_one_more_round_of_the_same_lines_has_no_line_of_its_own() -> None:
     assert "alone issued" not in verdict.summary and verdict.source == "train.py:14"
 
 
+def test_a_thread_of_the_backward_pass_is_no_race() -> None:
+    """On a device, hooks run in the threads of the autograd engine, for which the main thread waits: rank 1 skipped its backward pass."""
+    hook = (Frame("/env/lib/torch/distributed/fsdp/_param_group.py", 600, "post_backward", FrameKind.TORCH),)
+
+    def program(job: Job, rank: int) -> Iterator[object]:
+        for i in range(6):
+            yield collective("all_gather", job.world, 8, line=20)
+            if (rank, i) != (1, 5):
+                yield collective("reduce_scatter", job.world, 8, line=21, thread=7777)
+        yield collective("all_gather", job.world, 8, line=40, function="evaluate")
+
+    job = Job(3).run(program)
+    for one in job.ranks:
+        for op in one.log.collectives:
+            if op.issue_thread == 7777:
+                op.stack = hook
+    verdict = judge(job.logs())
+    assert (verdict.kind, verdict.culprits) == ("mismatch/op", [1]) and "two threads" not in verdict.summary
+
+
 def test_what_is_said_of_several_ranks_holds_for_each() -> None:
     """The sides of a cycle are in groups of the same kind, which have numbers for names."""
 
@@ -1058,37 +1078,44 @@ def test_culprits_that_differ_are_told_apart() -> None:
         assert f"ank {rank} issued all_reduce float32[4] SUM at train.py:{20 + rank}" in verdict.explanation
 
 
+@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("size", "first"), [(2, [0]), (3, [0, 2]), (3, [1]), (4, [0, 1])])
-def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[int]) -> None:
-    """The thread has no line of the user. On the ranks ``first`` it comes first, on the others the main thread does."""
+def test_a_checkpoints_thread_on_the_main_threads_group(size: int, first: list[int], late: bool) -> None:
+    """The thread has no line of the user. On the ranks ``first`` it comes first, on the others the main thread does.
+
+    Args:
+        size: number of ranks.
+        first: ranks.
+        late: on the others, the thread has not come yet.
+    """
     library = "/env/lib/python3.11/site-packages/torch/distributed/"
-    stack = tuple(
-        Frame(library + file, line, function, FrameKind.TORCH)
-        for file, line, function in [
-            ("distributed_c10d.py", 3631, "gather_object"),
-            ("checkpoint/utils.py", 135, "gather_object"),
-            ("checkpoint/state_dict_saver.py", 196, "save"),
-            ("checkpoint/_async_thread_executor.py", 30, "save_wrapper"),
-        ]
-    )
+    files = [
+        ("distributed_c10d.py", 3631, "gather_object"),
+        ("checkpoint/utils.py", 135, "gather_object"),
+        ("checkpoint/state_dict_saver.py", 196, "save"),
+        ("checkpoint/_async_thread_executor.py", 30, "save_wrapper"),
+    ]
+    frames = [Frame(library + file, line, function, FrameKind.TORCH) for file, line, function in files]
+    stack = (*frames, Frame("/usr/lib/python3.11/threading.py", 975, "run", FrameKind.PYTHON))
 
     def program(job: Job, rank: int) -> Iterator[object]:
         for _ in range(3):
             yield all_reduce(job.world, 4, line=20)
         saved = collective("all_gather", job.world, 1, line=1, dtype="int64", is_async=True, handle="saved", thread=7777)
         trained = collective("all_gather", job.world, 100, line=27, is_async=True, handle="trained")
-        yield from [saved, trained] if rank in first else [trained, saved]
+        yield from [saved, trained] if rank in first else [trained] if late else [trained, saved]
         yield Stay(27, "main")
 
     job = Job(size).run(program)
     for one in job.ranks:
-        for op in one.log.collectives[-2:]:
+        for op in one.log.collectives[3:]:
             op.wait_began_ns, op.wait_thread = op.announced_ns, op.issue_thread
             if op.issue_thread == 7777:
                 op.stack = stack
     verdict = judge(job.logs())
-    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [], "high")
-    assert verdict.summary.startswith(f"two threads use the default group [0-{size - 1}] without an order between them, on every rank: ")
+    assert (verdict.kind, verdict.culprits, verdict.confidence) == ("mismatch/shape", [], "medium" if late else "high")
+    every = "" if late else ", on every rank"
+    assert verdict.summary.startswith(f"two threads use the default group [0-{size - 1}] without an order between them{every}: ")
     assert "torch/distributed/checkpoint/state_dict_saver.py:196 save (a checkpoint)" in verdict.summary
     assert "train.py:27" in verdict.summary and "branch" not in verdict.next_step
     assert verdict.next_step.startswith("give the checkpoint a group of its own")

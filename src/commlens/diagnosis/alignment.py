@@ -28,11 +28,11 @@ _TokensOf = Callable[[Sequence[Collective]], list[Hashable]]
 
 
 class Race(NamedTuple):
-    """Two collectives of one group that two threads of a rank had in flight at once."""
+    """Two collectives of one group that two threads issue in any order."""
 
     other: Collective  # issued by a thread beside the main one
     main: Collective
-    ranks: tuple[int, ...]  # on which such a pair was seen
+    ranks: tuple[int, ...]  # that had collectives of both threads in flight at once
 
 
 @dataclass
@@ -225,24 +225,26 @@ def _racing(job: JobIndex, key: ChannelKey, number: int, met: Mapping[int, Colle
     """Return two collectives that two threads had in flight at once, if nothing orders the threads of the ranks that disagree.
 
     Either ranks of both sides had the same two in flight at once. Or what differs is the thread that came first: on one side the main
-    thread, on the other side a second one, which most of the ranks run and which was seen beside the main thread on one of them.
+    thread, on the other side a library's thread, or one that at least half of the ranks run and that was seen beside the main thread.
     """
     sides = [[rank for rank in party.ranks[:_RANKS_OF_A_SIDE] if rank in job.views] for party in answer.parties[:2]]
     seen = {rank: dict(_overlaps(job.views[rank], key, number)) for side in sides for rank in side}
     on = tuple(sorted(rank for rank, pairs in seen.items() if pairs))
-    if not on:
-        return None
     places = [set().union(*(seen[rank] for rank in side)) for side in sides]
     both = next((lines for rank in on for lines in seen[rank] if all(lines in of_side for of_side in places)), None)
     if both is not None:
         return Race(*next(pairs[both] for pairs in seen.values() if both in pairs), on)
     first = {rank: met[rank] for rank in seen if rank in met}
-    ahead = {_place(op) for rank, op in first.items() if op.issue_thread != job.views[rank].main_thread}
-    if not ahead or all(op.issue_thread != job.views[rank].main_thread for rank, op in first.items()):
+    beside = [op for rank, op in first.items() if op.issue_thread != job.views[rank].main_thread]
+    main = [op for rank, op in first.items() if op.issue_thread == job.views[rank].main_thread]
+    if not (beside and main):
         return None
+    if not any(op.call_lines for op in beside) and all(map(_in_own_thread, beside)):  # a library's runs on all ranks, perhaps later
+        return Race(beside[0], main[0], on)
+    ahead = {_place(op) for op in beside}
     running = [rank for rank in seen if not ahead.isdisjoint(_beside_main(job.views[rank], key, number))]
-    pairs = [pair for rank in on for pair in seen[rank].values() if _place(pair[0]) in ahead]
-    return Race(*pairs[-1], on) if pairs and len(running) * 2 > len(seen) else None
+    overlapped = any(_place(pair[0]) in ahead for rank in on for pair in seen[rank].values())
+    return Race(beside[0], main[0], on) if overlapped and len(running) * 2 >= len(seen) else None
 
 
 def _near(view: RankView, key: ChannelKey, number: int) -> list[Collective]:
@@ -264,10 +266,21 @@ def _beside_main(view: RankView, key: ChannelKey, number: int) -> set[Hashable]:
 def _overlaps(view: RankView, key: ChannelKey, number: int) -> Iterator[tuple[Hashable, tuple[Collective, Collective]]]:
     """Yield the collectives near a number that two Python threads of a rank had in flight at the same time, and their places."""
     for own, other in combinations(_near(view, key, number), 2):
-        end = own.wait_ended_ns if own.wait_began_ns and own.wait_thread == own.issue_thread else own.returned_ns
-        if own.issue_thread != other.issue_thread and (not end or other.announced_ns < end):
+        if own.issue_thread != other.issue_thread and _is_inside(own, other.announced_ns):
             pair = (other, own) if own.issue_thread == view.main_thread else (own, other)
             yield frozenset((_place(own), _place(other))), pair
+
+
+def _is_inside(op: Collective, at_ns: int) -> bool:
+    """Return whether the thread that issued a collective was inside its call, or inside the wait for it, at a time."""
+    spans = [(op.announced_ns, op.returned_ns)]
+    spans += [(op.wait_began_ns, op.wait_ended_ns)] if op.wait_began_ns and op.wait_thread == op.issue_thread else []
+    return any(began <= at_ns and (not ended or at_ns < ended) for began, ended in spans)
+
+
+def _in_own_thread(op: Collective) -> bool:
+    """Return whether a thread that Python started issued a collective. Those of the backward pass are ordered by the main thread."""
+    return any(frame.file.endswith(("/threading.py", "/concurrent/futures/thread.py")) for frame in op.stack)
 
 
 def _departure(job: JobIndex, mismatch: Mismatch, answer: Disagree) -> Departure:

@@ -102,7 +102,7 @@ def _race(context: Context, mismatch: Mismatch, race: Race) -> Finding:
         f"{main} come in any order",
         explanation=prose(
             f"The ranks disagree in #{mismatch.number}{detail}.",
-            f"{capital(ranks_phrase(race.ranks))} had collectives of both threads in flight at once.",
+            f"{capital(ranks_phrase(race.ranks))} had collectives of both threads in flight at once." if race.ranks else "",
             "Which thread comes first changes from run to run, so no rank is at fault.",
             *_aborted_by_it(context, mismatch),
         ),
