@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -13,7 +14,8 @@ pytest.importorskip("torch")
 from commlens.capture import device_queues, torch_progress
 from commlens.capture.device_queues import DeviceQueues
 
-LATER_NS = 10 * device_queues.QUIET_NS
+NOW_NS = time.monotonic_ns()
+LATER_NS = NOW_NS + 3600 * 10**9
 
 
 class Channel:
@@ -28,7 +30,7 @@ def queues_with_one_in_flight(monkeypatch: pytest.MonkeyPatch) -> DeviceQueues:
     monkeypatch.setattr(torch_progress, "statuses", lambda: {"0": torch_progress.Status(1, -1, -1)})
     channel = Channel()
     token: Any = SimpleNamespace(
-        args=SimpleNamespace(channel=channel, op="all_reduce"), result=None, backend_number=1, since=1, waiting=False, known_how=0,
+        args=SimpleNamespace(channel=channel, op="all_reduce"), result=None, backend_number=1, since=NOW_NS, waiting=False, known_how=0,
         offset=0, index=1,
     )  # fmt: skip
     queues = DeviceQueues(lambda *_: None, lambda *_: None, lambda *_: None, lambda: 1, 100)
@@ -76,5 +78,29 @@ def test_nothing_is_queried_during_a_capture(monkeypatch):
     queues.look(LATER_NS)
     assert not queried
     queues.capture_ends()
-    queues.look(2 * LATER_NS)
+    queues.look(LATER_NS + 10**10)
     assert queried == [1]
+
+
+def asked(queues: DeviceQueues, monkeypatch: pytest.MonkeyPatch, at_s: float) -> bool:
+    """Whether torch's recorder is asked in a look so many seconds after the collective was issued."""
+    found: list[int] = []
+    monkeypatch.setattr(torch_progress, "statuses", lambda: found.append(1) or {})
+    queues.look(NOW_NS + int(at_s * 1e9))
+    return bool(found)
+
+
+def test_torchs_recorder_is_asked_once_a_group_has_fallen_quiet(monkeypatch):
+    queues = queues_with_one_in_flight(monkeypatch)
+    assert [asked(queues, monkeypatch, at_s) for at_s in (0.5, 1.9, 2.5, 3.0, 3.6)] == [False, False, True, False, True]
+
+
+def test_a_busy_group_is_asked_about_twice_a_minute(monkeypatch):
+    queues = queues_with_one_in_flight(monkeypatch)
+    answers = []
+    for second in range(1, 41):
+        issued: Any = SimpleNamespace(**vars(queues._added[0] if queues._added else next(iter(queues._queues.values())).tokens[0]))
+        issued.since = NOW_NS + int(second * 1e9)
+        queues.add(issued)
+        answers.append(asked(queues, monkeypatch, second + 0.1))
+    assert answers.count(True) == 1
