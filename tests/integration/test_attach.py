@@ -147,6 +147,8 @@ def records_from_now_on(folder: Path, line: int) -> None:
     boxes = folder / "boxes"
     boxes.mkdir()
     begun = commlens("attach", SCRIPT, "--inject", environ={"COMMLENS_STALL_TIMEOUT": "2", "COMMLENS_BOX_DIR": str(boxes)})
+    if "gdb failed" in begun.stderr:
+        pytest.skip(f"gdb cannot call functions in other processes on this machine: {begun.stderr}")
     assert (begun.returncode, begun.stderr) == (0, ""), begun.stdout
     assert f"Ranks 0-2 of {SCRIPT}" in begun.stdout and "are recorded from now on." in begun.stdout
     again = commlens("attach", SCRIPT, "--inject", environ={"COMMLENS_BOX_DIR": str(boxes)})
