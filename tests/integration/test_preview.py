@@ -169,7 +169,8 @@ def test_a_script_is_run_as_another_rank_to_learn_what_that_one_sends(tmp_path):
     done = preview(*options, "train.py", "--rank", "3", expect=7, cwd=tmp_path)
     assert "started as 9 ['train.py', '--rank', '3'] __main__" in done.stdout
     assert "started as 0" not in done.stdout
-    assert done.stderr == "commlens: The program needs an object that rank 0 broadcasts: running it as rank 0 up to that point.\n"
+    hint = "commlens: --rank stands after train.py, so train.py gets it; to give it to commlens, put it before the script.\n"
+    assert done.stderr == hint + "commlens: The program needs an object that rank 0 broadcasts: running it as rank 0 up to that point.\n"
     assert "3 collectives" in done.stdout
     assert "Estimated time per step on a100-ib, changed, not a measurement" in done.stdout
     assert "12.5 GB/s per rank between nodes" in " ".join(done.stdout.split())
