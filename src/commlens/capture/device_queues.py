@@ -108,7 +108,7 @@ class DeviceQueues:
         self._added.append(token)
 
     def capture_begins(self) -> None:
-        """Note that a CUDA graph is being captured. Return when the watchdog thread queries the device no longer, within a second."""
+        """Note that a capture begins, and wait, for a second at most, until the watchdog thread no longer queries the device."""
         self._capturing = True
         if self._querying.acquire(timeout=LONGEST_QUERY_S):
             self._querying.release()
@@ -185,7 +185,7 @@ class DeviceQueues:
     def _apply_status(self, queue: Queue, status: torch_progress.Status, now: int) -> None:
         queue.note_progress(now, any_done=bool(queue.tokens) and queue.tokens[0].backend_number <= status.completed)
         while queue.tokens and queue.tokens[0].backend_number <= status.completed:
-            self._complete(queue.tokens.popleft(), now)
+            self._done(queue.tokens.popleft(), L.HOW_NATIVE_RECORDER, now)
         if queue.dropped is not None:
             queue.dropped.waiting = queue.dropped.backend_number > status.completed
         is_stuck = bool(queue.tokens) and now - queue.tokens[0].since >= ASK_WHILE_BUSY_NS
@@ -217,7 +217,7 @@ class DeviceQueues:
                     self._in_flight(token, L.HOW_STARTED if number in known.started else L.HOW_NATIVE_RECORDER)
                     left.append(token)
                 elif self._newest() - token.index < held:
-                    self._complete(token, now)
+                    self._done(token, L.HOW_NATIVE_RECORDER, now)
                 # else its entry may be overwritten, so its state stays unknown
             queue.tokens, queue.dropped = left, None
             queue.note_progress(now, any_done=len(left) < before)
@@ -227,9 +227,6 @@ class DeviceQueues:
             token.waiting = True
             token.known_how = how
             self._mark(token.offset, token.index, L.OUTCOME_NONE, how)
-
-    def _complete(self, token: Token, now: int) -> None:
-        self._done(token, L.HOW_NATIVE_RECORDER, now)
 
     def _look_at_messages(self) -> None:
         """Poll the results of messages, which torch's watchdog thread sets without a query of ours."""
