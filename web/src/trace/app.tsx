@@ -1,4 +1,4 @@
-import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import { Shell } from "../shared/page";
 import { anchor, setAnchor } from "../shared/route";
 import { Search } from "../shared/search";
@@ -65,7 +65,8 @@ function Explorer({ loaded, narrow, onOther }: { loaded: Loaded; narrow: boolean
   }, [tree, trace, events, filter, view.noise]);
   const [open, setOpen] = useState<ReadonlySet<string>>(() => firstOpen(tree, filter));
 
-  useEffect(() => {
+  // A layout effect, so that the address is right as soon as the page is: the reader may reload at once.
+  useLayoutEffect(() => {
     // Only after the reader changes something: a link to a section stays as it is.
     const address = toAddress(filter, view);
     try {
