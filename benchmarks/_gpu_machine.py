@@ -149,13 +149,21 @@ class Processes:
         read = [(folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "err")]
         return Ended(status, read[0], read[1], seconds)
 
-    def end_all(self) -> int:
-        """End every process with our mark. Return how many there were."""
-        ended = 0
+    def end_all(self, patience_s: float = 5.0) -> int:
+        """End every process with our mark, and wait until they are gone. Return how many there were."""
+        first = left = self._kill_all()
+        until = time.monotonic() + patience_s
+        while left and time.monotonic() < until:
+            time.sleep(0.05)
+            left = self._kill_all()
+        return first
+
+    def _kill_all(self) -> int:
+        killed = 0
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit() and int(folder.name) != os.getpid():
                 with contextlib.suppress(OSError):
                     if self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
                         os.kill(int(folder.name), signal.SIGKILL)
-                        ended += 1
-        return ended
+                        killed += 1
+        return killed
