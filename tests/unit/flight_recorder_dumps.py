@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from commlens.diagnosis.columns import RankOps, SharedIds, reduce_all
+from commlens.diagnosis.index.columns import RankOps, SharedIds, reduce_all
 from commlens.formats.columns import RankColumns
 from commlens.model.collective import Collective
 

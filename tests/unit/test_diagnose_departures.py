@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from builders import SCRIPT, Job, Op, Stay, Step, all_reduce, collective
 
-from commlens.diagnosis.call_paths import parted
+from commlens.diagnosis.align.call_paths import parted
+from commlens.diagnosis.align.routine import follows_history
 from commlens.diagnosis.examine import diagnose_logs
-from commlens.diagnosis.routine import follows_history
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.ranklog import ThreadStack
 from commlens.model.verdict import Verdict

@@ -15,7 +15,7 @@ from flight_recorder_dumps import dump, entry
 from test_diagnose_findings import at, training
 
 from commlens import commands
-from commlens.diagnosis.dump_diff import Position, compare_positions, other_job, position_of
+from commlens.diagnosis.views.dump_diff import Position, compare_positions, other_job, position_of
 from commlens.formats.flight_recorder.entries import build_table
 from commlens.formats.flight_recorder.to_columns import columns_from_table
 from commlens.formats.rank_log_columns import columns_from_log

@@ -91,7 +91,7 @@ def test_the_command_has_no_threads_when_it_begins_to_read() -> None:
         "before = dict(os.environ)\n"
         "import_numpy_single_threaded()\n"
         "from commlens.dumps.parallel import _may_fork\n"
-        "import commlens.diagnosis.api, commlens.diagnosis.columns\n"
+        "import commlens.diagnosis.api, commlens.diagnosis.index.columns\n"
         "assert dict(os.environ) == before\n"
         "assert _may_fork(), os.listdir('/proc/self/task')\n"
     )

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from builders import Job, Stay, Step, all_reduce, recv, send
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.entries import (
+from commlens.diagnosis.examine import diagnose_logs, examine_logs
+from commlens.diagnosis.views.entries import (
     EntrySelection,
     collect_entries,
     lay_out,
@@ -17,7 +18,6 @@ from commlens.diagnosis.entries import (
     select_entries,
     select_group,
 )
-from commlens.diagnosis.examine import diagnose_logs, examine_logs
 from commlens.formats.rank_log_columns import columns_from_log
 from commlens.model.entries import EntryTable
 from commlens.model.ranklog import RankLog

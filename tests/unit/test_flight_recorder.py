@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from flight_recorder_dumps import dump, entry, operation
 
-from commlens.diagnosis.columns import reduce_all
+from commlens.diagnosis.index.columns import reduce_all
 from commlens.dumps import detect
 from commlens.errors import FormatError
 from commlens.formats.flight_recorder.names import read_name

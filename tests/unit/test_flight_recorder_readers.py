@@ -223,7 +223,7 @@ def test_no_file_takes_much_time_or_memory(name):
     code = textwrap.dedent(
         """
         import resource, sys
-        from commlens.diagnosis.columns import reduce_all
+        from commlens.diagnosis.index.columns import reduce_all
         from commlens.errors import FormatError
         import commlens.formats.flight_recorder.reader as fr
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))

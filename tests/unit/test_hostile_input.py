@@ -23,7 +23,7 @@ from boxes import HEADER, MONO, RECORD, Box, busy_box
 from flight_recorder_dumps import dump, entry
 
 from commlens.commands import main
-from commlens.diagnosis import wait_graph_builder
+from commlens.diagnosis.graph import build
 from commlens.dumps.sources import archives, compression, open_sources
 from commlens.formats import trace_json
 from commlens.formats.columns import RankColumns
@@ -402,8 +402,8 @@ class TestManyOfAKind:
     def test_ranks_that_each_wait_in_another_collective(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(wait_graph_builder, "_EDGES_MAX", 500)
-        monkeypatch.setattr(wait_graph_builder, "_EDGES_PER_RANK", 1)
+        monkeypatch.setattr(build, "_EDGES_MAX", 500)
+        monkeypatch.setattr(build, "_EDGES_PER_RANK", 1)
         lines = [
             f"[rank{rank}]:[E626 06:24:40.90 ProcessGroupNCCL.cpp:616] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Watchdog caught "
             f"collective operation timeout: WorkNCCL(SeqNum={rank + 1}, OpType=ALLREDUCE, NumelIn=1, NumelOut=1, Timeout(ms)=600000) "

@@ -10,7 +10,7 @@ from builders import Job, Stay
 from rich.console import Console
 from test_diagnose_findings import at, training
 
-from commlens.diagnosis.status import HEADINGS, JobStatus, StatusRow, arrange, cells, fold, status_of
+from commlens.diagnosis.views.status import HEADINGS, JobStatus, StatusRow, arrange, cells, fold, status_of
 from commlens.model.ranklog import End
 from commlens.model.verdict import Verdict
 from commlens.reports.top_screen import Screen, View, draw

@@ -9,7 +9,7 @@ from flight_recorder_dumps import operation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from commlens.diagnosis.columns import reduce_all
+from commlens.diagnosis.index.columns import reduce_all
 from commlens.dumps import detect
 from commlens.formats.columns import STARTED
 from commlens.formats.torch_log import read_torch_log

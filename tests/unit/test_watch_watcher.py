@@ -19,7 +19,7 @@ from watch_ranks import Rank, eventually
 from commlens.blackbox import job_dirs
 from commlens.blackbox import layout as L
 from commlens.config import Settings
-from commlens.diagnosis.activity import movement
+from commlens.diagnosis.index.activity import movement
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import CollectiveRef, Confidence, Verdict
 from commlens.watch.roster import Worker

@@ -175,7 +175,7 @@ def _show(arguments: argparse.Namespace, hosts: list[HostSamples], verdict: Verd
 
     print_verdict(verdict)
     if hosts and (arguments.stacks or arguments.native):
-        from commlens.diagnosis.process_words import notable_state
+        from commlens.diagnosis.views.process_words import notable_state
         from commlens.model.stack_classes import merge_stacks
         from commlens.reports.stacks_terminal import print_classes
 

@@ -84,7 +84,7 @@ def _holds_dumps(found: DumpFiles) -> bool:
 
 def _compare_dumps(found: list[DumpFiles], names: tuple[str, str], *, json: bool) -> int:
     from commlens.commands.progress import working
-    from commlens.diagnosis.dump_diff import compare_positions, other_job, position_of, shows_position
+    from commlens.diagnosis.views.dump_diff import compare_positions, other_job, position_of, shows_position
     from commlens.dumps.parallel import read_ranks
 
     problems = [text for files in found for text in files.problems]

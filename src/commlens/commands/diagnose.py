@@ -128,7 +128,7 @@ def _add_entries(group: argparse._ArgumentGroup) -> None:
 
 
 def _print_entries(arguments: argparse.Namespace, paths: Paths, examined: ExaminedJob) -> None:
-    from commlens.diagnosis.entries import lay_out, lay_out_groups, read_entries, select_entries, select_group
+    from commlens.diagnosis.views.entries import lay_out, lay_out_groups, read_entries, select_entries, select_group
     from commlens.reports.entries_terminal import print_entries, room
 
     rows, columns, _ = room()

@@ -29,7 +29,7 @@ class StacksCommand:
 
     def run(self, arguments: argparse.Namespace) -> int:
         from commlens.commands.progress import working
-        from commlens.diagnosis.process_words import notable_state
+        from commlens.diagnosis.views.process_words import notable_state
         from commlens.model.stack_classes import merge_stacks
         from commlens.reports.stacks_terminal import print_classes
         from commlens.text import count

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.status import JobStatus
+    from commlens.diagnosis.views.status import JobStatus
 
 _JOBS_AT_ONCE = 16
 
@@ -61,8 +61,8 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
     import msgspec
 
     from commlens.commands.table import print_table
-    from commlens.diagnosis.status import heading
     from commlens.diagnosis.step_times import step_times
+    from commlens.diagnosis.views.status import heading
     from commlens.dumps.save import dump_name
     from commlens.reports.step_table import step_table
     from commlens.watch.snapshot import snapshot
@@ -86,7 +86,7 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
 
 
 def _status(job: Path) -> JobStatus:
-    from commlens.diagnosis.status import status_of
+    from commlens.diagnosis.views.status import status_of
     from commlens.dumps.save import dump_name
     from commlens.watch.other_nodes import OtherNodes, has_other_nodes, look_at_other_nodes
     from commlens.watch.snapshot import snapshot
@@ -100,7 +100,7 @@ def _status(job: Path) -> JobStatus:
 
 def _print(job: JobStatus, *, everything: bool) -> None:
     from commlens.commands.table import print_table
-    from commlens.diagnosis.status import HEADINGS, add_hosts, arrange, cells, fold
+    from commlens.diagnosis.views.status import HEADINGS, add_hosts, arrange, cells, fold
     from commlens.text import sentence
 
     print(f"{job.heading}: {sentence(job.answer)}")

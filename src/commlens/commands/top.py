@@ -18,7 +18,7 @@ from commlens.commands.naming_jobs import add_recorded_job, find_recorded_jobs
 from commlens.errors import CommandError
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.status import JobStatus
+    from commlens.diagnosis.views.status import JobStatus
     from commlens.model.ranklog import RankLog
     from commlens.reports.top_screen import Screen, View
     from commlens.watch.other_nodes import OtherNodes
@@ -114,7 +114,7 @@ class _Job:
         return self.of_all_nodes or self._status(logs)
 
     def _status(self, logs: Sequence[RankLog], other_nodes: Sequence[str] = ()) -> JobStatus:
-        from commlens.diagnosis.status import status_of
+        from commlens.diagnosis.views.status import status_of
         from commlens.dumps.save import dump_name
 
         return status_of(dump_name([self.folder]), logs, other_nodes)
@@ -159,8 +159,8 @@ def _show(folders: list[Path], interval_s: float) -> None:
 
 
 def _screen(status: JobStatus, view: View, *, narrow: bool) -> Screen:
-    from commlens.diagnosis.process_words import notable_state
-    from commlens.diagnosis.status import HEADINGS, add_hosts, arrange, cells, fold
+    from commlens.diagnosis.views.process_words import notable_state
+    from commlens.diagnosis.views.status import HEADINGS, add_hosts, arrange, cells, fold
     from commlens.model.stack_classes import merge_stacks
     from commlens.reports.stacks_terminal import class_lines
     from commlens.reports.top_screen import Screen

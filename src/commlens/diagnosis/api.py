@@ -16,7 +16,7 @@ from commlens.model.verdict import Verdict
 from commlens.text import joined, printable
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.columns import RankDump
+    from commlens.diagnosis.index.columns import RankDump
 
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | NamedPaths
 
@@ -89,7 +89,7 @@ def _examine_foreign_files(
     from commlens.dumps.parallel import import_numpy_single_threaded
 
     import_numpy_single_threaded()
-    from commlens.diagnosis.columns import Interner, reduce_all
+    from commlens.diagnosis.index.columns import Interner, reduce_all
     from commlens.dumps.parallel import reduce_foreign
 
     interner = Interner()
@@ -116,7 +116,7 @@ def _examine_foreign_files(
 
 def _unread_dumps(files: DumpFiles, unread: Sequence[str], dumps: Sequence[RankDump], boxed: Collection[int]) -> list[RankDump]:
     """Return an empty dump for each rank whose dump cannot be read: unlike a rank without one, it did write a dump."""
-    from commlens.diagnosis.columns import RankDump
+    from commlens.diagnosis.index.columns import RankDump
 
     known = {dump.rank for dump in dumps} | set(boxed)
     size = max((dump.world_size for dump in dumps), default=0)

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from commlens.diagnosis.alignment import Mismatch, align_records
-from commlens.diagnosis.astray import find_astray
+from commlens.diagnosis.align.alignment import Mismatch, align_records
+from commlens.diagnosis.align.messages import find_astray
 from commlens.diagnosis.findings.find_all import find_all
 from commlens.diagnosis.findings.stuck_inside import completed_on
-from commlens.diagnosis.index import JobIndex, index_logs
-from commlens.diagnosis.joined_numbers import without_contradicted_numbers
+from commlens.diagnosis.graph.build import build_wait_graph
+from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
+from commlens.diagnosis.index.job_index import JobIndex, index_logs
+from commlens.diagnosis.index.joined_numbers import without_contradicted_numbers
 from commlens.diagnosis.pace import find_slow_in_records
-from commlens.diagnosis.select_job import select_job
+from commlens.diagnosis.select.job import select_job
 from commlens.diagnosis.step_times import StepTimes, step_times
 from commlens.diagnosis.straggler import straggler_verdict
 from commlens.diagnosis.told_by_logs import LOOK_AT_MORE, find_told, unplaced_timeouts
-from commlens.diagnosis.wait_graph import Graph, Instance, Node
-from commlens.diagnosis.wait_graph_builder import build_wait_graph
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import ChannelKey
@@ -26,7 +26,7 @@ from commlens.model.verdict import NOTHING_FOUND, Finding, Kind, Verdict
 from commlens.text import capital, count, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.columns import RankDump
+    from commlens.diagnosis.index.columns import RankDump
 
 
 _LOGS_NAMED = 3
@@ -102,8 +102,8 @@ def examine_dumps(
         unread: number of files that could not be read, and may belong to ranks without a dump.
     """
     # These need numpy, which the diagnosis of black boxes does without.
-    from commlens.diagnosis.dump_index import index_dumps
-    from commlens.diagnosis.select_dumps import select_dumps
+    from commlens.diagnosis.index.dump_index import index_dumps
+    from commlens.diagnosis.select.dumps import select_dumps
 
     timeouts = unplaced_timeouts(dumps)
     chosen, notes = select_dumps(dumps)

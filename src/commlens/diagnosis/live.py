@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.alignment import Mismatch, align_records
+from commlens.diagnosis.align.alignment import Mismatch, align_records
+from commlens.diagnosis.align.swapped_order import SwappedOrder, find_swapped_orders
 from commlens.diagnosis.findings.context import Context, locate
 from commlens.diagnosis.findings.mismatch import find_mismatches
-from commlens.diagnosis.index import JobIndex, index_logs
-from commlens.diagnosis.select_job import select_job
-from commlens.diagnosis.swapped_order import SwappedOrder, find_swapped_orders
-from commlens.diagnosis.wait_graph_builder import build_wait_graph
+from commlens.diagnosis.graph.build import build_wait_graph
+from commlens.diagnosis.index.job_index import JobIndex, index_logs
+from commlens.diagnosis.select.job import select_job
 from commlens.model.collective import ChannelKey, State
 from commlens.model.ops import REDUCING
 from commlens.model.ranklog import RankLog

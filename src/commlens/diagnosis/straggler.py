@@ -9,7 +9,7 @@ from statistics import median
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
-from commlens.diagnosis.activity import classify_frames
+from commlens.diagnosis.index.activity import classify_frames
 from commlens.diagnosis.pace import MIN_COST, Slow, find_waits
 from commlens.model.collective import Collective, Frame, Stack, user_frame
 from commlens.model.ranklog import RankLog

@@ -14,7 +14,7 @@ from commlens.model.verdict import Finding
 from commlens.text import count, frame_phrase, joined, ranks_phrase
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.columns import RankDump
+    from commlens.diagnosis.index.columns import RankDump
 
 LOOK_AT_MORE: Final = (
     "diagnose the logs of all ranks, or the Flight Recorder's dumps (by default ~/.cache/torch/comm_lib_trace_rank_* or "

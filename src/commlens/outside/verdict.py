@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from commlens.diagnosis.activity import Activity, activity_of
-from commlens.diagnosis.process_exit import process_exit_of
+from commlens.diagnosis.index.activity import Activity, activity_of
+from commlens.diagnosis.index.process_exit import process_exit_of
 from commlens.model.ranklog import End
 from commlens.model.verdict import Confidence, Finding, Verdict
 from commlens.outside.sample import HostSamples, RankSample

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from commlens.diagnosis.status import JobStatus, Order, StatusRow
+from commlens.diagnosis.views.status import JobStatus, Order, StatusRow
 from commlens.text import sentence
 
 _ORDERS: Final[tuple[Order, ...]] = ("rank", "for", "state")

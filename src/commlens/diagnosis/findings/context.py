@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from commlens.diagnosis import activity
-from commlens.diagnosis.activity import Activity
-from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import Block, JobIndex, RankView
-from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.activity import Activity
+from commlens.diagnosis.index.job_index import Block, JobIndex, RankView
 from commlens.matching.error_texts import is_timeout
 from commlens.model.collective import Collective, Frame, State
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from commlens.diagnosis.align.out_of_step import keeps_routine
+from commlens.diagnosis.align.peer_order import find_reordered
+from commlens.diagnosis.align.routine import expected_next, leaves_routine_at
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import cycle_step, receives_step, unmet_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, group_sides, kind_phrase, kinds_phrase, separation, tie_step
-from commlens.diagnosis.out_of_step import keeps_routine
-from commlens.diagnosis.peer_order import find_reordered
-from commlens.diagnosis.routine import expected_next, leaves_routine_at
-from commlens.diagnosis.wait_graph import Edge, Node, shortest_cycle
+from commlens.diagnosis.graph.wait_graph import Edge, Node, shortest_cycle
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, count, duration, frame_phrase, group_phrase, joined, op_phrase, ranks_phrase, verb

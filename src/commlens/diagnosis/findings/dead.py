@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 
-from commlens.diagnosis.alignment import Mismatch
+from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.findings.context import Context, most_waited, prose
 from commlens.diagnosis.findings.next_steps import death_step
-from commlens.diagnosis.index import RankView
-from commlens.diagnosis.wait_graph import Node
+from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.index.job_index import RankView
 from commlens.matching.error_texts import ended_in_refusal
 from commlens.model.collective import Collective, Frame
 from commlens.model.verdict import Finding

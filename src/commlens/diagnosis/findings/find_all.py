@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commlens.diagnosis.alignment import Mismatch
+from commlens.diagnosis.align.alignment import Mismatch
 from commlens.diagnosis.findings.context import Case, Context
 from commlens.diagnosis.findings.cycle import find_cycles, find_departures
 from commlens.diagnosis.findings.dead import find_deaths
@@ -13,8 +13,8 @@ from commlens.diagnosis.findings.startup_and_exit import find_ended, find_fewer,
 from commlens.diagnosis.findings.stuck_inside import find_left_behind, find_stuck_inside, find_undecided, may_be_running
 from commlens.diagnosis.findings.twins import find_twins
 from commlens.diagnosis.findings.unwritten import find_skipped_writes, find_unwritten
-from commlens.diagnosis.index import JobIndex
-from commlens.diagnosis.wait_graph import Graph
+from commlens.diagnosis.graph.wait_graph import Graph
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.verdict import Finding
 from commlens.text import ranks_phrase
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from commlens.diagnosis.alignment import Mismatch, Race
-from commlens.diagnosis.call_paths import Path, in_package, part, path_of
+from commlens.diagnosis.align.alignment import Mismatch, Race
+from commlens.diagnosis.align.call_paths import Path, in_package, part, path_of
+from commlens.diagnosis.align.out_of_step import steps_ahead
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
 from commlens.diagnosis.findings.next_steps import mismatch_step
 from commlens.diagnosis.findings.sides import UNDECIDED, describe_sides, separation, tie_step, told_apart
-from commlens.diagnosis.index import RankView
-from commlens.diagnosis.out_of_step import steps_ahead
-from commlens.diagnosis.wait_graph import Node
+from commlens.diagnosis.graph.wait_graph import Node
+from commlens.diagnosis.index.job_index import RankView
 from commlens.model.collective import Collective, FrameKind
 from commlens.model.verdict import Confidence, Finding, Kind, Why
 from commlens.text import args_phrase, capital, count, frame_phrase, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase, verb

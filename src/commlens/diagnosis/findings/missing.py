@@ -6,16 +6,16 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.activity import Activity, longest_gap_ns
-from commlens.diagnosis.call_paths import Path, part, parted, path_of
+from commlens.diagnosis.align.call_paths import Path, part, parted, path_of
+from commlens.diagnosis.align.rounds import count_rounds
+from commlens.diagnosis.align.routine import ever_leaves_routine
 from commlens.diagnosis.findings.context import TOO_LONG, Context, first_line, most_waited, op_at, prose
 from commlens.diagnosis.findings.next_steps import ended_step, missing_step
 from commlens.diagnosis.findings.sides import UNDECIDED
 from commlens.diagnosis.findings.stuck_inside import COMPLETION_UNKNOWN
-from commlens.diagnosis.index import RankView
-from commlens.diagnosis.rounds import count_rounds
-from commlens.diagnosis.routine import ever_leaves_routine
-from commlens.diagnosis.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.index.activity import Activity, longest_gap_ns
+from commlens.diagnosis.index.job_index import RankView
 from commlens.matching.error_texts import is_refusal
 from commlens.model.collective import Collective, State, user_lines
 from commlens.model.ranklog import RankLog

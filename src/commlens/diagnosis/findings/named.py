@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.dead import is_absorbed
-from commlens.diagnosis.wait_graph import Node
+from commlens.diagnosis.graph.wait_graph import Node
 from commlens.matching.error_claims import About, Claim, claim_of
 from commlens.model.collective import Frame
 from commlens.model.verdict import Finding, Kind

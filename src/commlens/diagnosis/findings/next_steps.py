@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commlens.diagnosis.activity import DEBUGGED, Activity
-from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.call_paths import Path
-from commlens.diagnosis.index import RankView
-from commlens.diagnosis.process_exit import CRASHES
+from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.call_paths import Path
+from commlens.diagnosis.index.activity import DEBUGGED, Activity
+from commlens.diagnosis.index.job_index import RankView
+from commlens.diagnosis.index.process_exit import CRASHES
 from commlens.matching.error_claims import worker_end
 from commlens.model.collective import Collective, Frame
 from commlens.text import frame_phrase, joined, key_phrase, ranks_phrase, verb

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
-from commlens.diagnosis.call_paths import Path, parted
+from commlens.diagnosis.align.call_paths import Path, parted
 from commlens.diagnosis.findings.context import Context
 from commlens.model.collective import Collective, Stack
 from commlens.text import args_phrase, capital, frame_phrase, group_label, group_phrase, joined, op_phrase, ranks_and_verb, ranks_phrase

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import get_args
 
-from commlens.diagnosis import activity
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.next_steps import outside_cause, outside_step
 from commlens.diagnosis.findings.sides import UNDECIDED, separation, told_apart
-from commlens.diagnosis.index import RankView, Track
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.job_index import RankView, Track
 from commlens.matching.error_texts import ended_in_refusal, may_be_peer_error
 from commlens.model.collective import Collective, FrameKind, State
 from commlens.model.verdict import Finding, Kind

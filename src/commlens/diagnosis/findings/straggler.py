@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from commlens.diagnosis.columns import ColumnOps
 from commlens.diagnosis.findings.context import Context
-from commlens.diagnosis.index import JobIndex
+from commlens.diagnosis.index.columns import ColumnOps
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.formats.columns import Integers
 from commlens.model.collective import ChannelKey
 from commlens.model.ops import ROOTED

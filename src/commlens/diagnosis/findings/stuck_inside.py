@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis import activity
-from commlens.diagnosis.activity import Activity
 from commlens.diagnosis.findings.context import Context, collective_phrase, first_line, op_at, prose
 from commlens.diagnosis.findings.next_steps import compare_step, left_behind_step, missing_step, not_started_step, stuck_step
-from commlens.diagnosis.index import JobIndex, RankView
-from commlens.diagnosis.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.graph.wait_graph import Edge, Instance, Node
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.activity import Activity
+from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Agree, Answer, Unknown
 from commlens.matching.collectives import compare_coalesced
 from commlens.matching.point_to_point import compare_pair

@@ -6,8 +6,8 @@ from collections import defaultdict
 
 from commlens.diagnosis.findings.context import Context, prose
 from commlens.diagnosis.findings.startup_and_exit import MOTIONLESS
-from commlens.diagnosis.store_keys import writes_of_kind
-from commlens.diagnosis.wait_graph import Edge, Node
+from commlens.diagnosis.graph.store_keys import writes_of_kind
+from commlens.diagnosis.graph.wait_graph import Edge, Node
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding
 from commlens.text import capital, frame_phrase, key_phrase, op_phrase, ranks_and_verb, ranks_phrase

@@ -6,7 +6,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from commlens.diagnosis.examine import ExaminedJob
-from commlens.diagnosis.index import Block, ChannelKey, JobIndex, RankView
+from commlens.diagnosis.index.job_index import Block, ChannelKey, JobIndex, RankView
 from commlens.model.collective import Collective
 from commlens.model.verdict import Finding, Verdict
 from commlens.reports.verdict_page.data import ROLES, RankClass, Role

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from commlens.diagnosis.index import ChannelKey, Track
+from commlens.diagnosis.index.job_index import ChannelKey, Track
 from commlens.model.collective import Collective, State
 from commlens.reports.verdict_page.data import ROLES, Cell, CellState, Role, Table, TableColumn, TableRow
 from commlens.reports.verdict_page.job import Job, phrase

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from commlens.diagnosis.index import ChannelKey, RankView
+from commlens.diagnosis.index.job_index import ChannelKey, RankView
 from commlens.model.collective import Channel, Collective, State
 from commlens.reports.verdict_page.data import Arrivals, ChannelRef, Lane, Ops, Timeline
 from commlens.reports.verdict_page.job import Job, phrase

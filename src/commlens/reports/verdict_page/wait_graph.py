@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from commlens.diagnosis.wait_graph import Edge, Node
+from commlens.diagnosis.graph.wait_graph import Edge, Node
 from commlens.reports.verdict_page.data import GraphEdge, GraphNode, WaitGraph
 from commlens.reports.verdict_page.job import Job, phrase
 from commlens.text import capital, count, format_ranks, key_phrase, op_phrase, ranks_phrase

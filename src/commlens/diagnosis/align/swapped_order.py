@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Mapping
 
 import msgspec
 
-from commlens.diagnosis.index import JobIndex, Track
-from commlens.diagnosis.out_of_step import keeps_routine, line_of
+from commlens.diagnosis.align.out_of_step import keeps_routine, line_of
+from commlens.diagnosis.index.job_index import JobIndex, Track
 from commlens.model.collective import ChannelKey, Collective
 
 _LONGEST = 16  # collectives in a row that can be in another order

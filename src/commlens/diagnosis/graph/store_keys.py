@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from commlens.diagnosis.index import JobIndex
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.collective import Collective
 from commlens.text import key_kind
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from itertools import combinations, takewhile
 from typing import NamedTuple
 
-from commlens.diagnosis.index import JobIndex, RankView, Track, find_counterpart, is_queued
-from commlens.diagnosis.out_of_step import Departure, Shift, departure_of, find_shifts
-from commlens.diagnosis.peer_order import is_outvoted, odd_among_groups
-from commlens.diagnosis.routine import exact_tokens, leaves_routine, loose_token, position_in, token
+from commlens.diagnosis.align.out_of_step import Departure, Shift, departure_of, find_shifts
+from commlens.diagnosis.align.peer_order import is_outvoted, odd_among_groups
+from commlens.diagnosis.align.routine import exact_tokens, leaves_routine, loose_token, position_in, token
+from commlens.diagnosis.index.job_index import JobIndex, RankView, Track, find_counterpart, is_queued
 from commlens.matching.answer import Answer, Disagree, Severity
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.error_texts import is_refusal
@@ -136,7 +136,7 @@ def _ops_at(tracks: Mapping[int, Track], number: int) -> dict[int, Collective]:
 def _numbers_to_compare(job: JobIndex, tracks: Mapping[int, Track], shifts: Sequence[Shift]) -> list[int]:
     """Return the sequence numbers to compare, ascending: after a shift, the ranks' collectives pair up wrongly."""
     if job.knows.columns:
-        from commlens.diagnosis.column_differences import differing_numbers
+        from commlens.diagnosis.index.column_differences import differing_numbers
 
         numbers = sorted({*differing_numbers(tracks), *_open_with_splits(tracks)})
     else:

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from commlens.diagnosis.process_exit import ProcessExit
-from commlens.diagnosis.select_job import last_moment
+from commlens.diagnosis.index.process_exit import ProcessExit
+from commlens.diagnosis.select.job import last_moment
 from commlens.model.collective import Frame, FrameKind, Stack
 from commlens.model.ranklog import Observation, RankLog
 from commlens.model.verdict import Why

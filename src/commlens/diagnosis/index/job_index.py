@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Final, Literal
 
-from commlens.diagnosis import activity
-from commlens.diagnosis.first_steps import routine_from
-from commlens.diagnosis.process_exit import ProcessExit, attribute_exits, process_exit_of
-from commlens.diagnosis.select_job import absent_ranks, last_moment, world_size
+from commlens.diagnosis.index import activity
+from commlens.diagnosis.index.first_steps import routine_from
+from commlens.diagnosis.index.process_exit import ProcessExit, attribute_exits, process_exit_of
+from commlens.diagnosis.select.job import absent_ranks, last_moment, world_size
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.model.collective import SETUP, Channel, Collective, CollectiveArgs, LearnedHow, State
 from commlens.model.collective import ChannelKey as ChannelKey
 from commlens.model.ranklog import RankLog
 
 if TYPE_CHECKING:
-    from commlens.diagnosis.columns import RankOps
+    from commlens.diagnosis.index.columns import RankOps
 
 STALL_TIMEOUT_S: Final = 60.0
 """The setting's default, for logs that do not hold it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-from commlens.diagnosis.index import JobIndex
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.collective import Collective
 from commlens.text import frame_phrase, ranks_phrase
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice, pairwise, takewhile
 
-from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import JobIndex, RankView
-from commlens.diagnosis.routine import follows_history
+from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.align.routine import follows_history
+from commlens.diagnosis.index.job_index import JobIndex, RankView
 from commlens.matching.answer import Disagree, Party, Severity
 from commlens.matching.point_to_point import Pair, pair_messages
 from commlens.model.collective import ChannelKey, Collective

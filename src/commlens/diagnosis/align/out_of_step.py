@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from commlens.diagnosis.index import JobIndex, Track
-from commlens.diagnosis.routine import leaves_routine, position_in, token
+from commlens.diagnosis.align.routine import leaves_routine, position_in, token
+from commlens.diagnosis.index.job_index import JobIndex, Track
 from commlens.model.collective import ChannelKey, Collective
 
 _FURTHEST = 256  # the longest shift that is found, in collectives
@@ -43,7 +43,7 @@ def find_shifts(job: JobIndex, key: ChannelKey) -> list[Shift]:
     """Return the shifts of a channel, by rank."""
     tracks = job.tracks_on(key)
     if job.knows.columns:
-        from commlens.diagnosis.column_differences import representatives
+        from commlens.diagnosis.index.column_differences import representatives
 
         tracks = representatives(tracks)
     if len(tracks) < 2:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from commlens.diagnosis.index import Block
+from commlens.diagnosis.index.job_index import Block
 from commlens.model.collective import ChannelKey, Collective
 
 _STARTS_MAX = 64  # threads from which a shortest cycle is searched

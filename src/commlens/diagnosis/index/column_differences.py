@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from commlens.diagnosis.columns import ColumnOps
-from commlens.diagnosis.index import Track
+from commlens.diagnosis.index.columns import ColumnOps
+from commlens.diagnosis.index.job_index import Track
 from commlens.formats.columns import Integers
 
 _NUMBERS_MAX = 256  # of one channel: later differences follow from the first one

@@ -5,10 +5,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
-from commlens.diagnosis.alignment import Mismatch
-from commlens.diagnosis.index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued
-from commlens.diagnosis.store_keys import expected_writer
-from commlens.diagnosis.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.align.alignment import Mismatch
+from commlens.diagnosis.graph.store_keys import expected_writer
+from commlens.diagnosis.graph.wait_graph import Edge, Graph, Instance, Node
+from commlens.diagnosis.index.job_index import Block, JobIndex, RankView, find_counterpart, has_issued, is_queued
 from commlens.matching.error_texts import is_peer_error, is_refusal
 from commlens.matching.point_to_point import pair_messages
 from commlens.model.collective import ChannelKey, Collective, Frame, State

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from commlens.diagnosis.index import JobIndex
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.model.collective import Collective, Frame, FrameKind, Stack, user_lines
 from commlens.text import frame_phrase
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-from commlens.diagnosis.index import RankView
+from commlens.diagnosis.index.job_index import RankView
 from commlens.model.collective import Collective
 
 _CONTEXTS = (64, 32, 16, 8, 4, 2, 1)

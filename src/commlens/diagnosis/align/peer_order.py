@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from commlens.diagnosis.index import GroupKind, JobIndex, RankView
-from commlens.diagnosis.routine import position_in
+from commlens.diagnosis.align.routine import position_in
+from commlens.diagnosis.index.job_index import GroupKind, JobIndex, RankView
 from commlens.model.collective import ChannelKey, Collective, Frame
 
 _BEFORE, _AFTER = 32, 128  # records of a rank to compare, around its first collective in flight

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from commlens.diagnosis.columns import RankDump
+from commlens.diagnosis.index.columns import RankDump
 from commlens.model.limits import WORLD_MAX
 from commlens.model.ranklog import End
 from commlens.text import count, ranks_phrase

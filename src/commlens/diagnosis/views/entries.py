@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from commlens.diagnosis.index import JobIndex
+from commlens.diagnosis.index.job_index import JobIndex
 from commlens.dumps.discover import discover
 from commlens.dumps.parallel import read_ranks, reduce_foreign
 from commlens.dumps.sources import Paths

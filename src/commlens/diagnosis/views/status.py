@@ -11,10 +11,10 @@ from typing import Final, Literal
 
 import msgspec
 
-from commlens.diagnosis.activity import activity_of, quiet_ns
 from commlens.diagnosis.examine import ExaminedJob, examine_logs
-from commlens.diagnosis.process_exit import process_exit_of
-from commlens.diagnosis.process_words import notable_state, process_words
+from commlens.diagnosis.index.activity import activity_of, quiet_ns
+from commlens.diagnosis.index.process_exit import process_exit_of
+from commlens.diagnosis.views.process_words import notable_state, process_words
 from commlens.model.collective import Collective, State
 from commlens.model.ranklog import End, RankLog
 from commlens.model.verdict import NOTHING_FOUND, Verdict

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 import numpy as np
 
-from commlens.diagnosis.columns import ColumnHistory, ColumnOps, RankDump, RankOps, SharedIds, is_message
-from commlens.diagnosis.index import DEVICE, FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track, has_issued
-from commlens.diagnosis.process_exit import attribute_exits, process_exit_of
-from commlens.diagnosis.select_job import absent_ranks, world_size
+from commlens.diagnosis.index.columns import ColumnHistory, ColumnOps, RankDump, RankOps, SharedIds, is_message
+from commlens.diagnosis.index.job_index import DEVICE, FOREIGN_DUMPS, Block, JobIndex, PairKey, RankView, Track, has_issued
+from commlens.diagnosis.index.process_exit import attribute_exits, process_exit_of
+from commlens.diagnosis.select.job import absent_ranks, world_size
 from commlens.formats.columns import COMPLETED, STARTED, Integers
 from commlens.model.collective import Channel, ChannelKey, Collective
 from commlens.model.ops import ROOTED, UNEVEN

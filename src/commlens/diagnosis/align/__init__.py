@@ -1,0 +1,1 @@
+"""Which collectives of the ranks belong together."""

@@ -1,0 +1,1 @@
+"""Which ranks wait for which."""

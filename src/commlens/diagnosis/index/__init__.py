@@ -1,0 +1,1 @@
+"""A job's records, indexed: by rank, group and number."""

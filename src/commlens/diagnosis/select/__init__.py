@@ -1,0 +1,1 @@
+"""Which dumps and which job are diagnosed."""
