@@ -1,6 +1,6 @@
 """What the meeting of the nodes costs at 64, 256 and 1,250 nodes of 8 ranks, and how soon a stall of 10,000 ranks has its verdict.
 
-The nodes run the real code (``commlens.watch.nodes``) in a few processes, each with its own connection, and meet in a real TCPStore in
+The nodes run the real code (``commlens.watch.nodes.exchange``) in a few processes, each with its own connection, and meet in a real TCPStore in
 a process of its own.
 Each has 8 ranks and 8 channels that reach other nodes. When it is asked for evidence, it packs real black boxes of 2,000 records, in which
 one rank of the job has not reached the last collective. The reporter has a process to itself, so that its CPU and memory can be measured.
@@ -36,12 +36,12 @@ from commlens.blackbox.reader import OpenBox
 from commlens.diagnosis.examine import diagnose_logs
 from commlens.dumps.garbage import collector_paused
 from commlens.model.ranklog import End, Observation, RankLog
-from commlens.watch import meeting_places, remote_evidence
-from commlens.watch import nodes as meeting
-from commlens.watch.beat import key
-from commlens.watch.channel_progress import ChannelDigest
-from commlens.watch.looks import LOOK
-from commlens.watch.remote_evidence import NodeEvidence, first_records_of_each, more_records_of_each
+from commlens.watch.mismatches.channel_progress import ChannelDigest
+from commlens.watch.nodes import exchange as meeting
+from commlens.watch.nodes import meeting_places, remote_evidence
+from commlens.watch.nodes.beat import key
+from commlens.watch.nodes.looks import LOOK
+from commlens.watch.nodes.remote_evidence import NodeEvidence, first_records_of_each, more_records_of_each
 from commlens.watch.reporting import WAITERS_ASKED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "unit"))

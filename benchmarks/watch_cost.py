@@ -68,7 +68,7 @@ def rank_process(folder: Path, rank: int, ranks: int, rate: int, seconds: float,
 def watch(folder: Path, seconds: float, compares: bool, pipe: object) -> None:
     """Run the watcher in a process of its own, and send its CPU seconds per minute, without its start and the job's end."""
     from commlens.config import Settings
-    from commlens.watch.deferred_verification import DeferredVerification
+    from commlens.watch.mismatches.deferred_verification import DeferredVerification
     from commlens.watch.watcher import Watcher
 
     made: list[DeferredVerification] = []

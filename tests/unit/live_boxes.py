@@ -15,8 +15,8 @@ from commlens.model.collective import Collective, CollectiveArgs, TensorSpec
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import Verdict
 from commlens.text import format_ranks
-from commlens.watch.deferred_verification import DeferredVerification
-from commlens.watch.mismatch_reporter import MismatchReporter
+from commlens.watch.mismatches.deferred_verification import DeferredVerification
+from commlens.watch.mismatches.report import MismatchReporter
 
 COALESCED, CLOSES, CONCURRENT, ENTERED, ANY_SOURCE = 1, 2, 4, 8, 16
 

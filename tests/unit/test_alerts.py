@@ -13,8 +13,8 @@ import pytest
 from commlens.config import Settings, load_settings
 from commlens.errors import ConfigError
 from commlens.model.verdict import Verdict
-from commlens.watch import alerts
-from commlens.watch.alerts import Alerts
+from commlens.watch.alerts import alerts
+from commlens.watch.alerts.alerts import Alerts
 
 VERDICT = Verdict(kind="missing", summary="rank 2 never reached all_reduce #7", culprits=[2])
 

@@ -11,7 +11,7 @@ import pytest
 
 from commlens.config import Settings, load_settings
 from commlens.errors import ConfigError
-from commlens.watch.metrics import Metrics
+from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.reporting import Evidence, Reporter
 from commlens.watch.slowness import Slowness
 

@@ -14,7 +14,7 @@ from commlens.blackbox import job_dirs, layout
 from commlens.blackbox.reader import OpenBox
 from commlens.model.ranklog import End, Observation
 from commlens.processes import process
-from commlens.watch import remote_evidence
+from commlens.watch.nodes import remote_evidence
 from commlens.watch.roster import Member, Worker
 from commlens.watch.snapshot import read_logs
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from commlens.watch.folder_client import FolderClient
-from commlens.watch.store_client import StoreClient
+from commlens.watch.nodes.folder_client import FolderClient
+from commlens.watch.nodes.store_client import StoreClient
 
 dist = pytest.importorskip("torch.distributed")
 

@@ -9,8 +9,8 @@ from live_boxes import ANY_SOURCE, CONCURRENT, ENTERED, Node, all_reduce, recv, 
 
 from commlens.model.collective import CollectiveArgs
 from commlens.model.verdict import Verdict
-from commlens.watch import signatures
-from commlens.watch.channel_progress import MAX_PENDING
+from commlens.watch.mismatches import signatures
+from commlens.watch.mismatches.channel_progress import MAX_PENDING
 
 
 def gather(*shape: int) -> CollectiveArgs:

@@ -17,12 +17,14 @@ import pytest
 from test_remote_evidence import member
 
 from commlens.blackbox import layout
-from commlens.watch import known_nodes, meeting_places, nodes, other_nodes
-from commlens.watch.beat import Beat, key
-from commlens.watch.lost_store import LostStoreReport
-from commlens.watch.meeting_places import Folder, Place, Store
-from commlens.watch.nodes import Nodes
-from commlens.watch.store_client import StoreClient
+from commlens.watch.nodes import ask as other_nodes
+from commlens.watch.nodes import exchange as nodes
+from commlens.watch.nodes import known_nodes, meeting_places
+from commlens.watch.nodes.beat import Beat, key
+from commlens.watch.nodes.exchange import Nodes
+from commlens.watch.nodes.lost_store import LostStoreReport
+from commlens.watch.nodes.meeting_places import Folder, Place, Store
+from commlens.watch.nodes.store_client import StoreClient
 
 dist = pytest.importorskip("torch.distributed")
 

@@ -20,8 +20,8 @@ from commlens.dumps.read import read_evidence
 from commlens.dumps.save import SavedRank, add_node, save_dump
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Verdict
-from commlens.watch.beat import Beat
-from commlens.watch.remote_evidence import first_records_of_each
+from commlens.watch.nodes.beat import Beat
+from commlens.watch.nodes.remote_evidence import first_records_of_each
 from commlens.watch.reporting import Reporter, nodes_to_ask
 
 RANKS, PER_NODE, STEPS = 16, 4, 100

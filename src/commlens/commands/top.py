@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commlens.diagnosis.views.status import JobStatus
     from commlens.model.ranklog import RankLog
     from commlens.reports.top_screen import Screen, View
-    from commlens.watch.other_nodes import OtherNodes
+    from commlens.watch.nodes.ask import OtherNodes
 
 log = logging.getLogger("commlens")
 
@@ -76,7 +76,7 @@ class _OtherNodes:
         return answer
 
     def _ask(self) -> None:
-        from commlens.watch.other_nodes import look_at_other_nodes
+        from commlens.watch.nodes.ask import look_at_other_nodes
 
         began = time.monotonic()
         try:
@@ -103,7 +103,7 @@ class _Job:
 
     def read(self) -> JobStatus:
         """Return the job's status: of all nodes as of their last answer, or of this node alone until another one has answered."""
-        from commlens.watch.other_nodes import has_other_nodes
+        from commlens.watch.nodes.ask import has_other_nodes
 
         logs = self._read_logs()
         if not has_other_nodes(logs):

@@ -12,7 +12,7 @@ from typing import Final
 from commlens import error_file
 from commlens.model.verdict import Verdict
 from commlens.processes import process
-from commlens.watch.nodes import Nodes
+from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Roster
 from commlens.watch.stall import reason_to_go_on

@@ -21,14 +21,14 @@ from commlens.model.verdict import NOTHING_FOUND, Verdict
 from commlens.model.wrapping import fill
 from commlens.processes.observer import Observer
 from commlens.text import capital, ranks_phrase
-from commlens.watch import remote_evidence
-from commlens.watch.alerts import Alerts
-from commlens.watch.beat import Beat
+from commlens.watch.alerts.alerts import Alerts
 from commlens.watch.death import STOP_SIGNALS
-from commlens.watch.known_nodes import Lost
-from commlens.watch.lost_nodes import SILENT_S, logs_of_vanished, name_lost_nodes, vanished
-from commlens.watch.nodes import Nodes
-from commlens.watch.remote_evidence import first_records_of_each, more_records_of_each, records_of_each
+from commlens.watch.nodes import remote_evidence
+from commlens.watch.nodes.beat import Beat
+from commlens.watch.nodes.exchange import Nodes
+from commlens.watch.nodes.known_nodes import Lost
+from commlens.watch.nodes.lost import SILENT_S, logs_of_vanished, name_lost_nodes, vanished
+from commlens.watch.nodes.remote_evidence import first_records_of_each, more_records_of_each, records_of_each
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run, read_logs
 

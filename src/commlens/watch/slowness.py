@@ -22,7 +22,7 @@ from commlens.processes.observer import Observer
 from commlens.processes.profile import Profiling
 from commlens.text import duration, ranks_and_verb
 from commlens.watch.job_pace import Judgement, judge, packed
-from commlens.watch.nodes import Nodes
+from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import read_logs, sample
 

@@ -1,7 +1,7 @@
 """The watcher of one job on this node: notices a stall, a death and the end, and reports what is wrong.
 
 Polling costs one read of 4 KiB per rank, two to six times a second, and the end of a process wakes the watcher at once. New records
-are compared as they appear (:mod:`commlens.watch.deferred_verification`). Samples of ``/proc``, whole boxes and the diagnosis are
+are compared as they appear (:mod:`commlens.watch.mismatches.deferred_verification`). Samples of ``/proc``, whole boxes and the diagnosis are
 only needed while a collective has been in flight for suspiciously long, a rank has ended, or ranks disagree.
 """
 
@@ -24,17 +24,17 @@ from commlens.processes import process
 from commlens.processes.early_handles import EarlyHandles
 from commlens.processes.observer import WINDOW_S, Observer
 from commlens.text import ranks_phrase, verb
-from commlens.watch.beat import LAST
+from commlens.watch.alerts.metrics import Metrics
 from commlens.watch.death import REPORTER_S, DeathDetector, dead_ranks
 from commlens.watch.death_report import lines_at_end, report_death
-from commlens.watch.deferred_verification import DeferredVerification
 from commlens.watch.job_abort import JobAbort
 from commlens.watch.jobs import discard_forgotten, is_over
-from commlens.watch.lost_store import LostStoreReport
-from commlens.watch.metrics import Metrics
-from commlens.watch.mismatch_reporter import MismatchReporter
-from commlens.watch.nodes import Nodes
-from commlens.watch.remote_evidence import pack_snapshot
+from commlens.watch.mismatches.deferred_verification import DeferredVerification
+from commlens.watch.mismatches.report import MismatchReporter
+from commlens.watch.nodes.beat import LAST
+from commlens.watch.nodes.exchange import Nodes
+from commlens.watch.nodes.lost_store import LostStoreReport
+from commlens.watch.nodes.remote_evidence import pack_snapshot
 from commlens.watch.reporting import Diagnose, Evidence, Reporter, Say
 from commlens.watch.roster import Member, Roster, Worker, Workers
 from commlens.watch.slowness import Slowness

@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from commlens.watch.beat import Beat, News
+from commlens.watch.nodes.beat import Beat, News
 
 PERIOD_S: Final = 1.0  # between two values of a node
 LOST_S: Final = 5.0  # a node or a store that has been silent for this long is taken as lost
@@ -39,7 +39,7 @@ class Lost(NamedTuple):
 
 
 class KnownNodes:
-    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.Nodes` holds its lock around every call.
+    """The other nodes, by slot. Not safe for threads: :class:`~commlens.watch.nodes.exchange.Nodes` holds its lock around every call.
 
     ``mine`` is always this node's own value: nodes of another incarnation of the job are left out. ``now`` is ``time.monotonic()``.
     """

@@ -21,11 +21,11 @@ from typing import Final, NamedTuple, TypeVar
 import msgspec
 
 from commlens.text import ranks_phrase
-from commlens.watch.beat import LAST, Beat, News, Request, decoded, key
-from commlens.watch.channel_progress import Blocks, differ
-from commlens.watch.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
-from commlens.watch.looks import LOOK, Looks
-from commlens.watch.meeting_places import Client, Place, places
+from commlens.watch.mismatches.channel_progress import Blocks, differ
+from commlens.watch.nodes.beat import LAST, Beat, News, Request, decoded, key
+from commlens.watch.nodes.known_nodes import LOST_S, PERIOD_S, KnownNodes, Lost, reporter_of
+from commlens.watch.nodes.looks import LOOK, Looks
+from commlens.watch.nodes.meeting_places import Client, Place, places
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import have_joined
 from commlens.watch.stall import Wait, waits

@@ -16,9 +16,17 @@ from commlens.matching.answer import Answer, Disagree
 from commlens.matching.collectives import compare_coalesced, compare_collectives
 from commlens.matching.point_to_point import compare_pair
 from commlens.model.collective import Channel
-from commlens.watch.channel_progress import MAX_PENDING, Blocks, ChannelDigest, ChannelProgress, Discrepancy, Issue, SequenceNumber
-from commlens.watch.message_stream import MessageStream, StreamEnd
-from commlens.watch.signatures import CACHE_SIZE, BoundedCache, SignatureId, SignatureTable
+from commlens.watch.mismatches.channel_progress import (
+    MAX_PENDING,
+    Blocks,
+    ChannelDigest,
+    ChannelProgress,
+    Discrepancy,
+    Issue,
+    SequenceNumber,
+)
+from commlens.watch.mismatches.message_stream import MessageStream, StreamEnd
+from commlens.watch.mismatches.signatures import CACHE_SIZE, BoundedCache, SignatureId, SignatureTable
 
 ChannelKey = tuple[int, str, tuple[int, ...], str]
 

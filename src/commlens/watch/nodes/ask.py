@@ -14,10 +14,10 @@ import msgspec
 from commlens.dumps.clocks import correct_clocks
 from commlens.model.ranklog import RankLog
 from commlens.text import duration, ranks_and_verb, ranks_phrase
-from commlens.watch import remote_evidence
-from commlens.watch.beat import Beat, decoded, key
-from commlens.watch.looks import LOOK, Look
-from commlens.watch.meeting_places import Client, Store, places
+from commlens.watch.nodes import remote_evidence
+from commlens.watch.nodes.beat import Beat, decoded, key
+from commlens.watch.nodes.looks import LOOK, Look
+from commlens.watch.nodes.meeting_places import Client, Store, places
 from commlens.watch.roster import Member, Roster
 from commlens.watch.snapshot import one_run
 

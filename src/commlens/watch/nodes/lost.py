@@ -17,7 +17,7 @@ from commlens.model.collective import State
 from commlens.model.ranklog import End, Observation, RankLog
 from commlens.model.verdict import Finding, Verdict
 from commlens.text import joined, ranks_phrase, verb
-from commlens.watch.known_nodes import Lost
+from commlens.watch.nodes.known_nodes import Lost
 
 SILENT_S: Final = 2.0  # a node that has been silent for this long while it was asked for evidence is not just slow
 _SAME_MOMENT_S: Final = 3.0

@@ -9,7 +9,7 @@ from typing import Final
 
 from commlens.errors import FormatError
 from commlens.text import joined, op_phrase, ranks_phrase, verb
-from commlens.watch.nodes import LostStore, Nodes
+from commlens.watch.nodes.exchange import LostStore, Nodes
 from commlens.watch.roster import Member
 
 ENDED_S: Final = 2.5  # after which a store that refuses connections is reported: ranks that end with it need no report

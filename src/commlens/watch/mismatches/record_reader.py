@@ -12,10 +12,10 @@ from commlens.blackbox.blobs import GroupJson, decode_channel
 from commlens.blackbox.tail import BoxTail, Raw, reduce_code
 from commlens.model.collective import Channel
 from commlens.model.ops import POINT_TO_POINT
-from commlens.watch.channel_progress import ChannelProgress, SequenceNumber
-from commlens.watch.message_stream import StreamEnd
-from commlens.watch.signature_comparison import ChannelKey, SignatureComparison
-from commlens.watch.signatures import BoundedCache, SignatureId
+from commlens.watch.mismatches.channel_progress import ChannelProgress, SequenceNumber
+from commlens.watch.mismatches.comparison import ChannelKey, SignatureComparison
+from commlens.watch.mismatches.message_stream import StreamEnd
+from commlens.watch.mismatches.signatures import BoundedCache, SignatureId
 
 _RANKS_MAX: Final = 1 << 20
 _OPEN_GROUPS_MAX: Final = 64  # coalesced groups

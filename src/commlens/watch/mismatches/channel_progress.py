@@ -7,7 +7,7 @@ from typing import Final, Literal
 
 from commlens.matching.answer import Aspect, Disagree
 from commlens.model.collective import Channel
-from commlens.watch.signatures import SignatureId
+from commlens.watch.mismatches.signatures import SignatureId
 
 SequenceNumber = tuple[int, int]
 """A channel's sequence number, and the member of a coalesced group, from 1 (0: not coalesced)."""

@@ -9,12 +9,12 @@ from commlens.diagnosis import live
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import CollectiveRef, Finding, GroupRef, Verdict
 from commlens.text import count, group_phrase, ranks_phrase
-from commlens.watch.channel_progress import Discrepancy
 from commlens.watch.death import REPORTER_S
-from commlens.watch.deferred_verification import DeferredVerification
-from commlens.watch.nodes import Nodes
+from commlens.watch.mismatches.channel_progress import Discrepancy
+from commlens.watch.mismatches.comparison import ChannelKey
+from commlens.watch.mismatches.deferred_verification import DeferredVerification
+from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Roster
-from commlens.watch.signature_comparison import ChannelKey
 from commlens.watch.snapshot import read_logs
 
 REPORTS_MAX: Final = 8  # distinct disagreements of one job: a broken program must not fill the terminal

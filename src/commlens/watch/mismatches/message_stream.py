@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from commlens.model.collective import Channel
 from commlens.model.ops import matches_by_tag
-from commlens.watch.channel_progress import MAX_PENDING
-from commlens.watch.signatures import SignatureId
+from commlens.watch.mismatches.channel_progress import MAX_PENDING
+from commlens.watch.mismatches.signatures import SignatureId
 
 
 @dataclass(slots=True)

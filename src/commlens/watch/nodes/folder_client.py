@@ -1,6 +1,6 @@
 """A shared folder as the meeting place of nodes that have no store in common: one small file for each key.
 
-It offers the calls of :class:`~commlens.watch.store_client.StoreClient`. A file appears whole or not at all.
+It offers the calls of :class:`~commlens.watch.nodes.store_client.StoreClient`. A file appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from commlens.watch.store_client import VALUE_MAX
+from commlens.watch.nodes.store_client import VALUE_MAX
 
 _NAME = re.compile(r"commlens-\d+[a-z0-9.-]*(\.\d+\.tmp)?")
 _COUNT_MAX = 100_000
@@ -44,7 +44,7 @@ class FolderClient:
         temporary.replace(path)
 
     def add(self, key: str, amount: int) -> int:
-        """Add 0 or 1 to a counter, which starts at 0. Returns the sum. Looks are not counted: see :mod:`commlens.watch.looks`."""
+        """Add 0 or 1 to a counter, which starts at 0. Returns the sum. Looks are not counted: see :mod:`commlens.watch.nodes.looks`."""
         count = next(number for number in range(_COUNT_MAX) if not self._path(f"{key}.{number}").exists())
         while amount:
             try:

@@ -12,9 +12,9 @@ from typing import Final
 
 from commlens.errors import FormatError
 from commlens.processes import process
-from commlens.watch.folder_client import FolderClient
+from commlens.watch.nodes.folder_client import FolderClient
+from commlens.watch.nodes.store_client import KeepWaiting, StoreClient
 from commlens.watch.roster import Member
-from commlens.watch.store_client import KeepWaiting, StoreClient
 from commlens.watch.strangers import meeting_of
 
 TIMEOUT_S: Final = 1.0

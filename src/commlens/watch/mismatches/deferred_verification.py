@@ -1,7 +1,7 @@
 """Deferred verification: reads the ranks' new records while the job runs and compares them, within a CPU budget.
 
-:mod:`commlens.watch.record_reader` reads the records, :mod:`commlens.watch.signature_comparison` compares them, and
-:mod:`commlens.watch.mismatch_reporter` reports each disagreement once.
+:mod:`commlens.watch.mismatches.record_reader` reads the records, :mod:`commlens.watch.mismatches.comparison` compares them, and
+:mod:`commlens.watch.mismatches.report` reports each disagreement once.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Final
 from commlens.blackbox.tail import BoxTail
 from commlens.errors import FormatError
 from commlens.text import ranks_phrase
-from commlens.watch.channel_progress import MAX_PENDING, Blocks, Discrepancy
-from commlens.watch.record_reader import RecordReader
+from commlens.watch.mismatches.channel_progress import MAX_PENDING, Blocks, Discrepancy
+from commlens.watch.mismatches.comparison import SignatureComparison
+from commlens.watch.mismatches.record_reader import RecordReader
 from commlens.watch.roster import Member, Roster
-from commlens.watch.signature_comparison import SignatureComparison
 
 INTERVAL_S: Final = 0.05
 INTERVAL_MAX_S: Final = 0.5

@@ -1,0 +1,1 @@
+"""What is sent elsewhere: verdicts and metrics."""

@@ -1,0 +1,1 @@
+"""Collectives that differ between ranks, compared while the job runs."""
