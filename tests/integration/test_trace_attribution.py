@@ -43,7 +43,8 @@ from torch.utils.checkpoint import checkpoint
 import commlens
 from commlens.model.trace import Phase, TraceEvent
 from commlens.testing import assert_collectives
-from commlens.tracing import backend_times, stacks
+from commlens.tracing import backend_times
+from commlens.tracing.attribution import stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from commlens.tracing.module_calls import current_pass
+from commlens.tracing.attribution.module_calls import current_pass
 from commlens.tracing.raw_event import RawEvent
 
 _now = time.monotonic_ns

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from commlens.model.ops import api_wire_op
 from commlens.tap import tap
 from commlens.tap.interned_args import InternedArgs, describe, describe_tensors
-from commlens.tracing.packets import functional_scope, public_packet
+from commlens.tracing.attribution.op_names import functional_scope, public_packet
 
 Describe = Callable[[Any], tuple[InternedArgs, Any]]
 """Takes a tracer's groups. Returns a collective's arguments and its reduce op."""

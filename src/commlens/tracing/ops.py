@@ -22,12 +22,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commlens.model.trace import Phase, TracedOp
-from commlens.tracing.module_calls import FIRST_ACCUMULATION, ModuleCall, ModuleRow, current_node, current_pass
-from commlens.tracing.modules import ModuleTracker
-from commlens.tracing.packets import FUNCTIONAL, functional_scope, public_packet, split_name
+from commlens.tracing.attribution.module_calls import FIRST_ACCUMULATION, ModuleCall, ModuleRow, current_node, current_pass
+from commlens.tracing.attribution.modules import ModuleTracker
+from commlens.tracing.attribution.op_names import FUNCTIONAL, functional_scope, public_packet, split_name
+from commlens.tracing.attribution.recomputations import follow_recomputations, recomputes
 from commlens.tracing.patches import Patches
 from commlens.tracing.raw_event import RawEvent
-from commlens.tracing.recomputations import follow_recomputations, recomputes
 
 _SETTLE_AT = 50_000  # ten thousand ops
 _PROPAGATION = "torch/distributed/tensor/_sharding_prop.py"

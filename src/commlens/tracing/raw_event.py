@@ -7,8 +7,8 @@ from typing import Any
 
 from commlens.model.trace import Cause, Owner, Phase
 from commlens.tap.interned_args import InternedArgs
-from commlens.tracing.module_calls import ModuleCall
-from commlens.tracing.stacks import StackInfo
+from commlens.tracing.attribution.module_calls import ModuleCall
+from commlens.tracing.attribution.stacks import StackInfo
 
 
 @dataclass(init=False, eq=False, repr=False, slots=True)

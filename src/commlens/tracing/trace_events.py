@@ -12,7 +12,7 @@ from commlens.model.trace import TraceEvent
 from commlens.model.wire_bytes import wire_bytes
 from commlens.tap.groups import Group
 from commlens.tap.interned_args import reduce_op_name
-from commlens.tracing.packets import key_of
+from commlens.tracing.attribution.op_names import key_of
 from commlens.tracing.raw_event import RawEvent
 
 

@@ -25,18 +25,18 @@ from commlens.tap import tap, torch_patches
 from commlens.tap.groups import Groups
 from commlens.tap.interned_args import ArgsTable, InternedArgs, noted_reduce_ops, output_pointers
 from commlens.tracing import fake_tensors
+from commlens.tracing.attribution.causes import Causes
+from commlens.tracing.attribution.mesh_dims import name_mesh_dims
+from commlens.tracing.attribution.module_calls import ModuleRow, current_node
+from commlens.tracing.attribution.modules import ModuleTracker
+from commlens.tracing.attribution.op_names import functional_scope
+from commlens.tracing.attribution.owners import Owners
+from commlens.tracing.attribution.parameters import Parameters
+from commlens.tracing.attribution.pipelines import mark_messages, set_microbatch, stop_marking
+from commlens.tracing.attribution.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps, use_native_engine
 from commlens.tracing.backend_times import add_durations, entries
 from commlens.tracing.backward_waits import BackwardWaits
-from commlens.tracing.causes import Causes
-from commlens.tracing.mesh_dims import name_mesh_dims
-from commlens.tracing.module_calls import ModuleRow, current_node
-from commlens.tracing.modules import ModuleTracker
-from commlens.tracing.owners import Owners
-from commlens.tracing.packets import functional_scope
-from commlens.tracing.parameters import Parameters
-from commlens.tracing.pipelines import mark_messages, set_microbatch, stop_marking
 from commlens.tracing.raw_event import RawEvent
-from commlens.tracing.stacks import ENGINE, RECOMPUTE, StackInfo, StackInfos, running_steps, use_native_engine
 from commlens.tracing.trace_events import TraceEvents, rank_and_world, reduce_op_text
 from commlens.version import __version__
 

@@ -24,11 +24,11 @@ if importlib.util.find_spec("torch") is None:
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from commlens.tracing.attribution.op_names import key_of, registry
 from commlens.tracing.comm_debug import json_dump, table
 from commlens.tracing.comm_debug.modules import GLOBAL, ModuleView, SeenModules
 from commlens.tracing.comm_debug.sections import PASSES, Section, sections
 from commlens.tracing.ops import OpRecord, OpsMode
-from commlens.tracing.packets import key_of, registry
 from commlens.tracing.raw_event import RawEvent
 from commlens.tracing.tracer import Tracer
 

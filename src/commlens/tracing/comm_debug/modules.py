@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from commlens.model.trace import Phase
+from commlens.tracing.attribution.module_calls import current_node
 from commlens.tracing.comm_debug.user_hooks import Hook, UserHooks
-from commlens.tracing.module_calls import current_node
 
 if TYPE_CHECKING:
-    from commlens.tracing.module_calls import ModuleRow
+    from commlens.tracing.attribution.module_calls import ModuleRow
     from commlens.tracing.tracer import Tracer
 
 GLOBAL = "Global"

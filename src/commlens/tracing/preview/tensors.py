@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from commlens.errors import CommandError
 from commlens.model.collective import FrameKind
 from commlens.tap import tap
-from commlens.tracing import stacks
+from commlens.tracing.attribution import stacks
 from commlens.tracing.patches import Patches
 
 _CPU = DispatchKeySet(DispatchKey.CPU)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import P2POp
 
 from commlens.model.trace import Phase
-from commlens.tracing.modules import ModuleTracker
+from commlens.tracing.attribution.modules import ModuleTracker
+from commlens.tracing.attribution.stacks import StackInfo, local_values, values_of
 from commlens.tracing.raw_event import RawEvent
-from commlens.tracing.stacks import StackInfo, local_values, values_of
 
 _STAGE = "torch/distributed/pipelining/stage.py"
 _MADE_BY = {

@@ -6,7 +6,7 @@ from types import FrameType
 from typing import Any
 
 from commlens.model.trace import Cause
-from commlens.tracing.stacks import StackInfo, local_values
+from commlens.tracing.attribution.stacks import StackInfo, local_values
 
 _CACHE_LIMIT = 10_000
 _OP = ("op_call",)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils import checkpoint
 
-from commlens.tracing.module_calls import current_node, current_pass
+from commlens.tracing.attribution.module_calls import current_node, current_pass
 from commlens.tracing.patches import Patches
 
 _FILE = "torch/utils/checkpoint.py"

@@ -13,9 +13,9 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Owner
-from commlens.tracing.module_calls import ModuleCall, ModuleRow
-from commlens.tracing.modules import ModuleTracker
-from commlens.tracing.stacks import StackInfo, local_values
+from commlens.tracing.attribution.module_calls import ModuleCall, ModuleRow
+from commlens.tracing.attribution.modules import ModuleTracker
+from commlens.tracing.attribution.stacks import StackInfo, local_values
 
 
 class Owners:

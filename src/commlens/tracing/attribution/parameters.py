@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from commlens.model.trace import TracedParameter
-from commlens.tracing.module_calls import ModuleCall, ModuleRow
+from commlens.tracing.attribution.module_calls import ModuleCall, ModuleRow
 
 
 class Parameters:

@@ -18,7 +18,7 @@ import torch
 from commlens import native
 from commlens.model.collective import Frame, FrameKind
 from commlens.model.frames import KindPrefixes, frame_kind, process_prefixes
-from commlens.tracing.recomputations import recomputes
+from commlens.tracing.attribution.recomputations import recomputes
 
 log = logging.getLogger("commlens")
 
@@ -29,7 +29,7 @@ ENGINE = "engine"
 RECOMPUTE = "recompute"
 
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")  # noqa: PTH118, PTH120
-_OWN = os.path.join(os.path.dirname(__file__), "")  # noqa: PTH118, PTH120
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")  # noqa: PTH118, PTH120
 _GRAPH = "autograd/graph.py"
 _OPTIMIZER = "optim/optimizer.py"
 _REDISTRIBUTE = "distributed/tensor/_redistribute.py"
@@ -290,6 +290,6 @@ def kind_of_file(file: str) -> FrameKind:
 
 @functools.lru_cache(maxsize=1)
 def _prefixes() -> KindPrefixes:
-    commlens = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
+    commlens = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
     generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")  # noqa: PTH118
     return [(generated, FrameKind.TORCH), *process_prefixes(_TORCH, commlens)]

@@ -26,7 +26,7 @@ from torch.nn import DataParallel, Module
 from torch.nn.parallel import DistributedDataParallel
 
 from commlens.model.trace import Phase
-from commlens.tracing.module_calls import (
+from commlens.tracing.attribution.module_calls import (
     FIRST_ACCUMULATION,
     CallTable,
     ModuleCall,

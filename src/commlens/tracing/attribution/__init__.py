@@ -1,0 +1,1 @@
+"""Why a collective was issued: module, parameter, mesh dimension, pipeline stage, cause."""
