@@ -31,7 +31,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def relay_cpu_s(folder: Path) -> float:
     """Return the CPU seconds that the relay of a node has used."""
     from commlens.blackbox import job_dirs
-    from commlens.blackbox.board import PeerBoard
+    from commlens.boards.board import PeerBoard
 
     for path in folder.glob("commlens-*/job/rank*.board"):
         board = PeerBoard(path)

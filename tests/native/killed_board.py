@@ -9,7 +9,7 @@ from pathlib import Path
 
 import stepped
 
-from commlens.blackbox.board import ENTRIES, HEADER_SIZE, Board, PeerBoard
+from commlens.boards.board import ENTRIES, HEADER_SIZE, Board, PeerBoard
 
 SLOT = HEADER_SIZE  # of the first channel
 Said = tuple[int, int, int]  # signature, blob, extra

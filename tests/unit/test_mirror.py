@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
-from commlens.blackbox.board import Board, PeerBoard
-from commlens.blackbox.mirror import Feed, Mirror
+from commlens.boards import board as B
+from commlens.boards.board import Board, PeerBoard
+from commlens.boards.mirror import Feed, Mirror
 
 HERE = (0, 1)  # ranks of the node of the board
 

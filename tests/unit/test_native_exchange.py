@@ -9,11 +9,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commlens.blackbox import board as B
-from commlens.blackbox import refusal_log, wakeup
-from commlens.blackbox.board import Board, PeerBoard
-from commlens.blackbox.refusal_log import RefusalLog
-from commlens.blackbox.wakeup import Bells
+from commlens.boards import board as B
+from commlens.boards import refusal_log, wakeup
+from commlens.boards.board import Board, PeerBoard
+from commlens.boards.refusal_log import RefusalLog
+from commlens.boards.wakeup import Bells
 from commlens.native import cache
 from commlens.verification.verifier import Verifier
 

@@ -11,9 +11,7 @@ import pytest
 from builders import DISPATCHER, MS, SCRIPT, START
 
 from commlens.commands import main
-from commlens.diagnosis import pace
 from commlens.diagnosis.examine import examine_logs
-from commlens.diagnosis.pace import Pace, condensed, find_slow_in_records, find_slow_ranks, measure, recent
 from commlens.diagnosis.straggler import find_stretch, straggler_verdict
 from commlens.model.collective import (
     Channel,
@@ -27,7 +25,9 @@ from commlens.model.collective import (
 )
 from commlens.model.ranklog import Observation, RankLog
 from commlens.processes import profile
-from commlens.watch.job_pace import judge, packed
+from commlens.speed import pace
+from commlens.speed.job_pace import judge, packed
+from commlens.speed.pace import Pace, condensed, find_slow_in_records, find_slow_ranks, measure, recent
 
 Compute = Callable[[int, int], float]
 """(rank, step) to milliseconds of own work before the step's first collective."""

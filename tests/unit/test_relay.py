@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from commlens.blackbox import board as B
-from commlens.blackbox import job_dirs, refusal_log
-from commlens.blackbox.board import Board, PeerBoard
-from commlens.blackbox.refusal_log import RefusalLog
-from commlens.blackbox.wakeup import Bells
+from commlens.blackbox import job_dirs
+from commlens.boards import board as B
+from commlens.boards import refusal_log
+from commlens.boards.board import Board, PeerBoard
+from commlens.boards.refusal_log import RefusalLog
+from commlens.boards.wakeup import Bells
 from commlens.verification.relay import node_relay
 from commlens.verification.relay.node_relay import Relay
 

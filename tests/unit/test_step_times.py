@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_pace import job
 
-from commlens.diagnosis.step_times import StepTimes, step_times
 from commlens.model.collective import LearnedHow
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import common, length, union
 from commlens.reports.step_table import step_table
+from commlens.speed.step_times import StepTimes, step_times
 
 
 def compute(rank: int, step: int) -> float:

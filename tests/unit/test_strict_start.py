@@ -15,11 +15,11 @@ import pytest
 
 pytest.importorskip("torch")
 
-from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
-from commlens.blackbox.board import Board
-from commlens.blackbox.mirror import Mirror
-from commlens.blackbox.refusal_log import DRAFTS, RefusalLog
+from commlens.boards import board as B
+from commlens.boards.board import Board
+from commlens.boards.mirror import Mirror
+from commlens.boards.refusal_log import DRAFTS, RefusalLog
 from commlens.verification import link
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals

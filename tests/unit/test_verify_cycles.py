@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
-from commlens.blackbox.board import Board
-from commlens.blackbox.refusal_log import RefusalLog
+from commlens.boards import board as B
+from commlens.boards.board import Board
+from commlens.boards.refusal_log import RefusalLog
 from commlens.verification.cycles import Cycles
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from commlens.blackbox.wakeup import LAST_WORD, Bells, Futexes, _bell
+from commlens.boards.wakeup import LAST_WORD, Bells, Futexes, _bell
 
 pytestmark = pytest.mark.launches
 
@@ -21,7 +21,7 @@ PAGE = 4096
 LONG_NS = 20_000_000_000
 OPENED = """
 import mmap, sys
-from commlens.blackbox.wakeup import Bells, Futexes
+from commlens.boards.wakeup import Bells, Futexes
 with open(sys.argv[1], "r+b") as file:
     page = mmap.mmap(file.fileno(), 4096)
 words = memoryview(page).cast("Q")

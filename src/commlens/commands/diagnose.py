@@ -99,7 +99,7 @@ def exit_status(verdict: Verdict) -> int:
 
 def _print_pace(examined: ExaminedJob) -> None:
     from commlens.commands.table import print_table
-    from commlens.diagnosis import pace
+    from commlens.speed import pace
     from commlens.text import capital, count, duration, ranks_and_verb, ranks_phrase
 
     measured = pace.measure([view.log for _, view in sorted(examined.job.views.items())])

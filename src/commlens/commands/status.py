@@ -61,10 +61,10 @@ def _show_steps(jobs: Sequence[Path], *, as_json: bool) -> int:
     import msgspec
 
     from commlens.commands.table import print_table
-    from commlens.diagnosis.step_times import step_times
     from commlens.diagnosis.views.status import heading
     from commlens.dumps.save import dump_name
     from commlens.reports.step_table import step_table
+    from commlens.speed.step_times import step_times
     from commlens.watch.snapshot import snapshot
 
     shown = []

@@ -13,9 +13,7 @@ from commlens.diagnosis.graph.build import build_wait_graph
 from commlens.diagnosis.graph.wait_graph import Graph, Instance, Node
 from commlens.diagnosis.index.job_index import JobIndex, index_logs
 from commlens.diagnosis.index.joined_numbers import without_contradicted_numbers
-from commlens.diagnosis.pace import find_slow_in_records
 from commlens.diagnosis.select.job import select_job
-from commlens.diagnosis.step_times import StepTimes, step_times
 from commlens.diagnosis.straggler import straggler_verdict
 from commlens.diagnosis.told_by_logs import LOOK_AT_MORE, find_told, unplaced_timeouts
 from commlens.matching.answer import Disagree
@@ -23,6 +21,8 @@ from commlens.matching.collectives import compare_coalesced
 from commlens.model.collective import ChannelKey
 from commlens.model.ranklog import RankLog
 from commlens.model.verdict import NOTHING_FOUND, Finding, Kind, Verdict
+from commlens.speed.pace import find_slow_in_records
+from commlens.speed.step_times import StepTimes, step_times
 from commlens.text import capital, count, joined, op_phrase, ranks_and_verb, ranks_phrase, verb
 
 if TYPE_CHECKING:

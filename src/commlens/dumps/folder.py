@@ -12,8 +12,9 @@ from typing import Any, Final
 
 import msgspec
 
-from commlens.blackbox import board, rank_claims, refusal_log
+from commlens.blackbox import rank_claims
 from commlens.blackbox.reader import reason
+from commlens.boards import board, refusal_log
 from commlens.dumps.detect import (
     BLACK_BOX,
     BOX_NAME,

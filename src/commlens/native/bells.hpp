@@ -1,4 +1,4 @@
-// How ranks wake each other. commlens/blackbox/wakeup.py does the same in Python and explains it. Uses neither torch nor Python.
+// How ranks wake each other. commlens/boards/wakeup.py does the same in Python and explains it. Uses neither torch nor Python.
 #pragma once
 
 #include <errno.h>

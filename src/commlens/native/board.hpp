@@ -1,4 +1,4 @@
-// The announcement boards of a rank and of its peers. commlens/blackbox/board.py does the same in Python; it also makes and maps the files,
+// The announcement boards of a rank and of its peers. commlens/boards/board.py does the same in Python; it also makes and maps the files,
 // and defines each byte. Uses neither torch nor Python, so that a driver can test it alone.
 #pragma once
 

@@ -97,8 +97,8 @@ py::dict layout() {
 PYBIND11_MODULE(commlens_native, module) {
   using namespace commlens;
   module.def("layout", &layout, "The layout that was compiled in, by the names of commlens.blackbox.layout.");
-  module.def("board_layout", &board_layout, "The layout of boards, by the names of commlens.blackbox.board.");
-  module.def("bells_layout", &bells_layout, "The layout of bells, by the names of commlens.blackbox.wakeup.");
+  module.def("board_layout", &board_layout, "The layout of boards, by the names of commlens.boards.board.");
+  module.def("bells_layout", &bells_layout, "The layout of bells, by the names of commlens.boards.wakeup.");
   module.def("install", [](const py::list& specs, const py::object& slow) {
     std::vector<OpSpec> all;
     for (const auto& spec : specs) all.push_back(spec_of(py::reinterpret_borrow<py::object>(spec), all.size()));

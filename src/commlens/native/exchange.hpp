@@ -19,7 +19,7 @@
 
 namespace commlens {
 
-namespace refusal_log {  // commlens/blackbox/refusal_log.py: words of the page that all ranks share
+namespace refusal_log {  // commlens/boards/refusal_log.py: words of the page that all ranks share
 constexpr uint64_t COUNT = 0, BOARDS_CREATED = 1;
 }
 

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from commlens.diagnosis.step_times import StepPart, StepTimes
+from commlens.speed.step_times import StepPart, StepTimes
 from commlens.text import count, number, short_duration, size
 
 HEADINGS: Final = ("group", "where", "calls", "bytes", "waited", "of the step", "hidden", "on the device")

@@ -6,9 +6,9 @@ import logging
 from types import FrameType
 from typing import Any
 
-from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
-from commlens.blackbox.board import Board
+from commlens.boards import board as B
+from commlens.boards.board import Board
 from commlens.model.ops import POINT_TO_POINT
 from commlens.tap.groups import Channel, Group
 from commlens.tap.interned_args import InternedArgs

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any, Final
 
-from commlens.blackbox import board as B
 from commlens.blackbox import layout as L
+from commlens.boards import board as B
 from commlens.matching.answer import Disagree
 from commlens.matching.collectives import compare_collectives
 from commlens.matching.point_to_point import compare_pair

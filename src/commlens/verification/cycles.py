@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Final
 
-from commlens.blackbox import board as B
+from commlens.boards import board as B
 from commlens.verification.messages import CycleStep
 from commlens.verification.peers import Peers
 from commlens.verification.refusals import Refusals

@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from commlens.blackbox import job_dirs, refusal_log
-from commlens.blackbox.refusal_log import RefusalLog
+from commlens.blackbox import job_dirs
+from commlens.boards import refusal_log
+from commlens.boards.refusal_log import RefusalLog
 from commlens.verification.relay.node_relay import PATIENCE_S
 
 log = logging.getLogger("commlens")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final
 
-from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
-from commlens.blackbox.board import PeerBoard
+from commlens.boards import board as B
+from commlens.boards.board import PeerBoard
 from commlens.text import ranks_and_verb
 
 log = logging.getLogger("commlens")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 
-from commlens.blackbox.refusal_log import RefusalLog
+from commlens.boards.refusal_log import RefusalLog
 from commlens.errors import DistributedOperationException
 from commlens.verification.channels import Pending
 

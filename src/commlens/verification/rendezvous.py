@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
-from commlens.blackbox.board import Board
+from commlens.boards import board as B
+from commlens.boards.board import Board
 from commlens.verification.peers import Peers
 
 PATIENCE_NS: Final = 10_000_000_000  # the longest wait for ranks that do not arrive

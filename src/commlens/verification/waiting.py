@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from commlens.blackbox import board as B
-from commlens.blackbox.board import Board
+from commlens.boards import board as B
+from commlens.boards.board import Board
 from commlens.model.ops import NEEDS_ALL, POINT_TO_POINT, SENT_BY_ROOT, SENT_TO_ROOT
 from commlens.tap.interned_args import InternedArgs
 from commlens.text import ranks_phrase

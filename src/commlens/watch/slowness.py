@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Sequence
 from statistics import median
 from typing import Final, NamedTuple
 
-from commlens.diagnosis.pace import MIN_COST, Pace, Slow, condensed, find_slow_ranks, measure, recent, with_cpu
 from commlens.diagnosis.straggler import straggler_verdict
 from commlens.model.collective import FrameKind
 from commlens.model.ranklog import RankLog
@@ -20,8 +19,9 @@ from commlens.model.verdict import Verdict
 from commlens.processes import process
 from commlens.processes.observer import Observer
 from commlens.processes.profile import Profiling
+from commlens.speed.job_pace import Judgement, judge, packed
+from commlens.speed.pace import MIN_COST, Pace, Slow, condensed, find_slow_ranks, measure, recent, with_cpu
 from commlens.text import duration, ranks_and_verb
-from commlens.watch.job_pace import Judgement, judge, packed
 from commlens.watch.nodes.exchange import Nodes
 from commlens.watch.roster import Member
 from commlens.watch.snapshot import read_logs, sample

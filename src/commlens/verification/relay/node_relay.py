@@ -1,7 +1,7 @@
 """The relay of one node: copies of the other nodes' boards for its ranks, and refusals that all nodes share.
 
 The ranks of a node meet in shared memory and do not know of the network: the relay keeps a copy of every other node's boards in their
-folder (``blackbox/mirror.py``), rings the bells of the ranks there, and sends what its own ranks announce. The relay of rank 0's node is
+folder (``boards/mirror.py``), rings the bells of the ranks there, and sends what its own ranks announce. The relay of rank 0's node is
 the hub: the other relays connect to it, and it passes on what each of them sends. It also decides which refusal of a collective was
 first, so that all ranks of all nodes raise the same text.
 
@@ -23,12 +23,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from commlens.blackbox import board as B
-from commlens.blackbox import job_dirs, refusal_log
-from commlens.blackbox.board import PeerBoard
-from commlens.blackbox.mirror import Feed, Mirror
-from commlens.blackbox.refusal_log import RefusalLog
-from commlens.blackbox.wakeup import RemoteBells
+from commlens.blackbox import job_dirs
+from commlens.boards import board as B
+from commlens.boards import refusal_log
+from commlens.boards.board import PeerBoard
+from commlens.boards.mirror import Feed, Mirror
+from commlens.boards.refusal_log import RefusalLog
+from commlens.boards.wakeup import RemoteBells
 from commlens.text import ranks_phrase
 from commlens.verification.relay.connection import WRITES, Connection, is_proof, pack_writes, proof, unpack_writes
 

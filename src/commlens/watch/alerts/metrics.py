@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from commlens.config import Settings
-from commlens.diagnosis.pace import Pace, measure_traffic
+from commlens.speed.pace import Pace, measure_traffic
 from commlens.watch.reporting import Reporter
 from commlens.watch.roster import Member
 from commlens.watch.slowness import Slowness

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from commlens.watch.job_pace import Judgement, Sample
+from commlens.speed.job_pace import Judgement, Sample
 from commlens.watch.mismatches.channel_progress import Blocks
 
 _PREFIX: Final = "commlens/4"  # the number changes with the values' meaning

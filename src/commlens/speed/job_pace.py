@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from commlens.diagnosis.pace import MIN_COST, Pace, Slow, find_slow_ranks, of_all_nodes
+from commlens.speed.pace import MIN_COST, Pace, Slow, find_slow_ranks, of_all_nodes
 
 Sample = tuple[int, float, dict[int, int]]
 """Steps; seconds per step; by rank, the per mille of the time in collectives."""

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from commlens.blackbox import board as B
 from commlens.blackbox import job_dirs
-from commlens.blackbox.board import PeerBoard
+from commlens.boards import board as B
+from commlens.boards.board import PeerBoard
 
 Write = tuple[int, bytes]
 """Offset in the board, and the bytes there."""

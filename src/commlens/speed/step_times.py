@@ -12,10 +12,10 @@ from typing import Final
 
 import msgspec
 
-from commlens.diagnosis.pace import Wait, find_waits, payload_bytes
 from commlens.model.collective import ChannelKey, Collective, LearnedHow
 from commlens.model.ranklog import RankLog
 from commlens.model.spans import Span, common, length, union
+from commlens.speed.pace import Wait, find_waits, payload_bytes
 from commlens.text import capital, frame_phrase, group_label, joined, ranks_phrase
 
 _STEPS: Final = 64  # the newest of them
